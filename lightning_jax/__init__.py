@@ -1,0 +1,1 @@
+"""Train any LLM agent with reinforcement learning, in JAX."""

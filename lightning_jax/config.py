@@ -1,0 +1,313 @@
+"""Every knob, as frozen dataclasses, and `load_config`, which reads YAML files and `key=value` pairs."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from lightning_jax.types import UserError
+
+T = TypeVar("T")
+
+
+def _require(section: object, **conditions: tuple[bool, str]) -> None:
+    """Raises ValueError for the first field whose condition does not hold; the text says what would."""
+    for name, (holds, expected) in conditions.items():
+        if not holds:
+            raise ValueError(f"{name} is {getattr(section, name)!r}; expected {expected}.")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = (
+        "smollm2-135m-instruct"  # a name, a Hugging Face directory or hub id, or a .gguf file
+    )
+    dtype: str = "float32"  # of weights and activations: float32 or bfloat16
+    remat: bool = (
+        False  # recompute activations in the backward pass: less memory, a third more time
+    )
+
+    def __post_init__(self) -> None:
+        _require(self, dtype=(self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"))
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    root: str | None = (
+        None  # a folder in Spider's published layout or the compact one; None: generated
+    )
+    max_train_tasks: int | None = None  # None: all
+    max_schema_chars: int | None = None  # leave out databases whose schema text is longer; counted
+    require_rows: bool = True  # leave out tasks whose gold query returns no row
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    api_key: str | None = None  # None: a random one
+    slots: int = 16  # requests decoded at once
+    max_len: int = 1024  # tokens of prompt and response together that a slot holds
+    prefill_buckets: tuple[int, ...] = (64, 256, 1024)  # padded prompt lengths, one compile each
+    max_queue: int = 1024  # requests waiting for a slot; more are refused with 429
+    orchestrator: str = "native"  # native, or jetstream (serving only: it records no log-probs)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefill_buckets", tuple(sorted(self.prefill_buckets)))
+        _require(
+            self,
+            slots=(self.slots >= 1, "at least 1"),
+            port=(0 <= self.port < 65536, "0 (any free port) to 65535"),
+            max_len=(self.max_len >= 16, "at least 16 tokens"),
+            prefill_buckets=(
+                bool(self.prefill_buckets) and self.prefill_buckets[0] > 0,
+                "positive lengths",
+            ),
+            orchestrator=(self.orchestrator in ("native", "jetstream"), "native or jetstream"),
+        )
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    agent: str = (
+        "agents/spider_sql.py:run"  # FILE:FUNCTION, a coroutine function (task, llm) -> reward
+    )
+    tasks_per_step: int = 8
+    group_size: int = 4  # rollouts of one task in one step
+    concurrency: int = 16  # rollouts running at once
+    timeout_s: float = 120.0  # of one rollout; over it the agent has failed
+    call_timeout_s: float = 60.0  # of one LLM call; over it the infrastructure has failed
+    max_attempts: int = 3  # tries of a rollout whose infrastructure fails
+    agent_failure_reward: float | None = 0.0  # None: a failed agent's rollout is not trained on
+    max_infrastructure_failures: float = 0.2  # share of a step's rollouts above which the run stops
+    # Sampling of the policy in training rollouts, whatever the agent asks for. None: as the agent asks.
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    max_tokens: int | None = None  # a ceiling, not an override
+
+    def __post_init__(self) -> None:
+        _require(
+            self,
+            agent=(":" in self.agent, "FILE:FUNCTION, such as agents/spider_sql.py:run"),
+            tasks_per_step=(self.tasks_per_step >= 1, "at least 1"),
+            group_size=(self.group_size >= 1, "at least 1"),
+            concurrency=(self.concurrency >= 1, "at least 1"),
+            max_attempts=(self.max_attempts >= 1, "at least 1"),
+            timeout_s=(self.timeout_s > 0, "a positive number of seconds"),
+            call_timeout_s=(self.call_timeout_s > 0, "a positive number of seconds"),
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0  # steps of linear rise from 0
+    decay_steps: int | None = None  # steps of cosine fall to a tenth after the rise; None: constant
+    weight_decay: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(
+            self,
+            learning_rate=(self.learning_rate > 0, "a positive number"),
+            warmup_steps=(self.warmup_steps >= 0, "0 or more"),
+            max_grad_norm=(self.max_grad_norm > 0, "a positive number"),
+        )
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    credit: str = (
+        "identical"  # identical (the paper's), or per_step (discounted rewards of the calls)
+    )
+    discount: float = 1.0  # of per_step, between calls
+    normalize_by_std: bool = (
+        True  # GRPO divides by the group's standard deviation; Dr. GRPO does not
+    )
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0  # of the KL to the reference policy; 0: no reference is kept
+    max_staleness: int = 4  # optimizer steps; older transitions are dropped and counted
+    skip_zero_advantage: bool = True  # leave out rows that cannot move the weights; same gradient
+
+    def __post_init__(self) -> None:
+        _require(
+            self,
+            credit=(self.credit in ("identical", "per_step"), "identical or per_step"),
+            discount=(0 < self.discount <= 1, "above 0 and at most 1"),
+            clip_low=(0 < self.clip_low < 1, "between 0 and 1"),
+            clip_high=(self.clip_high > 0, "a positive number"),
+            kl_coef=(self.kl_coef >= 0, "0 or more"),
+        )
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    rows: int = 1  # rows of one microbatch; gradients of microbatches are added up
+    row_len: int = 2048  # nodes of a row
+    max_targets: int = 1024  # sampled tokens of a row
+    head_chunk: int = 256  # targets whose logits are in memory at once; divides max_targets
+
+    def __post_init__(self) -> None:
+        _require(
+            self,
+            rows=(self.rows >= 1, "at least 1"),
+            row_len=(self.row_len >= 16, "at least 16"),
+            max_targets=(self.max_targets >= 1, "at least 1"),
+            head_chunk=(
+                self.head_chunk >= 1 and self.max_targets % self.head_chunk == 0,
+                f"a divisor of max_targets={self.max_targets}",
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class WarmupConfig:
+    """Supervised steps on demonstrations before the first rollout."""
+
+    num_steps: int = 0
+    demonstrations: str | None = None  # FILE:FUNCTION: list of tasks -> list of conversations
+    group_by: str | None = None  # a field of the tasks: those that share it share a long prefix...
+    group_size: int = (
+        8  # ...so this many of them are shown in one step, where their trie is shallow
+    )
+    groups_per_step: int = 4
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-4))
+
+    def __post_init__(self) -> None:
+        _require(
+            self,
+            group_size=(self.group_size >= 1, "at least 1"),
+            groups_per_step=(self.groups_per_step >= 1, "at least 1"),
+            num_steps=(self.num_steps >= 0, "0 or more"),
+            demonstrations=(
+                self.num_steps == 0 or self.demonstrations is not None,
+                "FILE:FUNCTION when warmup.num_steps is above 0",
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = 10  # optimizer steps; 0: only at the end
+    num_tasks: int = 64  # of the dev split, always the same ones
+    temperature: float = 0.0
+    at_start: bool = True  # also before the first step, and after the warm-up
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 10  # optimizer steps; the last one is always saved
+    keep: int = 1  # newest checkpoints kept
+
+    def __post_init__(self) -> None:
+        _require(self, every=(self.every >= 1, "at least 1"), keep=(self.keep >= 1, "at least 1"))
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; -1 takes what is left."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run. `run_dir` holds all it leaves, and all it needs to go on after a crash."""
+
+    run_dir: str = "runs/default"
+    seed: int = 0
+    num_steps: int = 20  # GRPO steps, after the warm-up's
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+
+    @property
+    def total_steps(self) -> int:
+        return self.warmup.num_steps + self.num_steps
+
+
+class ConfigError(UserError, ValueError):
+    """A setting is wrong; the message is one sentence for the person who wrote it."""
+
+
+def load_config(schema: type[T], argv: list[str]) -> T:
+    """`argv`: YAML paths and `dotted.key=value`, applied in order; later wins. Raises ConfigError."""
+    merged = OmegaConf.structured(schema)
+    for arg in argv:
+        try:
+            layer = OmegaConf.from_dotlist([arg]) if "=" in arg else _load_yaml(arg)
+            merged = OmegaConf.merge(merged, layer)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{_where(arg)}: {_one_sentence(error)}") from error
+    try:
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_sentence(error)) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def save_config(config: Any, path: Path) -> None:
+    """Writes the resolved settings as YAML."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def _where(arg: str) -> str:
+    return f"setting {arg!r}" if "=" in arg else f"config {arg}"
+
+
+def _load_yaml(path: str) -> Any:
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"config {path} does not exist; expected a YAML file or key=value. Check the path."
+        )
+    try:
+        return OmegaConf.load(path)
+    except (YAMLError, OSError) as error:
+        raise ConfigError(f"config {path} is not readable YAML: {error}") from error
+
+
+def _one_sentence(error: Exception) -> str:
+    """OmegaConf's message without its block of fields."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    key = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), ""
+    )
+    return f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
+
+
+def changed_keys(path: Path, config: Any) -> list[str]:
+    """The dotted keys in which `config` differs from the settings saved at `path`; none without a file."""
+    if not path.exists():
+        return []
+    old = _flatten(OmegaConf.to_container(OmegaConf.load(path)))
+    new = _flatten(OmegaConf.to_container(OmegaConf.structured(config)))
+    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+
+
+def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {prefix: list(node) if isinstance(node, list | tuple) else node}
+    return {
+        key: value
+        for name, child in node.items()
+        for key, value in _flatten(child, f"{prefix}.{name}" if prefix else str(name)).items()
+    }

@@ -1,0 +1,198 @@
+"""The frozen records that travel through the system, and the letters that name array axes.
+
+    Span  ->  Transition  ->  Trajectory  ->  Batch
+
+Axis letters, used in every shape annotation: B rows, T tokens of a row, R targets of a row, V vocabulary,
+E embedding, H query heads, K key/value heads, D head size, L layers, S slots, C cache length, G groups,
+N rollouts of a group. Log-probabilities are in nats, of the token at that index.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+
+Leaf = Any  # an array, or what JAX puts in its place while it transforms a record
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+# A rollout's life. "scored" and the two failures are final; only an infrastructure failure is retried.
+RolloutStatus = Literal["queued", "running", "scored", "agent_failure", "infrastructure_failure"]
+Message = dict[str, Any]  # an OpenAI chat message
+Task = dict[str, Any]  # whatever one line of a task file says; "id" is always there
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one response is sampled. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn by the server
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature <= 10.0, "between 0 and 10"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("min_p", 0.0 <= self.min_p < 1.0, "at least 0 and below 1"),
+            ("stop", all(self.stop) and len(self.stop) <= 16, "at most 16 non-empty strings"),
+        ):
+            if not ok:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished response of the engine, token by token."""
+
+    token_ids: tuple[int, ...]  # as sampled, the end-of-turn token included
+    text: str  # what the client sees: no special tokens, cut before a stop string
+    behavior_logprobs: tuple[float, ...]  # of the policy at temperature 1, unfiltered
+    sampling_logprobs: tuple[float, ...]  # of the tempered and filtered distribution drawn from
+    policy_versions: tuple[int, ...]  # weights version that made each token
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        _same_length(self, "token_ids", "behavior_logprobs", "sampling_logprobs", "policy_versions")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One traced event, as OpenTelemetry names its parts. Times are nanoseconds since the epoch."""
+
+    trace_id: str
+    span_id: str
+    parent_span_id: str | None
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None  # why the traced call failed; None if it did not
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One LLM call of one agent. Ids come from the server that sampled them; text is never re-tokenized."""
+
+    call_id: str  # the span's id
+    rollout_id: str
+    prompt_token_ids: tuple[int, ...]
+    response_token_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    sampling_logprobs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    finish_reason: FinishReason
+    agent: str = ""  # the sub-agent that called, where known
+    policy: str = "policy"  # the model name it asked for
+    reward: float = 0.0  # what this call earned by itself, besides the rollout's reward
+
+    def __post_init__(self) -> None:
+        _same_length(
+            self, "response_token_ids", "behavior_logprobs", "sampling_logprobs", "policy_versions"
+        )
+        if not self.prompt_token_ids:
+            raise ValueError(
+                f"transition {self.call_id!r} has an empty prompt; expected at least 1 token."
+            )
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The calls of one scored rollout in order, and the reward of the whole."""
+
+    rollout_id: str
+    group_id: str  # rollouts of one task in one step share it
+    transitions: tuple[Transition, ...]
+    reward: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.reward):
+            raise ValueError(
+                f"rollout {self.rollout_id!r} has reward {self.reward}; expected a finite number."
+            )
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    """One response to learn from: a prompt, its response and what each response token counts for."""
+
+    prompt_token_ids: tuple[int, ...]
+    response_token_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    advantage: float
+    weight: float  # of each of its tokens in the loss; all weights of a step sum to 1
+
+    def __post_init__(self) -> None:
+        _same_length(self, "response_token_ids", "behavior_logprobs")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """A forest of token tries in fixed shapes: B rows of T nodes, and R targets a row.
+
+    Nodes lie in depth-first order. Node i sees node j iff `j <= i < ends[j]`; `positions` is the depth in its
+    tree. Padding nodes see only themselves. A target is one sampled token: the model, having read the path to
+    `target_nodes`, gave `target_ids`. Two transitions that sampled the same token at the same place share the
+    node, never the target.
+    """
+
+    tokens: Leaf  # int32 [B, T]
+    positions: Leaf  # int32 [B, T]
+    ends: Leaf  # int32 [B, T]
+    target_nodes: Leaf  # int32 [B, R], index into the row of the node that predicts
+    target_ids: Leaf  # int32 [B, R]
+    target_mask: Leaf  # bool [B, R], True = a sampled token
+    behavior_logprobs: Leaf  # float32 [B, R]
+    advantages: Leaf  # float32 [B, R]
+    weights: Leaf  # float32 [B, R], 0 where masked
+
+
+@dataclass(frozen=True)
+class LLM:
+    """All that an OpenAI client needs."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One execution of an agent on a task, as the store keeps it."""
+
+    rollout_id: str
+    task_id: str
+    group_id: str
+    phase: str  # "train" or "eval"
+    step: int  # optimizer step at which it was asked for
+    index: int  # 0 <= index < rollouts of the group
+    attempt: int  # 1 for the first try
+    status: RolloutStatus
+    reward: float | None = None
+    reason: str | None = None  # a short code: why it failed
+    detail: str | None = None  # one sentence for people
+
+
+class UserError(Exception):
+    """Something is wrong that the person at the keyboard can mend; the message is one sentence saying how."""
+
+
+def _same_length(record: Any, *names: str) -> None:
+    lengths = {name: len(getattr(record, name)) for name in names}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(
+            f"{type(record).__name__} fields differ in length: {lengths}; expected equal."
+        )
+
+
+def as_dict(record: Any) -> dict[str, Any]:
+    """A record as plain containers, for JSON."""
+    return dataclasses.asdict(record)

@@ -1,0 +1,43 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="lightning-jax",
+    version="0.1.0",
+    description="Train any LLM agent with reinforcement learning, in JAX",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["lightning_jax", "lightning_jax.*"]),
+    install_requires=[
+        "jax>=0.10",
+        "flax>=0.12",
+        "optax>=0.2.5",
+        "orbax-checkpoint>=0.11",
+        "grain>=0.2.12",
+        "transformers>=5.0",
+        "tokenizers>=0.22",
+        "safetensors>=0.6",
+        "gguf>=0.17",
+        "huggingface-hub>=1.0",
+        "jinja2>=3.1",
+        "openai>=2.50",
+        "opentelemetry-sdk>=1.38",
+        "aiohttp>=3.12",
+        "omegaconf>=2.3",
+        "jaxtyping>=0.3.3",
+        "matplotlib>=3.10",
+        "tqdm>=4.67",
+    ],
+    extras_require={
+        "agents": ["langgraph>=1.2", "langchain-openai>=1.7"],
+        # google-jetstream itself is installed with --no-deps, see requirements-nodeps.txt
+        "jetstream": ["grpcio", "protobuf", "prometheus-client", "shortuuid", "tiktoken"],
+        "dev": [
+            "beartype>=0.21",
+            "hypothesis>=6.140",
+            "pytest>=8.4",
+            "pytest-asyncio>=1.2",
+            "pyright[nodejs]>=1.1.400",
+            "ruff>=0.14",
+        ],
+    },
+)

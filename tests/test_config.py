@@ -1,0 +1,52 @@
+"""Settings: layers, types, and one clear sentence for each mistake."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_jax.config import Config, ConfigError, changed_keys, load_config, save_config
+
+
+def test_later_layers_win(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("num_steps: 3\noptimizer:\n  learning_rate: 3e-6\n")
+    config = load_config(Config, [str(tmp_path / "a.yaml"), "num_steps=5", "warmup.num_steps=0"])
+    assert (config.num_steps, config.optimizer.learning_rate) == (5, 3e-6)
+    assert config.total_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("nmu_steps=3", ["nmu_steps", "num_steps"]),
+        ("num_steps=many", ["num_steps", "many"]),
+        ("serve.slotz=1", ["serve.slotz", "slots"]),
+        ("serve.slots=0", ["slots is 0", "at least 1"]),
+        ("batch.head_chunk=7", ["head_chunk is 7", "divisor"]),
+        ("rollout.agent=spider", ["agent is 'spider'", "FILE:FUNCTION"]),
+        ("missing.yaml", ["missing.yaml", "does not exist"]),
+        ("eval=3", ["eval"]),
+    ],
+)
+def test_a_mistake_is_one_sentence(argument: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, [argument])
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def test_broken_yaml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("num_steps: [1\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        load_config(Config, [str(tmp_path / "bad.yaml")])
+
+
+def test_saved_settings_load_again_and_differences_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    config = load_config(Config, ["serve.prefill_buckets=[32,8]"])
+    assert changed_keys(path, config) == []
+    save_config(config, path)
+    assert load_config(Config, [str(path)]) == config
+    assert changed_keys(path, config) == []
+    other = load_config(Config, ["serve.prefill_buckets=[32,8]", "optimizer.learning_rate=1.0"])
+    assert changed_keys(path, other) == ["optimizer.learning_rate"]
