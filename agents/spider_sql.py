@@ -1,0 +1,320 @@
+"""A text-to-SQL agent: it writes a query, runs it, checks the result, rewrites; 3 queries at most.
+
+An ordinary LangGraph program for any OpenAI-compatible server; it knows nothing of training. Its
+calls are one growing conversation, so that each prompt extends the one before, and the schema comes
+first, so that questions on one database begin alike. The workflow follows the text-to-SQL agent of
+arXiv 2508.03680.
+
+    python agents/spider_sql.py --base-url http://127.0.0.1:8000/v1 --db a.sqlite --question "..."
+
+A task is a dict: `id`, `db_id`, `question`, `query` (gold SQL), `db_path` (SQLite file), `schema`.
+"""
+
+import argparse
+import asyncio
+import functools
+import operator
+import random
+import re
+import sqlite3
+import ssl
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, TypedDict
+
+import openai
+from langchain_openai import ChatOpenAI
+from langgraph.graph import END, START, StateGraph
+from langgraph.runtime import Runtime
+from langsmith import tracing_context
+
+sys.path.insert(0, str(Path(__file__).parent))  # as `python FILE` does; a loader by path does not
+from sqlite_sandbox import MAX_ROWS, QueryError, Result, clip, extract_sql, reward, run_query
+
+MAX_TURNS = 3  # queries: the first one and two rewrites
+MAX_SQL_TOKENS = 96
+MAX_VERDICT_TOKENS = 8
+REPAIR_SHARE = 0.5  # of demonstrated tasks that also show a wrong query and its rewrite
+
+SYSTEM = "You write SQLite queries."
+CHECK = "Is this right? Reply CORRECT or WRONG."
+REWRITE = "Write the corrected query."
+
+Task = dict[str, Any]
+Message = dict[str, Any]
+
+# ---- Words: what the model reads ---------------------------------------------------------------
+
+
+def first_messages(task: Task) -> list[Message]:
+    """The conversation's beginning: the schema before the question."""
+    return [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": f"{task['schema']}\n\nQuestion: {task['question']}"},
+    ]
+
+
+def observe(db_path: str, sql: str) -> tuple[str, bool]:
+    """What the model is told of its query, and whether it failed."""
+    try:
+        return preview(run_query(db_path, sql)), False
+    except QueryError as error:
+        return f"Error: {error}", True
+
+
+def preview(result: Result) -> str:
+    """The number of rows and the first three of them, a few words each."""
+    count = f"over {MAX_ROWS}" if result.cut else len(result.rows)
+    lines = [" | ".join(clip(str(cell), 24) for cell in row) for row in result.rows[:3]]
+    return "\n".join([f"Result, {count} row{'s' * (count != 1)}:", *(clip(x, 80) for x in lines)])
+
+
+def is_wrong(verdict: str) -> bool:
+    """Whether the checker objects. A reply that says neither counts as content."""
+    found = re.search(r"\b(wrong|incorrect|not correct|correct)\b", verdict, re.I)
+    return found is not None and found[1].lower() != "correct"
+
+
+def _user(*lines: str) -> Message:
+    return {"role": "user", "content": "\n".join(lines)}
+
+
+# ---- The workflow ------------------------------------------------------------------------------
+
+
+class State(TypedDict):
+    messages: Annotated[list[Message], operator.add]
+    sql: str
+    turns: int  # queries written
+    observation: str
+    failed: bool  # the last query gave an error
+    wrong: bool  # the checker objects to it
+
+
+@dataclass(frozen=True)
+class Context:
+    db_path: str
+    chat: ChatOpenAI
+
+
+async def _reply(runtime: Runtime[Context], agent: str, messages: list[Message], limit: int) -> str:
+    answer = await runtime.context.chat.ainvoke(
+        messages, max_tokens=limit, extra_headers={"x-agent-name": agent}
+    )
+    return answer.content if isinstance(answer.content, str) else ""
+
+
+async def _write(state: State, runtime: Runtime[Context]) -> dict[str, Any]:
+    text = await _reply(runtime, "writer", state["messages"], MAX_SQL_TOKENS)
+    message = {"role": "assistant", "content": text}
+    return {"messages": [message], "sql": extract_sql(text), "turns": 1}
+
+
+async def _execute(state: State, runtime: Runtime[Context]) -> dict[str, Any]:
+    seen, failed = await asyncio.to_thread(observe, runtime.context.db_path, state["sql"])
+    return {"observation": seen, "failed": failed, "wrong": False}
+
+
+async def _check(state: State, runtime: Runtime[Context]) -> dict[str, Any]:
+    ask = _user(state["observation"], CHECK)
+    text = await _reply(runtime, "checker", [*state["messages"], ask], MAX_VERDICT_TOKENS)
+    return {"messages": [ask, {"role": "assistant", "content": text}], "wrong": is_wrong(text)}
+
+
+async def _rewrite(state: State, runtime: Runtime[Context]) -> dict[str, Any]:
+    ask = _user(state["observation"], REWRITE) if state["failed"] else _user(REWRITE)
+    text = await _reply(runtime, "rewriter", [*state["messages"], ask], MAX_SQL_TOKENS)
+    return {
+        "messages": [ask, {"role": "assistant", "content": text}],
+        "sql": extract_sql(text),
+        "turns": state["turns"] + 1,
+    }
+
+
+def _after_execute(state: State) -> str:
+    if state["turns"] >= MAX_TURNS:
+        return END  # nothing could follow from a verdict
+    return "rewrite" if state["failed"] else "check"
+
+
+@functools.cache
+def _graph() -> Any:
+    graph = StateGraph(State, context_schema=Context)
+    graph.add_node("write", _write)
+    graph.add_node("execute", _execute)
+    graph.add_node("check", _check)
+    graph.add_node("rewrite", _rewrite)
+    graph.add_edge(START, "write")
+    graph.add_edge("write", "execute")
+    graph.add_conditional_edges("execute", _after_execute, ["rewrite", "check", END])
+    graph.add_conditional_edges(
+        "check", lambda s: "rewrite" if s["wrong"] else END, ["rewrite", END]
+    )
+    graph.add_edge("rewrite", "execute")
+    return graph.compile()
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()  # 20 ms each, so one for all clients
+
+
+@functools.cache
+def _unused_sync_client() -> openai.DefaultHttpxClient:
+    return openai.DefaultHttpxClient(verify=_tls())  # ChatOpenAI would make one a rollout
+
+
+async def answer(task: Task, llm: Any) -> State:
+    """The finished workflow's state; `sql` is the answer. `llm`: base_url, api_key and model."""
+    async with openai.DefaultAsyncHttpxClient(verify=_tls()) as http:
+        chat = ChatOpenAI(
+            base_url=llm.base_url,
+            api_key=llm.api_key,
+            model=llm.model,
+            http_client=_unused_sync_client(),
+            http_async_client=http,
+            use_responses_api=False,
+        )
+        # Nothing goes to LangSmith, whatever the environment says.
+        with tracing_context(enabled=False):
+            return await _graph().ainvoke(
+                {"messages": first_messages(task)}, context=Context(task["db_path"], chat)
+            )
+
+
+async def run(task: Task, llm: Any) -> float:
+    """The reward of one rollout: 1.0 if the final query gives the gold query's result, else 0.0."""
+    final = await answer(task, llm)
+    return await asyncio.to_thread(reward, task, final["sql"])
+
+
+# ---- Demonstrations ----------------------------------------------------------------------------
+
+
+def demonstrate(tasks: Sequence[Task]) -> list[list[Message]]:
+    """Conversations the agent should have, with gold SQL; assistant messages are what to learn.
+
+    Each task is shown solved at once; a share of them also with a wrong query first, which is
+    context only (`"train": False`), and its rewrite. The same tasks give the same conversations.
+    """
+    queries: dict[str, set[str]] = defaultdict(set)
+    for task in tasks:
+        queries[task["db_id"]].add(task["query"])
+    conversations = []
+    for task in tasks:
+        rng = random.Random(f"demonstrate {task['id']}")
+        solved = _solved(task)
+        conversations.append([*first_messages(task), *solved])
+        if rng.random() < REPAIR_SHARE:
+            mistake = _mistake(task, sorted(queries[task["db_id"]]), rng)
+            if mistake:
+                conversations.append([*first_messages(task), *mistake, *solved])
+    return conversations
+
+
+def _solved(task: Task) -> list[Message]:
+    sql = tidy(task["query"])
+    seen, _ = observe(task["db_path"], sql)
+    return [
+        {"role": "assistant", "content": sql},
+        _user(seen, CHECK),
+        {"role": "assistant", "content": "CORRECT"},
+    ]
+
+
+def _mistake(task: Task, others: list[str], rng: random.Random) -> list[Message]:
+    """The turns of one wrong query, up to the request for another; empty if none could be made."""
+    candidates = [*rng.sample(others, min(3, len(others))), *_slips(task, rng)]
+    rng.shuffle(candidates)
+    for sql in map(tidy, candidates):
+        if reward(task, sql) == 1.0:
+            continue
+        written = {"role": "assistant", "content": sql, "train": False}
+        seen, failed = observe(task["db_path"], sql)
+        if failed:
+            return [written, _user(seen, REWRITE)]
+        verdict = {"role": "assistant", "content": "WRONG"}
+        return [written, _user(seen, CHECK), verdict, _user(REWRITE)]
+    return []
+
+
+_FLIPS = {
+    ">": "<",
+    "<": ">",
+    "max": "min",
+    "min": "max",
+    "avg": "sum",
+    "sum": "avg",
+    "desc": "asc",
+    "asc": "desc",
+}
+
+
+def _slips(task: Task, rng: random.Random) -> Iterator[str]:
+    """The gold query with one likely slip: a word flipped or swapped, or no WHERE."""
+    sql = tidy(task["query"])
+    names = sorted(set(re.findall(r"\w+", task["schema"].split("\nKeys:")[0])))
+    spots = list(re.finditer(r"\w+|[<>]", sql))
+    for spot in rng.sample(spots, len(spots)):
+        if spot[0] in names:
+            yield sql[: spot.start()] + rng.choice(names) + sql[spot.end() :]
+        elif spot[0].lower() in _FLIPS:
+            yield sql[: spot.start()] + _FLIPS[spot[0].lower()] + sql[spot.end() :]
+    if where := re.search(r" WHERE [^()]*?(?= GROUP | ORDER |$)", sql, re.I):
+        yield sql[: where.start()] + sql[where.end() :]
+
+
+def tidy(sql: str) -> str:
+    """The query on one line with single blanks, no semicolon; strings stay as they are."""
+    one = re.sub(
+        r"""('(?:[^']|'')*'|"[^"]*")|\s+(,)|\s+""", lambda m: m[1] or m[2] or " ", sql.strip()
+    )
+    return one.rstrip("; ")
+
+
+# ---- By hand -----------------------------------------------------------------------------------
+
+
+def read_schema(db_path: str) -> str:
+    """A database's tables and foreign keys, a line a table."""
+    with closing(sqlite3.connect(f"{Path(db_path).absolute().as_uri()}?mode=ro", uri=True)) as db:
+        tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+        lines, keys = [], []
+        for (table,) in db.execute(tables).fetchall():
+            columns = db.execute("SELECT name FROM pragma_table_info(?)", [table]).fetchall()
+            lines.append(f"{table}({', '.join(name for (name,) in columns)})")
+            links = 'SELECT "from", "table", "to" FROM pragma_foreign_key_list(?)'
+            keys += [f"{table}.{a}={to}.{b or a}" for a, to, b in db.execute(links, [table])]
+    return "\n".join(lines + ([f"Keys: {', '.join(keys)}"] if keys else []))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Answer a question with SQL.")
+    parser.add_argument(
+        "--base-url", required=True, help="of an OpenAI-compatible server, with /v1"
+    )
+    parser.add_argument("--api-key", default="none")
+    parser.add_argument("--model", default="policy")
+    parser.add_argument("--db", required=True, help="a SQLite file; it is only read")
+    parser.add_argument("--question", required=True)
+    args = parser.parse_args()
+    if not Path(args.db).is_file():
+        parser.error(f"--db is {args.db!r}; expected an existing SQLite file.")
+    task = {"db_path": args.db, "schema": read_schema(args.db), "question": args.question}
+    llm = SimpleNamespace(base_url=args.base_url, api_key=args.api_key, model=args.model)
+    try:
+        final = asyncio.run(answer(task, llm))
+    except openai.OpenAIError as error:
+        parser.exit(1, f"{args.base_url} gave no answer: {error}\n")
+    for message in final["messages"]:
+        print(f"[{message['role']}] {message['content']}")
+    print(f"\n{final['sql']}\n{observe(args.db, final['sql'])[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Records out of JSON files, and directories that appear whole or not at all."""
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_jax.types import UserError
+
+Record = dict[str, Any]
+
+
+class DatasetError(UserError, ValueError):
+    """A data set cannot be used; the message is one sentence for the person who named it."""
+
+
+def read_records(path: Path) -> Iterator[tuple[str, Record]]:
+    """Each record of a `.jsonl.gz` file or a JSON list, with the words that say where it stands.
+
+    Raises DatasetError for a file that is missing or broken, at the first broken record.
+    """
+    try:
+        records = _lines(path) if path.suffix == ".gz" else _items(path)
+        for where, record in records:
+            if not isinstance(record, dict):
+                raise DatasetError(
+                    f"{where} is a {type(record).__name__}; expected a JSON object, correct it."
+                )
+            yield where, record
+    except FileNotFoundError:
+        raise DatasetError(f"{path} does not exist; expected it beside the other files.") from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DatasetError(f"{path} is not readable ({error}); get the file again.") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+
+
+def _items(path: Path) -> Iterator[tuple[str, Any]]:
+    items = _parse(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(items, list):
+        raise DatasetError(
+            f"{path} holds a {type(items).__name__}; expected a JSON list of records."
+        )
+    for number, item in enumerate(items, start=1):
+        yield f"{path}: item {number}", item
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f" line {error.lineno}" if "\n" in text.rstrip("\n") else ""
+        raise DatasetError(
+            f"{where}{line} is not JSON ({error.msg}); correct or remove it."
+        ) from error
+
+
+def require_text(record: Record, names: tuple[str, ...], where: str) -> None:
+    """Raises DatasetError unless each named field is a non-empty text."""
+    for name in names:
+        value = record.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise DatasetError(
+                f"{where}: {name} is {value!r}; expected a non-empty text, correct the row."
+            )
+
+
+def make_directory(target: Path, fill: Callable[[Path], None]) -> Path:
+    """`target`, made by `fill(directory)` if it is not there yet.
+
+    It is filled under another name and renamed when complete, so a crash leaves no half of it, and
+    of two processes that make it at once the first one wins.
+    """
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            fill(unfinished)
+            unfinished.chmod(0o755)
+            try:
+                os.rename(unfinished, target)
+            except OSError:
+                if not target.is_dir():
+                    raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise DatasetError(
+            f"{target} cannot be written ({error}); expected a disk with room, choose another."
+        ) from error
+    return target
+
+
+def unpack(archive: Path, cache_dir: Path) -> Path:
+    """The directory with what the `.tar.gz` holds, unpacked once for each content of it."""
+    try:
+        digest = hashlib.sha256(archive.read_bytes()).hexdigest()[:12]
+    except OSError as error:
+        raise DatasetError(
+            f"{archive} is not readable ({error.strerror}); expected the databases' archive there."
+        ) from error
+
+    def fill(directory: Path) -> None:
+        try:
+            with tarfile.open(archive, "r:gz") as tar:
+                tar.extractall(
+                    directory, filter="data"
+                )  # refuses links and paths that lead outside
+        except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DatasetError(
+                f"{archive} cannot be unpacked ({error}); get the file again."
+            ) from error
+
+    return make_directory(cache_dir / f"{archive.name.removesuffix('.tar.gz')}-{digest}", fill)

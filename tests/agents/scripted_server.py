@@ -1,0 +1,65 @@
+"""A double of an OpenAI-compatible server: it answers with the texts it was given, in order."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+
+@dataclass
+class Script:
+    replies: list[str | int | None]  # a text, the HTTP status of a failure, or None: never
+    base_url: str = ""
+    api_key: str = "secret"
+    model: str = "policy"
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[Any] = field(default_factory=list)
+    other_paths: list[str] = field(default_factory=list)
+
+    @property
+    def agents(self) -> list[str]:
+        """Who called, in order."""
+        return [headers["x-agent-name"] for headers in self.headers]
+
+    async def complete(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.json())
+        self.headers.append(request.headers)
+        reply = self.replies[len(self.bodies) - 1]
+        if reply is None:
+            await asyncio.Event().wait()
+        if isinstance(reply, int):
+            error = {"message": "scripted failure", "type": "server_error", "code": None}
+            return web.json_response(
+                {"error": error}, status=reply, headers={"x-should-retry": "false"}
+            )
+        message = {"role": "assistant", "content": reply}
+        return web.json_response(
+            {
+                "id": f"chatcmpl-{len(self.bodies)}",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "policy",
+                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+            }
+        )
+
+    async def elsewhere(self, request: web.Request) -> web.Response:
+        self.other_paths.append(request.path)
+        return web.json_response({}, status=404)
+
+
+@asynccontextmanager
+async def serving(replies: Sequence[str | int | None]) -> AsyncIterator[Script]:
+    """A running server; what it yields can be given to an agent as its `llm`."""
+    script = Script(list(replies))
+    app = web.Application()
+    app.router.add_post("/rollout/r1/v1/chat/completions", script.complete)
+    app.router.add_route("*", "/{rest:.*}", script.elsewhere)
+    async with TestServer(app, handler_cancellation=True) as server:
+        script.base_url = str(server.make_url("/rollout/r1/v1"))
+        yield script
