@@ -1,0 +1,245 @@
+"""The one way from a call, in whatever dialect it came, to the engine and into a span."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from opentelemetry.trace import Span, SpanKind, Tracer
+
+from lightning_jax.gateway.errors import ApiError
+from lightning_jax.serve.generation import (
+    Draining,
+    EngineError,
+    Generation,
+    PromptTooLong,
+    QueueFull,
+)
+from lightning_jax.serve.response import Chunk
+from lightning_jax.store import StoreError
+from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.tracer import (
+    child_context,
+    end_with_error,
+    known,
+    parent_of,
+    rollout_trace,
+)
+from lightning_jax.types import Completion, SamplingParams
+
+OnAccept = Callable[[], Awaitable[None]]
+OnChunk = Callable[[int, Chunk], Awaitable[None]]
+
+
+@runtime_checkable
+class PolicyLoop(Protocol):
+    """What the gateway asks of an engine's loop; EngineLoop and JetStreamLoop are such."""
+
+    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request to the policy. `sampling` has one entry per choice."""
+
+    call_id: str  # the response's id
+    prompt_ids: tuple[int, ...]
+    sampling: tuple[SamplingParams, ...]
+    policy: str  # the model name that was asked for
+    served_model: str
+    agent: str
+    rollout_id: str | None
+    timeout_s: float | None
+    prefix_breaks: int
+    headers: Mapping[str, str]
+
+
+async def complete(
+    call: Call,
+    loop: PolicyLoop,
+    tracer: Tracer,
+    *,
+    on_accept: OnAccept | None = None,
+    on_chunk: OnChunk | None = None,
+) -> tuple[Completion, ...]:
+    """One completion per choice; writes the call's one span, however it ends.
+
+    A call with n > 1 choices writes n child spans too, which hold the tokens. `on_accept` runs once
+    the engine has taken the call, `on_chunk` for each piece of text with its choice's index. Raises
+    ApiError.
+    """
+    try:
+        return await _traced(call, loop, tracer, on_accept, on_chunk)
+    except StoreError as error:
+        raise _server_error(500, "store_error", f"the call was not recorded: {error}") from error
+
+
+async def _traced(
+    call: Call,
+    loop: PolicyLoop,
+    tracer: Tracer,
+    on_accept: OnAccept | None,
+    on_chunk: OnChunk | None,
+) -> tuple[Completion, ...]:
+    start_ns = time.time_ns()
+    with rollout_trace(call.rollout_id):
+        span = tracer.start_span(
+            f"{names.CHAT} {call.policy}",
+            context=parent_of(call.headers),
+            kind=SpanKind.SERVER,
+            attributes=_request_attributes(call),
+            start_time=start_ns,
+        )
+    try:
+        completions = await _generate(call, loop, on_accept, on_chunk)
+    except BaseException as error:
+        failure = _api_error(error, call)
+        if failure is None:
+            hung_up = isinstance(error, asyncio.CancelledError | ConnectionError)
+            reason = "call_cancelled" if hung_up else "call_error"
+            end_with_error(
+                span, reason, str(error) or "the caller hung up before the answer was done"
+            )
+            raise
+        end_with_error(span, failure.code, failure.message)
+        raise failure from error
+    _record(call, completions, tracer, span, start_ns)
+    return completions
+
+
+async def _generate(
+    call: Call, loop: PolicyLoop, on_accept: OnAccept | None, on_chunk: OnChunk | None
+) -> tuple[Completion, ...]:
+    """The engine's completions. Whatever goes wrong, the engine works on none of them any more."""
+    generations: list[Generation] = []
+    try:
+        async with asyncio.timeout(call.timeout_s):
+            for sampling in call.sampling:
+                generations.append(loop.submit(call.prompt_ids, sampling))
+            if on_accept:
+                await on_accept()
+            return tuple(
+                await asyncio.gather(
+                    *(_follow(i, generation, on_chunk) for i, generation in enumerate(generations))
+                )
+            )
+    except BaseException:
+        for generation in generations:
+            generation.cancel()
+        raise
+
+
+async def _follow(index: int, generation: Generation, on_chunk: OnChunk | None) -> Completion:
+    if on_chunk:
+        async for chunk in generation:
+            await on_chunk(index, chunk)
+    completion = await generation.result()
+    if completion.finish_reason in ("error", "cancelled"):
+        raise EngineError(
+            f"the generation ended as {completion.finish_reason}; send the call again."
+        )
+    return completion
+
+
+def _api_error(error: BaseException, call: Call) -> ApiError | None:
+    """The answer to a call that failed so; None if nobody is there to answer, or it is our bug."""
+    match error:
+        case PromptTooLong():
+            return ApiError(400, "context_length_exceeded", str(error), param="messages")
+        case QueueFull():
+            return _server_error(429, "queue_full", str(error), retry_after_s=1)
+        case Draining():
+            return _server_error(503, "draining", str(error), retry_after_s=5)
+        case ConnectionError():
+            return None
+        case TimeoutError():
+            return _server_error(
+                504,
+                "call_timeout",
+                f"the call took longer than {call.timeout_s:g} s; raise rollout.call_timeout_s or "
+                "ask for fewer tokens.",
+            )
+        case EngineError():
+            return _server_error(500, "engine_error", str(error))
+    return None
+
+
+def _server_error(
+    status: int, code: str, message: str, retry_after_s: int | None = None
+) -> ApiError:
+    return ApiError(status, code, message, retry_after_s=retry_after_s, infrastructure=True)
+
+
+def _request_attributes(call: Call) -> dict[str, Any]:
+    first = call.sampling[0]
+    return known(
+        {
+            names.OPERATION_NAME: names.CHAT,
+            names.PROVIDER_NAME: "lightning_jax",
+            names.REQUEST_MODEL: call.policy,
+            names.RESPONSE_MODEL: call.served_model,
+            names.RESPONSE_ID: call.call_id,
+            names.REQUEST_CHOICE_COUNT: len(call.sampling) if len(call.sampling) > 1 else None,
+            names.REQUEST_MAX_TOKENS: first.max_tokens,
+            names.REQUEST_TEMPERATURE: first.temperature,
+            names.REQUEST_TOP_P: first.top_p,
+            names.REQUEST_TOP_K: first.top_k,
+            names.REQUEST_MIN_P: first.min_p,
+            names.REQUEST_SEED: first.seed,
+            names.REQUEST_STOP_SEQUENCES: first.stop or None,
+            names.AGENT_NAME: call.agent or None,
+            names.USAGE_INPUT_TOKENS: len(call.prompt_ids),
+            names.PREFIX_BREAKS: call.prefix_breaks,
+            **_identity(call),
+        }
+    )
+
+
+def _identity(call: Call) -> dict[str, Any]:
+    """What a call's span and the spans of its choices both say."""
+    return {
+        names.ROLLOUT_ID: call.rollout_id,
+        names.AGENT: call.agent,
+        names.POLICY: call.policy,
+        names.PROMPT_TOKEN_IDS: call.prompt_ids,
+    }
+
+
+def _record(
+    call: Call,
+    completions: tuple[Completion, ...],
+    tracer: Tracer,
+    span: Span,
+    start_ns: int,
+) -> None:
+    """Ends the call's span with what came out; each of several choices gets a child span."""
+    if len(completions) == 1:
+        span.set_attributes(_response_attributes(completions[0]))
+        span.end()
+        return
+    for index, completion in enumerate(completions):
+        identity = {names.OPERATION_NAME: names.CHAT, names.CHOICE_INDEX: index, **_identity(call)}
+        child = tracer.start_span(
+            "choice",
+            context=child_context(span),
+            attributes=known(identity) | _response_attributes(completion),
+            start_time=start_ns,
+        )
+        child.end()
+    span.set_attribute(names.RESPONSE_FINISH_REASONS, [c.finish_reason for c in completions])
+    span.set_attribute(names.USAGE_OUTPUT_TOKENS, sum(len(c.token_ids) for c in completions))
+    span.end()
+
+
+def _response_attributes(completion: Completion) -> dict[str, Any]:
+    return {
+        names.RESPONSE_FINISH_REASONS: (completion.finish_reason,),
+        names.USAGE_OUTPUT_TOKENS: len(completion.token_ids),
+        names.RESPONSE_TOKEN_IDS: completion.token_ids,
+        names.BEHAVIOR_LOGPROBS: completion.behavior_logprobs,
+        names.SAMPLING_LOGPROBS: completion.sampling_logprobs,
+        names.POLICY_VERSIONS: completion.policy_versions,
+    }

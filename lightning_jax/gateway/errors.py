@@ -1,0 +1,63 @@
+"""What can go wrong with a call, as OpenAI's API says it."""
+
+from typing import Any
+
+# OpenAI's `type` of each status.
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class GatewayError(RuntimeError):
+    """The gateway cannot start; the message is one sentence."""
+
+
+class ApiError(Exception):
+    """A call that gets an error body instead of an answer.
+
+    `infrastructure` is True where neither the agent nor the policy is to blame, so the rollout may
+    be tried again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        infrastructure: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.infrastructure = infrastructure
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error body."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "api_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Response headers that go with the body."""
+        if self.retry_after_s is not None:
+            return {"Retry-After": str(self.retry_after_s)}
+        # OpenAI's clients try a 5xx again on their own; here the whole rollout is tried again.
+        return {"x-should-retry": "false"} if self.infrastructure else {}
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """The 400 for a request that can never work as it stands."""
+    return ApiError(400, code, message, param=param)

@@ -1,0 +1,95 @@
+"""The rollouts that are open at the gateway: how their calls sample, and what traffic they made."""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.render import ConversationMemory
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How the calls of one rollout are answered. None leaves a choice to the agent."""
+
+    rollout_id: str
+    seed: int  # with a call's place in the rollout it makes that call's seed
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None  # a ceiling, not an override
+    call_timeout_s: float | None = 60.0  # of one call, waiting included; None: no limit
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rollout sent: all its calls, and how many got no answer for what reason."""
+
+    num_calls: int
+    num_errors: dict[str, int]  # by infrastructure: engine_error, call_timeout, queue_full, ...
+    num_refused: dict[str, int]  # by the agent's own request: context_length_exceeded, ...
+    num_cancelled: int  # the agent hung up, or was over before the answer was
+    prefix_breaks: int  # prompts that replayed a response but not its token path
+
+
+@dataclass
+class OpenRollout:
+    """One rollout while its agent runs."""
+
+    settings: RolloutSettings
+    memory: ConversationMemory = field(default_factory=ConversationMemory)
+    num_sampled: int = 0  # calls that got a seed
+    num_calls: int = 0
+    prefix_breaks: int = 0
+    num_cancelled: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    in_flight: set[asyncio.Task] = field(default_factory=set)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Around one call: counts it and how it ends, and lets the rollout's end cancel it."""
+        task = asyncio.current_task()
+        assert task is not None, "a call is answered outside of a task"
+        self.num_calls += 1
+        self.in_flight.add(task)
+        try:
+            yield
+        except ApiError as error:
+            (self.errors if error.infrastructure else self.refused)[error.code] += 1
+            raise
+        except (asyncio.CancelledError, ConnectionError):
+            if task in self.in_flight:  # else the rollout's end has counted it
+                self.num_cancelled += 1
+            raise
+        finally:
+            self.in_flight.discard(task)
+
+    def next_seed(self) -> int:
+        """A seed for the next call, made from the rollout's and how many came before."""
+        seed = derive_seed(self.settings.seed, self.num_sampled)
+        self.num_sampled += 1
+        return seed
+
+    def end(self) -> Traffic:
+        """The traffic of the whole; calls still in flight are cancelled."""
+        abandoned = list(self.in_flight)
+        self.in_flight.clear()
+        for task in abandoned:
+            task.cancel()
+        return Traffic(
+            num_calls=self.num_calls,
+            num_errors=dict(self.errors),
+            num_refused=dict(self.refused),
+            num_cancelled=self.num_cancelled + len(abandoned),
+            prefix_breaks=self.prefix_breaks,
+        )
+
+
+def derive_seed(*parts: int) -> int:
+    """31 bits that depend on every part and on their order, the same in every process."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1

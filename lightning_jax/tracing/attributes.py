@@ -1,0 +1,38 @@
+"""Names of span attributes: OpenTelemetry's GenAI conventions where they have one, else our own."""
+
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
+from opentelemetry.semconv.attributes import error_attributes
+
+ERROR_TYPE = error_attributes.ERROR_TYPE  # a short reason code, such as call_timeout
+
+OPERATION_NAME = gen_ai.GEN_AI_OPERATION_NAME
+PROVIDER_NAME = gen_ai.GEN_AI_PROVIDER_NAME
+AGENT_NAME = gen_ai.GEN_AI_AGENT_NAME
+REQUEST_MODEL = gen_ai.GEN_AI_REQUEST_MODEL
+REQUEST_CHOICE_COUNT = gen_ai.GEN_AI_REQUEST_CHOICE_COUNT
+REQUEST_MAX_TOKENS = gen_ai.GEN_AI_REQUEST_MAX_TOKENS
+REQUEST_SEED = gen_ai.GEN_AI_REQUEST_SEED
+REQUEST_STOP_SEQUENCES = gen_ai.GEN_AI_REQUEST_STOP_SEQUENCES
+REQUEST_TEMPERATURE = gen_ai.GEN_AI_REQUEST_TEMPERATURE
+REQUEST_TOP_K = gen_ai.GEN_AI_REQUEST_TOP_K
+REQUEST_TOP_P = gen_ai.GEN_AI_REQUEST_TOP_P
+RESPONSE_FINISH_REASONS = gen_ai.GEN_AI_RESPONSE_FINISH_REASONS
+RESPONSE_ID = gen_ai.GEN_AI_RESPONSE_ID
+RESPONSE_MODEL = gen_ai.GEN_AI_RESPONSE_MODEL
+USAGE_INPUT_TOKENS = gen_ai.GEN_AI_USAGE_INPUT_TOKENS
+USAGE_OUTPUT_TOKENS = gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS
+
+CHAT = gen_ai.GenAiOperationNameValues.CHAT.value
+
+ROLLOUT_ID = "lightning.rollout_id"
+AGENT = "lightning.agent"  # the sub-agent that called
+POLICY = "lightning.policy"  # the model name that the agent asked for
+PROMPT_TOKEN_IDS = "lightning.prompt_token_ids"
+RESPONSE_TOKEN_IDS = "lightning.response_token_ids"
+BEHAVIOR_LOGPROBS = "lightning.behavior_logprobs"
+SAMPLING_LOGPROBS = "lightning.sampling_logprobs"
+POLICY_VERSIONS = "lightning.policy_versions"
+REWARD = "lightning.reward"  # what this call earned by itself
+PREFIX_BREAKS = "lightning.prefix_breaks"  # 1 if a replayed response is not a prefix of this prompt
+REQUEST_MIN_P = "lightning.min_p"
+CHOICE_INDEX = "lightning.choice_index"

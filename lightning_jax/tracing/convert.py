@@ -1,0 +1,72 @@
+"""Spans in, Transitions and Trajectories out: pure functions."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from lightning_jax.tracing import attributes as names
+from lightning_jax.types import Rollout, Span, Trajectory, Transition
+
+
+def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...], dict[str, int]]:
+    """The calls that can be trained on, in order of start; and how many cannot, by reason.
+
+    Reasons are the error codes of failed calls (`call_error` where a span has none),
+    `empty_response` for a call without a prompt or a response, and `no_logprobs` where the server
+    recorded none. Spans that are no LLM call count as neither. A call with several choices gives
+    one Transition each.
+    """
+    transitions: list[Transition] = []
+    reasons: Counter[str] = Counter()
+    for span in sorted(spans, key=_order):
+        if span.attributes.get(names.OPERATION_NAME) != names.CHAT:
+            continue
+        if span.error is not None:
+            reasons[str(span.attributes.get(names.ERROR_TYPE, "call_error"))] += 1
+        elif _has_choice_spans(span):
+            continue
+        elif not (
+            span.attributes.get(names.PROMPT_TOKEN_IDS)
+            and span.attributes.get(names.RESPONSE_TOKEN_IDS)
+        ):
+            reasons["empty_response"] += 1
+        elif names.BEHAVIOR_LOGPROBS not in span.attributes:
+            reasons["no_logprobs"] += 1
+        else:
+            transitions.append(_transition(span))
+    return tuple(transitions), dict(reasons)
+
+
+def to_trajectory(rollout: Rollout, transitions: Sequence[Transition]) -> Trajectory:
+    """The rollout's calls with its reward. Raises ValueError for a rollout that has none."""
+    if rollout.reward is None:
+        raise ValueError(
+            f"rollout {rollout.rollout_id!r} is {rollout.status}; expected one that has a reward."
+        )
+    return Trajectory(rollout.rollout_id, rollout.group_id, tuple(transitions), rollout.reward)
+
+
+def _order(span: Span) -> tuple[int, int]:
+    return span.start_ns, int(span.attributes.get(names.CHOICE_INDEX, 0))
+
+
+def _has_choice_spans(span: Span) -> bool:
+    """True for a call of n > 1 choices, whose tokens its child spans hold."""
+    count = int(span.attributes.get(names.REQUEST_CHOICE_COUNT, 1))
+    return count > 1 and names.CHOICE_INDEX not in span.attributes
+
+
+def _transition(span: Span) -> Transition:
+    values = span.attributes
+    return Transition(
+        call_id=span.span_id,
+        rollout_id=str(values.get(names.ROLLOUT_ID, "")),
+        prompt_token_ids=tuple(values[names.PROMPT_TOKEN_IDS]),
+        response_token_ids=tuple(values[names.RESPONSE_TOKEN_IDS]),
+        behavior_logprobs=tuple(values[names.BEHAVIOR_LOGPROBS]),
+        sampling_logprobs=tuple(values[names.SAMPLING_LOGPROBS]),
+        policy_versions=tuple(values[names.POLICY_VERSIONS]),
+        finish_reason=values[names.RESPONSE_FINISH_REASONS][0],
+        agent=str(values.get(names.AGENT, "")),
+        policy=str(values.get(names.POLICY, "policy")),
+        reward=float(values.get(names.REWARD, 0.0)),
+    )

@@ -1,0 +1,129 @@
+"""An OpenTelemetry tracer whose ended spans are in the Store at once.
+
+It belongs to nobody but its caller: the process's global provider, sampler and exporters stay as
+the agent's own instrumentation set them.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.metrics import NoOpMeterProvider
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from lightning_jax.store import Store
+from lightning_jax.tracing import attributes as names
+from lightning_jax.types import Span
+
+_trace_id: ContextVar[int | None] = ContextVar("lightning_trace_id", default=None)
+
+
+def make_tracer(store: Store) -> trace.Tracer:
+    """A tracer that writes every ended span into `store`, whatever limits OTEL_* variables set.
+
+    Raises ValueError where they switch the SDK off: without spans there is nothing to train on.
+    """
+    unlimited = SpanLimits.UNSET
+    provider = TracerProvider(
+        sampler=ALWAYS_ON,
+        resource=Resource({"service.name": "lightning_jax"}),
+        shutdown_on_exit=False,
+        id_generator=_Ids(),
+        span_limits=SpanLimits(
+            max_attributes=unlimited,
+            max_span_attributes=unlimited,
+            max_attribute_length=unlimited,
+            max_span_attribute_length=unlimited,
+        ),
+        meter_provider=NoOpMeterProvider(),
+    )
+    provider.add_span_processor(StoreSpanProcessor(store))
+    tracer = provider.get_tracer("lightning_jax")
+    if isinstance(tracer, trace.NoOpTracer):
+        raise ValueError(
+            "OTEL_SDK_DISABLED is true; expected it unset, because training needs spans."
+        )
+    return tracer
+
+
+class StoreSpanProcessor(SpanProcessor):
+    """Writes each span into the Store in the moment it ends; a StoreError reaches who ended it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def on_end(self, span: ReadableSpan) -> None:
+        rollout_id = (span.attributes or {}).get(names.ROLLOUT_ID)
+        self._store.add_span(None if rollout_id is None else str(rollout_id), to_span(span))
+
+
+class _Ids(IdGenerator):
+    """Ids from the system's entropy: agents may seed `random`, and then ids would come twice."""
+
+    def generate_span_id(self) -> int:
+        return secrets.randbelow(2**64 - 1) + 1
+
+    def generate_trace_id(self) -> int:
+        return _trace_id.get() or secrets.randbelow(2**128 - 1) + 1
+
+
+def to_span(span: ReadableSpan) -> Span:
+    """The ended OpenTelemetry span as our record; ids in hex, as W3C writes them."""
+    context = span.get_span_context()
+    assert context is not None, f"span {span.name!r} has no context"
+    assert span.start_time is not None and span.end_time is not None, f"span {span.name!r} is open"
+    return Span(
+        trace_id=trace.format_trace_id(context.trace_id),
+        span_id=trace.format_span_id(context.span_id),
+        parent_span_id=trace.format_span_id(span.parent.span_id) if span.parent else None,
+        name=span.name,
+        start_ns=span.start_time,
+        end_ns=span.end_time,
+        attributes=dict(span.attributes or {}),
+        error=(span.status.description or "")
+        if span.status.status_code is StatusCode.ERROR
+        else None,
+    )
+
+
+def parent_of(headers: Mapping[str, str]) -> Context:
+    """The trace context that a request carries (W3C traceparent), else an empty one."""
+    return TraceContextTextMapPropagator().extract(headers, context=Context())
+
+
+def child_context(span: trace.Span) -> Context:
+    """The context in which a new span becomes a child of `span`."""
+    return trace.set_span_in_context(span, Context())
+
+
+@contextmanager
+def rollout_trace(rollout_id: str | None) -> Iterator[None]:
+    """Within it, spans without a parent share the rollout's trace; None leaves them alone."""
+    digest = hashlib.blake2b((rollout_id or "").encode(), digest_size=16).digest()
+    token = _trace_id.set(None if rollout_id is None else int.from_bytes(digest, "big"))
+    try:
+        yield
+    finally:
+        _trace_id.reset(token)
+
+
+def end_with_error(span: trace.Span, reason: str, message: str) -> None:
+    """Ends the span as failed. `reason` is a short code, `message` one sentence."""
+    span.set_attribute(names.ERROR_TYPE, reason)
+    span.set_status(StatusCode.ERROR, message or reason)
+    span.end()
+
+
+def known(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes whose value is not None, which OpenTelemetry cannot hold."""
+    return {name: value for name, value in attributes.items() if value is not None}

@@ -1,0 +1,77 @@
+"""A gateway over a real engine with a tiny model; the engine is compiled once for all tests."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from gateway_bench import Bench, Connect, MakeBench
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.gateway.app import Gateway
+from lightning_jax.models.load import LoadedModel
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.store import Store
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.types import LLM
+
+SERVE = ServeConfig(slots=4, max_len=512, prefill_buckets=(32, 128), api_key="right-key")
+
+
+@pytest.fixture(scope="session")
+def model() -> LoadedModel:
+    return tiny_model(0)
+
+
+@pytest.fixture(scope="session")
+def engine(model: LoadedModel) -> Engine:
+    return Engine(model.config, SERVE)
+
+
+@pytest.fixture
+def make_bench(model: LoadedModel, engine: Engine, tmp_path: Path) -> MakeBench:
+    """Starts a gateway; keyword arguments change its ServeConfig."""
+
+    @asynccontextmanager
+    async def make(**changes: Any) -> AsyncIterator[Bench]:
+        serve = replace(SERVE, **changes)
+        loop = EngineLoop(engine, model.params, 3, model.tokenizer, serve)
+        loop.start()
+        store = Store(tmp_path / "store.sqlite")
+        gateway = Gateway(loop, model.tokenizer, store, model_name="tiny", serve=serve)
+        await gateway.start()
+        try:
+            async with aiohttp.ClientSession() as http:
+                yield Bench(gateway, loop, store, model, http)
+        finally:
+            await gateway.close()
+            loop.close()
+            store.close()
+
+    return make
+
+
+@pytest.fixture
+async def bench(make_bench: MakeBench) -> AsyncIterator[Bench]:
+    async with make_bench() as bench:
+        yield bench
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """Makes official clients, as an agent would; closes them after the test."""
+    async with AsyncExitStack() as stack:
+
+        def make(llm: LLM) -> openai.AsyncOpenAI:
+            client = openai.AsyncOpenAI(
+                base_url=llm.base_url, api_key=llm.api_key, max_retries=0, timeout=30.0
+            )
+            stack.push_async_callback(client.close)
+            return client
+
+        yield make

@@ -1,0 +1,46 @@
+"""What the gateway's tests share: a running gateway with all around it."""
+
+import io
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import openai
+
+from lightning_jax.gateway.app import Gateway, RolloutSettings
+from lightning_jax.models.load import LoadedModel
+from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.store import Store
+from lightning_jax.types import LLM
+
+Connect = Callable[[LLM], openai.AsyncOpenAI]
+
+
+@dataclass
+class Bench:
+    """A running gateway and what it is made of."""
+
+    gateway: Gateway
+    loop: EngineLoop
+    store: Store
+    model: LoadedModel
+    http: aiohttp.ClientSession
+
+    def rollout(self, rollout_id: str = "r1", seed: int = 7, **settings: Any) -> LLM:
+        return self.gateway.open_rollout(RolloutSettings(rollout_id, seed, **settings))
+
+    async def post(
+        self, body: Any, *, path: str = "", key: str = "right-key", **headers: str
+    ) -> tuple[int, dict[str, Any], Any]:
+        """Status, JSON body and headers of one raw chat request; `body` may be bytes."""
+        auth = {"Authorization": f"Bearer {key}"} | headers
+        url = f"{self.gateway.url}{path}/v1/chat/completions"
+        raw = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
+        async with self.http.post(url, headers=auth, data=raw) as response:
+            return response.status, await response.json(), response.headers
+
+
+MakeBench = Callable[..., AbstractAsyncContextManager[Bench]]

@@ -1,0 +1,139 @@
+"""Request bodies: what they mean, what overrides them, and which field is wrong."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from lightning_jax.gateway.chat_request import ChatRequest, parse_chat, sampling_params
+from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.rollouts import OpenRollout, RolloutSettings, derive_seed
+from lightning_jax.types import SamplingParams
+
+BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def _parse(headers: dict[str, str] | None = None, **fields: Any) -> ChatRequest:
+    return parse_chat(BODY | fields, headers or {}, "tiny")
+
+
+def test_a_bare_request_gets_openais_defaults() -> None:
+    chat = _parse()
+    assert (chat.num_choices, chat.max_tokens, chat.stream, chat.agent) == (1, None, False, "")
+    assert sampling_params(chat, None, room=40)[0].seed is not None
+    (sampling,) = sampling_params(_parse(seed=5), None, room=40)
+    assert sampling == SamplingParams(max_tokens=40, seed=5)
+
+
+def test_every_sampling_field_arrives() -> None:
+    chat = _parse(
+        **{"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": -3, "n": 2},
+        **{"max_tokens": 9, "max_completion_tokens": 8, "stop": "END"},
+    )
+    first, second = sampling_params(chat, None, room=40)
+    assert first == SamplingParams(8, 0.5, 0.9, 7, 0.1, seed=2**31 - 3, stop=("END",))
+    assert second.seed == derive_seed(2**31 - 3, 1)
+    assert _parse(stop=["a", "b"]).stop == ("a", "b")
+    assert _parse(top_k=-1).top_k == 0 and _parse(temperature=None).temperature == 1.0
+    assert _parse(max_tokens=9, max_completion_tokens=None).max_tokens == 9
+
+
+def test_a_rollouts_settings_override_the_agent() -> None:
+    settings = RolloutSettings("r", 7, temperature=1.0, top_p=1.0, top_k=0, max_tokens=20)
+    rollout = OpenRollout(settings)
+    chat = _parse(temperature=0.0, top_p=0.5, top_k=3, max_tokens=30, seed=1)
+    (first,) = sampling_params(chat, rollout, room=100)
+    assert first == SamplingParams(max_tokens=20, seed=derive_seed(7, 0))
+    (second,) = sampling_params(chat, rollout, room=100)
+    assert second.seed == derive_seed(7, 1) != first.seed
+    agent_decides = OpenRollout(RolloutSettings("r", 7))
+    (third,) = sampling_params(chat, agent_decides, room=5)
+    assert (third.temperature, third.top_p, third.top_k, third.max_tokens) == (0.0, 0.5, 3, 5)
+    assert third.seed == first.seed
+    greedy = OpenRollout(RolloutSettings("r", 7, temperature=0.0))
+    assert sampling_params(_parse(), greedy, room=5)[0].temperature == 0.0
+
+
+def test_seeds_differ_in_every_part_and_repeat() -> None:
+    seeds = [derive_seed(a, b) for a in range(30) for b in range(30)]
+    assert len(set(seeds)) == 900 and all(0 <= seed < 2**31 for seed in seeds)
+    assert derive_seed(1, 23) != derive_seed(12, 3)
+    assert derive_seed(0, 0) == 867600841  # the same in every process and release
+
+
+def test_the_agents_name_has_three_places() -> None:
+    header = {"x-agent-name": "from-header"}
+    assert _parse(header, metadata={"agent": "m"}, model="policy:p").agent == "from-header"
+    assert _parse(metadata={"agent": "m"}, model="policy:p").agent == "m"
+    assert _parse(model="policy:p").agent == "p" and _parse(model="policy:p").model == "policy:p"
+    assert _parse(model="tiny").agent == ""
+
+
+@pytest.mark.parametrize("model", ["gpt-4", "policy:", "", "policyx", "tiny:a"])
+def test_an_unknown_model_is_not_found(model: str) -> None:
+    with pytest.raises(ApiError, match=r"expected 'policy', 'policy:AGENT' or 'tiny'") as caught:
+        _parse(model=model)
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("messages", "hi", "messages is missing or no list"),
+        ("messages", None, "messages is missing or no list"),
+        ("model", 5, "model is 5; expected a model name"),
+        ("temperature", "hot", "temperature is 'hot'; expected a number"),
+        ("temperature", True, "temperature is True; expected a number"),
+        ("temperature", 11, "temperature is 11.0; expected between 0 and 10"),
+        ("temperature", float("nan"), "temperature is nan"),
+        ("temperature", 10**400, "temperature is 2147483647.0"),
+        ("top_p", 0, "top_p is 0.0; expected above 0 and at most 1"),
+        ("min_p", 1, "min_p is 1.0; expected at least 0 and below 1"),
+        ("top_k", 1.5, "top_k is 1.5; expected an integer"),
+        ("max_tokens", 0, "max_tokens is 0; expected at least 1"),
+        ("max_tokens", True, "max_tokens is True; expected an integer"),
+        ("n", 0, "n is 0; expected 1 to 64"),
+        ("n", 65, "n is 65; expected 1 to 64"),
+        ("stop", 5, "stop is 5; expected a string or a list"),
+        ("stop", [""], "expected at most 16 non-empty strings"),
+        ("stop", ["a"] * 17, "expected at most 16 non-empty strings"),
+        ("seed", "x", "seed is 'x'; expected an integer"),
+        ("stream", "yes", "stream is 'yes'; expected true or false"),
+        ("stream_options", True, "stream_options is True; expected an object"),
+        ("metadata", [], "metadata is []; expected an object"),
+        ("tools", {}, "tools is {}; expected a list of tools"),
+        ("tools", [1], "tools is [1]; expected a list of objects"),
+        ("top_logprobs", 5, "top_logprobs is 5, which this server cannot do"),
+        ("logit_bias", {"5": 1}, "logit_bias is {'5': 1}, which this server cannot do"),
+        ("response_format", {"type": "json_object"}, "response_format is"),
+        ("tool_choice", "required", "tool_choice is 'required'"),
+        ("presence_penalty", 0.5, "presence_penalty is 0.5"),
+    ],
+)
+def test_the_wrong_field_is_named(field: str, value: Any, words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        sampling_params(_parse(**{field: value}), None, room=40)
+    error = caught.value
+    assert words in error.message
+    assert (error.status, error.param) == (400, field)
+    assert error.body["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ApiError, match="the body is list; expected a JSON object"):
+        parse_chat([], {}, "tiny")
+
+
+def test_what_asks_for_nothing_is_let_through(caplog: pytest.LogCaptureFixture) -> None:
+    chat = _parse(
+        **{"frequency_penalty": 0.0, "response_format": {"type": "text"}, "top_logprobs": 0},
+        **{"logit_bias": None, "user": "u", "tool_choice": "none", "tools": [{"type": "function"}]},
+    )
+    assert chat.tools is None  # the agent wants no call
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        _parse(future_field=1)
+        _parse(future_field=2)
+    assert [r.getMessage() for r in caplog.records] == [
+        "requests have the field 'future_field', which is unknown here and ignored"
+    ]

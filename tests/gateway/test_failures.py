@@ -1,0 +1,247 @@
+"""Every failure has OpenAI's error body, the right status, and a place where it is counted."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from gateway_bench import Bench, Connect, MakeBench
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.gateway.app import MAX_BODY_BYTES, Gateway, GatewayError
+from lightning_jax.tracing.convert import spans_to_transitions
+from lightning_jax.types import Rollout
+
+BODY: dict[str, Any] = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": "Say something."}],
+    "max_tokens": 8,
+}
+LONG: dict[str, Any] = BODY | {"max_tokens": 480, "seed": 1}
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "words"),
+    [
+        (b"{", 400, "invalid_value", "the body is not JSON"),
+        (b"\xff\xfe", 400, "invalid_value", "the body is not JSON"),
+        (b"[" * 100_000, 400, "invalid_value", "the body is not JSON"),
+        (b"[]", 400, "invalid_value", "expected a JSON object"),
+        (BODY | {"model": "gpt-4"}, 404, "model_not_found", "model is 'gpt-4'"),
+        (BODY | {"temperature": -1}, 400, "invalid_value", "temperature is -1.0; expected between"),
+        (BODY | {"messages": [{"role": "x"}]}, 400, "invalid_value", "messages[0].role is 'x'"),
+        (BODY | {"messages": ["hi", 3]}, 400, "invalid_value", "messages[0] is str"),
+        (BODY | {"tools": [{}]}, 400, "invalid_value", "has no place for them"),
+        (
+            BODY | {"messages": [{"role": "user", "content": "x" * 600}]},
+            400,
+            "context_length_exceeded",
+            "the prompt has 619 tokens; expected at most 511",
+        ),
+        (b"x" * (MAX_BODY_BYTES + 1), 413, "body_too_large", "larger than the limit"),
+    ],
+    ids=lambda value: str(value)[:30] if isinstance(value, str | int) else "",
+)
+async def test_a_request_that_cannot_work_is_refused(
+    bench: Bench, body: Any, status: int, code: str, words: str
+) -> None:
+    bench.rollout()
+    for path in ("/rollout/r1", ""):
+        answered, reply, _ = await bench.post(body, path=path)
+        assert answered == status
+        assert reply["error"]["code"] == code and words in reply["error"]["message"]
+        assert set(reply["error"]) == {"message", "type", "param", "code"}
+    traffic = bench.gateway.close_rollout("r1")
+    assert (traffic.num_calls, traffic.num_errors, traffic.num_refused) == (1, {}, {code: 1})
+
+
+async def test_a_refused_stream_has_a_status(bench: Bench, connect: Connect) -> None:
+    client = connect(bench.rollout())
+    with pytest.raises(openai.BadRequestError, match="expected at most 511") as caught:
+        await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "x" * 600}], stream=True
+        )
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
+    (span,) = bench.store.spans("r1")
+    assert spans_to_transitions([span]) == ((), {"context_length_exceeded": 1})
+
+
+@pytest.mark.parametrize("key", ["", "wrong", "right-keyx", "rïght"])
+async def test_a_wrong_key_is_refused(bench: Bench, key: str) -> None:
+    status, reply, _ = await bench.post(BODY, key=key)
+    assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
+    async with bench.http.get(f"{bench.gateway.url}/v1/models") as response:
+        assert response.status == 401
+
+
+async def test_a_random_key_where_none_is_set(make_bench: MakeBench) -> None:
+    async with make_bench(api_key=None) as bench:
+        assert (await bench.post(BODY, key=""))[0] == 401
+        assert (await bench.post(BODY, key="None"))[0] == 401
+        assert (await bench.post(BODY, key=bench.gateway.api_key))[0] == 200
+        assert len(bench.gateway.api_key) >= 32
+
+
+async def test_a_rollout_that_is_not_running_is_not_found(bench: Bench) -> None:
+    status, reply, _ = await bench.post(BODY, path="/rollout/nobody")
+    assert (status, reply["error"]["code"]) == (404, "rollout_not_found")
+    assert "'nobody' is unknown; expected a running one" in reply["error"]["message"]
+    bench.store.add_rollout(Rollout("r1", "t", "g", "train", 0, 0, 1, "queued"))
+    bench.store.set_status("r1", "running")
+    bench.rollout()
+    bench.gateway.close_rollout("r1")
+    bench.store.set_status("r1", "scored", reward=1.0)
+    _, reply, _ = await bench.post(BODY, path="/rollout/r1")
+    assert "'r1' has ended (scored)" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize(("method", "status"), [("GET", 405), ("POST", 404)])
+async def test_unknown_urls_have_error_bodies(bench: Bench, method: str, status: int) -> None:
+    path = "/v1/chat/completions" if method == "GET" else "/v1/embeddings"
+    async with bench.http.request(method, bench.gateway.url + path) as response:
+        reply = await response.json()
+    assert response.status == status and path in reply["error"]["message"]
+
+
+async def test_a_full_queue_asks_to_come_back(make_bench: MakeBench) -> None:
+    async with make_bench(max_queue=0) as bench:
+        bench.rollout()
+        # Five choices at once on four slots: all are refused, and the slots are free again.
+        status, reply, headers = await bench.post(LONG | {"n": 5}, path="/rollout/r1")
+        assert (status, reply["error"]["code"]) == (429, "queue_full")
+        assert reply["error"]["type"] == "rate_limit_error" and headers["Retry-After"] == "1"
+        await _until(lambda: bench.loop.stats()["serve/cancelled"] == 4)
+        await _until(lambda: bench.loop.stats()["serve/queue_depth"] == 0)
+        assert (await bench.post(BODY, path="/rollout/r1"))[0] == 200
+        traffic = bench.gateway.close_rollout("r1")
+        assert (traffic.num_calls, traffic.num_errors) == (2, {"queue_full": 1})
+        transitions, reasons = spans_to_transitions(bench.store.spans("r1"))
+        assert len(transitions) == 1 and reasons == {"queue_full": 1}
+
+
+async def test_a_late_answer_is_a_timeout_that_no_client_repeats(
+    bench: Bench, connect: Connect
+) -> None:
+    llm = bench.rollout(call_timeout_s=0.02)
+    client = connect(llm).with_options(max_retries=3)
+    with pytest.raises(openai.InternalServerError, match=r"longer than 0\.02 s") as caught:
+        await client.chat.completions.create(**LONG)
+    assert caught.value.status_code == 504
+    await _until(lambda: bench.loop.stats()["serve/running"] == 0)
+    assert bench.gateway.close_rollout("r1").num_errors == {"call_timeout": 1}
+    assert spans_to_transitions(bench.store.spans("r1")) == ((), {"call_timeout": 1})
+
+
+async def test_a_late_stream_ends_in_an_error(bench: Bench, connect: Connect) -> None:
+    client = connect(bench.rollout(call_timeout_s=0.05))
+    with pytest.raises(openai.APIError, match=r"longer than 0\.05 s"):
+        async for _ in await client.chat.completions.create(**LONG, stream=True):
+            pass
+    assert bench.gateway.close_rollout("r1").num_errors == {"call_timeout": 1}
+
+
+async def test_a_dead_engine_is_infrastructure(bench: Bench) -> None:
+    bench.rollout()
+    bench.loop.close()
+    status, reply, _ = await bench.post(BODY, path="/rollout/r1")
+    assert (status, reply["error"]["code"]) == (500, "engine_error")
+    assert bench.gateway.close_rollout("r1").num_errors == {"engine_error": 1}
+
+
+async def test_an_engine_that_dies_midway_ends_stream_and_call(
+    bench: Bench, connect: Connect
+) -> None:
+    client = connect(bench.rollout())
+    stream = await client.chat.completions.create(**LONG, stream=True)
+    whole = asyncio.create_task(bench.post(LONG, path="/rollout/r1"))
+    await anext(stream)
+    await _until(lambda: bench.loop.stats()["serve/running"] == 2)
+    bench.loop.close()
+    with pytest.raises(openai.APIError, match="the engine was closed"):
+        async for _ in stream:
+            pass
+    assert (await whole)[0] == 500
+    assert bench.gateway.close_rollout("r1").num_errors == {"engine_error": 2}
+
+
+async def test_a_draining_engine_takes_no_more(bench: Bench) -> None:
+    await bench.loop.drain()
+    status, reply, headers = await bench.post(BODY)
+    assert (status, reply["error"]["code"]) == (503, "draining")
+    assert headers["Retry-After"] == "5"
+
+
+async def test_a_call_that_cannot_be_recorded_gets_no_answer(bench: Bench) -> None:
+    bench.rollout()
+    bench.store.close()
+    status, reply, _ = await bench.post(BODY, path="/rollout/r1")
+    assert (status, reply["error"]["code"]) == (500, "store_error")
+    assert "the call was not recorded: store" in reply["error"]["message"]
+    assert bench.gateway.close_rollout("r1").num_errors == {"store_error": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_hangs_up_frees_its_slot(bench: Bench, stream: bool) -> None:
+    llm = bench.rollout()
+    url = f"{llm.base_url}/chat/completions"
+    headers = {"Authorization": f"Bearer {llm.api_key}"}
+    request = bench.http.post(url, json=LONG | {"stream": stream}, headers=headers)
+    task = asyncio.ensure_future(request)
+    await _until(lambda: bench.loop.stats()["serve/running"] == 1)
+    if stream:
+        (await task).close()
+    else:
+        task.cancel()
+    await _until(lambda: bool(bench.store.spans("r1")))
+    await _until(lambda: bench.loop.stats()["serve/running"] == 0)
+    assert bench.loop.stats()["serve/cancelled"] == 1
+    assert spans_to_transitions(bench.store.spans("r1")) == ((), {"call_cancelled": 1})
+    traffic = bench.gateway.close_rollout("r1")
+    assert (traffic.num_calls, traffic.num_cancelled, traffic.num_errors) == (1, 1, {})
+
+
+async def test_the_end_of_a_rollout_ends_its_calls(bench: Bench) -> None:
+    bench.rollout()
+    call = asyncio.ensure_future(bench.post(LONG, path="/rollout/r1"))
+    await _until(lambda: bench.loop.stats()["serve/running"] == 1)
+    traffic = bench.gateway.close_rollout("r1")
+    assert (traffic.num_calls, traffic.num_cancelled) == (1, 1)
+    with pytest.raises(aiohttp.ServerDisconnectedError):
+        await call
+    await _until(lambda: bench.loop.stats()["serve/running"] == 0)
+    assert spans_to_transitions(bench.store.spans("r1")) == ((), {"call_cancelled": 1})
+
+
+async def test_closing_ends_calls_outside_of_rollouts_too(bench: Bench) -> None:
+    call = asyncio.ensure_future(bench.post(LONG))
+    await _until(lambda: bench.loop.stats()["serve/running"] == 1)
+    async with asyncio.timeout(10):
+        await bench.gateway.close()
+    await asyncio.gather(call, return_exceptions=True)
+    await bench.gateway.close()
+
+
+async def test_an_address_that_cannot_be_had_is_one_sentence(bench: Bench) -> None:
+    taken = int(bench.gateway.url.rsplit(":", 1)[1])
+    for host, port, words in (
+        ("127.0.0.1", taken, rf"cannot listen on 127.0.0.1:{taken} .*Set serve.port to another"),
+        ("no-such-host.invalid", 0, "cannot listen on no-such-host.invalid:0"),
+    ):
+        other = Gateway(
+            bench.loop,
+            bench.model.tokenizer,
+            bench.store,
+            model_name="tiny",
+            serve=ServeConfig(host=host, port=port),
+        )
+        with pytest.raises(GatewayError, match=words):
+            await other.start()
+        await other.close()

@@ -1,0 +1,191 @@
+"""Prompts extend the sampled path token for token, and messages are checked."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_jax.gateway.render import (
+    ConversationMemory,
+    Generated,
+    normalize_messages,
+    render,
+)
+from lightning_jax.models.gguf_vocab import byte_level_bpe
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+END = TOKENIZER.encode("<|im_end|>")[0]
+USER = {"role": "user", "content": "hi"}
+TOOL_CALL = {"id": "c", "type": "function", "function": {"name": "run", "arguments": '{"a": 1}'}}
+
+
+def _assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _with_template(template: str) -> Tokenizer:
+    return Tokenizer(TOKENIZER._backend, template=template, eos_ids=TOKENIZER.eos_ids)
+
+
+def test_without_memory_it_is_the_templates_text() -> None:
+    messages = [{"role": "developer", "content": "be brief"}, USER, _assistant("yo"), USER]
+    rendered = render(messages, None, TOKENIZER)
+    assert TOKENIZER.decode(rendered.token_ids, skip_special=False) == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\nyo<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert (rendered.replayed, rendered.breaks) == (0, 0)
+
+
+def test_sampled_ids_come_back_though_their_text_encodes_otherwise() -> None:
+    # A vocabulary in which "ab" is one token, but the policy sampled "a" and "b".
+    alphabet = [*TOKENIZER._backend.get_vocab()][:256]
+    backend = byte_level_bpe([*sorted(alphabet), "ab"], ["a b"], "gpt-2")
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    vocabulary = backend.get_vocab()
+    a, b, ab, end = (vocabulary[token] for token in ("a", "b", "ab", "<|im_end|>"))
+    tokenizer = Tokenizer(backend, template=CHATML, eos_ids=[end])
+    assert tokenizer.encode("ab") == [ab]
+    memory = ConversationMemory()
+    first = render([USER], None, tokenizer, memory)
+    memory.add("ab", Generated(first.token_ids, (a, b, end)))
+    second = render([USER, _assistant("ab"), USER], None, tokenizer, memory)
+    assert second.token_ids == (
+        *first.token_ids,
+        *(a, b, end),  # the end-of-turn token once, though the template writes it too
+        *tokenizer.encode("\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+    )
+    assert (second.replayed, second.breaks) == (1, 0)
+
+
+# Bytes at random are seldom UTF-8: their text then holds U+FFFD and encodes to other bytes.
+responses = st.lists(
+    st.tuples(st.lists(st.integers(0, 255), min_size=1, max_size=8), st.booleans()),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(responses=responses)
+def test_every_prompt_extends_the_last_call(responses: list[tuple[list[int], bool]]) -> None:
+    memory = ConversationMemory()
+    messages: list[dict[str, Any]] = [USER]
+    path: tuple[int, ...] = ()
+    for ids, ended in responses:
+        prompt = render(messages, None, TOKENIZER, memory)
+        assert prompt.token_ids[: len(path)] == path
+        assert prompt.breaks == 0
+        sampled = (*ids, END) if ended else tuple(ids)
+        text = TOKENIZER.decode(sampled)
+        memory.add(text, Generated(prompt.token_ids, sampled))
+        path = prompt.token_ids + sampled
+        messages = [*messages, _assistant(text), USER]
+
+
+def test_of_equal_texts_each_place_gets_its_own_ids() -> None:
+    memory = ConversationMemory()
+    first = render([USER], None, TOKENIZER, memory)
+    memory.add("\ufffd", Generated(first.token_ids, (200, END)))
+    turns = [USER, _assistant("\ufffd"), USER]
+    second = render(turns, None, TOKENIZER, memory)
+    memory.add("\ufffd", Generated(second.token_ids, (201, END)))
+    third = render([*turns, _assistant("\ufffd"), USER], None, TOKENIZER, memory)
+    assert third.token_ids[: len(second.token_ids) + 2] == (*second.token_ids, 201, END)
+    assert third.token_ids[len(first.token_ids)] == 200
+    assert (third.replayed, third.breaks) == (2, 0)
+
+
+def test_an_edited_history_forks_and_is_counted() -> None:
+    memory = ConversationMemory()
+    first = render([USER], None, TOKENIZER, memory)
+    memory.add("ok", Generated(first.token_ids, (250, 251, END)))
+    other_start = [{"role": "user", "content": "ho"}, _assistant("ok"), USER]
+    forked = render(other_start, None, TOKENIZER, memory)
+    assert (forked.replayed, forked.breaks) == (1, 1)
+    edited = render([USER, _assistant("ok!"), USER], None, TOKENIZER, memory)
+    assert (edited.replayed, edited.breaks) == (0, 0)
+    assert edited == render([USER, _assistant("ok!"), USER], None, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    "content", ["{{ m.content | upper }}", "{{ 'x' }}", "{{ m.content + m.content }}"]
+)
+def test_a_template_that_rewrites_a_response_is_a_break(content: str) -> None:
+    tokenizer = _with_template("{% for m in messages %}" + content + "{% endfor %}")
+    memory = ConversationMemory()
+    memory.add("ok", Generated((1,), (2, 3)))
+    rendered = render([USER, _assistant("ok")], None, tokenizer, memory)
+    assert rendered.token_ids == render([USER, _assistant("ok")], None, tokenizer).token_ids
+    assert (rendered.replayed, rendered.breaks) == (0, 1)
+
+
+def test_rendering_leaves_its_input_alone() -> None:
+    memory = ConversationMemory()
+    memory.add("ok", Generated((1,), (2,)))
+    memory.add("", Generated((1,), (2,)))
+    messages = [USER, _assistant("ok"), {"role": "assistant", "tool_calls": [TOOL_CALL]}]
+    tokenizer = _with_template(
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function if m.tool_calls }}"
+        "{% endfor %}"
+    )
+    first = render(messages, None, tokenizer, memory)
+    assert first == render(messages, None, tokenizer, memory)
+    assert messages[1] == _assistant("ok")
+    assert messages[2] == {"role": "assistant", "tool_calls": [TOOL_CALL]}
+    assert "{'name': 'run', 'arguments': {'a': 1}}" in TOKENIZER.decode(first.token_ids)
+    assert memory.recall("") == () and memory.recall("unknown") == ()
+
+
+def test_tools_need_a_place_in_the_template() -> None:
+    tools = [{"type": "function", "function": {"name": "run"}}]
+    with pytest.raises(ValueError, match=r"tools has 1 entries, but .* no place for them"):
+        render([USER], tools, TOKENIZER)
+    with pytest.raises(ValueError, match=r"tool_calls holds 'run', but .* shows no tool calls"):
+        render([USER, {"role": "assistant", "tool_calls": [TOOL_CALL]}], None, TOKENIZER)
+    tokenizer = _with_template("{{ tools[0].function.name if tools }}{{ messages[0].content }}")
+    rendered = render([USER], tools, tokenizer)
+    assert TOKENIZER.decode(rendered.token_ids) == "runhi"
+
+
+def test_content_may_be_text_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert normalize_messages([{"role": "user", "content": parts}]) == [
+        {"role": "user", "content": "ab"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("hi", r"messages\[1\] is str; expected an object"),
+        ({"content": "hi"}, r"messages\[1\].role is None; expected one of developer, system"),
+        ({"role": "robot", "content": "hi"}, "role is 'robot'"),
+        ({"role": ["user"], "content": "hi"}, "role is"),
+        ({"role": "user"}, r"messages\[1\].content is missing"),
+        ({"role": "assistant", "content": None}, "content is missing"),
+        ({"role": "user", "content": 5}, "content is int; expected a string"),
+        ({"role": "user", "content": "\ud800"}, "half of a surrogate pair"),
+        ({"role": "user", "content": ["hi"]}, r"content\[0\] is of type 'str'"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "type 'image_url'; expected a text"),
+        ({"role": "user", "content": "x", "tool_calls": [TOOL_CALL]}, "on a user message"),
+        ({"role": "assistant", "tool_calls": "run"}, "tool_calls is malformed"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "tool_calls is malformed"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "arguments that are no JSON",
+        ),
+    ],
+)
+def test_a_bad_message_is_named(message: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        normalize_messages([USER, message])
+
+
+def test_no_messages_are_no_prompt() -> None:
+    with pytest.raises(ValueError, match="messages is empty"):
+        normalize_messages([])

@@ -1,0 +1,232 @@
+"""The store survives crashes, allows legal changes only, and explains what it cannot do."""
+
+import itertools
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from lightning_jax.store import LEGAL_TRANSITIONS, IllegalTransition, Store, StoreError
+from lightning_jax.types import Rollout, RolloutStatus, Span
+
+STATUSES = get_args(RolloutStatus)
+QUEUED = Rollout("r1", "t1", "g1", "train", step=3, index=0, attempt=1, status="queued")
+SPAN = Span("a" * 32, "b" * 16, None, "chat policy", 10, 20, {"ids": (1, 2), "x": 0.1}, None)
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    store = Store(tmp_path / "store.sqlite")
+    yield store
+    store.close()
+
+
+def _move(store: Store, rollout_id: str, *statuses: RolloutStatus) -> None:
+    for status in statuses:
+        failed = status.endswith("_failure")
+        reward = 1.0 if status == "scored" else None
+        store.set_status(rollout_id, status, reward=reward, reason="why" if failed else None)
+
+
+PATHS: dict[RolloutStatus, tuple[RolloutStatus, ...]] = {
+    "queued": (),
+    "running": ("running",),
+    "scored": ("running", "scored"),
+    "agent_failure": ("running", "agent_failure"),
+    "infrastructure_failure": ("running", "infrastructure_failure"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(STATUSES, STATUSES)))
+def test_only_legal_changes_happen(store: Store, old: RolloutStatus, new: RolloutStatus) -> None:
+    store.add_rollout(QUEUED)
+    _move(store, "r1", *PATHS[old])
+    # The table of the design, written out a second time.
+    legal = (old, new) == ("queued", "running") or (old == "running" and new in STATUSES[2:])
+    if legal:
+        _move(store, "r1", new)
+        assert store.rollout("r1").status == new
+    else:
+        with pytest.raises(IllegalTransition, match=f"'r1' may not go from {old} to {new}"):
+            _move(store, "r1", new)
+        assert store.rollout("r1").status == old
+    assert set(LEGAL_TRANSITIONS) == {None, *STATUSES}
+
+
+def test_a_rollout_keeps_its_result(store: Store) -> None:
+    store.add_rollout(QUEUED)
+    assert store.rollout("r1") == QUEUED
+    store.set_status("r1", "running")
+    store.set_status("r1", "agent_failure", reward=-0.5, reason="deadline", detail="ran too long")
+    assert store.rollout("r1") == replace(
+        QUEUED, status="agent_failure", reward=-0.5, reason="deadline", detail="ran too long"
+    )
+
+
+def test_results_must_be_whole(store: Store) -> None:
+    store.add_rollout(QUEUED)
+    store.set_status("r1", "running")
+    with pytest.raises(ValueError, match="scored without a reward"):
+        store.set_status("r1", "scored")
+    with pytest.raises(ValueError, match="fails without a reason"):
+        store.set_status("r1", "agent_failure", reward=0.0)
+    with pytest.raises(StoreError, match="'r2' is not in the store"):
+        store.set_status("r2", "running")
+    with pytest.raises(StoreError, match="'r2' is not in the store"):
+        store.rollout("r2")
+    with pytest.raises(ValueError, match="'r1' is in the store already"):
+        store.add_rollout(QUEUED)
+    with pytest.raises(IllegalTransition, match="from new to running; expected queued"):
+        store.add_rollout(replace(QUEUED, rollout_id="r3", status="running"))
+
+
+def test_rollouts_are_found_and_counted(store: Store) -> None:
+    for step, index in ((1, 1), (1, 0), (0, 0)):
+        rollout = replace(QUEUED, rollout_id=f"{step}{index}", step=step, index=index)
+        store.add_rollout(replace(rollout, group_id=f"g{step}"))
+    store.add_rollout(replace(QUEUED, rollout_id="e", phase="eval", step=1, group_id="g"))
+    assert [r.rollout_id for r in store.rollouts(phase="train")] == ["00", "10", "11"]
+    assert [r.rollout_id for r in store.rollouts(phase="train", step=1)] == ["10", "11"]
+    assert [r.rollout_id for r in store.rollouts(group_id="g0")] == ["00"]
+    assert store.rollouts(step=9) == []
+    _move(store, "00", "running", "scored")
+    _move(store, "10", "running", "agent_failure")
+    assert store.counts() == {"agent_failure": 1, "queued": 2, "scored": 1}
+    assert store.counts(phase="eval", step=1) == {"queued": 1}
+    assert store.failure_counts() == {"why": 1}
+
+
+def test_a_resumed_run_gives_up_what_was_running(store: Store) -> None:
+    paths = {"a": PATHS["queued"], "b": PATHS["running"], "c": PATHS["scored"]}
+    for rollout_id, statuses in paths.items():
+        store.add_rollout(replace(QUEUED, rollout_id=rollout_id))
+        _move(store, rollout_id, *statuses)
+    assert store.abandon_running() == 2
+    assert store.failure_counts() == {"crash": 2}
+    assert store.counts() == {"infrastructure_failure": 2, "scored": 1}
+    assert store.rollout("b").detail == "the run ended while this rollout was running"
+    assert store.abandon_running() == 0
+
+
+def test_spans_come_back_as_they_were(store: Store) -> None:
+    attributes: dict[str, Any] = {
+        "ids": (0, 49151),
+        "logprobs": (-0.1, -1e-8, -0.30000000000000004, float("-inf")),
+        "empty": (),
+        "text": "é\x00\u2028",
+        "on": True,
+    }
+    late = replace(SPAN, span_id="c" * 16, start_ns=30, end_ns=31, attributes=attributes)
+    failed = replace(SPAN, parent_span_id="d" * 16, error="it broke")
+    store.add_span("r1", late)
+    store.add_span("r1", failed)
+    store.add_span(None, replace(SPAN, span_id="e" * 16))
+    assert store.spans("r1") == [failed, late]
+    assert [s.span_id for s in store.spans(None)] == ["e" * 16]
+    assert store.spans("unknown") == []
+    with pytest.raises(ValueError, match="in the store already"):
+        store.add_span("r1", late)
+
+
+def test_versions_are_kept_and_may_be_said_again(store: Store) -> None:
+    store.add_version(1, step=1, time_s=10.0)
+    store.add_version(0, step=0)
+    store.add_version(1, step=1, time_s=20.0)
+    assert [(v.version, v.step) for v in store.versions()] == [(0, 0), (1, 1)]
+    assert store.versions()[1].time_s == 20.0
+    assert store.versions()[0].time_s > 1.6e9
+
+
+def test_threads_share_a_store(store: Store) -> None:
+    def work(thread: int) -> None:
+        for i in range(20):
+            store.add_rollout(replace(QUEUED, rollout_id=f"{thread}-{i}"))
+            store.add_span(f"{thread}-{i}", replace(SPAN, span_id=f"{thread}-{i}"))
+            store.set_status(f"{thread}-{i}", "running")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.counts() == {"running": 80}
+    assert all(len(store.spans(f"{n}-{i}")) == 1 for n in range(4) for i in range(20))
+
+
+KILLED = """
+import os, signal, sys
+from lightning_jax.store import Store
+from lightning_jax.types import Rollout
+store = Store(sys.argv[1])
+for i in range(50):
+    store.add_rollout(Rollout(f"r{i}", "t", "g", "train", 0, 0, 1, "queued"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    store = Store(path)
+    assert store.counts() == {"queued": 50}
+    store.close()
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.sqlite")
+    store.add_rollout(QUEUED)
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count={pages + 2}")  # SQLite's own way to run full
+    big = replace(SPAN, attributes={"text": "x" * 100_000})
+    with pytest.raises(StoreError, match=r"^store .* the disk is full; free some space.*\.$"):
+        store.add_span("r1", big)
+    assert store.spans("r1") == [] and store.rollout("r1") == QUEUED
+    store.close()
+
+
+def test_files_that_are_no_store_are_explained(tmp_path: Path) -> None:
+    text = tmp_path / "text.sqlite"
+    text.write_text("rollouts\n" * 1000)
+    with pytest.raises(StoreError, match="not a SQLite file; move it away"):
+        Store(text)
+    with pytest.raises(StoreError, match=r"create .*nowhere first"):
+        Store(tmp_path / "nowhere" / "store.sqlite")
+    with pytest.raises(StoreError, match="cannot be opened; check the path"):
+        Store(tmp_path)
+    future = tmp_path / "future.sqlite"
+    with sqlite3.connect(future) as db:
+        db.execute("PRAGMA user_version=99")
+    db.close()
+    with pytest.raises(StoreError, match="schema version 99; expected 1"):
+        Store(future)
+
+
+def test_a_damaged_file_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    store = Store(path)
+    for i in range(200):
+        store.add_rollout(replace(QUEUED, rollout_id=f"r{i}"))
+    store.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:8192] + b"\xff" * (len(whole) - 8192))
+    store = Store(path)
+    with pytest.raises(StoreError, match="damaged; move it away"):
+        store.rollouts()
+    store.close()
+
+
+def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.sqlite")
+    store.close()
+    store.close()
+    with pytest.raises(StoreError, match="closed database"):
+        store.counts()

@@ -1,0 +1,97 @@
+"""Spans become Transitions, and each span that does not is counted."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.convert import spans_to_transitions, to_trajectory
+from lightning_jax.types import Rollout, Span, Trajectory, Transition
+
+CALL: dict[str, Any] = {
+    names.OPERATION_NAME: "chat",
+    names.ROLLOUT_ID: "r1",
+    names.AGENT: "writer",
+    names.POLICY: "policy:writer",
+    names.PROMPT_TOKEN_IDS: (1, 2),
+    names.RESPONSE_TOKEN_IDS: (3, 4),
+    names.BEHAVIOR_LOGPROBS: (-0.5, -0.25),
+    names.SAMPLING_LOGPROBS: (0.0, -0.125),
+    names.POLICY_VERSIONS: (6, 7),
+    names.RESPONSE_FINISH_REASONS: ("length",),
+}
+
+
+def _span(
+    span_id: str, start_ns: int, attributes: dict[str, Any], error: str | None = None
+) -> Span:
+    return Span("t" * 32, span_id, None, "chat policy", start_ns, start_ns + 1, attributes, error)
+
+
+def test_a_call_is_one_transition() -> None:
+    transitions, reasons = spans_to_transitions([_span("s1", 5, CALL)])
+    assert transitions == (
+        Transition(
+            call_id="s1",
+            rollout_id="r1",
+            prompt_token_ids=(1, 2),
+            response_token_ids=(3, 4),
+            behavior_logprobs=(-0.5, -0.25),
+            sampling_logprobs=(0.0, -0.125),
+            policy_versions=(6, 7),
+            finish_reason="length",
+            agent="writer",
+            policy="policy:writer",
+        ),
+    )
+    assert reasons == {}
+
+
+def test_calls_come_in_the_order_they_started() -> None:
+    spans = [_span("late", 9, CALL), _span("early", 1, CALL | {names.REWARD: 0.5})]
+    transitions, _ = spans_to_transitions(spans)
+    assert [(t.call_id, t.reward) for t in transitions] == [("early", 0.5), ("late", 0.0)]
+    assert [span.span_id for span in spans] == ["late", "early"]
+
+
+def test_what_cannot_be_trained_on_is_counted() -> None:
+    no_logprobs = {k: v for k, v in CALL.items() if k != names.BEHAVIOR_LOGPROBS}
+    spans = [
+        _span("a", 1, CALL, error="broke"),
+        _span("b", 2, CALL | {names.ERROR_TYPE: "call_timeout"}, error="slow"),
+        _span("c", 3, CALL | {names.ERROR_TYPE: "call_timeout"}, error="slow"),
+        _span("d", 4, CALL | {names.RESPONSE_TOKEN_IDS: ()}),
+        _span("e", 5, CALL | {names.PROMPT_TOKEN_IDS: ()}),
+        _span("f", 6, no_logprobs),
+        _span("tool", 7, {names.OPERATION_NAME: "execute_tool"}),
+        _span("broken tool", 8, {}, error="broke"),
+    ]
+    transitions, reasons = spans_to_transitions(spans)
+    assert transitions == ()
+    assert reasons == {"call_error": 1, "call_timeout": 2, "empty_response": 2, "no_logprobs": 1}
+
+
+def test_each_choice_is_a_transition_and_their_call_is_none() -> None:
+    call = {names.OPERATION_NAME: "chat", names.REQUEST_CHOICE_COUNT: 2}
+    call[names.PROMPT_TOKEN_IDS] = (1, 2)
+    spans = [
+        _span("second", 1, CALL | {names.CHOICE_INDEX: 1, names.RESPONSE_TOKEN_IDS: (8, 9)}),
+        _span("call", 1, call),
+        _span("first", 1, CALL | {names.CHOICE_INDEX: 0}),
+    ]
+    transitions, reasons = spans_to_transitions(spans)
+    assert [t.call_id for t in transitions] == ["first", "second"]
+    assert reasons == {}
+
+
+def test_nothing_gives_nothing() -> None:
+    assert spans_to_transitions([]) == ((), {})
+
+
+def test_a_trajectory_needs_a_reward() -> None:
+    rollout = Rollout("r1", "t1", "g1", "train", 0, 0, 1, "scored", reward=0.5)
+    transitions, _ = spans_to_transitions([_span("s1", 5, CALL)])
+    assert to_trajectory(rollout, transitions) == Trajectory("r1", "g1", transitions, 0.5)
+    with pytest.raises(ValueError, match="'r1' is running; expected one that has a reward"):
+        to_trajectory(replace(rollout, status="running", reward=None), transitions)

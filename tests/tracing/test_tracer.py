@@ -1,0 +1,115 @@
+"""Spans reach the store the moment they end, whatever the process does with OpenTelemetry."""
+
+import random
+from pathlib import Path
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import StatusCode
+
+from lightning_jax.store import Store, StoreError
+from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.tracer import (
+    child_context,
+    end_with_error,
+    make_tracer,
+    parent_of,
+    rollout_trace,
+)
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    store = Store(tmp_path / "store.sqlite")
+    yield store
+    store.close()
+
+
+def test_an_ended_span_is_in_the_store_with_its_ids(store: Store) -> None:
+    tracer = make_tracer(store)
+    span = tracer.start_span(
+        "chat policy",
+        attributes={names.ROLLOUT_ID: "r1", names.PROMPT_TOKEN_IDS: (5, 6)},
+        start_time=100,
+    )
+    assert store.spans("r1") == []
+    span.set_attribute(names.BEHAVIOR_LOGPROBS, (-0.25, -1.0))
+    span.end(end_time=250)
+    (record,) = store.spans("r1")
+    assert (record.name, record.start_ns, record.end_ns) == ("chat policy", 100, 250)
+    assert record.attributes == {
+        names.ROLLOUT_ID: "r1",
+        names.PROMPT_TOKEN_IDS: (5, 6),
+        names.BEHAVIOR_LOGPROBS: (-0.25, -1.0),
+    }
+    assert record.parent_span_id is None and record.error is None
+    assert record.span_id == trace.format_span_id(span.get_span_context().span_id)
+
+
+def test_a_failed_span_says_why(store: Store) -> None:
+    span = make_tracer(store).start_span("chat policy")
+    end_with_error(span, "call_timeout", "it took too long")
+    (record,) = store.spans(None)
+    assert record.error == "it took too long"
+    assert record.attributes[names.ERROR_TYPE] == "call_timeout"
+
+
+def test_the_agents_trace_is_the_parent(store: Store) -> None:
+    tracer = make_tracer(store)
+    with rollout_trace("r1"):
+        span = tracer.start_span("chat", context=parent_of({"traceparent": TRACEPARENT}))
+    tracer.start_span("choice", context=child_context(span)).end()
+    span.end()
+    call, child = sorted(store.spans(None), key=lambda record: record.name)
+    assert call.trace_id == child.trace_id == "0af7651916cd43dd8448eb211c80319c"
+    assert call.parent_span_id == "b7ad6b7169203331" and child.parent_span_id == call.span_id
+
+
+@pytest.mark.parametrize("header", ["", "00-0-0-00", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
+def test_calls_of_a_rollout_share_a_trace_without_one(store: Store, header: str) -> None:
+    tracer = make_tracer(store)
+    for rollout_id in ("r1", "r1", "r2", None, None):
+        with rollout_trace(rollout_id):
+            tracer.start_span("chat", context=parent_of({"traceparent": header})).end()
+    first, second, third, *alone = [record.trace_id for record in store.spans(None)]
+    assert first == second != third
+    assert len({first, third, *alone}) == 4
+    assert all(record.parent_span_id is None for record in store.spans(None))
+
+
+def test_ids_differ_though_an_agent_seeds_random(store: Store) -> None:
+    tracer = make_tracer(store)
+    for _ in range(3):
+        random.seed(0)
+        tracer.start_span("chat").end()
+    assert len(store.spans(None)) == 3
+
+
+def test_the_process_keeps_its_own_opentelemetry(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    monkeypatch.setenv("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "2")
+    monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "1")
+    provider_before = trace.get_tracer_provider()
+    tracer = make_tracer(store)
+    assert trace.get_tracer_provider() is provider_before
+    assert not isinstance(provider_before, TracerProvider)
+    tracer.start_span("chat", attributes={"a": "long text", "b": tuple(range(500))}).end()
+    (record,) = store.spans(None)
+    assert record.attributes == {"a": "long text", "b": tuple(range(500))}
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    with pytest.raises(ValueError, match="OTEL_SDK_DISABLED is true; expected it unset"):
+        make_tracer(store)
+
+
+def test_a_span_that_cannot_be_written_is_not_lost_in_silence(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.sqlite")
+    span = make_tracer(store).start_span("chat")
+    span.set_status(StatusCode.OK)
+    store.close()
+    with pytest.raises(StoreError):
+        span.end()
