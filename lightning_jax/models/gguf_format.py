@@ -1,0 +1,110 @@
+"""A GGUF file's metadata and quantised weights, as our config and float parameters."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import dequantize
+
+from lightning_jax.models.attention import RopeScaling, rope_frequencies
+from lightning_jax.models.names import ModelError, places, unflatten
+from lightning_jax.models.transformer import DecoderConfig, Params
+
+_FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def open_file(path: Path) -> gguf.GGUFReader:
+    """The file, mapped to memory. Raises ModelError."""
+    if not path.is_file():
+        raise ModelError(f"{path} does not exist; expected a GGUF file. Check the path.")
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, OSError) as error:
+        raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
+
+
+def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
+    """The model's shape. Raises ModelError for an architecture that is not known here."""
+    family = _value(reader, "general.architecture")
+    if family not in _FAMILIES:
+        raise ModelError(
+            f"the GGUF file's architecture is {family!r}; expected one of {sorted(_FAMILIES)}. "
+            "Choose a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family."
+        )
+
+    def value(name: str, default: Any = None) -> Any:
+        return _value(reader, f"{family}.{name}", default)
+
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    embed_dim, heads = int(value("embedding_length")), int(value("attention.head_count"))
+    head_dim = int(value("attention.key_length", embed_dim // heads))
+    theta = float(value("rope.freq_base", 10000.0))
+    factors = tensors.get("rope_freqs.weight")
+    return DecoderConfig(
+        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        embed_dim=embed_dim,
+        mlp_dim=int(value("feed_forward_length")),
+        num_layers=int(value("block_count")),
+        num_heads=heads,
+        num_kv_heads=int(value("attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        rope_theta=theta,
+        rope_scaling=None if factors is None else _rope_scaling(factors.data, head_dim, theta),
+        norm_eps=_short_float(value("attention.layer_norm_rms_epsilon", 1e-5)),
+        tie_embeddings="output.weight" not in tensors,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        max_positions=int(value("context_length", 2048)),
+        family=family,
+    )
+
+
+def read_params(reader: gguf.GGUFReader, config: DecoderConfig, dtype: Any) -> Params:
+    """The weights, dequantised. Raises ModelError for any missing or misshapen."""
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    heads = {"q": config.num_heads, "k": config.num_kv_heads}
+    leaves = {}
+    for place in places(config):
+        if place.gguf not in tensors:
+            raise ModelError(
+                f"the GGUF file lacks the weight {place.gguf}; expected all of a "
+                f"{config.family} model. Download the file again."
+            )
+        tensor = tensors[place.gguf]
+        array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        if config.family == "llama" and place.path[1] in heads:
+            array = _unpermute(array, heads[place.path[1]])
+        leaves[place.path] = place.from_rows(place.gguf, array, dtype)
+    return unflatten(leaves)
+
+
+def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a Llama query or key weight in the order that pairs element i with i + D/2.
+
+    GGUF pairs neighbours: a head of 4 rows lies there as 0 2 1 3.
+    """
+    split = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _rope_scaling(factors: np.ndarray, head_dim: int, theta: float) -> RopeScaling:
+    """GGUF keeps only what Llama 3's formula gave; these are the settings every release used."""
+    scaling = RopeScaling(float(np.max(factors)), 1.0, 4.0, 8192)
+    ours = rope_frequencies(head_dim, theta, None) / rope_frequencies(head_dim, theta, scaling)
+    if not np.allclose(ours, factors, rtol=1e-3):
+        raise ModelError(
+            f"the GGUF file stretches rotary frequencies by {np.unique(factors)[:4]}...; expected "
+            "Llama 3's stretch. Load the Hugging Face directory of this model instead."
+        )
+    return scaling
+
+
+def _value(reader: gguf.GGUFReader, name: str, default: Any = None) -> Any:
+    entry = reader.fields.get(name)
+    return default if entry is None else entry.contents()
+
+
+def _short_float(value: float) -> float:
+    """The decimal a float32 was written from: 9.99999974e-06 is 1e-05."""
+    return float(np.format_float_positional(np.float32(value), unique=True))

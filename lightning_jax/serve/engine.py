@@ -1,0 +1,355 @@
+"""The policy as prefill, insert and generate over slots; the only holder of the KV cache.
+
+A slot is one row of the decode batch. `prefill` computes the keys and values of a prompt but for
+its last token, `insert` puts them into a slot, and the last prompt token rides the next `generate`
+step, as every token does. So there is one place that samples, and requests with the same prompt
+share all of its prefill.
+
+All functions take the state and return the new one; what they say they donate, the caller may not
+touch again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.models.transformer import DecoderConfig, KVCache, forward, init_cache, unembed
+from lightning_jax.serve.sampling import Sampled, sample
+from lightning_jax.serve.scheduler import plan_chunks
+from lightning_jax.types import Leaf, SamplingParams
+
+Params = Any
+SHORTEST_CAPACITY = 256  # tokens; below it, reading less of the cache saves next to nothing
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Start:
+    """A slot's next token, where it goes, and how to sample what follows it."""
+
+    token: Leaf  # int32
+    position: Leaf  # int32
+    key: Leaf  # uint32 [2], data of the request's PRNG key
+    temperature: Leaf  # float32
+    top_p: Leaf  # float32
+    top_k: Leaf  # int32
+    min_p: Leaf  # float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """All that a generate step reads and changes besides the weights."""
+
+    cache: Leaf  # KVCache, L layers of [S, C, K, D]
+    slots: Leaf  # Start, the next token of every slot; each field has a leading axis S
+    counts: Leaf  # int32 [S], response tokens sampled so far
+    active: Leaf  # bool [S]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keys and values of a sequence's first `length` tokens; what follows in the row is garbage."""
+
+    cache: Leaf  # KVCache, L layers of [1, capacity, K, D]
+    length: int
+
+    @property
+    def capacity(self) -> int:
+        return self.cache.keys[0].shape[1]
+
+
+# `length` is static: a prefix is handed to jit by its cache, never whole.
+jax.tree_util.register_dataclass(Prefix, data_fields=["cache"], meta_fields=["length"])
+
+
+class Engine:
+    """Compiled functions for one model shape and one slot layout. Holds no weights and no state."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        serve: ServeConfig,
+        *,
+        dtype: str = "float32",
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> None:
+        if serve.max_len > config.max_positions:
+            raise ValueError(
+                f"serve.max_len is {serve.max_len}; expected at most the model's "
+                f"{config.max_positions} positions. Lower serve.max_len."
+            )
+        self.config, self.mesh = config, mesh
+        self.num_slots, self.max_len = serve.slots, serve.max_len
+        lengths = {min(bucket, serve.max_len) for bucket in serve.prefill_buckets}
+        self.buckets = tuple(sorted(lengths))
+        self.capacities = _capacities(serve.max_len)
+        self._dtype = jnp.dtype(dtype)
+        self._plain, self._cache = _shardings(mesh, config.num_kv_heads)
+        self._compile_later()
+
+    def _compile_later(self) -> None:
+        plain, cache = self._plain, self._cache
+        state = DecodeState(cache, plain, plain, plain)
+        sizes = {"config": self.config, "dtype": self._dtype}
+        init = partial(_init_state, slots=self.num_slots, max_len=self.max_len, **sizes)
+        prefill = partial(_prefill_chunk, config=self.config)
+        generate = partial(_generate, config=self.config)
+        self._init = jax.jit(init, out_shardings=state)
+        self._empty = jax.jit(
+            partial(_empty_prefix, **sizes), static_argnums=0, out_shardings=cache
+        )
+        self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=cache)
+        self._extract = jax.jit(_extract_row, static_argnums=2, out_shardings=cache)
+        self._insert = jax.jit(_insert_row, donate_argnums=0, out_shardings=state)
+        self._activate = jax.jit(_activate, donate_argnums=0, out_shardings=state)
+        self._retire = jax.jit(_retire, donate_argnums=0, out_shardings=state)
+        self._generate = jax.jit(
+            generate,
+            static_argnames="attend_len",
+            donate_argnums=1,
+            out_shardings=(state, plain),
+        )
+
+    def place(self, params: Params) -> Params:
+        """A copy of the weights as the engine computes with them; the originals may be donated."""
+        targets: Any = self._plain
+        if self.mesh is not None:
+            from lightning_jax.models.sharding import param_shardings
+
+            targets = param_shardings(self.config, self.mesh)
+        cast = jax.tree.map(lambda leaf: jnp.asarray(leaf, self._dtype), params)
+        return jax.device_put(cast, targets, may_alias=False)
+
+    def init_state(self) -> DecodeState:
+        """All slots empty and inactive."""
+        return self._init()
+
+    def capacity_for(self, length: int) -> int:
+        """The shortest compiled row length that holds `length` tokens. ValueError if none does."""
+        for capacity in self.capacities:
+            if capacity >= length:
+                return capacity
+        raise ValueError(
+            f"a sequence of {length} tokens does not fit; expected at most {self.max_len}. "
+            "Raise serve.max_len or shorten the prompt."
+        )
+
+    def _buckets_for(self, capacity: int) -> tuple[int, ...]:
+        """Chunks for rows of this length: not longer than the row, unless all are."""
+        return tuple(b for b in self.buckets if b <= capacity) or self.buckets[:1]
+
+    def prefill(
+        self, params: Params, ids: Sequence[int], existing_prefix: Prefix | None = None
+    ) -> Prefix:
+        """The prefix extended by `ids`, in chunks of bucket lengths. Donates `existing_prefix`.
+
+        ValueError if the result is longer than the existing prefix's capacity, or than any.
+        """
+        start = existing_prefix.length if existing_prefix else 0
+        total = start + len(ids)
+        capacity = existing_prefix.capacity if existing_prefix else self.capacity_for(total)
+        if capacity < total:
+            raise ValueError(
+                f"the prefix has room for {capacity} tokens; expected {total}. "
+                "Extract it with that capacity."
+            )
+        cache = existing_prefix.cache if existing_prefix else self._empty(capacity)
+        tokens = np.asarray(ids, np.int32)
+        done = 0
+        for bucket in plan_chunks(len(ids), self._buckets_for(capacity)):
+            chunk = tokens[done : done + bucket]
+            padded = np.pad(chunk, (0, bucket - len(chunk)))
+            cache = self._prefill(
+                params, cache, padded, np.int32(start + done), np.int32(len(chunk))
+            )
+            done += len(chunk)
+        return Prefix(cache, total)
+
+    def extract(self, state: DecodeState, slot: int, length: int, capacity: int) -> Prefix:
+        """A copy of the first `length` tokens of a slot's row, with room for `capacity`."""
+        return Prefix(
+            self._extract(state.cache, np.int32(slot), self.capacity_for(capacity)), length
+        )
+
+    def insert(self, prefix: Prefix, state: DecodeState, slot: int, start: Start) -> DecodeState:
+        """The state with `prefix` in the slot's row and the slot active. Donates `state`."""
+        return self._insert(state, prefix.cache, np.int32(slot), start)
+
+    def activate(self, state: DecodeState, slot: int, start: Start) -> DecodeState:
+        """As `insert`, for a slot whose row holds the prefix already. Donates `state`."""
+        return self._activate(state, np.int32(slot), start)
+
+    def generate(
+        self, params: Params, state: DecodeState, longest: int | None = None
+    ) -> tuple[DecodeState, Sampled]:
+        """One token for every active slot; rows of the others stay as they are. Donates `state`.
+
+        `longest` bounds the number of tokens of any active row, this step's included; less of the
+        cache is read.
+        """
+        attend_len = self.capacity_for(self.max_len if longest is None else longest)
+        return self._generate(params, state, attend_len=attend_len)
+
+    def retire(self, state: DecodeState, slots: Iterable[int]) -> DecodeState:
+        """The state with these slots inactive; their rows stay readable. Donates `state`."""
+        keep = np.ones(self.num_slots, bool)
+        keep[list(slots)] = False
+        return self._retire(state, keep)
+
+    @property
+    def compiles(self) -> int:
+        """How many programs were compiled so far."""
+        functions = (self._init, self._empty, self._prefill, self._extract)
+        functions += (self._insert, self._activate, self._retire, self._generate)
+        return sum(function._cache_size() for function in functions)  # type: ignore[attr-defined]
+
+    def warmup(self, params: Params, state: DecodeState) -> DecodeState:
+        """Compiles every program by running it; no slot is active afterwards. Donates `state`."""
+        start = start_of(0, 0, SamplingParams(), 0)
+        state = self.activate(state, 0, start)
+        for capacity in self.capacities:
+            prefix = Prefix(self._empty(capacity), 0)
+            for bucket in self._buckets_for(capacity):
+                tokens = np.zeros(bucket, np.int32)
+                cache = self._prefill(params, prefix.cache, tokens, np.int32(0), np.int32(0))
+                prefix = Prefix(cache, 0)
+            state = self.insert(prefix, state, 0, start)
+            self.extract(state, 0, 0, capacity)
+            state, _ = self.generate(params, state, capacity)
+        return jax.block_until_ready(self.retire(state, range(self.num_slots)))
+
+
+def start_of(token: int, position: int, sampling: SamplingParams, seed: int) -> Start:
+    """One request's host scalars. Response token k is drawn with the seed's key folded with k."""
+    return Start(
+        token=np.int32(token),
+        position=np.int32(position),
+        key=np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
+        temperature=np.float32(sampling.temperature),
+        top_p=np.float32(sampling.top_p),
+        top_k=np.int32(min(sampling.top_k, 2**31 - 1)),
+        min_p=np.float32(sampling.min_p),
+    )
+
+
+def _capacities(max_len: int) -> tuple[int, ...]:
+    """Row lengths that programs are compiled for: 1024 gives 256, 512, 1024."""
+    shorter = []
+    length = SHORTEST_CAPACITY
+    while length < max_len:
+        shorter.append(length)
+        length *= 2
+    return (*shorter, max_len)
+
+
+def _shardings(mesh: jax.sharding.Mesh | None, num_kv_heads: int) -> tuple[Any, Any]:
+    """Where small arrays and where the cache lives.
+
+    Everything is placed on purpose: a program compiles again for an array that JAX may move.
+    """
+    if mesh is None:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return device, device
+    heads = "tensor" if num_kv_heads % mesh.shape["tensor"] == 0 else None
+    spec = jax.sharding.PartitionSpec(None, None, heads, None)
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return replicated, jax.sharding.NamedSharding(mesh, spec)
+
+
+def _init_state(*, config: DecoderConfig, slots: int, max_len: int, dtype: Any) -> DecodeState:
+    floats, ints = jnp.zeros(slots, jnp.float32), jnp.zeros(slots, jnp.int32)
+    return DecodeState(
+        cache=init_cache(config, slots, max_len, dtype),
+        slots=Start(ints, ints, jnp.zeros((slots, 2), jnp.uint32), floats, floats, ints, floats),
+        counts=ints,
+        active=jnp.zeros(slots, bool),
+    )
+
+
+def _empty_prefix(capacity: int, *, config: DecoderConfig, dtype: Any) -> KVCache:
+    return init_cache(config, 1, capacity, dtype)
+
+
+def _prefill_chunk(
+    params: Params,
+    cache: KVCache,
+    tokens: Int32[Array, " T"],
+    start: Int32[Array, ""],
+    length: Int32[Array, ""],
+    *,
+    config: DecoderConfig,
+) -> KVCache:
+    """The one-row cache with `length` tokens written from position `start` on."""
+    index = jnp.arange(len(tokens), dtype=jnp.int32)
+    # A position past the end writes nothing.
+    positions = jnp.where(index < length, start + index, cache.keys[0].shape[1])
+    _, written = forward(params, config, tokens[None], positions[None], cache=cache)
+    assert written is not None, "a cache goes in, so one comes out"
+    return written
+
+
+def _extract_row(cache: KVCache, slot: Int32[Array, ""], capacity: int) -> KVCache:
+    def cut(rows: Any) -> Any:
+        return jax.lax.dynamic_slice(rows, (slot, 0, 0, 0), (1, capacity, *rows.shape[2:]))
+
+    return jax.tree.map(cut, cache)
+
+
+def _insert_row(
+    state: DecodeState, prefix: KVCache, slot: Int32[Array, ""], start: Start
+) -> DecodeState:
+    def put(rows: Any, row: Any) -> Any:
+        return jax.lax.dynamic_update_slice(rows, row, (slot, 0, 0, 0))
+
+    return _activate(replace(state, cache=jax.tree.map(put, state.cache, prefix)), slot, start)
+
+
+def _activate(state: DecodeState, slot: Int32[Array, ""], start: Start) -> DecodeState:
+    return replace(
+        state,
+        slots=jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.slots, start),
+        counts=state.counts.at[slot].set(0),
+        active=state.active.at[slot].set(True),
+    )
+
+
+def _retire(state: DecodeState, keep: Bool[Array, " S"]) -> DecodeState:
+    return replace(state, active=state.active & keep)
+
+
+def _generate(
+    params: Params, state: DecodeState, *, config: DecoderConfig, attend_len: int
+) -> tuple[DecodeState, Sampled]:
+    """Feeds each active slot's next token and samples the one after it."""
+    slots, active = state.slots, state.active
+    # An inactive slot writes past the end, that is nowhere: other requests may copy its row.
+    positions = jnp.where(active, slots.position, state.cache.keys[0].shape[1])
+    hidden, cache = forward(
+        params,
+        config,
+        slots.token[:, None],
+        positions[:, None],
+        cache=state.cache,
+        attend_len=attend_len,
+    )
+    logits = unembed(params, config, hidden[:, 0])
+    keys = jax.vmap(jax.random.fold_in)(
+        jax.random.wrap_key_data(slots.key, impl="threefry2x32"), state.counts
+    )
+    temperature = jnp.where(active, slots.temperature, 0.0)  # greedy is cheapest
+    sampled = sample(logits, keys, temperature, slots.top_p, slots.top_k, slots.min_p)
+    step = active.astype(jnp.int32)
+    slots = replace(
+        slots,
+        token=jnp.where(active, sampled.tokens, slots.token),
+        position=slots.position + step,
+    )
+    return DecodeState(cache, slots, state.counts + step, active), sampled

@@ -1,0 +1,95 @@
+"""Which requests are open and whether more are taken: what the asyncio faces share."""
+
+import asyncio
+import threading
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+from lightning_jax.serve.generation import (
+    Delivery,
+    Draining,
+    EngineError,
+    Generation,
+    PromptTooLong,
+    QueueFull,
+    deliver,
+)
+
+Request = TypeVar("Request")
+
+
+class Intake(Generic[Request]):
+    """Open requests by generation. Every method may be called from any thread."""
+
+    def __init__(self, *, slots: int, max_queue: int, max_len: int, vocab_size: int) -> None:
+        self._slots, self._max_queue = slots, max_queue
+        self._max_len, self._vocab_size = max_len, vocab_size
+        self._open: dict[Generation, Request] = {}
+        self._lock = threading.RLock()
+        self._empty = threading.Event()
+        self._empty.set()
+        self._draining = False
+        self.failure: EngineError | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def get(self, generation: Generation) -> Request | None:
+        """The open request, or None if it has ended."""
+        return self._open.get(generation)
+
+    def check_prompt(self, prompt: tuple[int, ...]) -> None:
+        """Raises PromptTooLong if no room is left for a response, ValueError if it is no prompt."""
+        if not prompt:
+            raise ValueError("the prompt has 0 tokens; expected at least 1.")
+        if len(prompt) >= self._max_len:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens; expected at most {self._max_len - 1}, which "
+                "leaves 1 for the response. Shorten it or raise serve.max_len."
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            raise ValueError(
+                f"the prompt has a token id outside 0..{self._vocab_size - 1}; expected ids of "
+                "this model's vocabulary. Encode it with the model's own tokenizer."
+            )
+
+    def add(self, generation: Generation, request: Request) -> None:
+        """Opens a request. Raises EngineError after a failure, Draining, QueueFull."""
+        with self._lock:
+            self.check_failure()
+            if self._draining:
+                raise Draining("the engine is draining; send the request to another one.")
+            if len(self._open) >= self._slots + self._max_queue:
+                raise QueueFull(
+                    f"{self._max_queue} requests wait already; expected fewer than "
+                    "serve.max_queue. Try later."
+                )
+            self._open[generation] = request
+            self._empty.clear()
+
+    def check_failure(self) -> None:
+        """Raises EngineError if the engine has failed or was closed."""
+        if self.failure:
+            raise EngineError(str(self.failure)) from self.failure
+
+    def remove(self, generations: Iterable[Generation]) -> None:
+        """These have ended."""
+        with self._lock:
+            for generation in generations:
+                self._open.pop(generation, None)
+            if not self._open:
+                self._empty.set()
+
+    def fail(self, error: EngineError) -> None:
+        """Every open request gets `error`, and so does every later one. The first failure stays."""
+        with self._lock:
+            self.failure = self.failure or error
+            failed = [Delivery(generation, None, self.failure) for generation in self._open]
+            self.remove(list(self._open))
+        deliver(failed)
+
+    async def drain(self) -> None:
+        """Takes no more requests, and returns when none is open."""
+        with self._lock:
+            self._draining = True
+        await asyncio.to_thread(self._empty.wait)

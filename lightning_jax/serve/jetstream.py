@@ -1,0 +1,273 @@
+"""The same engine as a literal JetStream engine, which JetStream's unmodified Driver runs.
+
+What JetStream's requests have no field for travels inside values that the Driver passes on
+untouched: sampling settings in the prompt string, log-probabilities in the token ids. JetStream is
+installed without its dependencies and was archived at 0.2.2; `_importing_jetstream` does what that
+takes.
+"""
+
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from lightning_jax.models.transformer import KVCache
+from lightning_jax.serve.engine import DecodeState, Engine, Prefix, Start, start_of
+from lightning_jax.serve.generation import EngineError
+from lightning_jax.serve.sampling import Sampled
+from lightning_jax.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def _importing_jetstream() -> Iterator[None]:
+    """Undoes what importing the orchestrator does to the process, and stands in for what it only
+    names.
+
+    It sets the root logger to DEBUG with a handler on stdout, and imports two class names of seqio,
+    whose dependencies include TensorFlow.
+    """
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    stand_ins = {} if importlib.util.find_spec("seqio") else _seqio_stand_in()
+    sys.modules.update(stand_ins)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"serve.orchestrator is jetstream, but {error.name} is not installed; expected "
+            "google-jetstream 0.2.2. Install lightning-jax[jetstream] and requirements-nodeps.txt."
+        ) from error
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
+        for name in stand_ins:
+            del sys.modules[name]
+
+
+def _seqio_stand_in() -> dict[str, ModuleType]:
+    package, vocabularies = ModuleType("seqio"), ModuleType("seqio.vocabularies")
+    names = {name: type(name, (), {}) for name in ("Vocabulary", "SentencePieceVocabulary")}
+    vars(vocabularies).update(names)
+    vars(package).update(vocabularies=vocabularies)
+    return {"seqio": package, "seqio.vocabularies": vocabularies}
+
+
+with _importing_jetstream():
+    from jetstream.core import orchestrator
+    from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
+
+
+def _delete_arrays(tree: Any) -> None:
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
+
+
+orchestrator.delete_pytree = (
+    _delete_arrays  # the original calls jax.tree_map, which JAX has removed
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids and how to sample what follows."""
+
+    ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+
+
+class PromptText(str):
+    """A string to the Driver, which hands it to the tokenizer; the prompt rides along."""
+
+    prompt: Prompt
+
+
+class RecordedToken(int):
+    """A token id that knows its log-probabilities."""
+
+    behavior_logprob: float
+    sampling_logprob: float
+
+    def item(self) -> "RecordedToken":
+        """Itself, as the Driver asks of an array's element."""
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefilledPrompt:
+    """What prefill hands to insert."""
+
+    cache: KVCache
+    start: Start
+
+
+@struct.dataclass
+class RecordedTokens(engine_api.ResultTokens):
+    """Columns of `data`: token, valid, length, then the bits of both log-probabilities."""
+
+    def convert_to_numpy(self) -> "RecordedTokens":
+        """Itself on the host; waits for the step."""
+        return recorded_tokens(np.asarray(self.data))
+
+    def get_result_at_slot(self, slot: int) -> engine_api.SlotData:
+        """One RecordedToken. After `convert_to_numpy`."""
+        row = np.asarray(self.data)[slot]
+        token = RecordedToken(row[0])
+        token.behavior_logprob, token.sampling_logprob = row[3:5].view(np.float32).tolist()
+        tokens = np.empty((1, 1), object)
+        tokens[0, 0] = token
+        return engine_api.SlotData(tokens=tokens, valid=row[None, 1:2], lengths=row[2:3])
+
+
+def recorded_tokens(columns: Any) -> RecordedTokens:
+    """Wraps int32 [S, 5]."""
+    return RecordedTokens(
+        data=columns, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
+    )
+
+
+@jax.jit
+def _columns(state: DecodeState, sampled: Sampled) -> Any:
+    def bits(values: Any) -> Any:
+        return jax.lax.bitcast_convert_type(values, jnp.int32)
+
+    parts = (sampled.tokens, jnp.ones_like(sampled.tokens), state.counts)
+    return jnp.stack(
+        (*parts, bits(sampled.behavior_logprobs), bits(sampled.sampling_logprobs)), axis=1
+    )
+
+
+class _PromptTokenizer(tokenizer_api.Tokenizer):
+    """Passes prompts through; text is made from ids elsewhere, and nothing stops here."""
+
+    @property
+    def pad_id(self) -> int:
+        return 0
+
+    @property
+    def eos_id(self) -> int:
+        return -1
+
+    @property
+    def bos_id(self) -> int:
+        return -1
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        return set()
+
+    def encode(self, s: str, **kwargs: Any) -> tuple[Any, int]:
+        assert isinstance(s, PromptText), "requests are made by JetStreamLoop"
+        return s.prompt, len(s.prompt.ids)
+
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        return ""
+
+
+def _spares_the_process(method: Any) -> Any:
+    """Ends only the thread by SystemExit; for an Exception the Driver kills the process."""
+
+    @wraps(method)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            log.exception("the engine failed under JetStream's Driver")
+            self.on_failure(EngineError(f"the engine failed: {error!r}. See the log; start anew."))
+            raise SystemExit from error
+
+    return guarded
+
+
+class JetStreamEngine(engine_api.Engine):
+    """`Engine` behind JetStream's interface. A prompt given as plain ids is continued greedily."""
+
+    def __init__(self, engine: Engine, params: Any) -> None:
+        self._engine, self._params = engine, params
+        self.on_failure = lambda error: None
+
+    @_spares_the_process
+    def prefill(
+        self,
+        *,
+        params: Any,
+        existing_prefix: Any = None,
+        padded_tokens: Any,
+        true_length: int,
+    ) -> PrefilledPrompt:
+        if existing_prefix is not None:
+            raise ValueError(
+                "existing_prefix is given; expected None, the Driver never passes one."
+            )
+        prompt = padded_tokens
+        if not isinstance(prompt, Prompt):
+            ids = tuple(np.asarray(padded_tokens)[:true_length].tolist())
+            prompt = Prompt(ids, SamplingParams(temperature=0.0), 0)
+        *context, last = prompt.ids
+        prefix = self._engine.prefill(params, context)
+        start = start_of(last, len(context), prompt.sampling, prompt.seed)
+        return PrefilledPrompt(prefix.cache, start)
+
+    @_spares_the_process
+    def insert(self, prefix: PrefilledPrompt, decode_state: DecodeState, slot: int) -> DecodeState:
+        length = int(prefix.start.position)
+        return self._engine.insert(Prefix(prefix.cache, length), decode_state, slot, prefix.start)
+
+    @_spares_the_process
+    def generate(
+        self, params: Any, decode_state: DecodeState
+    ) -> tuple[DecodeState, RecordedTokens]:
+        state, sampled = self._engine.generate(params, decode_state)
+        return state, recorded_tokens(_columns(state, sampled))
+
+    def load_params(self, *args: Any, **kwargs: Any) -> Any:
+        return self._params
+
+    def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
+        return self._engine.init_state()
+
+    def get_prefix_destination_sharding(self) -> Any:
+        return None  # prefill and decode share the devices
+
+    def get_tokenizer(self) -> Any:
+        return tokenizer_pb2.TokenizerParameters()  # type: ignore[attr-defined]
+
+    def build_tokenizer(self, metadata: Any) -> _PromptTokenizer:
+        return _PromptTokenizer()
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        return self._engine.num_slots
+
+    @property
+    def samples_per_slot(self) -> int:
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        return self._engine.max_len
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self._engine.mesh or jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+
+    @property
+    def colocated_cpus(self) -> None:
+        return None

@@ -1,0 +1,157 @@
+"""JetStream's own Driver, unmodified, with the asyncio face of `EngineLoop`.
+
+Weights stay what they were at the start, because the Driver takes them once: this mode serves, it
+cannot train.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.generation import Delivery, EngineError, Generation, deliver
+from lightning_jax.serve.intake import Intake
+from lightning_jax.serve.jetstream import (
+    JetStreamEngine,
+    Prompt,
+    PromptText,
+    RecordedToken,
+    orchestrator,
+)
+from lightning_jax.serve.response import Response, SampledToken
+from lightning_jax.types import FinishReason, SamplingParams
+
+
+class _Channel:
+    """Where the Driver puts a request's tokens; it ends the request, which the Driver cannot."""
+
+    def __init__(self, owner: "JetStreamLoop", generation: Generation, response: Response) -> None:
+        self._owner, self._generation, self._response = owner, generation, response
+        self.active: Any = None  # the Driver's own record of the request
+        self.cancelled = False
+
+    def add_result(self, samples: Sequence[Any]) -> None:
+        """The Driver calls it after each step, then looks whether `active.complete` is all true."""
+        for token in samples[0].token_ids:
+            if not self.cancelled and not self.active.complete.all():
+                self._push(token)
+        if self.cancelled:
+            self._end("cancelled")
+
+    def close(self) -> None:
+        """The Driver has given the slot back."""
+
+    def _push(self, token: RecordedToken) -> None:
+        version = self._owner.version
+        chunk, reason = self._response.push(
+            SampledToken(int(token), token.behavior_logprob, token.sampling_logprob, version)
+        )
+        deliver([Delivery(self._generation, chunk, None)])
+        self._owner.count_token()
+        if reason:
+            self._end(reason)
+
+    def _end(self, reason: FinishReason) -> None:
+        self.active.complete[:] = True
+        self._owner.finish(Delivery(self._generation, None, self._response.completion(reason)))
+
+
+class JetStreamLoop:
+    """JetStream's Driver with the face of `EngineLoop`. Serves only: `load_weights` raises."""
+
+    def __init__(
+        self, engine: Engine, params: Any, version: int, tokenizer: Tokenizer, serve: ServeConfig
+    ) -> None:
+        self._engine, self._tokenizer, self.version = engine, tokenizer, version
+        self._params = engine.place(params)
+        self._adapter = JetStreamEngine(engine, self._params)
+        self._driver: Any = None
+        self._num_requests = self._num_tokens = 0
+        self._intake: Intake[_Channel] = Intake(
+            slots=engine.num_slots,
+            max_queue=serve.max_queue,
+            max_len=engine.max_len,
+            vocab_size=engine.config.vocab_size,
+        )
+        self._adapter.on_failure = self._intake.fail
+
+    def warmup(self) -> None:
+        """Compiles all programs. Before `start`."""
+        self._engine.warmup(self._params, self._engine.init_state())
+
+    def start(self) -> None:
+        """Starts the Driver's threads."""
+        self._driver = orchestrator.Driver(
+            prefill_engines=[self._adapter],
+            generate_engines=[self._adapter],
+            prefill_params=[self._params],
+            generate_params=[self._params],
+            interleaved_mode=True,
+            jax_padding=False,
+        )
+
+    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """As `EngineLoop.submit`."""
+        if self._driver is None:
+            raise EngineError("the engine loop does not run; expected start() before submit().")
+        ids = tuple(prompt_ids)
+        self._intake.check_prompt(ids)
+        limit = min(sampling.max_tokens, self._engine.max_len - len(ids))
+        decoder = StreamDecoder(self._tokenizer)
+        response = Response(decoder, self._tokenizer.eos_ids, sampling, limit)
+        generation = Generation(self._cancel)
+        channel = _Channel(self, generation, response)
+        content = PromptText("prompt")
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        content.prompt = Prompt(ids, sampling, seed)
+        channel.active = orchestrator.ActiveRequest(
+            max_tokens=limit,
+            return_channel=channel,  # type: ignore[arg-type]
+            prefill_content=content,
+            is_client_side_tokenization=True,
+        )
+        self._intake.add(generation, channel)
+        self._num_requests += 1
+        self._driver.place_request_on_prefill_queue(channel.active)
+        return generation
+
+    def load_weights(self, params: Any, version: int) -> None:
+        """Raises EngineError: JetStream's Driver reads the weights once, when it starts."""
+        raise EngineError(
+            f"weights version {version} cannot be loaded: serve.orchestrator is jetstream, which "
+            "only serves. Set serve.orchestrator=native to train."
+        )
+
+    async def drain(self) -> None:
+        """Takes no more requests, and returns when none is left."""
+        await self._intake.drain()
+
+    def close(self) -> None:
+        """Stops the Driver; requests that are not finished fail with EngineError."""
+        self._intake.fail(EngineError("the engine was closed before the response was finished."))
+        if self._driver is not None:
+            self._driver.stop()
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, and how many requests are open now."""
+        return {
+            "serve/requests": float(self._num_requests),
+            "serve/tokens_generated": float(self._num_tokens),
+            "serve/open": float(len(self._intake)),
+            "serve/compiles": float(self._engine.compiles),
+        }
+
+    def _cancel(self, generation: Generation) -> None:
+        if channel := self._intake.get(generation):
+            channel.cancelled = True
+
+    def count_token(self) -> None:
+        """For the channels: one more token was sampled."""
+        self._num_tokens += 1
+
+    def finish(self, delivery: Delivery) -> None:
+        """For the channels: a request has ended."""
+        deliver([delivery])
+        self._intake.remove([delivery.generation])

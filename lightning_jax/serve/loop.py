@@ -1,0 +1,281 @@
+"""Continuous batching: one thread that admits, decodes and swaps weights, with an asyncio face.
+
+All JAX work happens on that thread. Other threads talk to it through one inbox under one lock;
+results go back to the event loops in one batch a step.
+"""
+
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
+from lightning_jax.serve.engine import Engine, Prefix, start_of
+from lightning_jax.serve.generation import Delivery, EngineError, Generation, deliver
+from lightning_jax.serve.intake import Intake
+from lightning_jax.serve.prefix_cache import PrefixCache
+from lightning_jax.serve.response import Response, SampledToken
+from lightning_jax.serve.scheduler import Admission, Scheduler
+from lightning_jax.types import FinishReason, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)  # one is another only if it is the same request
+class _Request:
+    """A request as the engine's thread knows it."""
+
+    generation: Generation
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    response: Response
+    slot: int | None = None  # None: waiting
+    finished: bool = False
+
+
+@dataclass
+class _Inbox:
+    """What other threads ask for. Emptied at the start of every turn."""
+
+    submitted: list[_Request] = field(default_factory=list)
+    cancelled: list[Generation] = field(default_factory=list)
+    weights: tuple[Any, int] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.submitted or self.cancelled or self.weights)
+
+
+class EngineLoop:
+    """The engine, running. `start` it, `submit` from an event loop, `close` it.
+
+    Copies `params`, here and in `load_weights`: the caller may donate them to the next train step.
+    """
+
+    def __init__(
+        self, engine: Engine, params: Any, version: int, tokenizer: Tokenizer, serve: ServeConfig
+    ) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._params, self._version, self._published = engine.place(params), version, version
+        self._state = engine.init_state()
+        self._prefixes = PrefixCache(engine.num_slots, engine.max_len)
+        self._scheduler: Scheduler[_Request] = Scheduler(engine.num_slots, self._prefixes)
+        self._fed = np.zeros(engine.num_slots, np.int32)  # the token each slot decodes next
+        self._positions = np.zeros(engine.num_slots, np.int64)  # and where it goes
+        self._retiring: list[int] = []
+        self._outgoing: list[Delivery] = []
+        self._counts = dict.fromkeys(_COUNTERS, 0)
+        # Below: shared between threads, under the lock.
+        self._changed = threading.Condition()
+        self._inbox = _Inbox()
+        self._intake: Intake[_Request] = Intake(
+            slots=engine.num_slots,
+            max_queue=serve.max_queue,
+            max_len=engine.max_len,
+            vocab_size=engine.config.vocab_size,
+        )
+        self._thread: threading.Thread | None = None
+
+    # The face: any thread.
+
+    @property
+    def version(self) -> int:
+        """The version that the next request is answered with."""
+        return self._published
+
+    def warmup(self) -> None:
+        """Compiles all programs. Before `start`."""
+        if self._thread is not None:
+            raise EngineError("the engine loop runs already; expected warmup() before start().")
+        self._state = self._engine.warmup(self._params, self._state)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        if self._thread is not None:
+            raise EngineError("the engine loop was started before; make a new one.")
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """Queues a request; call it on an event loop's thread.
+
+        Raises PromptTooLong, QueueFull, Draining, EngineError after a failure, ValueError for an
+        empty prompt.
+        """
+        prompt = tuple(prompt_ids)
+        self._intake.check_prompt(prompt)
+        generation = Generation(self._cancel)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        limit = min(sampling.max_tokens, self._engine.max_len - len(prompt))
+        decoder = StreamDecoder(self._tokenizer)
+        response = Response(decoder, self._tokenizer.eos_ids, sampling, limit)
+        request = _Request(generation, prompt, sampling, seed, response)
+        with self._changed:
+            self._intake.add(generation, request)
+            self._inbox.submitted.append(request)
+            self._changed.notify()
+        return generation
+
+    def load_weights(self, params: Any, version: int) -> None:
+        """Requests submitted from now on use these; running ones go on with them from their next
+        token.
+
+        Raises ValueError unless the version is above the last one, EngineError after a failure.
+        """
+        placed = self._engine.place(params)
+        with self._changed:
+            if version <= self._published:
+                raise ValueError(
+                    f"weights version is {version}; expected more than the last, {self._published}."
+                )
+            self._intake.check_failure()
+            self._published = version
+            self._inbox.weights = (placed, version)
+            self._changed.notify()
+
+    async def drain(self) -> None:
+        """Takes no more requests, and returns when none is left."""
+        await self._intake.drain()
+
+    def close(self) -> None:
+        """Stops the thread; requests that are not finished fail with EngineError."""
+        self._fail(EngineError("the engine was closed before the response was finished."))
+        if self._thread is not None:
+            self._thread.join()
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, and how many requests run and wait now."""
+        running = len(self._scheduler.running)
+        counts = {f"serve/{name}": float(count) for name, count in self._counts.items()}
+        return counts | {
+            "serve/running": float(running),
+            "serve/queue_depth": float(max(len(self._intake) - running, 0)),
+            "serve/compiles": float(self._engine.compiles),
+        }
+
+    def _cancel(self, generation: Generation) -> None:
+        with self._changed:
+            if self._intake.get(generation):
+                self._inbox.cancelled.append(generation)
+                self._changed.notify()
+
+    def _fail(self, error: EngineError) -> None:
+        with self._changed:
+            self._intake.fail(error)
+            self._changed.notify()
+
+    # The rest: the engine's thread only.
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            log.exception("the engine's thread failed")
+            self._fail(
+                EngineError(f"the engine failed: {error!r}. See the log; start a new engine.")
+            )
+
+    def _turn(self) -> bool:
+        """Takes what came in, decodes one step, sends what came out. False when closed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._inbox or self._intake.failure or self._scheduler.running or self._retiring
+                )
+            )
+            if self._intake.failure:
+                return False
+            inbox, self._inbox = self._inbox, _Inbox()
+        if inbox.weights:
+            self._params, self._version = inbox.weights
+            self._prefixes.forget_all()
+        for request in inbox.submitted:
+            self._scheduler.enqueue(request, request.prompt)
+        for generation in inbox.cancelled:
+            self._finish(self._intake.get(generation), "cancelled")
+        if self._retiring:
+            self._state = self._engine.retire(self._state, self._retiring)
+            self._retiring = []
+        while admission := self._scheduler.admit():
+            self._begin(admission)
+        if self._scheduler.running:
+            self._step()
+        self._send()
+        return True
+
+    def _begin(self, admission: Admission[_Request]) -> None:
+        """Fills the slot's row with the prompt but for its last token, and sets it to decode
+        that.
+        """
+        request, slot, reuse = admission.request, admission.slot, admission.reuse
+        *context, last = request.prompt
+        start = start_of(last, len(context), request.sampling, request.seed)
+        prefix = None
+        if reuse and (reuse < len(context) or admission.source != slot):
+            prefix = self._engine.extract(self._state, admission.source, reuse, len(context))
+        if reuse < len(context):
+            prefix = self._engine.prefill(self._params, context[reuse:], prefix)
+        self._state = self._insert(prefix, slot, start)
+        self._prefixes.write(slot, context)
+        self._fed[slot], self._positions[slot] = last, len(context)
+        request.slot = slot
+        self._counts["requests"] += 1
+        self._counts["prefill_tokens"] += len(context) - reuse
+        self._counts["prefix_hit_tokens"] += reuse
+
+    def _insert(self, prefix: Prefix | None, slot: int, start: Any) -> Any:
+        if prefix is None:
+            return self._engine.activate(self._state, slot, start)
+        return self._engine.insert(prefix, self._state, slot, start)
+
+    def _step(self) -> None:
+        """One token for every running request."""
+        running = dict(self._scheduler.running)
+        slots = np.fromiter(running, np.int64, len(running))
+        longest = int(self._positions[slots].max()) + 1
+        self._state, sampled = self._engine.generate(self._params, self._state, longest)
+        sampled = jax.device_get(sampled)  # the step's one transfer, which waits for it
+        self._prefixes.append(slots, self._fed[slots])
+        self._fed[slots] = sampled.tokens[slots]
+        self._positions[slots] += 1
+        self._counts["steps"] += 1
+        self._counts["tokens_generated"] += len(running)
+        tokens, behavior = sampled.tokens.tolist(), sampled.behavior_logprobs.tolist()
+        sampling = sampled.sampling_logprobs.tolist()
+        for slot, request in running.items():
+            token = SampledToken(tokens[slot], behavior[slot], sampling[slot], self._version)
+            chunk, reason = request.response.push(token)
+            self._outgoing.append(Delivery(request.generation, chunk, None))
+            if reason:
+                self._finish(request, reason)
+
+    def _finish(self, request: _Request | None, reason: FinishReason) -> None:
+        """Ends a request that waits or runs; one that has ended already is left alone."""
+        if request is None or request.finished:
+            return
+        request.finished = True
+        if request.slot is None:
+            self._scheduler.remove(request)
+        else:
+            self._scheduler.release(request.slot)
+            self._retiring.append(request.slot)
+        self._counts["cancelled"] += reason == "cancelled"
+        completion = request.response.completion(reason)
+        self._outgoing.append(Delivery(request.generation, None, completion))
+
+    def _send(self) -> None:
+        deliveries, self._outgoing = self._outgoing, []
+        deliver(deliveries)
+        self._intake.remove(item.generation for item in deliveries if item.outcome is not None)
+
+
+_COUNTERS = (
+    "requests", "cancelled", "steps", "tokens_generated", "prefill_tokens", "prefix_hit_tokens"
+)  # fmt: skip

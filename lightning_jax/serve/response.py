@@ -1,0 +1,111 @@
+"""One response on the host: sampled tokens in, text and the end of it out. No JAX, no threads."""
+
+from dataclasses import dataclass, field
+
+from lightning_jax.models.tokenizer import StreamDecoder
+from lightning_jax.types import Completion, FinishReason, SamplingParams
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step added to a response. `text` may be empty, or lag behind the tokens."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    sampling_logprobs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """One token as the engine gave it."""
+
+    token_id: int
+    behavior_logprob: float
+    sampling_logprob: float
+    policy_version: int
+
+
+class StopStrings:
+    """Text that streams through until a stop string appears; what may begin one is held back."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str, *, final: bool = False) -> tuple[str, bool]:
+        """The text that is safe to show, and whether a stop string ended it. `final`: nothing
+        follows.
+
+        With "END", pushing "aE" gives "a", then "ND" gives "" and True.
+        """
+        self._held += text
+        found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            return shown, True
+        keep = 0 if final else self._overlap()
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(shown) :]
+        return shown, False
+
+    def _overlap(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        lengths = range(min(longest, len(self._held)), 0, -1)
+        return next((n for n in lengths if self._begins_stop(self._held[-n:])), 0)
+
+    def _begins_stop(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._stops)
+
+
+@dataclass
+class Response:
+    """Tokens and text so far of one request. At most `limit` tokens."""
+
+    decoder: StreamDecoder
+    eos_ids: frozenset[int]
+    sampling: SamplingParams
+    limit: int
+    tokens: list[SampledToken] = field(default_factory=list)
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        self._stops = StopStrings(self.sampling.stop)
+
+    def push(self, token: SampledToken) -> tuple[Chunk, FinishReason | None]:
+        """What the token adds, and why the response ends with it if it does."""
+        self.tokens.append(token)
+        text = self.decoder.push(token.token_id)
+        reason: FinishReason | None = None
+        if token.token_id in self.eos_ids:
+            reason = "stop"
+        elif len(self.tokens) >= self.limit:
+            reason = "length"
+        if reason:
+            text += self.decoder.flush()
+        shown, stopped = self._stops.push(text, final=reason is not None)
+        self.text += shown
+        return _chunk(shown, token), "stop" if stopped else reason
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """The whole response."""
+        return Completion(
+            token_ids=tuple(token.token_id for token in self.tokens),
+            text=self.text,
+            behavior_logprobs=tuple(token.behavior_logprob for token in self.tokens),
+            sampling_logprobs=tuple(token.sampling_logprob for token in self.tokens),
+            policy_versions=tuple(token.policy_version for token in self.tokens),
+            finish_reason=reason,
+        )
+
+
+def _chunk(text: str, token: SampledToken) -> Chunk:
+    return Chunk(
+        text,
+        (token.token_id,),
+        (token.behavior_logprob,),
+        (token.sampling_logprob,),
+        (token.policy_version,),
+    )

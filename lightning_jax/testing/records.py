@@ -1,0 +1,42 @@
+"""Short ways to write records in tests."""
+
+from lightning_jax.types import TrainingSequence, Trajectory, Transition
+
+
+def transition(
+    prompt: list[int], response: list[int], *, reward: float = 0.0, version: int = 0
+) -> Transition:
+    """A call that ended by itself; log-probs -0.1, -0.2, ..."""
+    size = len(response)
+    logprobs = tuple(-0.1 * (i + 1) for i in range(size))
+    return Transition(
+        call_id=f"call-{prompt}-{response}",
+        rollout_id="r",
+        prompt_token_ids=tuple(prompt),
+        response_token_ids=tuple(response),
+        behavior_logprobs=logprobs,
+        sampling_logprobs=logprobs,
+        policy_versions=(version,) * size,
+        finish_reason="stop",
+        reward=reward,
+    )
+
+
+def trajectory(
+    *transitions: Transition, reward: float = 0.0, group: str = "g", rollout: str = "r"
+) -> Trajectory:
+    """A scored rollout of these calls."""
+    return Trajectory(rollout, group, transitions, reward)
+
+
+def sequence(
+    prompt: list[int], response: list[int], *, advantage: float = 1.0, weight: float = 0.1
+) -> TrainingSequence:
+    """A response to learn from; behaviour log-probs -0.5, -0.75, ..."""
+    return TrainingSequence(
+        prompt_token_ids=tuple(prompt),
+        response_token_ids=tuple(response),
+        behavior_logprobs=tuple(-0.5 - 0.25 * i for i in range(len(response))),
+        advantage=advantage,
+        weight=weight,
+    )

@@ -1,0 +1,50 @@
+"""A random model small enough for a test, with a real tokenizer made in memory."""
+
+import jax
+import tokenizers
+from tokenizers import pre_tokenizers
+
+from lightning_jax.models.gguf_vocab import byte_level_bpe
+from lightning_jax.models.load import LoadedModel
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.models.transformer import DecoderConfig, init_params
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """One token a byte (ids 0-255 in the byte alphabet's order), then the specials; ChatML template."""
+    backend = byte_level_bpe(sorted(pre_tokenizers.ByteLevel.alphabet()), [], "gpt-2")
+    backend.add_tokens(
+        [tokenizers.AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
+    )
+    end_of_turn = backend.token_to_id("<|im_end|>")
+    return Tokenizer(
+        backend,
+        template=CHATML,
+        eos_ids=[end_of_turn],
+        special_tokens={"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+    )
+
+
+def tiny_model(seed: int = 0, *, num_layers: int = 2, embed_dim: int = 32) -> LoadedModel:
+    """Random float32 weights: 4 query heads on 2 key heads, 259 tokens, tied embeddings."""
+    tokenizer = tiny_tokenizer()
+    config = DecoderConfig(
+        vocab_size=tokenizer.vocab_size,
+        embed_dim=embed_dim,
+        mlp_dim=2 * embed_dim,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=embed_dim // 4,
+        max_positions=2048,
+    )
+    params = init_params(config, jax.random.key(seed))
+    return LoadedModel(name="tiny", config=config, params=params, tokenizer=tokenizer)

@@ -1,0 +1,50 @@
+"""A tiny model, one engine that is compiled once, and loops over it that end with the test."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.models.load import LoadedModel
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.testing.tiny import tiny_model
+
+SERVE = ServeConfig(slots=4, max_len=96, prefill_buckets=(8, 32), max_queue=8)
+
+
+@pytest.fixture(scope="session")
+def model() -> LoadedModel:
+    return tiny_model(0)
+
+
+@pytest.fixture(scope="session")
+def other_params() -> Any:
+    return tiny_model(1).params
+
+
+@pytest.fixture(scope="session")
+def engine(model: LoadedModel) -> Engine:
+    return Engine(model.config, SERVE)
+
+
+@dataclass
+class Bench:
+    """A running loop and what it is made of."""
+
+    model: LoadedModel
+    engine: Engine
+    loop: EngineLoop
+
+    def ids(self, text: str) -> list[int]:
+        return self.model.tokenizer.encode(text)
+
+
+@pytest.fixture
+def bench(model: LoadedModel, engine: Engine) -> Iterator[Bench]:
+    loop = EngineLoop(engine, model.params, 0, model.tokenizer, SERVE)
+    loop.start()
+    yield Bench(model, engine, loop)
+    loop.close()

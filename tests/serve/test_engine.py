@@ -1,0 +1,177 @@
+"""The slots compute what one full forward pass computes, whatever else goes on."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.config import MeshConfig, ServeConfig
+from lightning_jax.models.transformer import forward, unembed
+from lightning_jax.serve.engine import Engine, start_of
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.types import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def full_logprobs(model: Any, ids: list[int]) -> np.ndarray:
+    """Log-probabilities [T, V] of what follows each token, by one pass without a cache."""
+    padded = np.pad(ids, (0, 128 - len(ids)))  # what follows a token does not reach it
+    return np.asarray(_full_pass(model.params, model.config, padded))[: len(ids)]
+
+
+@partial(jax.jit, static_argnums=1)
+def _full_pass(params: Any, config: Any, ids: Any) -> Any:
+    positions = jnp.arange(len(ids), dtype=jnp.int32)[None]
+    hidden, _ = forward(params, config, ids[None], positions)
+    return jax.nn.log_softmax(unembed(params, config, hidden[0]), axis=-1)
+
+
+def decode(engine: Engine, params: Any, state: Any, slots: list[int], steps: int):
+    """Tokens and behavior log-probabilities, [steps][slot], of these slots."""
+    tokens, logprobs = [], []
+    for _ in range(steps):
+        state, sampled = engine.generate(params, state)
+        tokens.append(np.asarray(sampled.tokens)[slots])
+        logprobs.append(np.asarray(sampled.behavior_logprobs)[slots])
+    return state, np.array(tokens), np.array(logprobs)
+
+
+def begin(engine: Engine, params: Any, state: Any, slot: int, ids: list[int], sampling=GREEDY):
+    prefix = engine.prefill(params, ids[:-1])
+    return engine.insert(prefix, state, slot, start_of(ids[-1], len(ids) - 1, sampling, 5))
+
+
+@pytest.mark.parametrize("length", [1, 2, 9, 33, 70])  # none, one and several chunks
+def test_prefill_and_decode_equal_one_full_pass(model, engine, length):
+    params = engine.place(model.params)
+    ids = np.random.default_rng(length).integers(0, 256, length).tolist()
+    sampling = SamplingParams(temperature=1.0)
+    state = begin(engine, params, engine.init_state(), 2, ids, sampling)
+    _, tokens, logprobs = decode(engine, params, state, [2], 12)
+    response = tokens[:, 0].tolist()
+    expected = full_logprobs(model, ids + response)[length - 1 : -1]
+    np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(12), response], atol=1e-5)
+
+
+def test_a_prefix_taken_from_a_running_slot_gives_the_same_logprobs(model, engine):
+    params = engine.place(model.params)
+    shared = np.random.default_rng(0).integers(0, 256, 40).tolist()
+    state = begin(engine, params, engine.init_state(), 0, [*shared, 3])
+    state, first, _ = decode(engine, params, state, [0], 4)
+    ids = [*shared, 7, 8, 9]
+    prefix = engine.extract(state, 0, len(shared), len(ids) - 1)
+    prefix = engine.prefill(params, ids[len(shared) : -1], prefix)
+    state = engine.insert(prefix, state, 3, start_of(ids[-1], len(ids) - 1, GREEDY, 0))
+    state, tokens, logprobs = decode(engine, params, state, [3, 0], 5)
+    response = tokens[:, 0].tolist()
+    expected = full_logprobs(model, ids + response)[len(ids) - 1 : -1]
+    np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(5), response], atol=1e-5)
+    # The slot copied from goes on as if nothing had happened.
+    alone = begin(engine, params, engine.init_state(), 0, [*shared, 3])
+    _, undisturbed, _ = decode(engine, params, alone, [0], 9)
+    assert undisturbed[:, 0].tolist() == [*first[:, 0], *tokens[:, 1]]
+
+
+def test_a_retired_row_stays_readable_while_others_decode(model, engine):
+    params = engine.place(model.params)
+    ids = list(range(20))
+    state = begin(engine, params, engine.init_state(), 1, ids)
+    state = begin(engine, params, state, 0, [5, 6, 7])
+    before = jax.device_get(engine.extract(state, 1, 19, 19).cache)
+    state = engine.retire(state, [1])
+    state, _, _ = decode(engine, params, state, [0], 6)
+    after = jax.device_get(engine.extract(state, 1, 19, 19).cache)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_greedy_tokens_do_not_depend_on_batch_mates(model, engine):
+    params = engine.place(model.params)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 256, n).tolist() for n in (5, 17, 40, 62)]
+    together = engine.init_state()
+    for slot, ids in enumerate(prompts):
+        together = begin(engine, params, together, slot, ids)
+    _, batch, _ = decode(engine, params, together, [0, 1, 2, 3], 16)
+    for slot, ids in enumerate(prompts):
+        alone = begin(engine, params, engine.init_state(), 3 - slot, ids)
+        _, tokens, _ = decode(engine, params, alone, [3 - slot], 16)
+        assert tokens[:, 0].tolist() == batch[:, slot].tolist()
+
+
+def test_one_token_has_one_key_whatever_the_slot_and_the_step(model, engine):
+    params = engine.place(model.params)
+    sampling = SamplingParams(temperature=1.0)
+    first = begin(engine, params, engine.init_state(), 0, [1, 2, 3], sampling)
+    _, tokens, _ = decode(engine, params, first, [0], 8)
+    late = begin(engine, params, engine.init_state(), 1, [9, 9], sampling)
+    late, _, _ = decode(engine, params, late, [1], 3)
+    late = begin(engine, params, late, 2, [1, 2, 3], sampling)
+    _, again, _ = decode(engine, params, late, [2], 8)
+    assert again[:, 0].tolist() == tokens[:, 0].tolist()
+
+
+def test_reading_less_of_the_cache_changes_nothing():
+    model = tiny_model(0, num_layers=1)
+    engine = Engine(model.config, ServeConfig(slots=2, max_len=600, prefill_buckets=(64,)))
+    assert engine.capacities == (256, 512, 600)
+    params = engine.place(model.params)
+    ids = list(range(100))
+    short = begin(engine, params, engine.init_state(), 0, ids)
+    _, less = engine.generate(params, short, 101)
+    long = begin(engine, params, engine.init_state(), 0, ids)
+    _, all_ = engine.generate(params, long)
+    np.testing.assert_allclose(less.behavior_logprobs[0], all_.behavior_logprobs[0], atol=1e-6)
+
+
+def test_nothing_compiles_after_warmup():
+    model = tiny_model(0, num_layers=1)
+    engine = Engine(model.config, ServeConfig(slots=2, max_len=300, prefill_buckets=(32, 512)))
+    params = engine.place(model.params)
+    state = engine.warmup(params, engine.init_state())
+    compiled = engine.compiles
+    params = engine.place(jax.tree.map(lambda leaf: leaf * 1.1, model.params))
+    for slot, length in ((0, 1), (1, 7), (0, 30), (1, 290)):
+        state = begin(engine, params, state, slot, list(range(length))[-250:] * 1)
+        state, _ = engine.generate(params, state, length + 1)
+        prefix = engine.extract(state, slot, length - 1, 299)
+        state = engine.insert(prefix, state, 1 - slot, start_of(1, length - 1, GREEDY, 0))
+        state = engine.activate(state, slot, start_of(1, 0, GREEDY, 0))
+        state = engine.retire(state, [slot])
+    assert engine.compiles == compiled
+
+
+def test_donated_weights_do_not_hurt_the_engine(model, engine):
+    copy = jax.tree.map(jnp.array, model.params)
+    placed = engine.place(copy)
+    jax.tree.map(lambda leaf: leaf.delete(), copy)
+    assert np.isfinite(np.asarray(jax.tree.leaves(placed)[0])).all()
+
+
+def test_one_and_eight_devices_agree(model, engine):
+    from lightning_jax.models.sharding import make_mesh
+
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    wide = Engine(
+        model.config, ServeConfig(slots=4, max_len=96, prefill_buckets=(8, 32)), mesh=mesh
+    )
+    ids = list(range(30, 70))
+    results = []
+    for one in (engine, wide):
+        params = one.place(model.params)
+        state = begin(one, params, one.init_state(), 1, ids)
+        _, tokens, logprobs = decode(one, params, state, [1], 6)
+        results.append((tokens, logprobs))
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused(model, engine):
+    params = engine.place(model.params)
+    with pytest.raises(ValueError, match=r"97 tokens does not fit.*at most 96"):
+        engine.prefill(params, [1] * 97)
+    with pytest.raises(ValueError, match=r"serve\.max_len is 4096.*2048 positions"):
+        Engine(model.config, ServeConfig(max_len=4096))

@@ -1,0 +1,124 @@
+"""Draws match the filtered distribution, and no row hears of another."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.serve.sampling import Sampled, keep_mask, sample
+
+N = 4000
+
+
+def draw(
+    probs: list[float],
+    *,
+    rows: int = N,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+) -> Sampled:
+    logits = jnp.broadcast_to(jnp.log(jnp.array(probs)), (rows, len(probs)))
+    return jax.jit(sample)(
+        logits,
+        jax.random.split(jax.random.key(seed), rows),
+        jnp.full(rows, temperature),
+        jnp.full(rows, top_p),
+        jnp.full(rows, top_k, jnp.int32),
+        jnp.full(rows, min_p),
+    )
+
+
+PROBS = [0.1, 0.4, 0.05, 0.25, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, PROBS),
+        # Squares of the probabilities: .01 .16 .0025 .0625 .04, sum .275.
+        ({"temperature": 0.5}, [0.0364, 0.5818, 0.0091, 0.2273, 0.1455]),
+        ({"top_k": 2}, [0, 0.6154, 0, 0.3846, 0]),  # .4 and .25 of .65
+        ({"top_p": 0.6}, [0, 0.6154, 0, 0.3846, 0]),  # .4 is less than .6, .4 + .25 is not
+        ({"top_p": 0.4}, [0, 1, 0, 0, 0]),
+        ({"min_p": 0.45}, [0, 0.4706, 0, 0.2941, 0.2353]),  # .18 and above
+        ({"top_k": 3, "top_p": 0.7}, [0, 0.6154, 0, 0.3846, 0]),  # of .85: .47 .29 .24
+        ({"temperature": 0.0}, [0, 1, 0, 0, 0]),
+        ({"temperature": 1e-9}, [0, 1, 0, 0, 0]),
+    ],
+)
+def test_frequencies_and_logprobs_follow_the_filtered_distribution(settings, expected):
+    sampled = draw(PROBS, **settings)
+    counts = np.bincount(sampled.tokens, minlength=5) / N
+    # Five standard deviations of a frequency over N draws.
+    spread = 5 * np.sqrt(np.array(expected) * (1 - np.array(expected)) / N)
+    assert np.all(np.abs(counts - expected) <= spread + 1e-4)
+    wanted = np.log(np.array(expected)[sampled.tokens])
+    np.testing.assert_allclose(sampled.sampling_logprobs, wanted, atol=1e-3)
+    np.testing.assert_allclose(
+        sampled.behavior_logprobs, np.log(np.array(PROBS)[sampled.tokens]), atol=1e-5
+    )
+
+
+def test_filters_agree_with_sorting_on_a_large_vocabulary():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(6, 5000)).astype(np.float32) * 3
+    top_p = np.array([1.0, 0.9, 0.5, 1.0, 0.95, 0.999], np.float32)
+    top_k = np.array([0, 0, 0, 40, 100, 4999], np.int32)
+    min_p = np.array([0.01, 0, 0, 0, 0.02, 0], np.float32)
+    kept = np.asarray(
+        keep_mask(jnp.array(logits), jnp.array(top_p), jnp.array(top_k), jnp.array(min_p))
+    )
+    for row in range(6):
+        order = np.argsort(-logits[row])
+        weights = np.exp(logits[row][order].astype(np.float64) - logits[row].max())
+        weights[top_k[row] or 5000 :] = 0
+        before = (np.cumsum(weights) - weights) / weights.sum()
+        keep = (weights > 0) & (before < top_p[row]) & (weights >= min_p[row])
+        # The float32 sums of the device may put the edge one token off.
+        assert abs(int(kept[row].sum()) - int(keep.sum())) <= 1
+        assert set(np.flatnonzero(kept[row])) >= set(order[keep][:-1])
+
+
+def test_a_row_does_not_depend_on_the_others():
+    rng = np.random.default_rng(0)
+    logits = jnp.array(rng.normal(size=(8, 600)), jnp.float32)
+    ones, zeros = jnp.ones(8), jnp.zeros(8)
+    none = jnp.zeros(8, jnp.int32)
+    plain = jax.jit(sample)(logits, jax.random.split(jax.random.key(1), 8), ones, ones, none, zeros)
+    # Row 0 as before among rows that filter or are greedy, which takes another branch.
+    mixed = jax.jit(sample)(
+        logits,
+        jax.random.split(jax.random.key(1), 8),
+        ones.at[1].set(0.0),
+        ones.at[2].set(0.5),
+        none.at[3].set(4),
+        zeros,
+    )
+    for name in ("tokens", "behavior_logprobs", "sampling_logprobs"):
+        assert getattr(plain, name)[0] == getattr(mixed, name)[0]
+        assert getattr(plain, name)[4] == getattr(mixed, name)[4]
+
+
+def test_same_key_same_token_other_key_other_tokens():
+    first, again, other = draw(PROBS, seed=3), draw(PROBS, seed=3), draw(PROBS, seed=4)
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert np.any(np.asarray(first.tokens) != np.asarray(other.tokens))
+
+
+def test_impossible_tokens_are_never_drawn():
+    sampled = draw([0.0, 0.5, 0.0, 0.5, 0.0])
+    assert set(np.asarray(sampled.tokens).tolist()) == {1, 3}
+    assert np.all(np.isfinite(sampled.sampling_logprobs))
+
+
+def test_a_vocabulary_of_several_blocks():
+    # 600 tokens are three blocks of 256, the last one padded; all mass lies on the last token of
+    # two of them.
+    probs = [0.0] * 600
+    probs[255], probs[599] = 0.25, 0.75
+    tokens = np.asarray(draw(probs).tokens)
+    assert set(tokens.tolist()) == {255, 599}
+    assert abs(np.mean(tokens == 599) - 0.75) < 0.035
