@@ -1,4 +1,6 @@
-"""Every knob, as frozen dataclasses, and `load_config`, which reads YAML files and `key=value` pairs."""
+"""Every knob, as frozen dataclasses, and `load_config`, which reads YAML files and `key=value`
+pairs.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,9 @@ T = TypeVar("T")
 
 
 def _require(section: object, **conditions: tuple[bool, str]) -> None:
-    """Raises ValueError for the first field whose condition does not hold; the text says what would."""
+    """Raises ValueError for the first field whose condition does not hold; the text says what
+    would.
+    """
     for name, (holds, expected) in conditions.items():
         if not holds:
             raise ValueError(f"{name} is {getattr(section, name)!r}; expected {expected}.")
@@ -83,7 +87,8 @@ class RolloutConfig:
     max_attempts: int = 3  # tries of a rollout whose infrastructure fails
     agent_failure_reward: float | None = 0.0  # None: a failed agent's rollout is not trained on
     max_infrastructure_failures: float = 0.2  # share of a step's rollouts above which the run stops
-    # Sampling of the policy in training rollouts, whatever the agent asks for. None: as the agent asks.
+    # Sampling of the policy in training rollouts, whatever the agent asks for. None: as the agent
+    # asks.
     temperature: float | None = 1.0
     top_p: float | None = 1.0
     top_k: int | None = 0
@@ -249,7 +254,7 @@ class ConfigError(UserError, ValueError):
 
 
 def load_config(schema: type[T], argv: list[str]) -> T:
-    """`argv`: YAML paths and `dotted.key=value`, applied in order; later wins. Raises ConfigError."""
+    """`argv`: YAML paths and `dotted.key=value`, in order; later wins. Raises ConfigError."""
     merged = OmegaConf.structured(schema)
     for arg in argv:
         try:
@@ -295,7 +300,9 @@ def _one_sentence(error: Exception) -> str:
 
 
 def changed_keys(path: Path, config: Any) -> list[str]:
-    """The dotted keys in which `config` differs from the settings saved at `path`; none without a file."""
+    """The dotted keys in which `config` differs from the settings saved at `path`; none without a
+    file.
+    """
     if not path.exists():
         return []
     old = _flatten(OmegaConf.to_container(OmegaConf.load(path)))

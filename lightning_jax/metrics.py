@@ -28,8 +28,8 @@ PANELS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
 class MetricsLog:
     """One JSON object a line in `metrics.jsonl`, each with its `step`.
 
-    Opening it for a run that goes on at `first_step` takes back the lines of later steps, which will be
-    logged again: the file never holds a step twice.
+    Opening it for a run that goes on at `first_step` takes back the lines of later steps, which
+    will be logged again: the file never holds a step twice.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -46,7 +46,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a metrics file, none if there is no file. A last line cut by a crash is left out."""
+    """The rows of a metrics file, none without one. A last line cut by a crash is left out."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)
@@ -54,7 +54,9 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def plot_curves(rows: Sequence[Mapping[str, float | int]], path: Path, title: str) -> None:
-    """Writes a PNG with one panel for each of PANELS that has points. The file is never half-written."""
+    """Writes a PNG with one panel for each of PANELS that has points. The file is never
+    half-written.
+    """
     panels = [panel for panel in PANELS if any(name in row for row in rows for name in panel[1])]
     if not panels:
         return

@@ -2,9 +2,9 @@
 
     Span  ->  Transition  ->  Trajectory  ->  Batch
 
-Axis letters, used in every shape annotation: B rows, T tokens of a row, R targets of a row, V vocabulary,
-E embedding, H query heads, K key/value heads, D head size, L layers, S slots, C cache length, G groups,
-N rollouts of a group. Log-probabilities are in nats, of the token at that index.
+Axis letters, used in every shape annotation: B rows, T tokens of a row, R targets of a row, V
+vocabulary, E embedding, H query heads, K key/value heads, D head size, L layers, S slots, C cache
+length, G groups, N rollouts of a group. Log-probabilities are in nats, of the token at that index.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ import jax
 
 Leaf = Any  # an array, or what JAX puts in its place while it transforms a record
 FinishReason = Literal["stop", "length", "error", "cancelled"]
-# A rollout's life. "scored" and the two failures are final; only an infrastructure failure is retried.
+# A rollout's life. "scored" and the two failures are final; only an infrastructure failure is
+# retried.
 RolloutStatus = Literal["queued", "running", "scored", "agent_failure", "infrastructure_failure"]
 Message = dict[str, Any]  # an OpenAI chat message
 Task = dict[str, Any]  # whatever one line of a task file says; "id" is always there
@@ -25,7 +26,9 @@ Task = dict[str, Any]  # whatever one line of a task file says; "id" is always t
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is sampled. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+    """How one response is sampled. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0
+    are off.
+    """
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -79,7 +82,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Transition:
-    """One LLM call of one agent. Ids come from the server that sampled them; text is never re-tokenized."""
+    """One LLM call of one agent. Ids come from the server that sampled them; text is never
+    re-tokenized.
+    """
 
     call_id: str  # the span's id
     rollout_id: str
@@ -121,7 +126,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """One response to learn from: a prompt, its response and what each response token counts for."""
+    """One response to learn from: a prompt, its response and what each of its tokens counts for."""
 
     prompt_token_ids: tuple[int, ...]
     response_token_ids: tuple[int, ...]
@@ -138,10 +143,10 @@ class TrainingSequence:
 class Batch:
     """A forest of token tries in fixed shapes: B rows of T nodes, and R targets a row.
 
-    Nodes lie in depth-first order. Node i sees node j iff `j <= i < ends[j]`; `positions` is the depth in its
-    tree. Padding nodes see only themselves. A target is one sampled token: the model, having read the path to
-    `target_nodes`, gave `target_ids`. Two transitions that sampled the same token at the same place share the
-    node, never the target.
+    Nodes lie in depth-first order. Node i sees node j iff `j <= i < ends[j]`; `positions` is the
+    depth in its tree. Padding nodes see only themselves. A target is one sampled token: the model,
+    having read the path to `target_nodes`, gave `target_ids`. Two transitions that sampled the same
+    token at the same place share the node, never the target.
     """
 
     tokens: Leaf  # int32 [B, T]
@@ -182,7 +187,9 @@ class Rollout:
 
 
 class UserError(Exception):
-    """Something is wrong that the person at the keyboard can mend; the message is one sentence saying how."""
+    """Something is wrong that the person at the keyboard can mend; the message is one sentence
+    saying how.
+    """
 
 
 def _same_length(record: Any, *names: str) -> None:

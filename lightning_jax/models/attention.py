@@ -1,4 +1,4 @@
-"""Attention over rows of tokens and over the key/value cache, and the rotary positions of both."""
+"""Rotary positions, attention in a row of tokens, and attention to the key/value cache."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_MASKED = -1e30  # finite, so that a query that sees nothing gives numbers and no NaN
+from lightning_jax.models.blockwise import ENDLESS, MASKED, attend_blocks
+
+_SMALL = 128 * 128  # query-key pairs up to which one block is all
 
 
 @dataclass(frozen=True)
@@ -55,22 +57,6 @@ def rotate(
     return turned.astype(x.dtype)
 
 
-def attend(
-    queries: Float[Array, "B T H D"],
-    keys: Float[Array, "B C K D"],
-    values: Float[Array, "B C K D"],
-    visible: Bool[Array, "B T C"],
-) -> Float[Array, "B T H D"]:
-    """Softmax attention; query head h reads key head h // (H / K). Scores are float32."""
-    rows, length, heads, size = queries.shape
-    kv_heads = keys.shape[2]
-    grouped = queries.reshape(rows, length, kv_heads, heads // kv_heads, size) * size**-0.5
-    scores = jnp.einsum("btkgd,bckd->bkgtc", grouped, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible[:, None, None, :, :], scores, _MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    return jnp.einsum("bkgtc,bckd->btkgd", weights, values).reshape(queries.shape)
-
-
 def attend_tree(
     queries: Float[Array, "B T H D"],
     keys: Float[Array, "B T K D"],
@@ -78,22 +64,9 @@ def attend_tree(
     ends: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T H D"]:
     """Attention in a row: node i sees node j iff `j <= i < ends[j]`; without `ends`, plain causal."""
-    index = jnp.arange(queries.shape[1])
-    visible = (index[None, :] <= index[:, None])[None]
-    if ends is not None:
-        visible = visible & (index[None, :, None] < ends[:, None, :])
-    visible = jnp.broadcast_to(visible, (queries.shape[0], *visible.shape[1:]))
-    return attend(queries, keys, values, visible)
-
-
-def write_rows(
-    cache: Float[Array, "B C K D"], new: Float[Array, "B T K D"], positions: Int[Array, "B T"]
-) -> Any:
-    """The cache with `new` at `positions` of each row; positions outside 0..C-1 write nothing."""
-    rows = jnp.arange(cache.shape[0])[:, None]
-    # A negative index would count from the end.
-    target = jnp.where(positions < 0, cache.shape[1], positions)
-    return cache.at[rows, target].set(new.astype(cache.dtype), mode="drop")
+    index = jnp.broadcast_to(jnp.arange(queries.shape[1]), queries.shape[:2])
+    ends = jnp.full(queries.shape[:2], ENDLESS) if ends is None else ends
+    return _attend(queries, keys, values, index, ends)
 
 
 class CacheView(NamedTuple):
@@ -103,6 +76,16 @@ class CacheView(NamedTuple):
     attend_len: int | None  # cache entries that are read; None: all
 
 
+def write_rows(
+    cache: Float[Array, "B C K D"], new: Float[Array, "B T K D"], positions: Int[Array, "B T"]
+) -> Float[Array, "B C K D"]:
+    """The cache with `new` at `positions` of each row; positions outside 0..C-1 write nothing."""
+    rows = jnp.arange(cache.shape[0])[:, None]
+    # A negative index would count from the end.
+    target = jnp.where(positions < 0, cache.shape[1], positions)
+    return cache.at[rows, target].set(new.astype(cache.dtype), mode="drop")
+
+
 def attend_cache(
     queries: Float[Array, "B T H D"],
     keys: Float[Array, "B C K D"],
@@ -110,6 +93,67 @@ def attend_cache(
     view: CacheView,
 ) -> Float[Array, "B T H D"]:
     """Attention to the cache entries at indices up to each token's own position."""
-    length = keys.shape[1] if view.attend_len is None else min(view.attend_len, keys.shape[1])
-    visible = jnp.arange(length)[None, None, :] <= view.positions[:, :, None]
-    return attend(queries, keys[:, :length], values[:, :length], visible)
+    full = keys.shape[1]
+    length = full if view.attend_len is None else min(view.attend_len, full)
+    keys, values = keys[:, :length], values[:, :length]
+    # Padding sees index 0, so that it does not make real queries walk blocks that are empty.
+    index = jnp.where(view.positions < full, view.positions, 0)
+    if queries.shape[1] == 1:
+        return jax.lax.platform_dependent(
+            queries, keys, values, index, cpu=_attend_one_on_cpu, default=_attend_endless
+        )
+    return _attend_endless(queries, keys, values, index)
+
+
+def _attend_endless(queries: Any, keys: Any, values: Any, index: Any) -> Any:
+    ends = jnp.full(keys.shape[:2], ENDLESS)
+    return _attend(queries, keys, values, index, ends)
+
+
+def _attend(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Any:
+    """Query i sees key j iff `j <= index[i] < ends[j]`."""
+    length = keys.shape[1]
+    if queries.shape[1] > 1 and queries.shape[1] * length > _SMALL:
+        return attend_blocks(queries, keys, values, index, ends)
+    key = jnp.arange(length)[None, None, :]
+    seen = (key <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
+    return attend_masked(queries, keys, values, seen)
+
+
+def attend_masked(
+    queries: Float[Array, "B T H D"],
+    keys: Float[Array, "B C K D"],
+    values: Float[Array, "B C K D"],
+    seen: Bool[Array, "B T C"],
+) -> Float[Array, "B T H D"]:
+    """Softmax attention with all scores at once; query head h reads key head h // (H / K)."""
+    rows, length, heads, size = queries.shape
+    kv_heads = keys.shape[2]
+    grouped = queries.reshape(rows, length, kv_heads, heads // kv_heads, size) * size**-0.5
+    scores = jnp.einsum("btkgd,bckd->bkgtc", grouped, keys, preferred_element_type=jnp.float32)
+    weights = _softmax(scores, seen[:, None, None, :, :])
+    out = jnp.einsum("bkgtc,bckd->btkgd", weights.astype(values.dtype), values)
+    return out.reshape(queries.shape)
+
+
+def _attend_one_on_cpu(queries: Any, keys: Any, values: Any, index: Any) -> Any:
+    """One query a row, as products over [C, K*D] with the other heads' part of each query zero.
+
+    It computes K times too much, but XLA's CPU compiler copies the whole cache to bring the head
+    axis to the front for anything else, and memory is what decoding waits for.
+    """
+    rows, _, heads, size = queries.shape
+    length, kv_heads = keys.shape[1:3]
+    own = jnp.eye(kv_heads, dtype=queries.dtype)[None, :, None, :, None]
+    grouped = queries.reshape(rows, kv_heads, heads // kv_heads, 1, size) * (own * size**-0.5)
+    flat_keys, flat_values = (x.reshape(rows, length, kv_heads * size) for x in (keys, values))
+    spread = grouped.reshape(rows, heads, kv_heads * size)
+    scores = jnp.einsum("bhx,bcx->bhc", spread, flat_keys, preferred_element_type=jnp.float32)
+    weights = _softmax(scores, (jnp.arange(length)[None, :] <= index)[:, None, :])
+    out = jnp.einsum("bhc,bcx->bhx", weights.astype(values.dtype), flat_values)
+    out = out.reshape(rows, kv_heads, heads // kv_heads, kv_heads, size) * own
+    return out.sum(axis=3).reshape(queries.shape)
+
+
+def _softmax(scores: Any, seen: Any) -> Any:
+    return jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)

@@ -1,0 +1,111 @@
+"""Orbax checkpoints of a run: params, optimizer state, and the places in the task pipelines."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from lightning_jax.config import CheckpointConfig
+from lightning_jax.rl.train_step import TrainState
+from lightning_jax.types import UserError
+
+
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint could not be written or read; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `restore` found: the train state, and the JSON object that was saved beside it."""
+
+    state: TrainState
+    progress: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves and restores a run's state under `directory`, one folder a step.
+
+    A folder gets its name only when it is whole, so a crash during a save leaves the one before it.
+    """
+
+    def __init__(self, directory: Path, config: CheckpointConfig) -> None:
+        self._directory = directory.resolve()
+        try:
+            self._manager = ocp.CheckpointManager(
+                self._directory,
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=config.keep, enable_async_checkpointing=False, create=True
+                ),
+            )
+        except OSError as error:
+            raise CheckpointError(f"cannot use {directory} for checkpoints: {error}.") from error
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest whole checkpoint's step, None if there is none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, progress: dict[str, Any]) -> None:
+        """Writes one checkpoint and deletes those past `keep`. Raises CheckpointError, e.g. on a
+        full disk.
+
+        `progress` is any JSON object.
+        """
+        described = {"shapes": _shapes(state), "progress": progress}
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(described)
+        )
+        try:
+            self._manager.save(step, args=arguments, force=True)
+            self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self._directory}: "
+                f"{error}. "
+                "Free some disk space; the same command goes on from the checkpoint before."
+            ) from error
+
+    def restore(self, like: TrainState, step: int | None = None) -> Saved:
+        """The checkpoint of `step` (None: the newest), in the shapes and shardings of `like`."""
+        step = self.latest_step if step is None else step
+        if step is None:
+            raise CheckpointError(f"{self._directory} holds no checkpoint.")
+        if step not in self._manager.all_steps():
+            raise CheckpointError(
+                f"{self._directory} holds no checkpoint of step {step}; expected one of "
+                f"{sorted(self._manager.all_steps())}."
+            )
+        described = self._read(step, progress=ocp.args.JsonRestore())["progress"]
+        self._check_shapes(step, described["shapes"], _shapes(like))
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        state = self._read(step, state=ocp.args.StandardRestore(abstract))["state"]
+        return Saved(state, described["progress"])
+
+    def _read(self, step: int, **items: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self._directory} cannot be read: {error}. "
+                "Delete its folder to go on from the one before, or use another run_dir."
+            ) from error
+
+    def _check_shapes(self, step: int, found: dict[str, Any], expected: dict[str, Any]) -> None:
+        wrong = sorted(k for k in found | expected if found.get(k) != expected.get(k))
+        if wrong:
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self._directory} does not fit this run: "
+                f"{wrong[0]} has shape {found.get(wrong[0])}, expected {expected.get(wrong[0])}. "
+                "Use the model it was written with, or another run_dir."
+            )
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def _shapes(state: TrainState) -> dict[str, list[int]]:
+    """The shape of every array of a state by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): list(leaf.shape) for path, leaf in leaves}

@@ -1,0 +1,222 @@
+"""Softmax attention block by block: no T x T array, and blocks that nobody sees are never computed.
+
+Query i has an index, key j an end, and i sees j iff `j <= index[i] < ends[j]`. That is the forest of a
+training row (index[i] = i), and with endless keys it is reading a cache (index[i] = position). The
+blocks are walked by a loop whose length is found at run time, so a row packed with short trees costs
+what the short trees cost. The online softmax is arXiv 1805.02867, its use for memory 2205.14135.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+MASKED = -1e30  # finite, so that a query that sees nothing gives numbers and no NaN
+ENDLESS = 2**30  # the end of a key that every later query sees
+_CPU_BLOCK = 128  # its scores stay in a core's cache
+_DEFAULT_BLOCK = 1024  # elsewhere few large products are faster than many small ones
+
+
+class _Blocks(NamedTuple):
+    """The inputs in [B K G T D] and [B K C D], padded to whole blocks, and who meets whom."""
+
+    queries: Any
+    keys: Any
+    values: Any
+    index: Any  # [B T]
+    ends: Any  # [B C]
+    order: Any  # [T/size, C/size]: key blocks that a query block sees, first
+    count: Any  # [T/size]: how many they are
+    size: int
+
+
+def attend_blocks(
+    queries: Float[Array, "B T H D"],
+    keys: Float[Array, "B C K D"],
+    values: Float[Array, "B C K D"],
+    index: Int[Array, "B T"],
+    ends: Int[Array, "B C"],
+) -> Float[Array, "B T H D"]:
+    """Attention of query i to the keys `j <= index[i] < ends[j]`; each must see at least one."""
+    return _attend(queries, keys, values, index, ends)
+
+
+@jax.custom_vjp
+def _attend(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Any:
+    return _by_platform(_forward, queries, keys, values, index, ends)[0]
+
+
+def _attend_forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Any:
+    out, log_sums = _by_platform(_forward, queries, keys, values, index, ends)
+    return out, (queries, keys, values, index, ends, out, log_sums)
+
+
+def _attend_backward(saved: Any, out_grad: Any) -> Any:
+    return *_by_platform(_backward, *saved, out_grad), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _by_platform(function: Callable[..., Any], *arrays: Any) -> Any:
+    return jax.lax.platform_dependent(
+        *arrays,
+        cpu=functools.partial(function, size=_CPU_BLOCK),
+        default=functools.partial(function, size=_DEFAULT_BLOCK),
+    )
+
+
+def _split(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: int) -> _Blocks:
+    kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
+    # A padded query sees key 0, a padded key is seen by nobody.
+    index, ends = _pad(index, size, 1), _pad(ends, size, 1)
+    rows = index.shape[0]
+    lowest = index.reshape(rows, -1, size).min(axis=(0, 2))
+    highest = index.reshape(rows, -1, size).max(axis=(0, 2))
+    last_end = ends.reshape(rows, -1, size).max(axis=(0, 2))
+    first_key = jnp.arange(last_end.shape[0]) * size
+    met = (first_key[None, :] <= highest[:, None]) & (lowest[:, None] < last_end[None, :])
+    return _Blocks(
+        queries=_pad(_by_head(queries * scale, kv_heads), size, 3),
+        keys=_pad(keys.transpose(0, 2, 1, 3), size, 2),
+        values=_pad(values.transpose(0, 2, 1, 3), size, 2),
+        index=index,
+        ends=ends,
+        order=jnp.argsort(~met, axis=1, stable=True),
+        count=met.sum(axis=1),
+        size=size,
+    )
+
+
+def _forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: int) -> Any:
+    """The output [B T H D] and the logarithm [B K G T] of each query's sum of exponentials."""
+    b = _split(queries, keys, values, index, ends, size)
+    grouped = b.queries.shape[:3]
+
+    def query_block(i: Any, carry: Any) -> Any:
+        def key_block(t: Any, carry: Any) -> Any:
+            top, total, out = carry
+            j = b.order[i, t]
+            scores = _scores(b, i, j)
+            new_top = jnp.maximum(top, scores.max(axis=-1))
+            weights, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
+            part = _product("kmc,kcd->kmd", weights, _cut(b.values, j, size, 2))
+            out = out * shrink[..., None] + part
+            return new_top, total * shrink + weights.sum(axis=-1), out
+
+        start = (
+            jnp.full((*grouped, size), MASKED, jnp.float32),
+            jnp.zeros((*grouped, size), jnp.float32),
+            jnp.zeros((*grouped, size, queries.shape[3]), jnp.float32),
+        )
+        top, total, out = jax.lax.fori_loop(0, b.count[i], key_block, start)
+        outs, log_sums = carry
+        out = (out / total[..., None]).astype(outs.dtype)
+        return _put(outs, out, i, size, 3), _put(log_sums, top + jnp.log(total), i, size, 3)
+
+    log_sums = jnp.zeros(b.queries.shape[:4], jnp.float32)
+    carry = (jnp.zeros_like(b.queries), log_sums)
+    outs, log_sums = jax.lax.fori_loop(0, b.order.shape[0], query_block, carry)
+    length = queries.shape[1]
+    return _by_token(outs)[:, :length], log_sums[..., :length]
+
+
+def _backward(
+    queries: Any, keys: Any, values: Any, index: Any, ends: Any, *rest: Any, size: int
+) -> Any:
+    """Gradients of queries, keys and values. The weights are computed again from `log_sums`."""
+    out, log_sums, out_grad = rest
+    b = _split(queries, keys, values, index, ends, size)
+    kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
+    out_grads = _pad(_by_head(out_grad, kv_heads), size, 3)
+    # Softmax's gradient needs, for each query, sum_j weight_j * dweight_j = out . out_grad.
+    wide = out.astype(jnp.float32) * out_grad.astype(jnp.float32)
+    inner = _pad(_by_head(wide, kv_heads).sum(axis=-1), size, 3)
+    log_sums = _pad(log_sums, size, 3)
+
+    def query_block(i: Any, carry: Any) -> Any:
+        query, grad = _cut(b.queries, i, size, 3), _cut(out_grads, i, size, 3)
+
+        def key_block(t: Any, carry: Any) -> Any:
+            query_grad, key_grads, value_grads = carry
+            j = b.order[i, t]
+            key, value = _cut(b.keys, j, size, 2), _cut(b.values, j, size, 2)
+            weights = jnp.exp(_scores(b, i, j) - _cut(log_sums, i, size, 3)[..., None])
+            weights_grad = _product("kmd,kcd->kmc", grad, value)
+            scores_grad = weights * (weights_grad - _cut(inner, i, size, 3)[..., None])
+            query_grad = query_grad + _product("kmc,kcd->kmd", scores_grad, key)
+            key_grad = _cut(key_grads, j, size, 2) + _over_queries(scores_grad, query)
+            value_grad = _cut(value_grads, j, size, 2) + _over_queries(weights, grad)
+            return (
+                query_grad,
+                _put(key_grads, key_grad, j, size, 2),
+                _put(value_grads, value_grad, j, size, 2),
+            )
+
+        query_grads, key_grads, value_grads = carry
+        start = (jnp.zeros(query.shape, jnp.float32), key_grads, value_grads)
+        query_grad, *rest = jax.lax.fori_loop(0, b.count[i], key_block, start)
+        return _put(query_grads, query_grad, i, size, 3), *rest
+
+    zeros = (jnp.zeros(x.shape, jnp.float32) for x in (b.queries, b.keys, b.values))
+    grads = jax.lax.fori_loop(0, b.order.shape[0], query_block, tuple(zeros))
+    query_grads = _by_token(grads[0])[:, : queries.shape[1]] * scale
+    key_grads, value_grads = (x.transpose(0, 2, 1, 3)[:, : keys.shape[1]] for x in grads[1:])
+    return (
+        query_grads.astype(queries.dtype),
+        key_grads.astype(keys.dtype),
+        value_grads.astype(values.dtype),
+    )
+
+
+def _scores(b: _Blocks, i: Any, j: Any) -> Any:
+    """Scores [B K G size size] of query block i on key block j, float32, MASKED where unseen."""
+    scores = _product("kmd,kcd->kmc", _cut(b.queries, i, b.size, 3), _cut(b.keys, j, b.size, 2))
+    index, ends = _cut(b.index, i, b.size, 1), _cut(b.ends, j, b.size, 1)
+    key = j * b.size + jnp.arange(b.size)
+    seen = (key[None, None, :] <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
+    return jnp.where(seen[:, None, None], scores, MASKED)
+
+
+def _product(form: str, grouped: Any, shared: Any) -> Any:
+    """A product with the keys or values that the G query heads of a group share: one matrix of G*T rows."""
+    flat = grouped.reshape(*grouped.shape[:2], -1, grouped.shape[-1]).astype(shared.dtype)
+    form = ",".join("b" + part for part in form.split("->")[0].split(",")) + "->b" + form[-3:]
+    out = jnp.einsum(form, flat, shared, preferred_element_type=jnp.float32)
+    return out.reshape(*grouped.shape[:-1], out.shape[-1])
+
+
+def _over_queries(weights: Any, grouped: Any) -> Any:
+    """[B K C D]: for each key, the sum of weight times row over all queries of its group."""
+    rows = grouped.reshape(*grouped.shape[:2], -1, grouped.shape[-1])
+    flat = weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(rows.dtype)
+    return jnp.einsum("bkmc,bkmd->bkcd", flat, rows, preferred_element_type=jnp.float32)
+
+
+def _by_head(x: Any, kv_heads: int) -> Any:
+    """[B T H D] as [B K G T D]."""
+    split = x.reshape(*x.shape[:2], kv_heads, x.shape[2] // kv_heads, x.shape[3])
+    return split.transpose(0, 2, 3, 1, 4)
+
+
+def _by_token(x: Any) -> Any:
+    """[B K G T D] as [B T H D]."""
+    rows, kv_heads, group, length, size = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(rows, length, kv_heads * group, size)
+
+
+def _pad(x: Any, size: int, axis: int) -> Any:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % size)
+    return jnp.pad(x, widths)
+
+
+def _cut(x: Any, block: Any, size: int, axis: int) -> Any:
+    return jax.lax.dynamic_slice_in_dim(x, block * size, size, axis)
+
+
+def _put(x: Any, part: Any, block: Any, size: int, axis: int) -> Any:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis)

@@ -1,0 +1,224 @@
+"""Trajectories to batches of fixed shape: each shared token once, each sampled token one target."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from lightning_jax.config import BatchConfig
+from lightning_jax.rl.packing import Path, PathForest, Row, common_prefix, pack_rows
+from lightning_jax.types import Batch, TrainingSequence, Trajectory
+
+DROP_REASONS: tuple[str, ...] = ("too_long", "too_many_targets", "empty_response", "zero_advantage")
+
+
+def drop_stale(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[tuple[float, ...]],
+    *,
+    policy_version: int,
+    max_staleness: int,
+) -> tuple[list[Trajectory], list[tuple[float, ...]], int]:
+    """(trajectories and advantages without the calls that are too old, number of calls dropped).
+
+    A call is as old as its oldest token, in optimizer steps before `policy_version`. Advantages
+    come first, because a dropped call still says what its rollout was worth.
+    """
+    kept_trajectories, kept_advantages, num_dropped = [], [], 0
+    for trajectory, values in zip(trajectories, advantages, strict=True):
+        pairs = [
+            (transition, value)
+            for transition, value in zip(trajectory.transitions, values, strict=True)
+            if policy_version - min(transition.policy_versions, default=policy_version)
+            <= max_staleness
+        ]
+        num_dropped += len(values) - len(pairs)
+        fresh = tuple(transition for transition, _ in pairs)
+        kept_trajectories.append(dataclasses.replace(trajectory, transitions=fresh))
+        kept_advantages.append(tuple(value for _, value in pairs))
+    return kept_trajectories, kept_advantages, num_dropped
+
+
+def make_sequences(
+    trajectories: Sequence[Trajectory], advantages: Sequence[tuple[float, ...]]
+) -> list[TrainingSequence]:
+    """One sequence per call. All rollouts weigh the same, and all tokens of one rollout do.
+
+    A token's weight is 1 / (sampled tokens of its rollout * rollouts with any), so the weights of a
+    step sum to 1. Raises ValueError if the advantages do not match the calls.
+    """
+    lengths = [
+        sum(len(t.response_token_ids) for t in trajectory.transitions)
+        for trajectory in trajectories
+    ]
+    num_rollouts = sum(length > 0 for length in lengths)
+    sequences = []
+    for trajectory, values, length in zip(trajectories, advantages, lengths, strict=True):
+        if len(values) != len(trajectory.transitions):
+            raise ValueError(
+                f"rollout {trajectory.rollout_id!r} has {len(values)} advantages for "
+                f"{len(trajectory.transitions)} calls; expected one each."
+            )
+        for transition, advantage in zip(trajectory.transitions, values, strict=True):
+            sequences.append(
+                TrainingSequence(
+                    prompt_token_ids=transition.prompt_token_ids,
+                    response_token_ids=transition.response_token_ids,
+                    behavior_logprobs=transition.behavior_logprobs,
+                    advantage=advantage,
+                    weight=1.0 / max(length * num_rollouts, 1),
+                )
+            )
+    return sequences
+
+
+def make_supervised_sequences(
+    examples: Sequence[tuple[Sequence[int], Sequence[int]]],
+) -> list[TrainingSequence]:
+    """One sequence per (prompt ids, target ids); every target token of the step weighs the same."""
+    weight = 1.0 / max(sum(len(targets) for _, targets in examples), 1)
+    return [
+        TrainingSequence(tuple(prompt), tuple(targets), (0.0,) * len(targets), 1.0, weight)
+        for prompt, targets in examples
+    ]
+
+
+def make_batches(
+    sequences: Sequence[TrainingSequence],
+    config: BatchConfig,
+    *,
+    skip_zero_advantage: bool = False,
+) -> tuple[list[Batch], dict[str, float]]:
+    """(microbatches of shape [rows, row_len] with [rows, max_targets] targets, what packing did).
+
+    Every sampled token of every sequence becomes one target, but for sequences that are dropped and
+    counted by reason: too long for a row, too many targets for a row, nothing sampled, and with
+    `skip_zero_advantage` those without a policy gradient (right only when no KL term needs them).
+    The last sampled token is never read by the model unless another sequence goes on from it.
+    """
+    kept, dropped = [], Counter(dict.fromkeys(DROP_REASONS, 0))
+    dropped_tokens = 0
+    for sequence in sequences:
+        reason = _why_dropped(sequence, config, skip_zero_advantage)
+        if reason is None:
+            kept.append(sequence)
+        else:
+            dropped[reason] += 1
+            dropped_tokens += len(sequence.response_token_ids)
+    # Paths in order are the trie in depth-first order; see packing.py.
+    kept.sort(key=lambda s: s.prompt_token_ids + s.response_token_ids[:-1])
+    paths = [_path(sequence) for sequence in kept]
+    forest = PathForest(paths, [len(sequence.response_token_ids) for sequence in kept])
+    rows = pack_rows(forest, max_nodes=config.row_len, max_targets=config.max_targets)
+    # Rows of one batch have about as many targets, so that their empty head chunks coincide.
+    rows.sort(key=lambda row: -row.targets)
+    batches = [
+        _fill_batch(rows[start : start + config.rows], kept, paths, config)
+        for start in range(0, len(rows), config.rows)
+    ]
+    stats = _stats(forest, rows, num_nodes=len(batches) * config.rows * config.row_len)
+    stats |= {f"train/dropped_{reason}": float(count) for reason, count in dropped.items()}
+    return batches, stats | {"train/dropped_tokens": float(dropped_tokens)}
+
+
+def _why_dropped(
+    sequence: TrainingSequence, config: BatchConfig, skip_zero_advantage: bool
+) -> str | None:
+    num_targets = len(sequence.response_token_ids)
+    if num_targets == 0:
+        return "empty_response"
+    if skip_zero_advantage and sequence.advantage == 0.0:
+        return "zero_advantage"
+    if len(sequence.prompt_token_ids) + num_targets - 1 > config.row_len:
+        return "too_long"
+    return "too_many_targets" if num_targets > config.max_targets else None
+
+
+def _stats(forest: PathForest, rows: Sequence[Row], *, num_nodes: int) -> dict[str, float]:
+    """Tokens of the separate sequences and of the packed forest, and the share of empty nodes."""
+    used = sum(row.nodes for row in rows)
+    return {
+        "train/num_sequences": float(len(forest.lengths)),
+        "train/num_rows": float(len(rows)),
+        "train/tokens_naive": float(forest.lengths.sum()),
+        "train/tokens_forest": float(used),
+        "train/padding_share": 1.0 - used / num_nodes if num_nodes else 0.0,
+    }
+
+
+def _fill_batch(
+    rows: Sequence[Row],
+    sequences: Sequence[TrainingSequence],
+    paths: Sequence[Path],
+    config: BatchConfig,
+) -> Batch:
+    """One microbatch; rows that are missing stay padding."""
+    batch = _empty_batch(config)
+    for b, row in enumerate(rows):
+        nodes = _lay_out(
+            [paths[i] for i in row.members], batch.tokens[b], batch.positions[b], batch.ends[b]
+        )
+        start = 0
+        for i, path_nodes in zip(row.members, nodes, strict=True):
+            sequence = sequences[i]
+            size = len(sequence.response_token_ids)
+            where = (b, slice(start, start + size))
+            # The last token of the prompt predicts the first that was sampled.
+            first = len(sequence.prompt_token_ids) - 1
+            batch.target_nodes[where] = path_nodes[first : first + size]
+            batch.target_ids[where] = sequence.response_token_ids
+            batch.target_mask[where] = True
+            batch.behavior_logprobs[where] = sequence.behavior_logprobs
+            batch.advantages[where] = sequence.advantage
+            batch.weights[where] = sequence.weight
+            start += size
+    return batch
+
+
+def _empty_batch(config: BatchConfig) -> Batch:
+    """All padding: each node is a tree by itself."""
+    nodes, targets = (config.rows, config.row_len), (config.rows, config.max_targets)
+    return Batch(
+        tokens=np.zeros(nodes, np.int32),
+        positions=np.zeros(nodes, np.int32),
+        ends=np.tile(np.arange(1, config.row_len + 1, dtype=np.int32), (config.rows, 1)),
+        target_nodes=np.zeros(targets, np.int32),
+        target_ids=np.zeros(targets, np.int32),
+        target_mask=np.zeros(targets, bool),
+        behavior_logprobs=np.zeros(targets, np.float32),
+        advantages=np.zeros(targets, np.float32),
+        weights=np.zeros(targets, np.float32),
+    )
+
+
+def _lay_out(
+    paths: Sequence[Path],
+    tokens: Int[np.ndarray, " R"],
+    positions: Int[np.ndarray, " R"],
+    ends: Int[np.ndarray, " R"],
+) -> list[Path]:
+    """Writes the trie of sorted paths into a row, depth first; the node of each token of each path.
+
+    Paths 5 6 7, 5 6 7 9 and 5 8 become tokens 5 6 7 9 8, positions 0 1 2 3 1, ends 5 4 4 4 5.
+    """
+    num_nodes, nodes, all_nodes = 0, np.zeros(0, np.int64), []
+    previous = paths[0][:0]
+    for path in paths:
+        shared = common_prefix(previous, path)
+        ends[nodes[shared:]] = num_nodes  # what the new path leaves behind is complete
+        new = np.arange(num_nodes, num_nodes + len(path) - shared)
+        tokens[new] = path[shared:]
+        positions[new] = np.arange(shared, len(path))
+        nodes = np.concatenate([nodes[:shared], new])
+        num_nodes += len(new)
+        all_nodes.append(nodes)
+        previous = path
+    ends[nodes] = num_nodes
+    return all_nodes
+
+
+def _path(sequence: TrainingSequence) -> Path:
+    """The tokens that the model reads: the last sampled one is only predicted."""
+    return np.asarray(sequence.prompt_token_ids + sequence.response_token_ids[:-1], np.int32)

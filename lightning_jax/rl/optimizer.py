@@ -1,0 +1,42 @@
+"""AdamW as the configuration asks for it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lightning_jax.config import OptimizerConfig
+
+
+def make_schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Learning rate of update 0, 1, ...: linear rise, then constant or a cosine fall to a tenth.
+
+    With `warmup_steps` n, update i < n runs at (i + 1) / (n + 1) of the rate: none is wasted at 0.
+    """
+    top = config.learning_rate
+    rise = optax.linear_schedule(top / (config.warmup_steps + 1), top, max(config.warmup_steps, 1))
+    if config.decay_steps is None:
+        after = optax.constant_schedule(top)
+    else:
+        after = optax.cosine_decay_schedule(top, config.decay_steps, alpha=0.1)
+    return optax.join_schedules([rise, after], [config.warmup_steps])
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW behind a clip of the gradient's norm; only matrices decay, not norms or biases."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(
+            make_schedule(config),
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=_is_matrix,
+        ),
+    )
+
+
+def _is_matrix(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, params)

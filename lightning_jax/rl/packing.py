@@ -1,0 +1,178 @@
+"""Which sequences share a row: packing a forest of token tries into rows of fixed size.
+
+Paths are kept sorted. Then a trie in depth-first order is the paths in order, each without the part
+it shares with the one before it:
+
+    path            shared with the one above    new nodes
+    5 6 7           0                            5 6 7
+    5 6 7 9         3                            9
+    5 8             1                            8
+
+Any subset of the paths, in order, is again such a trie, so a row is a sorted set of path numbers,
+and a big trie is split by putting its paths into several rows: each row repeats the prefix its
+paths need.
+"""
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Int
+
+Path = Int[np.ndarray, " _"]  # token ids; " _" because paths of one list differ in length
+
+
+@dataclass
+class Row:
+    """Paths that share a row: their numbers in order, the nodes of their trie, their targets."""
+
+    members: list[int] = field(default_factory=list)
+    nodes: int = 0
+    targets: int = 0
+
+
+class PathForest:
+    """Sorted token paths with their target counts, and how long a prefix any two of them share."""
+
+    def __init__(self, paths: Sequence[Path], num_targets: Sequence[int]) -> None:
+        self.lengths = np.asarray([len(path) for path in paths], np.int64)
+        self.num_targets = np.asarray(num_targets, np.int64)
+        # shared[i]: tokens that path i begins with in common with path i - 1.
+        shared = [common_prefix(a, b) for a, b in itertools.pairwise(paths)]
+        self.shared = np.asarray([0, *shared], np.int64)
+
+    def shared_prefix(self, i: int, j: int) -> int:
+        """Tokens that paths i < j begin with in common: the least of what neighbours share."""
+        return int(self.shared[i + 1 : j + 1].min())
+
+    def row(self, members: Iterable[int]) -> Row:
+        """The row of these paths, at least one."""
+        ordered = np.asarray(sorted(members), np.int64)
+        # Neighbours i < j in the row share the least of shared[i + 1 : j + 1], a slice each.
+        gaps = self.shared[: ordered[-1] + 1]
+        repeated = np.minimum.reduceat(gaps, ordered[:-1] + 1).sum() if len(ordered) > 1 else 0
+        return Row(
+            ordered.tolist(),
+            int(self.lengths[ordered].sum() - repeated),
+            int(self.num_targets[ordered].sum()),
+        )
+
+    def span(self, low: int, high: int) -> Row:
+        """The row of paths low to high - 1."""
+        repeated = self.shared[low + 1 : high].sum()
+        return Row(
+            list(range(low, high)),
+            int(self.lengths[low:high].sum() - repeated),
+            int(self.num_targets[low:high].sum()),
+        )
+
+    def new_nodes(self, row: Row, path: int) -> int:
+        """Nodes that the path would add to the row; its neighbours there share most with it."""
+        at = bisect_left(row.members, path)
+        overlaps = [self.shared_prefix(i, path) for i in row.members[max(at - 1, 0) : at]]
+        overlaps += [self.shared_prefix(path, j) for j in row.members[at : at + 1]]
+        return int(self.lengths[path]) - max(overlaps, default=0)
+
+
+def common_prefix(a: Path, b: Path) -> int:
+    """Number of leading tokens that are equal."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def pack_rows(forest: PathForest, *, max_nodes: int, max_targets: int) -> list[Row]:
+    """Every path in one row: few rows, few repeated prefixes, and each row keeps both limits.
+
+    Tries that fit stay whole. A trie that does not is split at its branch points, deepest first,
+    and the parts of each branch point are put together again by first-fit decreasing, so a long
+    shared prefix is repeated only once for a row's worth of what follows it. The same step at the
+    top packs whole tries. At last, while the sizes leave room for it, the emptiest row is dissolved
+    into the gaps of the others. Raises ValueError for a path that fits no row by itself.
+    """
+    limits = (max_nodes, max_targets)
+    if (forest.lengths > max_nodes).any() or (forest.num_targets > max_targets).any():
+        raise ValueError(
+            f"a path of {forest.lengths.max()} nodes or {forest.num_targets.max()} targets fits no "
+            f"row of {max_nodes} nodes and {max_targets} targets; drop it before packing."
+        )
+    return _dissolve(forest, _pack_subtrees(forest, limits), limits)
+
+
+def _pack_subtrees(forest: PathForest, limits: tuple[int, int]) -> list[Row]:
+    """Packs every branch point after those below it, on a stack, because a trie can be deep."""
+    packed: dict[tuple[int, int], list[Row]] = {}
+    top = (0, len(forest.lengths))
+    stack = [top] if len(forest.lengths) else []
+    while stack:
+        low, high = stack[-1]
+        whole = forest.span(low, high)
+        if _fits(whole, limits):
+            packed[stack.pop()] = [whole]
+            continue
+        depth, children = _children(forest, low, high)
+        waiting = [child for child in children if child not in packed]
+        if waiting:
+            stack += waiting
+        else:
+            rows = [row for child in children for row in packed.pop(child)]
+            packed[stack.pop()] = _first_fit_decreasing(forest, rows, depth, limits)
+    return packed.get(top, [])
+
+
+def _children(forest: PathForest, low: int, high: int) -> tuple[int, list[tuple[int, int]]]:
+    """(depth of the first branch point of paths low to high - 1, the ranges of paths below it)."""
+    between = forest.shared[low + 1 : high]
+    depth = int(between.min())
+    cuts = [low, *(low + 1 + np.flatnonzero(between == depth)).tolist(), high]
+    return depth, list(itertools.pairwise(cuts))
+
+
+def _first_fit_decreasing(
+    forest: PathForest, parts: list[Row], depth: int, limits: tuple[int, int]
+) -> list[Row]:
+    """Parts that share `depth` tokens put together, the largest first."""
+    rows: list[Row] = []
+    for part in sorted(parts, key=lambda part: (-part.nodes, part.members)):
+        for row in rows:
+            joint = Row([], row.nodes + part.nodes - depth, row.targets + part.targets)
+            if _fits(joint, limits):
+                row.members = row.members + part.members
+                row.nodes, row.targets = joint.nodes, joint.targets
+                break
+        else:
+            rows.append(Row(part.members, part.nodes, part.targets))
+    return [forest.row(row.members) for row in rows]
+
+
+def _dissolve(forest: PathForest, rows: list[Row], limits: tuple[int, int]) -> list[Row]:
+    """The rows with the emptiest one spread over the others, again and again while that works."""
+    total = forest.span(0, len(forest.lengths))
+    least = max(-(-total.nodes // limits[0]), -(-total.targets // limits[1]))
+    rows = sorted(rows, key=lambda row: row.nodes)
+    while len(rows) > least:
+        emptiest, others = rows[0], [Row(r.members[:], r.nodes, r.targets) for r in rows[1:]]
+        if not all(_insert(forest, others, path, limits) for path in emptiest.members):
+            break
+        rows = sorted(others, key=lambda row: row.nodes)
+    return rows
+
+
+def _insert(forest: PathForest, rows: list[Row], path: int, limits: tuple[int, int]) -> bool:
+    """Puts the path where it adds the fewest nodes, then where it is fullest. False: nowhere."""
+    options = [(forest.new_nodes(row, path), -row.nodes, k) for k, row in enumerate(rows)]
+    targets = int(forest.num_targets[path])
+    for new, _, k in sorted(options):
+        row = rows[k]
+        if _fits(Row([], row.nodes + new, row.targets + targets), limits):
+            row.members.insert(bisect_left(row.members, path), path)
+            row.nodes += new
+            row.targets += targets
+            return True
+    return False
+
+
+def _fits(row: Row, limits: tuple[int, int]) -> bool:
+    return row.nodes <= limits[0] and row.targets <= limits[1]

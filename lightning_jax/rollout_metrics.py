@@ -1,0 +1,101 @@
+"""From finished rollouts to trajectories, with a count of all that gives no training data."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_jax.metrics import Metrics
+from lightning_jax.store import Store
+from lightning_jax.tracing.convert import spans_to_transitions, to_trajectory
+from lightning_jax.types import Rollout, Trajectory
+
+
+def to_trajectories(
+    store: Store, rollouts: Sequence[Rollout], *, policy_version: int
+) -> tuple[list[Trajectory], Metrics]:
+    """(trajectories of the rewarded rollouts that made calls, metrics of all rollouts).
+
+    Rollouts without a reward and spans without tokens are left out, each under
+    `rollout/dropped_<reason>`.
+    """
+    trajectories = []
+    dropped: Counter[str] = Counter()
+    for rollout in rollouts:
+        if rollout.reward is None:
+            dropped["no_reward"] += 1
+            continue
+        transitions, reasons = spans_to_transitions(store.spans(rollout.rollout_id))
+        dropped.update(reasons)
+        if not transitions:
+            dropped["no_calls"] += 1
+        trajectories.append(to_trajectory(rollout, transitions))
+    counts = {f"rollout/dropped_{_code(reason)}": float(n) for reason, n in dropped.items()}
+    return trajectories, counts | rollout_metrics(rollouts, trajectories, policy_version)
+
+
+def rollout_metrics(
+    rollouts: Sequence[Rollout], trajectories: Sequence[Trajectory], policy_version: int
+) -> Metrics:
+    """Reward, lengths, staleness and failures by reason of one step's rollouts.
+
+    Means over nothing are left out, rather than given as 0 or NaN.
+    """
+    calls = [call for trajectory in trajectories for call in trajectory.transitions]
+    ages = [policy_version - version for call in calls for version in call.policy_versions]
+    status = Counter(rollout.status for rollout in rollouts)
+    metrics = {
+        "rollout/num_rollouts": float(len(rollouts)),
+        "rollout/num_scored": float(status["scored"]),
+        "rollout/num_agent_failures": float(status["agent_failure"]),
+        "rollout/num_infrastructure_failures": float(status["infrastructure_failure"]),
+        "rollout/num_retries": float(sum(rollout.attempt > 1 for rollout in rollouts)),
+        "rollout/num_calls": float(len(calls)),
+        "rollout/response_tokens": float(sum(len(call.response_token_ids) for call in calls)),
+        "rollout/prompt_tokens": float(sum(len(call.prompt_token_ids) for call in calls)),
+    }
+    failures = Counter((r.status, _code(r.reason or "")) for r in rollouts if r.reason)
+    metrics |= {f"rollout/{status}_{code}": float(n) for (status, code), n in failures.items()}
+    if trajectories:
+        rewards = np.asarray([trajectory.reward for trajectory in trajectories])
+        metrics |= {
+            "rollout/reward_mean": float(rewards.mean()),
+            "rollout/reward_std": float(rewards.std()),
+            "rollout/calls_mean": len(calls) / len(trajectories),
+        }
+    if calls:
+        lengths = np.asarray([len(call.response_token_ids) for call in calls])
+        metrics |= {
+            "rollout/response_tokens_mean": float(lengths.mean()),
+            "rollout/response_tokens_max": float(lengths.max()),
+            "rollout/cut_short_share": sum(c.finish_reason == "length" for c in calls) / len(calls),
+            "train/staleness_mean": float(np.mean(ages)),
+        }
+    return metrics
+
+
+def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Mean reward of an evaluation with its standard error; a failed agent counts as 0.
+
+    A rollout that the infrastructure failed to the last is no measurement and is counted apart.
+    """
+    rewards = [r.reward or 0.0 for r in rollouts if r.status in ("scored", "agent_failure")]
+    failed = sum(r.status == "agent_failure" for r in rollouts)
+    metrics = {
+        "eval/num_tasks": float(len(rewards)),
+        "eval/num_agent_failures": float(failed),
+        "eval/num_infrastructure_failures": float(len(rollouts) - len(rewards)),
+    }
+    if rewards:
+        spread = np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0
+        metrics["eval/reward_mean"] = float(np.mean(rewards))
+        metrics["eval/reward_stderr"] = float(spread / len(rewards) ** 0.5)
+    return metrics
+
+
+def _code(reason: str) -> str:
+    """A reason as part of a metric's name."""
+    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", reason).lower()).strip(
+        "_"
+    )

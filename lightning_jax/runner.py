@@ -1,0 +1,236 @@
+"""Runs agents: many rollouts at once, each under a deadline, each ending in exactly one status.
+
+A rollout is *scored* when its agent returned a reward, an *agent failure* when the agent raised,
+ran out of time or returned none, and an *infrastructure failure* when it broke off after a call
+that the server could not answer. Only the last is tried again, and it never counts as a reward.
+"""
+
+import asyncio
+import hashlib
+import importlib.util
+import inspect
+import logging
+import math
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_jax.config import ConfigError, RolloutConfig
+from lightning_jax.gateway.app import Gateway, RolloutSettings
+from lightning_jax.store import Store
+from lightning_jax.types import LLM, Rollout, Task, UserError
+
+log = logging.getLogger(__name__)
+
+Agent = Callable[[Task, LLM], Awaitable[float | None]]
+FINISHED = ("scored", "agent_failure")
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One rollout to run. `place` is the task's place in its step, `index` the rollout's in its
+    group.
+    """
+
+    task: Task
+    phase: str
+    step: int
+    place: int
+    index: int
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.phase}-{self.step:05d}-{self.place:03d}"
+
+    def rollout(self, attempt: int) -> Rollout:
+        return Rollout(
+            rollout_id=f"{self.group_id}-{self.index:02d}-{attempt}",
+            task_id=str(self.task["id"]),
+            group_id=self.group_id,
+            phase=self.phase,
+            step=self.step,
+            index=self.index,
+            attempt=attempt,
+            status="queued",
+        )
+
+
+def make_requests(
+    tasks: Sequence[Task], phase: str, step: int, group_size: int
+) -> list[RolloutRequest]:
+    """`group_size` requests for each task, the rollouts of one task next to each other."""
+    return [
+        RolloutRequest(task, phase, step, place, index)
+        for place, task in enumerate(tasks)
+        for index in range(group_size)
+    ]
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function that `FILE:FUNCTION` names. Raises ConfigError when there is none."""
+    path, _, name = reference.rpartition(":")
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(
+            f"{reference!r} names the file {path!r}, which does not exist; expected "
+            f"FILE:FUNCTION, with the "
+            "file relative to where you started the program."
+        )
+    module_name = f"_loaded_{hashlib.sha1(str(file.resolve()).encode()).hexdigest()[:12]}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        assert spec and spec.loader, f"no import machinery for {file}"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    function = getattr(sys.modules[module_name], name, None)
+    if not callable(function):
+        raise ConfigError(f"{reference!r} names {name!r}, but {path} has no such function.")
+    return function
+
+
+def load_agent(reference: str) -> Agent:
+    """The agent coroutine function that `FILE:FUNCTION` names. Raises ConfigError when there is
+    none.
+    """
+    function = load_function(reference)
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{reference!r} is not a coroutine function; expected `async def`.")
+    return function
+
+
+async def run_rollouts(
+    requests: Sequence[RolloutRequest],
+    runner: "Runner",
+    *,
+    on_done: Callable[[Rollout], None] = lambda rollout: None,
+) -> list[Rollout]:
+    """The finished rollout of each request, in order. At most `concurrency` run at once.
+
+    Raises TooManyFailures when too large a share of them ends as infrastructure failure.
+    """
+    gate = asyncio.Semaphore(runner.config.concurrency)
+
+    async def one(request: RolloutRequest) -> Rollout:
+        async with gate:
+            rollout = await runner.run(request)
+        on_done(rollout)
+        return rollout
+
+    async with asyncio.TaskGroup() as group:
+        futures = [group.create_task(one(request)) for request in requests]
+    rollouts = [future.result() for future in futures]
+    broken = [r for r in rollouts if r.status == "infrastructure_failure"]
+    if len(broken) > runner.config.max_infrastructure_failures * len(rollouts):
+        reasons = ", ".join(f"{n} {why}" for why, n in Counter(r.reason for r in broken).items())
+        raise TooManyFailures(
+            f"{len(broken)} of {len(rollouts)} rollouts failed by infrastructure ({reasons}); "
+            f"expected at "
+            f"most {runner.config.max_infrastructure_failures:.0%} "
+            f"(rollout.max_infrastructure_failures). First: {broken[0].rollout_id}: "
+            f"{broken[0].detail}"
+        )
+    return rollouts
+
+
+class TooManyFailures(UserError, RuntimeError):
+    """The infrastructure fails so often that going on would train on a biased sample."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs one rollout of an agent against the gateway, with retries; the store keeps what came of
+    it.
+    """
+
+    agent: Agent
+    gateway: Gateway
+    store: Store
+    config: RolloutConfig
+    seed: int
+    reuse_before: int = 0  # rollouts of earlier steps than this may be taken from the store
+
+    async def run(self, request: RolloutRequest) -> Rollout:
+        """The request's finished rollout: a stored one where a crash left it, else a new one."""
+        known = [
+            r for r in self.store.rollouts(group_id=request.group_id) if r.index == request.index
+        ]
+        if request.step < self.reuse_before:
+            for rollout in known:
+                if rollout.status in FINISHED and rollout.task_id == str(request.task["id"]):
+                    return rollout
+        first = 1 + max((r.attempt for r in known), default=0)
+        for attempt in range(first, first + self.config.max_attempts):
+            rollout = await self._attempt(request, attempt)
+            if rollout.status in FINISHED:
+                break
+            log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
+        return rollout
+
+    async def _attempt(self, request: RolloutRequest, attempt: int) -> Rollout:
+        rollout = request.rollout(attempt)
+        self.store.add_rollout(rollout)
+        llm = self.gateway.open_rollout(self._settings(rollout))
+        self.store.set_status(rollout.rollout_id, "running")
+        try:
+            outcome = await self._outcome(request.task, llm)
+        except BaseException:
+            self.gateway.close_rollout(rollout.rollout_id)
+            raise
+        errors = self.gateway.close_rollout(rollout.rollout_id).num_errors
+        if outcome["status"] == "agent_failure":
+            if errors:  # the agent broke off after a call that the server could not answer
+                outcome = outcome | {
+                    "status": "infrastructure_failure",
+                    "reason": next(iter(errors)),
+                }
+            else:
+                outcome["reward"] = self.config.agent_failure_reward
+        self.store.set_status(rollout.rollout_id, **outcome)
+        return replace(rollout, **outcome)
+
+    async def _outcome(self, task: Task, llm: LLM) -> dict[str, Any]:
+        """Status, reward, reason and detail, as far as the agent itself tells."""
+        try:
+            async with asyncio.timeout(self.config.timeout_s):
+                reward = await self.agent(dict(task), llm)
+        except TimeoutError:
+            return _failure("deadline", f"the agent ran longer than {self.config.timeout_s:g} s")
+        except Exception as error:  # noqa: BLE001  (foreign code: whatever it raises fails its rollout)
+            return _failure(type(error).__name__, str(error)[:500])
+        if reward is None:
+            return _failure("no_reward", "the agent returned None; expected a number")
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            return _failure(
+                "bad_reward", f"the agent returned {reward!r}; expected a finite number"
+            )
+        return {"status": "scored", "reward": float(reward), "reason": None, "detail": None}
+
+    def _settings(self, rollout: Rollout) -> RolloutSettings:
+        greedy = rollout.phase == "eval"
+        return RolloutSettings(
+            rollout_id=rollout.rollout_id,
+            seed=_seed(self.seed, rollout.group_id, rollout.index, rollout.attempt),
+            temperature=0.0 if greedy else self.config.temperature,
+            top_p=1.0 if greedy else self.config.top_p,
+            top_k=0 if greedy else self.config.top_k,
+            max_tokens=self.config.max_tokens,
+            call_timeout_s=self.config.call_timeout_s,
+        )
+
+
+def _failure(reason: str, detail: str) -> dict[str, Any]:
+    return {"status": "agent_failure", "reward": None, "reason": reason, "detail": detail}
+
+
+def _seed(*parts: object) -> int:
+    """31 bits that depend on all parts, the same in every process."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1

@@ -1,0 +1,330 @@
+"""The loop: collect rollouts, assign credit, batch, step, publish the weights, evaluate.
+
+`train` runs it from whatever a run directory holds to `config.total_steps`:
+
+    run_dir/config.yaml     the settings as resolved
+    run_dir/store.sqlite    every rollout and every span
+    run_dir/checkpoints/    params, optimizer state, places in the task pipelines
+    run_dir/metrics.jsonl   a row a step: row s is about weights version s and its update
+    run_dir/curves.png      the same as a picture
+    run_dir/policy/         the trained policy as a Hugging Face directory
+
+Version s of the weights is what s optimizer steps made. After a crash the loop goes on from the
+newest checkpoint, and the rollouts of the steps it has to do again come from the store: they are
+not sampled twice.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from lightning_jax.checkpoint import Checkpointer
+from lightning_jax.config import Config, ConfigError, changed_keys, save_config
+from lightning_jax.gateway.app import Gateway
+from lightning_jax.learner import Learner, make_learner
+from lightning_jax.metrics import Metrics, MetricsLog, plot_curves
+from lightning_jax.models.load import LoadedModel, load_model, save_hf
+from lightning_jax.rl.advantages import step_advantages
+from lightning_jax.rl.batching import drop_stale, make_sequences
+from lightning_jax.rl.train_step import Params, TrainState
+from lightning_jax.rollout_metrics import eval_metrics, to_trajectories
+from lightning_jax.runner import Runner, load_agent, load_function, make_requests, run_rollouts
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.store import Store
+from lightning_jax.tasks import TaskIterator, demonstration_sequences, group_tasks, spread
+from lightning_jax.types import Rollout, Task, TrainingSequence
+
+log = logging.getLogger(__name__)
+
+# What may change between a crash and going on without making stored rollouts those of another run.
+HARMLESS = ("run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency")
+MISMATCH_ALARM = 1e-3  # nats; sampler and trainer share one forward function, so this is a fault
+
+
+async def train(
+    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+) -> list[dict[str, float | int]]:
+    """Runs or resumes a run to its end; the rows of its metrics file."""
+    async with open_run(config, train_tasks, dev_tasks) as run:
+        with (
+            logging_redirect_tqdm(),
+            tqdm(total=config.total_steps, initial=run.step, desc="steps", unit="step") as bar,
+        ):
+            while run.step < config.total_steps:
+                row = await run.one_step()
+                bar.update()
+                log.info("step %d: %s", run.step - 1, summary(row))
+            if final := await run.evaluate_if_due():
+                run.record(run.step, final)
+                log.info("step %d: %s", run.step, summary(final))
+        run.save()
+        await asyncio.to_thread(run.export)
+    return run.metrics.rows
+
+
+@asynccontextmanager
+async def open_run(
+    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+) -> AsyncIterator["Run"]:
+    """A run at the step its directory has reached, its server up; closes all of it at the end."""
+    if config.serve.orchestrator != "native":
+        raise ConfigError(
+            f"serve.orchestrator is {config.serve.orchestrator!r}; expected native, because "
+            f"training needs "
+            "the log-probs that JetStream's orchestrator does not carry."
+        )
+    agent = load_agent(config.rollout.agent)
+    directory = Path(config.run_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    changed = [
+        key
+        for key in changed_keys(directory / "config.yaml", config)
+        if not key.startswith(HARMLESS)
+    ]
+    model = load_model(config.model.name, config.model.dtype)
+    store = Store(directory / "store.sqlite")
+    run = Run(config, model, store, train_tasks, dev_tasks)
+    save_config(config, directory / "config.yaml")
+    if changed:
+        log.warning(
+            "settings changed since this run began (%s); it goes on from step %d without the "
+            "rollouts that "
+            "the store holds of later steps",
+            ", ".join(changed),
+            run.step,
+        )
+    if abandoned := store.abandon_running():
+        log.info("%d rollouts were running when the last process ended; they run again", abandoned)
+    engine = Engine(model.config, config.serve, dtype=config.model.dtype, mesh=run.learner.mesh)
+    loop = EngineLoop(engine, run.state.params, run.step, model.tokenizer, config.serve)
+    gateway = Gateway(loop, model.tokenizer, store, model_name=model.name, serve=config.serve)
+    reuse_before = run.step + 1 if changed else config.total_steps + 1
+    runner = Runner(agent, gateway, store, config.rollout, config.seed, reuse_before)
+    try:
+        await gateway.start()
+        await asyncio.to_thread(loop.warmup)
+        loop.start()
+        run.connect(loop, runner)
+        yield run
+    finally:
+        await gateway.close()
+        loop.close()
+        run.close()
+        store.close()
+
+
+class Run:
+    """The state of one run between steps, and the few things that change it."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: LoadedModel,
+        store: Store,
+        train_tasks: Sequence[Task],
+        dev_tasks: Sequence[Task],
+    ) -> None:
+        warmup, directory = config.warmup, Path(config.run_dir)
+        self.config, self.model, self.store, self.directory = config, model, store, directory
+        self.step = 0
+        self.tasks = TaskIterator(train_tasks, config.rollout.tasks_per_step, config.seed)
+        groups = group_tasks(train_tasks, warmup.group_by, warmup.group_size)
+        self.demonstrations = TaskIterator(groups, warmup.groups_per_step, config.seed + 1)
+        self.demonstrate = load_function(warmup.demonstrations) if warmup.demonstrations else None
+        self.dev_tasks = spread(dev_tasks, config.eval.num_tasks)
+        self.checkpointer = Checkpointer(directory / "checkpoints", config.checkpoint)
+        self.references = Checkpointer(directory / "reference", config.checkpoint)
+        self.learners = {
+            "warmup": make_learner(model.config, config, supervised=True),
+            "policy": make_learner(model.config, config, supervised=False),
+        }
+        self.state = self._restore() or self.learner.init(model.params)
+        self.reference = self._first_reference()
+        self.metrics = MetricsLog(directory / "metrics.jsonl", self.step)
+
+    @property
+    def phase(self) -> str:
+        return "warmup" if self.step < self.config.warmup.num_steps else "policy"
+
+    @property
+    def learner(self) -> Learner:
+        """Objective and optimizer of the phase that the next step belongs to."""
+        return self.learners[self.phase]
+
+    def connect(self, loop: EngineLoop, runner: Runner) -> None:
+        """Gives the run its server and what runs agents against it."""
+        self.loop, self.runner = loop, runner
+
+    async def one_step(self) -> Metrics:
+        """The metrics row of one step: evaluation if it is time, an optimizer step, new weights
+        served.
+        """
+        step, row = self.step, await self.evaluate_if_due()
+        served = self.loop.stats()
+        if self.phase == "warmup":
+            row |= await self._supervised_step()
+        else:
+            row |= await self._policy_step()
+        row |= _serve_metrics(served, self.loop.stats())
+        self.step += 1
+        if self.step == self.config.warmup.num_steps:
+            self._begin_policy_phase()
+        started = time.monotonic()
+        self.loop.load_weights(self.state.params, self.step)
+        self.store.add_version(self.step, self.step)
+        row["time/publish_s"] = time.monotonic() - started
+        if self.step % self.config.checkpoint.every == 0:
+            started = time.monotonic()
+            await asyncio.to_thread(self.save)
+            row["time/checkpoint_s"] = time.monotonic() - started
+        await asyncio.to_thread(self.record, step, row)
+        return row
+
+    async def evaluate_if_due(self) -> Metrics:
+        """Greedy rewards of the present weights on the dev tasks; empty if it is not time yet."""
+        settings, step = self.config.eval, self.step
+        after_warmup = step - self.config.warmup.num_steps
+        due = step == self.config.total_steps or (
+            settings.at_start
+            if step == 0 or after_warmup == 0
+            else after_warmup > 0 and settings.every > 0 and after_warmup % settings.every == 0
+        )
+        if not due or not self.dev_tasks:
+            return {}
+        started = time.monotonic()
+        rollouts = await self._collect(self.dev_tasks, "eval", 1)
+        return eval_metrics(rollouts) | {"time/eval_s": time.monotonic() - started}
+
+    async def _supervised_step(self) -> Metrics:
+        assert self.demonstrate is not None, "config checks that a warm-up has demonstrations"
+        started = time.monotonic()
+        tasks = [task for group in next(self.demonstrations) for task in group]
+        conversations = await asyncio.to_thread(self.demonstrate, tasks)
+        sequences = demonstration_sequences(conversations, self.model.tokenizer)
+        prepared = time.monotonic()
+        metrics = await asyncio.to_thread(self._update, sequences)
+        metrics["time/prepare_s"] = prepared - started
+        return {name.replace("train/", "warmup/"): value for name, value in metrics.items()}
+
+    async def _policy_step(self) -> Metrics:
+        started = time.monotonic()
+        rollouts = await self._collect(next(self.tasks), "train", self.config.rollout.group_size)
+        trajectories, metrics = to_trajectories(self.store, rollouts, policy_version=self.step)
+        metrics["time/rollout_s"] = time.monotonic() - started
+        algorithm = self.config.algorithm
+        advantages, group_metrics = step_advantages(trajectories, algorithm)
+        trajectories, advantages, num_stale = drop_stale(
+            trajectories,
+            advantages,
+            policy_version=self.step,
+            max_staleness=algorithm.max_staleness,
+        )
+        sequences = make_sequences(trajectories, advantages)
+        metrics |= group_metrics | {"train/dropped_stale": float(num_stale)}
+        metrics |= await asyncio.to_thread(self._update, sequences)
+        if metrics.get("train/mismatch_kl", 0.0) > MISMATCH_ALARM:
+            log.warning(
+                "train/mismatch_kl is %.2g at step %d; expected below %g, because sampler and "
+                "trainer share "
+                "their code. The rollouts were not sampled from these weights.",
+                metrics["train/mismatch_kl"],
+                self.step,
+                MISMATCH_ALARM,
+            )
+        return metrics
+
+    async def _collect(self, tasks: Sequence[Task], phase: str, group_size: int) -> list[Rollout]:
+        requests = make_requests(tasks, phase, self.step, group_size)
+        with tqdm(total=len(requests), desc=f"{phase} {self.step}", leave=False) as bar:
+            return await run_rollouts(requests, self.runner, on_done=lambda _: bar.update())
+
+    def _update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
+        """Trains on the sequences; metrics. Without any that counts, the weights stay."""
+        started = time.monotonic()
+        self.state, metrics = self.learner.update(self.state, sequences, self.reference)
+        return metrics | {"time/train_s": time.monotonic() - started}
+
+    def _begin_policy_phase(self) -> None:
+        """After the warm-up the optimizer starts afresh, and the reference is what the warm-up
+        made.
+        """
+        self.state = self.learner.init(self.state.params)
+        self.reference = self._first_reference()
+
+    def _first_reference(self) -> Params | None:
+        """The frozen copy for the KL term, kept on disk for resumption; None where no term needs
+        it.
+        """
+        if self.config.algorithm.kl_coef == 0 or self.phase == "warmup":
+            return None
+        copy = self.learner.init(self.state.params)
+        if self.references.latest_step is not None:
+            return self.references.restore(copy).state.params
+        self.references.save(self.step, copy, {})
+        return copy.params
+
+    def close(self) -> None:
+        self.checkpointer.close()
+        self.references.close()
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step, unless there is one."""
+        if self.checkpointer.latest_step == self.step:
+            return
+        progress = {"tasks": self.tasks.state(), "demonstrations": self.demonstrations.state()}
+        self.checkpointer.save(self.step, self.state, progress)
+
+    def _restore(self) -> TrainState | None:
+        """Goes to the newest checkpoint's step; None if there is none."""
+        if self.checkpointer.latest_step is None:
+            return None
+        self.step = self.checkpointer.latest_step
+        saved = self.checkpointer.restore(self.learner.init(self.model.params))
+        self.tasks.restore(saved.progress["tasks"])
+        self.demonstrations.restore(saved.progress["demonstrations"])
+        log.info("going on from the checkpoint of step %d in %s", self.step, self.directory)
+        return saved.state
+
+    def record(self, step: int, row: Metrics) -> None:
+        """Adds a row to the metrics file and draws the curves anew."""
+        self.metrics.write(step, row)
+        plot_curves(self.metrics.rows, self.directory / "curves.png", str(self.directory))
+
+    def export(self) -> Path:
+        """Writes the policy as a Hugging Face directory; its path."""
+        target = self.directory / "policy"
+        save_hf(target, replace(self.model, params=self.state.params))
+        return target
+
+
+def summary(row: Metrics) -> str:
+    """The few numbers of a row that a person watches."""
+    shown = {
+        "eval": "eval/reward_mean",
+        "reward": "rollout/reward_mean",
+        "loss": "warmup/loss",
+        "entropy": "train/entropy",
+        "kl": "train/mismatch_kl",
+    }
+    return " ".join(f"{name} {row[key]:.3g}" for name, key in shown.items() if key in row)
+
+
+def _serve_metrics(before: Metrics, after: Metrics) -> Metrics:
+    """What the server did between two readings of its counters."""
+    did = {name: after[name] - before[name] for name in after if name in before}
+    prompt = did["serve/prefill_tokens"] + did["serve/prefix_hit_tokens"]
+    return {
+        "serve/requests": did["serve/requests"],
+        "serve/steps": did["serve/steps"],
+        "serve/tokens_generated": did["serve/tokens_generated"],
+        "serve/prefix_hit_share": did["serve/prefix_hit_tokens"] / max(prompt, 1.0),
+        "serve/compiles": after["serve/compiles"],
+    }

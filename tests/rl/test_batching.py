@@ -1,0 +1,177 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_jax.config import BatchConfig
+from lightning_jax.rl.batching import (
+    drop_stale,
+    make_batches,
+    make_sequences,
+    make_supervised_sequences,
+)
+from lightning_jax.testing.records import sequence, trajectory, transition
+
+SMALL = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
+
+
+def read_back(batches):
+    """Every target as (context it is predicted from, token, log-prob, advantage, weight).
+
+    The context is what attention lets the predicting node see, in order of position.
+    """
+    found = Counter()
+    for batch in batches:
+        for b, r in zip(*np.nonzero(batch.target_mask), strict=True):
+            node = int(batch.target_nodes[b, r])
+            sees = [j for j in range(node + 1) if node < batch.ends[b, j]]
+            assert [int(batch.positions[b, j]) for j in sees] == list(range(len(sees)))
+            context = tuple(int(batch.tokens[b, j]) for j in sees)
+            numbers = (batch.behavior_logprobs, batch.advantages, batch.weights)
+            values = tuple(float(array[b, r]) for array in numbers)
+            found[context, int(batch.target_ids[b, r]), *values] += 1
+    return found
+
+
+def expected_targets(sequences):
+    expected = Counter()
+    for s in sequences:
+        for i, token in enumerate(s.response_token_ids):
+            context = s.prompt_token_ids + s.response_token_ids[:i]
+            numbers = (s.behavior_logprobs[i], s.advantage, s.weight)
+            expected[context, token, *(float(np.float32(x)) for x in numbers)] += 1
+    return expected
+
+
+def test_layout_by_hand():
+    # Paths 5 6 7 (the 8 is only predicted), 5 6 7 8 4 and 5 9, depth first.
+    sequences = [sequence([5, 6], [7, 8]), sequence([5, 6, 7, 8, 4], [3]), sequence([5], [9, 1])]
+    (batch,), stats = make_batches(sequences, SMALL)
+    assert batch.tokens[0, :7].tolist() == [5, 6, 7, 8, 4, 9, 0]
+    assert batch.positions[0, :7].tolist() == [0, 1, 2, 3, 4, 1, 0]
+    assert batch.ends[0].tolist() == [6, 5, 5, 5, 5, 6, *range(7, 17)]
+    assert batch.target_nodes[0].tolist() == [1, 2, 4, 0, 5, 0, 0, 0]
+    assert batch.target_ids[0].tolist() == [7, 8, 3, 9, 1, 0, 0, 0]
+    assert batch.target_mask[0].tolist() == [True] * 5 + [False] * 3
+    assert stats["train/tokens_naive"] == 3 + 5 + 2
+    assert stats["train/tokens_forest"] == 6
+    assert stats["train/padding_share"] == 1 - 6 / 16
+    assert stats["train/num_sequences"] == 3
+
+
+def test_the_same_sample_twice_shares_nodes_but_not_targets():
+    sequences = [sequence([1, 2], [3, 4], advantage=a) for a in (1.0, -1.0)]
+    batches, stats = make_batches(sequences, SMALL)
+    assert stats["train/tokens_forest"] == 3
+    assert read_back(batches) == expected_targets(sequences)
+    assert batches[0].target_mask.sum() == 4
+
+
+def test_a_multi_turn_conversation_is_one_path():
+    turns = [sequence([1, 2], [3, 4]), sequence([1, 2, 3, 4, 5], [6]), sequence([1, 2, 3, 9], [7])]
+    batches, stats = make_batches(turns, SMALL)
+    assert stats["train/tokens_forest"] == 6  # 1 2 3 4 5 and the fork 9
+    assert read_back(batches) == expected_targets(turns)
+
+
+def test_a_split_trie_is_still_exact():
+    sequences = [sequence([1, 2, 3, 4, 5, 6, 7, 8], [k, k, k]) for k in range(10, 20)]
+    batches, stats = make_batches(sequences, SMALL)
+    assert len(batches) > 1
+    assert read_back(batches) == expected_targets(sequences)
+    assert stats["train/num_rows"] == len(batches)
+
+
+def test_rows_of_one_batch_and_the_last_one_filled_with_padding():
+    config = BatchConfig(rows=2, row_len=16, max_targets=8, head_chunk=4)
+    sequences = [sequence([k] * 14, [k, k]) for k in range(1, 4)]
+    batches, stats = make_batches(sequences, config)
+    assert [batch.tokens.shape for batch in batches] == [(2, 16), (2, 16)]
+    assert read_back(batches) == expected_targets(sequences)
+    assert stats["train/padding_share"] == 1 - 3 * 15 / 64
+    np.testing.assert_array_equal(batches[1].ends[1], np.arange(1, 17))
+    assert batches[1].target_mask[1].sum() == 0
+
+
+def test_drops_are_counted_by_reason_and_in_tokens():
+    sequences = [
+        sequence([1] * 15, [2]),  # reads 15 tokens
+        sequence([1] * 16, [2]),  # reads 16, just fits
+        sequence([1] * 16, [2, 3]),  # too long
+        sequence([1], [2] * 9),  # too many targets
+        sequence([1], []),
+        sequence([1], [2], advantage=0.0),
+    ]
+    batches, stats = make_batches(sequences, SMALL, skip_zero_advantage=True)
+    dropped = {name: value for name, value in stats.items() if "dropped" in name}
+    assert dropped == {
+        "train/dropped_too_long": 1.0,
+        "train/dropped_too_many_targets": 1.0,
+        "train/dropped_empty_response": 1.0,
+        "train/dropped_zero_advantage": 1.0,
+        "train/dropped_tokens": 12.0,
+    }
+    assert read_back(batches) == expected_targets(sequences[:2])
+
+
+def test_nothing_to_train_on_makes_no_batch():
+    batches, stats = make_batches([], SMALL)
+    assert batches == []
+    assert stats["train/padding_share"] == 0.0
+
+
+def test_weights_make_rollouts_count_alike_and_sum_to_one():
+    step = [
+        trajectory(transition([1], [2, 3]), transition([1, 2, 3], [4, 5])),
+        trajectory(transition([1], [6])),
+        trajectory(),  # no call: nothing to weigh
+    ]
+    sequences = make_sequences(step, [(0.5, 1.5), (-1.0,), ()])
+    assert [s.weight for s in sequences] == [1 / 8, 1 / 8, 1 / 2]
+    assert [s.advantage for s in sequences] == [0.5, 1.5, -1.0]
+    assert sum(s.weight * len(s.response_token_ids) for s in sequences) == 1.0
+
+
+def test_advantages_must_match_calls():
+    with pytest.raises(ValueError, match="2 advantages for 1 calls; expected one each"):
+        make_sequences([trajectory(transition([1], [2]))], [(1.0, 2.0)])
+
+
+def test_supervised_tokens_weigh_alike():
+    sequences = make_supervised_sequences([([1, 2], [3]), ([1], [4, 5, 6])])
+    assert [s.weight for s in sequences] == [0.25, 0.25]
+    assert sequences[1].response_token_ids == (4, 5, 6)
+
+
+def test_stale_calls_are_dropped_and_counted():
+    old, new = transition([1], [2], version=3), transition([1], [3], version=5)
+    step, advantages, num_dropped = drop_stale(
+        [trajectory(old, new), trajectory(old)],
+        [(1.0, 2.0), (3.0,)],
+        policy_version=7,
+        max_staleness=2,
+    )
+    assert [t.transitions for t in step] == [(new,), ()]
+    assert advantages == [(2.0,), ()]
+    assert num_dropped == 2
+
+
+tokens = st.integers(1, 3)
+responses = st.lists(tokens, min_size=1, max_size=6)
+pair_lists = st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=9), responses), max_size=20)
+
+
+@settings(max_examples=150, deadline=None)
+@given(pair_lists, st.integers(1, 3), st.randoms())
+def test_every_sampled_token_is_trained_once_in_its_own_context(pairs, rows, random):
+    sequences = [sequence(prompt, response) for prompt, response in pairs]
+    config = BatchConfig(rows=rows, row_len=16, max_targets=8, head_chunk=8)
+    batches, stats = make_batches(sequences, config)
+    assert read_back(batches) == expected_targets(sequences)
+    shuffled = sequences[:]
+    random.shuffle(shuffled)
+    again, _ = make_batches(shuffled, config)
+    assert read_back(again) == read_back(batches)
+    assert stats["train/tokens_forest"] <= stats["train/tokens_naive"]

@@ -1,0 +1,40 @@
+import pytest
+
+from lightning_jax.rl.credit import assign_credit, rollout_return
+from lightning_jax.testing.records import trajectory, transition
+
+
+def calls(*rewards: float):
+    return [transition([1], [2], reward=reward) for reward in rewards]
+
+
+def test_identical_gives_every_call_the_whole_return():
+    # 1.0 of the rollout + 0.25 + 0.5 of the calls
+    rollout = trajectory(*calls(0.25, 0.0, 0.5), reward=1.0)
+    assert assign_credit(rollout, scheme="identical", discount=0.5) == (1.75, 1.75, 1.75)
+
+
+def test_per_step_discounts_what_comes_later():
+    # r = (0.25, 0, 0.5 + 1): G2 = 1.5; G1 = 0 + 0.5 * 1.5 = 0.75; G0 = 0.25 + 0.5 * 0.75 = 0.625
+    rollout = trajectory(*calls(0.25, 0.0, 0.5), reward=1.0)
+    assert assign_credit(rollout, scheme="per_step", discount=0.5) == (0.625, 0.75, 1.5)
+
+
+def test_without_discount_and_call_rewards_the_schemes_agree():
+    rollout = trajectory(*calls(0.0, 0.0), reward=0.7)
+    schemes = [assign_credit(rollout, scheme=s, discount=1.0) for s in ("identical", "per_step")]
+    assert schemes == [(0.7, 0.7), (0.7, 0.7)]
+
+
+@pytest.mark.parametrize("scheme", ["identical", "per_step"])
+def test_a_rollout_without_calls_has_no_credit_but_a_return(scheme):
+    rollout = trajectory(reward=0.5)
+    assert assign_credit(rollout, scheme=scheme, discount=1.0) == ()
+    assert rollout_return(rollout, scheme=scheme, discount=1.0) == 0.5
+
+
+def test_bad_scheme_and_bad_reward_are_refused():
+    with pytest.raises(ValueError, match="'magic'; expected identical or per_step"):
+        assign_credit(trajectory(*calls(0.0)), scheme="magic", discount=1.0)
+    with pytest.raises(ValueError, match="reward nan; expected a finite number"):
+        assign_credit(trajectory(*calls(float("nan"))), scheme="identical", discount=1.0)

@@ -1,0 +1,41 @@
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.config import OptimizerConfig
+from lightning_jax.rl.optimizer import make_optimizer, make_schedule
+
+STRICT_PROMOTION = False  # optax mixes dtypes
+
+
+def rates(count: int, **settings) -> list[float]:
+    schedule = make_schedule(OptimizerConfig(learning_rate=1.0, **settings))
+    return [float(np.asarray(schedule(step))) for step in range(count)]
+
+
+def test_warm_up_rises_from_above_zero_to_the_full_rate():
+    np.testing.assert_allclose(rates(5, warmup_steps=3), [0.25, 0.5, 0.75, 1.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(rates(3, warmup_steps=1), [0.5, 1.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(rates(2), [1.0, 1.0])
+
+
+def test_cosine_falls_to_a_tenth_and_stays():
+    # Half-way of a cosine from 1 to 0.1 is 0.55.
+    got = rates(8, warmup_steps=1, decay_steps=4)
+    assert got[0] == pytest.approx(0.5)
+    assert got[1] == pytest.approx(1.0)
+    assert got[3] == pytest.approx(0.55)
+    np.testing.assert_allclose(got[5:], 0.1, rtol=1e-6)
+
+
+def test_first_update_by_hand():
+    # Adam's first step is lr * sign(g) whatever the clip; the matrix also decays by lr * 0.1 * w.
+    config = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
+    optimizer = make_optimizer(config)
+    params = {"matrix": jnp.full((1, 1), 2.0), "bias": jnp.full((1,), 2.0)}
+    grads = {"matrix": jnp.full((1, 1), 30.0), "bias": jnp.full((1,), -40.0)}
+    updates: Any = optimizer.update(grads, optimizer.init(params), params)[0]
+    np.testing.assert_allclose(updates["matrix"], -0.01 - 0.01 * 0.1 * 2.0, rtol=1e-5)
+    np.testing.assert_allclose(updates["bias"], 0.01, rtol=1e-5)

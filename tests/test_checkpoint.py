@@ -1,0 +1,62 @@
+"""A checkpoint brings back what was saved, and is whole or not there."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from lightning_jax.checkpoint import Checkpointer, CheckpointError
+from lightning_jax.config import CheckpointConfig, OptimizerConfig
+from lightning_jax.rl.optimizer import make_optimizer
+from lightning_jax.rl.train_step import TrainState, init_state
+from lightning_jax.testing.tiny import tiny_model
+
+
+def _state(seed: int, embed_dim: int = 32) -> TrainState:
+    params = tiny_model(seed, embed_dim=embed_dim).params
+    return init_state(params, make_optimizer(OptimizerConfig()))
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig(keep=2))
+    assert checkpointer.latest_step is None
+    for step in (3, 5, 8):
+        checkpointer.save(step, _state(step), {"tasks": {"next_index": step}})
+    checkpointer.close()
+    again = Checkpointer(tmp_path / "c", CheckpointConfig(keep=2))
+    assert again.latest_step == 8
+    saved = again.restore(_state(0))
+    assert saved.progress == {"tasks": {"next_index": 8}}
+    jax.tree.map(np.testing.assert_array_equal, saved.state, _state(8))
+    jax.tree.map(np.testing.assert_array_equal, again.restore(_state(0), 5).state, _state(5))
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3"):
+        again.restore(_state(0), 3)
+    again.close()
+
+
+def test_a_save_that_broke_off_is_not_seen(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
+    checkpointer.save(1, _state(1), {})
+    checkpointer.close()
+    # What a killed process leaves: Orbax writes under a temporary name and renames at the end.
+    (tmp_path / "c" / "2.orbax-checkpoint-tmp-7" / "state").mkdir(parents=True)
+    again = Checkpointer(tmp_path / "c", CheckpointConfig())
+    assert again.latest_step == 1
+    jax.tree.map(np.testing.assert_array_equal, again.restore(_state(0)).state, _state(1))
+    again.close()
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
+    checkpointer.save(1, _state(1), {})
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        checkpointer.restore(_state(0, embed_dim=16))
+    checkpointer.close()
+
+
+def test_no_checkpoint_is_said(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        checkpointer.restore(_state(0))
+    checkpointer.close()

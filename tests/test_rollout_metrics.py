@@ -1,0 +1,66 @@
+"""Nothing is left out of training without a counter."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_jax.rollout_metrics import eval_metrics, rollout_metrics, to_trajectories
+from lightning_jax.store import Store
+from lightning_jax.testing.records import trajectory, transition
+from lightning_jax.types import Rollout
+
+
+def _rollout(index: int, status: str, **fields: object) -> Rollout:
+    values = {
+        "rollout_id": f"r{index}",
+        "task_id": "t",
+        "group_id": "g",
+        "phase": "train",
+        "step": 0,
+        "index": index,
+        "attempt": 1,
+        "status": status,
+    }
+    return Rollout(**(values | fields))  # type: ignore[arg-type]
+
+
+def test_rollouts_without_reward_or_calls_are_counted(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.sqlite")
+    rollouts = [
+        _rollout(0, "scored", reward=1.0),
+        _rollout(1, "agent_failure", reward=0.0, reason="GraphRecursionError"),
+        _rollout(2, "agent_failure", reason="deadline"),
+        _rollout(3, "infrastructure_failure", reason="call_timeout", attempt=3),
+    ]
+    trajectories, metrics = to_trajectories(store, rollouts, policy_version=0)
+    store.close()
+    assert [t.rollout_id for t in trajectories] == ["r0", "r1"]
+    assert metrics["rollout/dropped_no_reward"] == 2
+    assert metrics["rollout/dropped_no_calls"] == 2
+    assert metrics["rollout/agent_failure_graph_recursion_error"] == 1
+    assert metrics["rollout/infrastructure_failure_call_timeout"] == 1
+    assert metrics["rollout/num_retries"] == 1
+    assert metrics["rollout/reward_mean"] == 0.5
+
+
+def test_lengths_and_staleness_by_hand() -> None:
+    calls = (transition([1], [2, 3], version=4), transition([1], [2, 3, 4, 5], version=5))
+    metrics = rollout_metrics([_rollout(0, "scored", reward=1.0)], [trajectory(*calls)], 6)
+    assert metrics["rollout/response_tokens_mean"] == 3
+    assert metrics["rollout/response_tokens_max"] == 4
+    # Two tokens are two steps old, four are one step old.
+    assert metrics["train/staleness_mean"] == pytest.approx(8 / 6)
+    assert metrics["rollout/cut_short_share"] == 0
+
+
+def test_an_evaluation_has_its_standard_error() -> None:
+    rollouts = [_rollout(i, "scored", reward=float(i == 0)) for i in range(3)]
+    rollouts += [_rollout(3, "agent_failure", reward=None, reason="deadline")]
+    rollouts += [_rollout(4, "infrastructure_failure", reason="engine_error")]
+    metrics = eval_metrics(rollouts)
+    assert metrics["eval/num_tasks"] == 4
+    assert metrics["eval/reward_mean"] == 0.25
+    # Deviations .75, -.25, -.25, -.25: variance .75 / 3, standard error sqrt(.25 / 4).
+    assert metrics["eval/reward_stderr"] == pytest.approx(0.25)
+    assert metrics["eval/num_infrastructure_failures"] == 1
+    assert "eval/reward_mean" not in eval_metrics([])

@@ -1,0 +1,161 @@
+"""Each rollout ends in exactly one status, and only infrastructure is tried again."""
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from lightning_jax.config import ConfigError, RolloutConfig, ServeConfig
+from lightning_jax.gateway.app import Gateway
+from lightning_jax.models.load import LoadedModel
+from lightning_jax.runner import (
+    Runner,
+    TooManyFailures,
+    load_agent,
+    load_function,
+    make_requests,
+    run_rollouts,
+)
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.store import Store
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.types import Rollout
+
+TOY = Path(__file__).with_name("toy_agent.py")
+TASKS = [{"id": f"t{i}", "question": f"{i}?"} for i in range(3)]
+SERVE = ServeConfig(slots=4, max_len=128, prefill_buckets=(16, 64))
+
+
+@functools.cache  # made and compiled once for all tests
+def _model_and_engine() -> tuple[LoadedModel, Engine]:
+    model = tiny_model()
+    return model, Engine(model.config, SERVE)
+
+
+@asynccontextmanager
+async def _runner(path: Path, function: str, **settings: object) -> AsyncIterator[Runner]:
+    model, engine = _model_and_engine()
+    loop = EngineLoop(engine, model.params, 0, model.tokenizer, SERVE)
+    loop.start()
+    store = Store(path / "store.sqlite")
+    gateway = Gateway(loop, model.tokenizer, store, model_name="tiny", serve=SERVE)
+    await gateway.start()
+    try:
+        config = RolloutConfig(agent=f"{TOY}:{function}", **settings)  # type: ignore[arg-type]
+        yield Runner(load_agent(config.agent), gateway, store, config, seed=0, reuse_before=100)
+    finally:
+        await gateway.close()
+        loop.close()
+        store.close()
+
+
+async def _one(runner: Runner) -> Rollout:
+    (rollout,) = await run_rollouts(make_requests(TASKS[:1], "train", 0, 1), runner)
+    return rollout
+
+
+async def test_rollouts_are_scored_and_each_call_is_a_span(tmp_path: Path) -> None:
+    async with _runner(tmp_path, "two_turns", concurrency=2) as runner:
+        done = []
+        requests = make_requests(TASKS, "train", 7, 2)
+        rollouts = await run_rollouts(requests, runner, on_done=done.append)
+        assert [(r.task_id, r.index) for r in rollouts] == [
+            (f"t{i}", n) for i in range(3) for n in range(2)
+        ]
+        assert {r.status for r in rollouts} == {"scored"} and len(done) == 6
+        assert len({r.group_id for r in rollouts}) == 3
+        for rollout in rollouts:
+            assert len(runner.store.spans(rollout.rollout_id)) == 2
+            assert runner.store.rollout(rollout.rollout_id) == rollout
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [("quiet", "no_reward"), ("odd", "bad_reward"), ("broken", "KeyError"), ("slow", "deadline")],
+)
+async def test_an_agents_fault_is_its_own_and_not_tried_again(
+    tmp_path: Path, agent: str, reason: str
+) -> None:
+    async with _runner(tmp_path, agent, timeout_s=0.3, agent_failure_reward=-0.5) as runner:
+        rollout = await _one(runner)
+        assert (rollout.status, rollout.reason) == ("agent_failure", reason)
+        assert (rollout.attempt, rollout.reward) == (1, -0.5)
+        assert rollout.detail
+
+
+async def test_infrastructure_is_tried_again_and_never_rewarded(tmp_path: Path) -> None:
+    settings = {"call_timeout_s": 1e-4, "max_attempts": 2, "max_infrastructure_failures": 1.0}
+    async with _runner(tmp_path, "impatient", **settings) as runner:
+        rollout = await _one(runner)
+        assert rollout.status == "infrastructure_failure"
+        assert (rollout.attempt, rollout.reward, rollout.reason) == (2, None, "call_timeout")
+        tries = runner.store.rollouts(group_id=rollout.group_id)
+        assert [r.status for r in tries] == ["infrastructure_failure"] * 2
+
+
+async def test_too_many_infrastructure_failures_stop_the_run(tmp_path: Path) -> None:
+    async with _runner(tmp_path, "impatient", call_timeout_s=1e-4, max_attempts=1) as runner:
+        with pytest.raises(TooManyFailures, match=r"1 of 1 rollouts .*call_timeout"):
+            await _one(runner)
+
+
+async def test_a_finished_rollout_is_taken_from_the_store(tmp_path: Path) -> None:
+    async with _runner(tmp_path, "run") as runner:
+        first = await _one(runner)
+        assert await _one(runner) == first
+        other = [{"id": "another", "question": "0?"}]  # the same place, but not the same task
+        (fresh,) = await run_rollouts(make_requests(other, "train", 0, 1), runner)
+        assert (fresh.task_id, fresh.attempt) == ("another", 2)
+        late = make_requests(TASKS[:1], "train", 100, 1)  # not before `reuse_before`
+        await run_rollouts(late, runner)
+        (again,) = await run_rollouts(late, runner)
+        assert again.attempt == 2
+
+
+async def test_at_most_concurrency_run_at_once(tmp_path: Path) -> None:
+    running = most = 0
+
+    async def agent(task: dict, llm: object) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return 1.0
+
+    async with _runner(tmp_path, "run", concurrency=3) as runner:
+        crowded = Runner(agent, runner.gateway, runner.store, runner.config, seed=0)
+        await run_rollouts(make_requests(TASKS, "train", 0, 4), crowded)
+    assert most == 3
+
+
+async def test_a_rollout_repeats_with_its_seed(tmp_path: Path) -> None:
+    responses = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        async with _runner(tmp_path / name, "run") as runner:
+            rollout = await _one(runner)
+            (span,) = runner.store.spans(rollout.rollout_id)
+            responses.append(span.attributes["lightning.response_token_ids"])
+    assert responses[0] == responses[1]
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("nowhere.py:run", "does not exist"),
+        (f"{TOY}:walk", "no such function"),
+        (f"{TOY}:not_a_coroutine", "async def"),
+    ],
+)
+def test_a_wrong_agent_reference_is_explained(reference: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_agent(reference)
+
+
+def test_a_file_is_loaded_once() -> None:
+    assert load_function(f"{TOY}:run").__globals__ is load_function(f"{TOY}:odd").__globals__

@@ -1,0 +1,73 @@
+"""The task pipeline goes on where it was, and demonstrations are what the gateway would have
+recorded.
+"""
+
+import json
+
+import pytest
+
+from lightning_jax.tasks import TaskIterator, demonstration_sequences, end_of_turn, group_tasks
+from lightning_jax.testing.tiny import tiny_tokenizer
+
+
+def test_each_pass_has_every_task_once_in_a_new_order() -> None:
+    tasks = TaskIterator(list(range(6)), 3, seed=1)
+    first, second = next(tasks) + next(tasks), next(tasks) + next(tasks)
+    assert sorted(first) == sorted(second) == list(range(6))
+    assert first != second
+
+
+def test_the_same_batches_follow_a_restored_state() -> None:
+    tasks = TaskIterator(list(range(10)), 4, seed=3)
+    next(tasks)
+    state = json.loads(json.dumps(tasks.state()))
+    expected = [next(tasks) for _ in range(5)]
+    again = TaskIterator(list(range(10)), 4, seed=3)
+    again.restore(state)
+    assert [next(again) for _ in range(5)] == expected
+    assert [next(TaskIterator(list(range(10)), 4, seed=4)) for _ in range(5)] != expected
+
+
+def test_no_tasks_is_an_error() -> None:
+    with pytest.raises(ValueError, match="0 tasks"):
+        TaskIterator([], 4, seed=0)
+
+
+def test_groups_share_the_field() -> None:
+    tasks = [{"id": i, "db": "ab"[i % 2]} for i in range(5)]
+    groups = group_tasks(tasks, "db", 2)
+    assert [[task["id"] for task in group] for group in groups] == [[0, 2], [4], [1, 3]]
+    assert group_tasks(tasks, None, 3) == [tasks[:3], tasks[3:]]
+
+
+def test_demonstrations_are_paths_of_one_conversation() -> None:
+    tokenizer = tiny_tokenizer()
+    conversation = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "bad", "train": False},
+        {"role": "user", "content": "no"},
+        {"role": "assistant", "content": "good"},
+    ]
+    (sequence,) = demonstration_sequences([conversation], tokenizer)
+    end = tokenizer.encode("<|im_end|>")
+    assert list(sequence.response_token_ids) == tokenizer.encode("good") + end
+    prompt = "".join(
+        f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in conversation[:3]
+    )
+    assert list(sequence.prompt_token_ids) == tokenizer.encode(prompt + "<|im_start|>assistant\n")
+
+
+def test_all_demonstrated_tokens_weigh_the_same() -> None:
+    tokenizer = tiny_tokenizer()
+    conversations = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+        for text in ("a", "bcd")
+    ]
+    sequences = demonstration_sequences(conversations, tokenizer)
+    assert [len(s.response_token_ids) for s in sequences] == [2, 4]  # the end of turn included
+    assert [s.weight for s in sequences] == [pytest.approx(1 / 6)] * 2
+
+
+def test_the_end_of_turn_is_the_templates() -> None:
+    tokenizer = tiny_tokenizer()
+    assert end_of_turn(tokenizer) == tokenizer.token_id("<|im_end|>")

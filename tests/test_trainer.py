@@ -1,0 +1,172 @@
+"""The whole loop on a toy task: it learns, it resumes, and it counts what it leaves out."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_jax.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    EvalConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    ServeConfig,
+    WarmupConfig,
+)
+from lightning_jax.metrics import read_metrics
+from lightning_jax.models.load import load_model, save_hf
+from lightning_jax.store import Store
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.trainer import train
+from lightning_jax.types import Task
+
+TOY = Path(__file__).with_name("toy_agent.py")
+TASKS: list[Task] = [{"id": f"t{i}", "question": "abcd"[i]} for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    save_hf(path, tiny_model())
+    return path
+
+
+def _config(model_dir: Path, run_dir: Path, **changes: object) -> Config:
+    config = Config(
+        run_dir=str(run_dir),
+        num_steps=12,
+        model=ModelConfig(name=str(model_dir)),
+        serve=ServeConfig(slots=16, max_len=64, prefill_buckets=(32,)),
+        rollout=RolloutConfig(agent=f"{TOY}:run", tasks_per_step=4, group_size=8, concurrency=32),
+        algorithm=AlgorithmConfig(),
+        batch=BatchConfig(rows=1, row_len=256, max_targets=128, head_chunk=64),
+        optimizer=OptimizerConfig(learning_rate=3e-2),
+        eval=EvalConfig(every=0, num_tasks=4, at_start=False),
+        checkpoint=CheckpointConfig(every=5),
+        mesh=MeshConfig(fsdp=1),
+    )
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+
+
+def test_a_toy_task_is_learned_within_a_minute(model_dir: Path, tmp_path: Path) -> None:
+    config = _config(model_dir, tmp_path / "run")
+    started = time.monotonic()
+    rows = asyncio.run(train(config, TASKS, TASKS))
+    assert time.monotonic() - started < 60
+    rewards = [row["rollout/reward_mean"] for row in rows if "rollout/reward_mean" in row]
+    assert rewards[0] < 0.3 and rewards[-1] > 0.8
+    assert rows[-1]["eval/reward_mean"] > 0.8
+    # One forward function: the sampler's log-probs are the trainer's.
+    assert max(row.get("train/mismatch_kl", 0.0) for row in rows) < 1e-5
+    _check_run_directory(tmp_path / "run", config)
+
+
+def _check_run_directory(run: Path, config: Config) -> None:
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(13))
+    trained = load_model(str(run / "policy"))
+    before = load_model(config.model.name)
+    embedding = trained.params["embed"]["embedding"]
+    assert not np.allclose(embedding, before.params["embed"]["embedding"])
+    store = Store(run / "store.sqlite")
+    assert store.counts(phase="train") == {"scored": 12 * 32}
+    span = store.spans(store.rollouts(step=11)[0].rollout_id)[0]
+    assert set(span.attributes["lightning.policy_versions"]) == {11}
+    store.close()
+
+
+def test_the_warmup_learns_the_demonstrations_first(model_dir: Path, tmp_path: Path) -> None:
+    config = _config(
+        model_dir,
+        tmp_path / "run",
+        num_steps=2,
+        warmup=WarmupConfig(
+            num_steps=10,
+            demonstrations=f"{TOY}:demonstrate",
+            optimizer=OptimizerConfig(learning_rate=1e-2),
+        ),
+        eval=EvalConfig(every=0, num_tasks=4, at_start=True),
+    )
+    rows = asyncio.run(train(config, TASKS, TASKS))
+    assert rows[0]["warmup/loss"] > 3 * rows[9]["warmup/loss"]
+    evals = {row["step"]: row["eval/reward_mean"] for row in rows if "eval/reward_mean" in row}
+    assert evals[0] < 0.5 < evals[10]
+    assert sorted(evals) == [0, 10, 12]
+
+
+def _run_in_a_process(run_dir: Path, model_dir: Path) -> "subprocess.Popen[bytes]":
+    code = (
+        "import asyncio, sys; sys.path.insert(0, sys.argv[1]); import test_trainer as t; "
+        "from pathlib import Path; config = t._config(Path(sys.argv[2]), Path(sys.argv[3])); "
+        "asyncio.run(t.train(config, t.TASKS, t.TASKS))"
+    )
+    arguments = [sys.executable, "-c", code, str(TOY.parent), str(model_dir), str(run_dir)]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(model_dir.parent / "compiled")
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    return subprocess.Popen(arguments, env=environment, stderr=subprocess.DEVNULL)
+
+
+def test_killed_at_any_moment_it_resumes_on_the_same_curve(model_dir: Path, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    process = _run_in_a_process(whole, model_dir)
+    assert process.wait(120) == 0
+    for step in (2, 7):  # before the first checkpoint, and between two
+        process = _run_in_a_process(broken, model_dir)
+        deadline = time.monotonic() + 60
+        while len(read_metrics(broken / "metrics.jsonl")) <= step:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+    assert _run_in_a_process(broken, model_dir).wait(120) == 0
+    curves = [
+        [row.get("rollout/reward_mean") for row in read_metrics(run / "metrics.jsonl")]
+        for run in (whole, broken)
+    ]
+    assert len(curves[0]) == len(curves[1]) == 13
+    # The same seeds; what is left is the rounding of batches that met other requests.
+    assert np.allclose(curves[0][:-1], curves[1][:-1], atol=0.1)
+    store = Store(broken / "store.sqlite")
+    again = [r for r in store.rollouts(phase="train") if r.status == "scored" and r.attempt > 1]
+    sampled_twice = [r for r in again if r.step not in _interrupted_steps(store)]
+    store.close()
+    assert sampled_twice == []
+
+
+def _interrupted_steps(store: Store) -> set[int]:
+    """Steps in which a rollout was running when its process died."""
+    return {r.step for r in store.rollouts(phase="train") if r.reason == "crash"}
+
+
+def test_jetstream_cannot_train(model_dir: Path, tmp_path: Path) -> None:
+    config = _config(model_dir, tmp_path / "run")
+    serve = dataclasses.replace(config.serve, orchestrator="jetstream")
+    with pytest.raises(ConfigError, match="expected native"):
+        asyncio.run(train(dataclasses.replace(config, serve=serve), TASKS, TASKS))
+
+
+def test_no_equal_group_moves_the_weights(model_dir: Path, tmp_path: Path) -> None:
+    rollout = RolloutConfig(agent=f"{TOY}:two_turns", tasks_per_step=2, group_size=2)
+    config = _config(model_dir, tmp_path / "run", rollout=rollout, num_steps=1)
+    (row, _) = asyncio.run(train(config, TASKS, TASKS))
+    assert row["train/equal_groups_share"] == 1 and row["train/skipped_updates"] == 1
+    assert row["train/dropped_zero_advantage"] == 8  # 2 tasks, 2 rollouts, 2 calls
+    trained = load_model(str(tmp_path / "run" / "policy"))
+    before = load_model(str(model_dir))
+    np.testing.assert_array_equal(
+        trained.params["embed"]["embedding"], before.params["embed"]["embedding"]
+    )
