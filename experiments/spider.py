@@ -40,7 +40,7 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--config", required=True, help="a YAML file of settings")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="later ones win")
     arguments = parser.parse_args()

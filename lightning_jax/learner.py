@@ -40,10 +40,9 @@ class Learner:
     skip_zero_advantage: bool
 
     def init(self, params: Params) -> TrainState:
-        """A state with fresh moments, its weights a copy of `params` laid out over the mesh."""
-        copy = jax.tree.map(jnp.copy, params)
-        placed = jax.device_put(copy, param_shardings(self.model, self.mesh))
-        return train_step.init_state(placed, self.optimizer)
+        """A state with fresh moments. Takes over `params`, which move to their places."""
+        shardings = param_shardings(self.model, self.mesh)
+        return train_step.init_state(jax.device_put(params, shardings, donate=True), self.optimizer)
 
     def update(
         self, state: TrainState, sequences: Sequence[TrainingSequence], reference: Params | None

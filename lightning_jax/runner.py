@@ -20,8 +20,9 @@ from typing import Any
 
 from lightning_jax.config import ConfigError, RolloutConfig
 from lightning_jax.gateway.app import Gateway, RolloutSettings
+from lightning_jax.gateway.rollouts import derive_seed
 from lightning_jax.store import Store
-from lightning_jax.types import LLM, Rollout, Task, UserError
+from lightning_jax.types import LLM, Rollout, RolloutStatus, Task, UserError
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +146,16 @@ class TooManyFailures(UserError, RuntimeError):
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """How one attempt ended."""
+
+    status: RolloutStatus
+    reward: float | None = None
+    reason: str | None = None
+    detail: str | None = None
+
+
+@dataclass(frozen=True)
 class Runner:
     """Runs one rollout of an agent against the gateway, with retries; the store keeps what came of
     it.
@@ -166,13 +177,14 @@ class Runner:
             for rollout in known:
                 if rollout.status in FINISHED and rollout.task_id == str(request.task["id"]):
                     return rollout
-        first = 1 + max((r.attempt for r in known), default=0)
-        for attempt in range(first, first + self.config.max_attempts):
+        attempt = max((r.attempt for r in known), default=0)
+        last = attempt + self.config.max_attempts
+        while True:
+            attempt += 1
             rollout = await self._attempt(request, attempt)
-            if rollout.status in FINISHED:
-                break
+            if rollout.status in FINISHED or attempt == last:
+                return rollout
             log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
-        return rollout
 
     async def _attempt(self, request: RolloutRequest, attempt: int) -> Rollout:
         rollout = request.rollout(attempt)
@@ -185,25 +197,24 @@ class Runner:
             self.gateway.close_rollout(rollout.rollout_id)
             raise
         errors = self.gateway.close_rollout(rollout.rollout_id).num_errors
-        if outcome["status"] == "agent_failure":
+        if outcome.status == "agent_failure":
             if errors:  # the agent broke off after a call that the server could not answer
-                outcome = outcome | {
-                    "status": "infrastructure_failure",
-                    "reason": next(iter(errors)),
-                }
+                outcome = replace(
+                    outcome, status="infrastructure_failure", reason=next(iter(errors))
+                )
             else:
-                outcome["reward"] = self.config.agent_failure_reward
-        self.store.set_status(rollout.rollout_id, **outcome)
-        return replace(rollout, **outcome)
+                outcome = replace(outcome, reward=self.config.agent_failure_reward)
+        self.store.set_status(rollout.rollout_id, **vars(outcome))
+        return replace(rollout, **vars(outcome))
 
-    async def _outcome(self, task: Task, llm: LLM) -> dict[str, Any]:
-        """Status, reward, reason and detail, as far as the agent itself tells."""
+    async def _outcome(self, task: Task, llm: LLM) -> Outcome:
+        """What the agent itself tells."""
         try:
             async with asyncio.timeout(self.config.timeout_s):
                 reward = await self.agent(dict(task), llm)
         except TimeoutError:
             return _failure("deadline", f"the agent ran longer than {self.config.timeout_s:g} s")
-        except Exception as error:  # noqa: BLE001  (foreign code: whatever it raises fails its rollout)
+        except Exception as error:  # noqa: BLE001  (foreign code: what it raises fails its rollout)
             return _failure(type(error).__name__, str(error)[:500])
         if reward is None:
             return _failure("no_reward", "the agent returned None; expected a number")
@@ -211,13 +222,13 @@ class Runner:
             return _failure(
                 "bad_reward", f"the agent returned {reward!r}; expected a finite number"
             )
-        return {"status": "scored", "reward": float(reward), "reason": None, "detail": None}
+        return Outcome("scored", float(reward))
 
     def _settings(self, rollout: Rollout) -> RolloutSettings:
         greedy = rollout.phase == "eval"
         return RolloutSettings(
             rollout_id=rollout.rollout_id,
-            seed=_seed(self.seed, rollout.group_id, rollout.index, rollout.attempt),
+            seed=derive_seed(self.seed, rollout.group_id, rollout.index, rollout.attempt),
             temperature=0.0 if greedy else self.config.temperature,
             top_p=1.0 if greedy else self.config.top_p,
             top_k=0 if greedy else self.config.top_k,
@@ -226,11 +237,5 @@ class Runner:
         )
 
 
-def _failure(reason: str, detail: str) -> dict[str, Any]:
-    return {"status": "agent_failure", "reward": None, "reason": reason, "detail": detail}
-
-
-def _seed(*parts: object) -> int:
-    """31 bits that depend on all parts, the same in every process."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+def _failure(reason: str, detail: str) -> Outcome:
+    return Outcome("agent_failure", None, reason, detail)

@@ -22,6 +22,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -244,7 +246,11 @@ class Run:
     async def _collect(self, tasks: Sequence[Task], phase: str, group_size: int) -> list[Rollout]:
         requests = make_requests(tasks, phase, self.step, group_size)
         with tqdm(total=len(requests), desc=f"{phase} {self.step}", leave=False) as bar:
-            return await run_rollouts(requests, self.runner, on_done=lambda _: bar.update())
+
+            def on_done(rollout: Rollout) -> None:
+                bar.update()
+
+            return await run_rollouts(requests, self.runner, on_done=on_done)
 
     def _update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
         """Trains on the sequences; metrics. Without any that counts, the weights stay."""
@@ -265,7 +271,7 @@ class Run:
         """
         if self.config.algorithm.kl_coef == 0 or self.phase == "warmup":
             return None
-        copy = self.learner.init(self.state.params)
+        copy = self.learner.init(jax.tree.map(jnp.copy, self.state.params))
         if self.references.latest_step is not None:
             return self.references.restore(copy).state.params
         self.references.save(self.step, copy, {})

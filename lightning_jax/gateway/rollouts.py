@@ -89,7 +89,7 @@ class OpenRollout:
         )
 
 
-def derive_seed(*parts: int) -> int:
+def derive_seed(*parts: object) -> int:
     """31 bits that depend on every part and on their order, the same in every process."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -15,7 +15,7 @@ _SMALL = 128 * 128  # query-key pairs up to which one block is all
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretch of the slow rotary frequencies, for longer contexts than first trained on."""
+    """Llama 3's stretch of slow rotary frequencies, for longer contexts than first trained on."""
 
     factor: float
     low_freq_factor: float
@@ -63,7 +63,7 @@ def attend_tree(
     values: Float[Array, "B T K D"],
     ends: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T H D"]:
-    """Attention in a row: node i sees node j iff `j <= i < ends[j]`; without `ends`, plain causal."""
+    """Attention in a row: node i sees node j iff `j <= i < ends[j]`; causal without `ends`."""
     index = jnp.broadcast_to(jnp.arange(queries.shape[1]), queries.shape[:2])
     ends = jnp.full(queries.shape[:2], ENDLESS) if ends is None else ends
     return _attend(queries, keys, values, index, ends)

@@ -1,9 +1,10 @@
 """Softmax attention block by block: no T x T array, and blocks that nobody sees are never computed.
 
-Query i has an index, key j an end, and i sees j iff `j <= index[i] < ends[j]`. That is the forest of a
-training row (index[i] = i), and with endless keys it is reading a cache (index[i] = position). The
-blocks are walked by a loop whose length is found at run time, so a row packed with short trees costs
-what the short trees cost. The online softmax is arXiv 1805.02867, its use for memory 2205.14135.
+Query i has an index, key j an end, and i sees j iff `j <= index[i] < ends[j]`. That is the forest
+of a training row (index[i] = i), and with endless keys it is reading a cache (index[i] = position).
+The blocks are walked by a loop whose length is found at run time, so a row packed with short trees
+costs what the short trees cost. The online softmax is arXiv 1805.02867, its gradient without the
+scores arXiv 2205.14135.
 """
 
 import functools
@@ -182,7 +183,7 @@ def _scores(b: _Blocks, i: Any, j: Any) -> Any:
 
 
 def _product(form: str, grouped: Any, shared: Any) -> Any:
-    """A product with the keys or values that the G query heads of a group share: one matrix of G*T rows."""
+    """A product with the keys or values that G query heads share: one matrix of G*T rows."""
     flat = grouped.reshape(*grouped.shape[:2], -1, grouped.shape[-1]).astype(shared.dtype)
     form = ",".join("b" + part for part in form.split("->")[0].split(",")) + "->b" + form[-3:]
     out = jnp.einsum(form, flat, shared, preferred_element_type=jnp.float32)

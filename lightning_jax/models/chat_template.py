@@ -19,7 +19,7 @@ class TemplateError(ValueError):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks a model's own words in some templates; the text inside is kept as it is."""
+    """`{% generation %}` marks a model's own words in some templates; the text inside is kept."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -51,8 +51,8 @@ def render(
         )
     except (jinja2.TemplateError, TypeError) as error:
         raise TemplateError(
-            f"the chat template rejects these {len(messages)} messages ({error}); expected the roles "
-            "and text contents it was written for. Change the messages."
+            f"the chat template rejects these {len(messages)} messages ({error}); expected the "
+            "roles and text contents it was written for. Change the messages."
         ) from error
 
 

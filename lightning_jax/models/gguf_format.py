@@ -34,7 +34,13 @@ def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
         )
 
     def value(name: str, default: Any = None) -> Any:
-        return _value(reader, f"{family}.{name}", default)
+        found = _value(reader, f"{family}.{name}", default)
+        if found is None:
+            raise ModelError(
+                f"the GGUF file lacks {family}.{name}; expected all metadata of a {family} model. "
+                "Download the file again."
+            )
+        return found
 
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     embed_dim, heads = int(value("embedding_length")), int(value("attention.head_count"))

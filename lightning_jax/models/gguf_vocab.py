@@ -22,6 +22,10 @@ _DIGITS_APART = ("smollm",)
 _PLAIN = ("gpt-2", "default")
 
 
+class TokenizerError(ValueError):
+    """A tokenizer cannot be read; the text is one sentence."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """What a tokenizer is made of."""
@@ -33,7 +37,7 @@ class Vocabulary:
 
 
 def read(reader: Any) -> Vocabulary:
-    """The vocabulary of an open gguf.GGUFReader. Raises ValueError for a kind that is not known here."""
+    """The vocabulary of an open gguf.GGUFReader. Raises TokenizerError for an unknown kind."""
 
     def value(name: str, default: Any = None) -> Any:
         entry = reader.fields.get(f"tokenizer.{name}")
@@ -41,7 +45,7 @@ def read(reader: Any) -> Vocabulary:
 
     kind, pre = value("ggml.model"), value("ggml.pre", "default")
     if kind != "gpt2":
-        raise ValueError(
+        raise TokenizerError(
             f"the GGUF file's tokenizer is of kind {kind!r}; expected 'gpt2' (byte-level BPE). "
             "Load the Hugging Face directory of this model instead."
         )
@@ -89,7 +93,7 @@ def _pre_tokenizer(pre: str) -> Any:
     if pre in _PLAIN:
         return to_bytes
     known = sorted((*_PATTERNS, *_DIGITS_APART, *_PLAIN))
-    raise ValueError(
+    raise TokenizerError(
         f"the GGUF file cuts text in the way {pre!r}; expected one of {known}. "
         "Load the Hugging Face directory of this model instead."
     )

@@ -34,7 +34,7 @@ def read_config(directory: Path) -> DecoderConfig:
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(
-            f"{directory} has no config.json; expected a Hugging Face model directory. Check the path."
+            f"{directory} has no config.json; expected a Hugging Face model. Check the path."
         )
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -78,13 +78,13 @@ def _refuse_variants(path: Path, fields: dict[str, Any]) -> None:
     for name, value in expected.items():
         if fields.get(name, value) != value:
             raise ModelError(
-                f"{path} says {name}={fields[name]!r}; expected {value!r}, all this decoder computes. "
-                "Choose another model."
+                f"{path} says {name}={fields[name]!r}; expected {value!r}, all that this decoder "
+                "computes. Choose another model."
             )
 
 
 def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    # Newer files hold everything in "rope_parameters", older ones in "rope_theta" and "rope_scaling".
+    # Newer files hold all of it in "rope_parameters", older ones beside "rope_scaling".
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     theta = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -103,7 +103,7 @@ def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling |
 
 
 def read_params(directory: Path, config: DecoderConfig, dtype: Any) -> Params:
-    """The weights of one or many safetensors files. Raises ModelError for any missing or misshapen."""
+    """The weights of all safetensors files. Raises ModelError for any missing or misshapen."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ModelError(

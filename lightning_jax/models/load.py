@@ -86,8 +86,8 @@ def _download(hub_id: str) -> Path:
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"model {hub_id!r} is no local directory and cannot be fetched from the hub ({reason}); "
-            "check the name and the network, or download it and give its directory."
+            f"model {hub_id!r} is no local directory and cannot be fetched from the hub "
+            f"({reason}); check the name and the network, or give the directory of a copy."
         ) from error
 
 

@@ -18,7 +18,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class Place:
-    """One parameter under its three names. The files keep matrices as [out, in], we as [in, out]."""
+    """One parameter under its three names. Files keep matrices as [out, in], we as [in, out]."""
 
     path: Path
     hf: str
@@ -32,12 +32,12 @@ class Place:
         if ours.shape != self.shape:
             raise ModelError(
                 f"weight {name} has shape {array.shape}; expected {self.shape} from the config "
-                f"({'transposed' if self.transpose else 'as it is'}). Check that both belong together."
+                f"({'transposed' if self.transpose else 'as it is'}). Check that both belong."
             )
         return jnp.asarray(np.ascontiguousarray(ours), dtype)
 
 
-_OUTSIDE = {
+_OUTSIDE: dict[Path, tuple[str, str]] = {
     ("embed", "embedding"): ("model.embed_tokens.weight", "token_embd.weight"),
     ("final_norm", "scale"): ("model.norm.weight", "output_norm.weight"),
     ("head", "kernel"): ("lm_head.weight", "output.weight"),

@@ -1,6 +1,7 @@
-"""Where arrays lie on a mesh: one table from logical axes to mesh axes, and what follows from it."""
+"""Which axis of an array lies on which axis of the device mesh: one table for the whole project."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,80 +9,97 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lightning_jax.config import ConfigError, MeshConfig
-from lightning_jax.models.transformer import DecoderConfig, init_params
+from lightning_jax.models.names import Path, flatten, unflatten
+from lightning_jax.models.transformer import DecoderConfig, Params, init_params
 
-# Logical axis -> mesh axes. An axis whose length its mesh axes do not divide stays whole.
-TABLE: dict[str, tuple[str, ...]] = {
+AXES = ("data", "fsdp", "tensor")
+
+# Logical axis -> mesh axes. Rows of a batch are split by both kinds of data parallelism; "fsdp"
+# also splits the weights, gathered layer by layer, and "tensor" splits the work of one layer.
+MESH_AXES: dict[str | None, tuple[str, ...]] = {
     "rows": ("data", "fsdp"),
-    "vocab": ("tensor",),
     "embed": ("fsdp",),
+    "vocab": ("tensor",),
+    "mlp": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
-    "mlp": ("tensor",),
+    None: (),
 }
 
-# Parameter (its last two path parts) -> logical axes; None is not split.
-_PARAMS: dict[str, tuple[str | None, ...]] = {
-    "embed/embedding": ("vocab", "embed"),
-    "head/kernel": ("embed", "vocab"),
-    "q/kernel": ("embed", "heads"),
-    "k/kernel": ("embed", "kv_heads"),
-    "v/kernel": ("embed", "kv_heads"),
-    "o/kernel": ("heads", "embed"),
-    "gate/kernel": ("embed", "mlp"),
-    "up/kernel": ("embed", "mlp"),
-    "down/kernel": ("mlp", "embed"),
-    "q/bias": ("heads",),
-    "k/bias": ("kv_heads",),
-    "v/bias": ("kv_heads",),
+# Parameter -> its logical axes, by the last two keys of its path.
+_LOGICAL: dict[Path, tuple[str | None, ...]] = {
+    ("embed", "embedding"): ("vocab", "embed"),
+    ("head", "kernel"): ("embed", "vocab"),
+    ("q", "kernel"): ("embed", "heads"),
+    ("k", "kernel"): ("embed", "kv_heads"),
+    ("v", "kernel"): ("embed", "kv_heads"),
+    ("o", "kernel"): ("heads", "embed"),
+    ("gate", "kernel"): ("embed", "mlp"),
+    ("up", "kernel"): ("embed", "mlp"),
+    ("down", "kernel"): ("mlp", "embed"),
+    ("q", "bias"): ("heads",),
+    ("k", "bias"): ("kv_heads",),
+    ("v", "bias"): ("kv_heads",),
 }
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh of the settings, over the first devices of all processes.
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The grid of devices, by default of all; where the sizes need fewer, of the first ones.
 
-    One axis may be -1 and takes what the others leave. Raises ConfigError if the sizes do not fit.
+    Raises ConfigError where the sizes do not fit.
     """
-    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
-    devices = jax.devices()
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    num_free = sum(size == -1 for size in sizes.values())
-    if num_free > 1 or fixed < 1 or fixed > len(devices) or (num_free and len(devices) % fixed):
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = [getattr(config, axis) for axis in AXES]
+    known = math.prod(size for size in sizes if size != -1)
+    if sizes.count(-1) == 1 and known > 0 and len(devices) % known == 0:
+        sizes[sizes.index(-1)] = len(devices) // known
+    if min(sizes) < 1 or math.prod(sizes) > len(devices):
+        wanted = ", ".join(f"{axis}={getattr(config, axis)}" for axis in AXES)
         raise ConfigError(
-            f"mesh is {sizes} on {len(devices)} devices; expected sizes of at least 1 whose product "
-            "is at most that number, and at most one -1 to take what divides it."
+            f"mesh {wanted} does not fit {len(devices)} devices; expected sizes whose product is "
+            f"at most {len(devices)}, one of them may be -1. Change mesh.* in the config."
         )
-    shape = [len(devices) // fixed if size == -1 else size for size in sizes.values()]
-    grid = np.asarray(devices[: math.prod(shape)]).reshape(shape)
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    types = (AxisType.Auto,) * len(AXES)
+    if math.prod(sizes) == len(jax.devices()) and devices == jax.devices():
+        return jax.make_mesh(tuple(sizes), AXES, axis_types=types)
+    return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), AXES, axis_types=types)
 
 
-def param_shardings(config: DecoderConfig, mesh: Mesh) -> Any:
-    """A sharding for each parameter, in the shape of the parameters."""
-    shapes = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
-
-    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        name = "/".join(part.key for part in path[-2:])
-        axes = _PARAMS.get(name, (None,) * leaf.ndim)  # norms are whole everywhere
-        return NamedSharding(mesh, _spec(axes, leaf.shape, mesh))
-
-    return jax.tree_util.tree_map_with_path(sharding, shapes)
+def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
+    """A tree like the parameters, of their places. An axis that does not divide stays whole."""
+    shapes = flatten(jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
+    units = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+    places = {}
+    for path, leaf in shapes.items():
+        logical = _LOGICAL.get(path[-2:], (None,) * len(leaf.shape))
+        # Heads are split between devices, never within one.
+        pairs = zip(logical, leaf.shape, strict=True)
+        sizes = [units.get(axis or "", size) for axis, size in pairs]
+        places[path] = NamedSharding(mesh, _spec(logical, sizes, mesh))
+    return unflatten(places)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch over the data-parallel devices."""
-    return NamedSharding(mesh, PartitionSpec(TABLE["rows"]))
+    """The place of an array whose first axis is the batch's rows; they must divide evenly."""
+    return NamedSharding(mesh, PartitionSpec(MESH_AXES["rows"]))
 
 
 def num_row_shards(mesh: Mesh) -> int:
-    """Into how many parts the rows of a batch are split; `batch.rows` is a multiple of it."""
-    return math.prod(mesh.shape[axis] for axis in TABLE["rows"])
+    """Into how many parts a batch's rows are split; `batch.rows` is a multiple of it."""
+    return math.prod(mesh.shape[axis] for axis in MESH_AXES["rows"])
 
 
-def _spec(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def cache_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
+    """The place of one layer's keys or values [S, C, K, D]: split by head, slots together."""
+    return NamedSharding(
+        mesh, _spec((None, None, "kv_heads", None), [1, 1, config.num_kv_heads, 1], mesh)
+    )
+
+
+def _spec(logical: tuple[str | None, ...], sizes: Sequence[Any], mesh: Mesh) -> PartitionSpec:
     parts = []
-    for axis, length in zip(axes, shape, strict=True):
-        names = TABLE[axis] if axis else ()
-        size = math.prod(mesh.shape[name] for name in names)
-        parts.append(names if names and length % size == 0 else None)
+    for axis, size in zip(logical, sizes, strict=True):
+        names = MESH_AXES[axis]
+        fits = names and size % math.prod(mesh.shape[name] for name in names) == 0
+        parts.append(names if fits else None)
     return PartitionSpec(*parts)

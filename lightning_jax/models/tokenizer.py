@@ -1,4 +1,4 @@
-"""Text to token ids and back, chat messages to a prompt, and text that streams without broken characters."""
+"""Text to token ids and back, messages to a prompt, and text that streams in whole characters."""
 
 import functools
 import json
@@ -9,14 +9,11 @@ from typing import Any
 import tokenizers
 
 from lightning_jax.models import chat_template, gguf_vocab
+from lightning_jax.models.gguf_vocab import TokenizerError
 from lightning_jax.types import Message
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _REPLACEMENT = "\ufffd"  # what decoding puts where bytes are no character, or not yet
-
-
-class TokenizerError(ValueError):
-    """A tokenizer cannot be read; the text is one sentence."""
 
 
 class Tokenizer:
@@ -39,7 +36,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; no token is added. `special` False reads "<|im_end|>" as nine ordinary characters."""
+        """Token ids; none is added. `special` False reads "<|im_end|>" as ordinary characters."""
         backend = self._backend if special else self._plain_backend
         return backend.encode(text, add_special_tokens=False).ids
 
@@ -85,9 +82,12 @@ class Tokenizer:
         return backend
 
     def save(self, directory: Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer reads."""
+        """Writes tokenizer.json and tokenizer_config.json as transformers' AutoTokenizer reads."""
         self._backend.save(str(directory / "tokenizer.json"))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        settings: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self.special_tokens,
+        }
         settings["clean_up_tokenization_spaces"] = False
         if self.template is not None:
             settings["chat_template"] = self.template
@@ -100,12 +100,12 @@ def from_hf(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(
-            f"{directory} has no tokenizer.json; expected a fast tokenizer's file beside the weights. "
-            "Save it there with transformers' AutoTokenizer."
+            f"{directory} has no tokenizer.json; expected a fast tokenizer's file beside the "
+            "weights. Save it there with transformers' AutoTokenizer."
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 (the Rust library raises bare Exception)
+    except Exception as error:  # the Rust library raises nothing narrower
         raise TokenizerError(f"{path} is not a readable tokenizer: {error}") from error
     settings = _read_json(directory / "tokenizer_config.json")
     special = {name: _token_text(settings[name]) for name in _NAMES if settings.get(name)}
@@ -124,7 +124,7 @@ def from_hf(directory: Path) -> Tokenizer:
 
 
 def from_gguf(reader: Any) -> Tokenizer:
-    """The tokenizer in a GGUF file's metadata. `reader` is a gguf.GGUFReader. Raises TokenizerError."""
+    """The tokenizer in the metadata of an open gguf.GGUFReader. Raises TokenizerError."""
     vocabulary = gguf_vocab.read(reader)
     return Tokenizer(
         vocabulary.backend,
@@ -158,18 +158,18 @@ def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 class StreamDecoder:
-    """Text of a response as its tokens arrive; the pieces joined are the text of all ids decoded at once."""
+    """Text of a response as its tokens arrive; joined, it is that of all ids decoded at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Decoding restarts from `_context`, the last piece already given out, because some vocabularies write
-        # a word's leading space only when another token precedes it.
+        # Decoding restarts from `_context`, the last piece already given out, because some
+        # vocabularies write a word's leading space only when another token precedes it.
         self._context: list[int] = []
         self._fresh: list[int] = []
         self._given = 0  # characters of the fresh text already given out
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain; "" for special tokens and parts of a character."""
+        """The text that this token makes certain; "" for special tokens and half characters."""
         if token_id in self._tokenizer.special_ids:
             return ""
         self._fresh.append(token_id)

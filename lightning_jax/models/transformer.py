@@ -136,11 +136,9 @@ class Layer(nn.Module):
         if cached is None:
             mixed = attention.attend_tree(queries, keys, values, ends)
         else:
-            cached = tuple(
-                attention.write_rows(old, new, view.positions)
-                for old, new in zip(cached, (keys, values), strict=True)
-            )
-            mixed = attention.attend_cache(queries, *cached, view)
+            keys = attention.write_rows(cached[0], keys, view.positions)
+            values = attention.write_rows(cached[1], values, view.positions)
+            mixed, cached = attention.attend_cache(queries, keys, values, view), (keys, values)
         mixed = mixed.reshape(*mixed.shape[:2], config.num_heads * config.head_dim)
         x = x + Linear(config.embed_dim, name="o")(mixed)
         h = RMSNorm(config.norm_eps, name="mlp_norm")(x)
@@ -150,12 +148,9 @@ class Layer(nn.Module):
     def _project(self, h: Any, rope: Any) -> tuple[Any, Any, Any]:
         """Queries [B T H D], keys and values [B T K D]; queries and keys turned by position."""
         config = self.config
+        heads_of = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         parts = {}
-        for name, heads in (
-            ("q", config.num_heads),
-            ("k", config.num_kv_heads),
-            ("v", config.num_kv_heads),
-        ):
+        for name, heads in heads_of.items():
             flat = Linear(heads * config.head_dim, config.qkv_bias, name=name)(h)
             parts[name] = flat.reshape(*flat.shape[:2], heads, config.head_dim)
         if config.qk_norm:
@@ -247,7 +242,7 @@ def forward(
     """Hidden states after the final norm, and the given cache with these tokens written.
 
     Without a cache, node i of a row sees node j iff `j <= i < ends[j]` (plain causal without
-    `ends`); `positions` only turn queries and keys. With a cache, row b is written to cache row b at
+    `ends`); `positions` only turn queries and keys. With a cache, row b goes to cache row b at
     index = position, and each token sees the indices up to its own, of the first `attend_len` where
     given. A position of C or more marks padding: nothing is written and its hidden state means
     nothing. Donate the cache at the jit boundary. `remat` keeps less for the backward pass and
@@ -255,7 +250,8 @@ def forward(
     """
     if remat and cache is None:
         return _forward_recomputing(params, config, tokens, positions, ends), None
-    return Decoder(config).apply({"params": params}, tokens, positions, ends, cache, attend_len)
+    arrays = (tokens, positions, ends, cache, attend_len)
+    return Decoder(config).apply({"params": params}, *arrays)  # pyright: ignore[reportReturnType]
 
 
 def unembed(

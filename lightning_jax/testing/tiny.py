@@ -19,12 +19,12 @@ CHATML = (
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """One token a byte (ids 0-255 in the byte alphabet's order), then the specials; ChatML template."""
+    """One token a byte, ids in the byte alphabet's order, then the specials; ChatML template."""
     backend = byte_level_bpe(sorted(pre_tokenizers.ByteLevel.alphabet()), [], "gpt-2")
     backend.add_tokens(
         [tokenizers.AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
     )
-    end_of_turn = backend.token_to_id("<|im_end|>")
+    end_of_turn = 256 + SPECIAL_TOKENS.index("<|im_end|>")
     return Tokenizer(
         backend,
         template=CHATML,

@@ -1,27 +1,122 @@
-"""Prefill and decode against one full pass, masks, and what padding may change."""
+"""Prefill and decode against one full pass, forests against separate rows, and what padding may change."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from lightning_jax.models.transformer import forward, init_cache, unembed
+from lightning_jax.models.transformer import (
+    DecoderConfig,
+    forward,
+    init_cache,
+    init_params,
+    unembed,
+)
 from lightning_jax.testing.tiny import tiny_model
 
+LENGTH = 170  # more than one block, and no multiple of one
+MODEL = tiny_model()
+run = jax.jit(forward, static_argnums=1, static_argnames=("remat", "attend_len"))
 
-def test_prefill_then_decode_equals_one_full_pass():
-    model = tiny_model()
-    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 259)
-    positions = jnp.broadcast_to(jnp.arange(12), (2, 12))
-    full, none = forward(model.params, model.config, tokens, positions)
+
+def _tokens(rows, length, seed=1):
+    return jax.random.randint(jax.random.key(seed), (rows, length), 0, 259)
+
+
+def _depths(rows, length):
+    return jnp.broadcast_to(jnp.arange(length), (rows, length))
+
+
+def test_chunked_prefill_then_decode_equals_one_full_pass():
+    tokens, positions = _tokens(2, LENGTH), _depths(2, LENGTH)
+    full, none = run(MODEL.params, MODEL.config, tokens, positions)
     assert none is None
-    cache = init_cache(model.config, 2, 16)
-    first, cache = forward(model.params, model.config, tokens[:, :7], positions[:, :7], cache=cache)
-    parts = [first]
-    for t in range(7, 12):
-        step, cache = forward(
-            model.params, model.config, tokens[:, t : t + 1], positions[:, t : t + 1], cache=cache
+    cache = init_cache(MODEL.config, 2, 200)
+    parts = []
+    for start, stop in [(0, 150), (150, 166), *((t, t + 1) for t in range(166, LENGTH))]:
+        chunk = slice(start, stop)
+        hidden, cache = run(
+            MODEL.params, MODEL.config, tokens[:, chunk], positions[:, chunk], cache=cache
         )
-        parts.append(step)
+        parts.append(hidden)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), full, atol=2e-5)
-    logits = unembed(model.params, model.config, full)
-    assert logits.dtype == jnp.float32
+
+
+def test_prefill_padding_is_not_written_and_changes_nothing():
+    tokens, positions = _tokens(1, 160), _depths(1, 160)
+    padded = positions.at[:, 100:].set(256)
+    cache = init_cache(MODEL.config, 1, 256)
+    expected, _ = run(MODEL.params, MODEL.config, tokens, positions, cache=cache)
+    hidden, cache = run(MODEL.params, MODEL.config, tokens, padded, cache=cache)
+    np.testing.assert_allclose(hidden[:, :100], expected[:, :100], atol=1e-5)
+    assert np.isfinite(hidden).all()
+    assert np.abs(cache.values[1][0, 99]).max() > 0
+    assert not np.any(cache.values[1][0, 100:])
+
+
+def test_decode_rows_do_not_touch_each_other_and_attend_len_only_saves_time():
+    tokens = _tokens(3, 40)
+    cache = init_cache(MODEL.config, 3, 64)
+    _, cache = run(MODEL.params, MODEL.config, tokens, _depths(3, 40), cache=cache)
+    token, position = _tokens(3, 1, seed=2), jnp.array([[40], [25], [64]])  # the last one is idle
+    hidden, after = run(MODEL.params, MODEL.config, token, position, cache=cache)
+    short, _ = run(MODEL.params, MODEL.config, token, position, cache=cache, attend_len=48)
+    np.testing.assert_allclose(short[:2], hidden[:2], atol=1e-6)
+    alone_cache = jax.tree.map(lambda x: x[1:2], cache)
+    alone, _ = run(MODEL.params, MODEL.config, token[1:2], position[1:2], cache=alone_cache)
+    np.testing.assert_allclose(hidden[1:2], alone, atol=1e-5)
+    changed = np.any(after.keys[0] != cache.keys[0], axis=(2, 3))
+    assert np.argwhere(changed).tolist() == [[0, 40], [1, 25]]
+
+
+def test_a_tree_gives_each_branch_the_hidden_states_of_its_own_path():
+    trunk, left, right = _tokens(1, 60, 3)[0], _tokens(1, 50, 4)[0], _tokens(1, 40, 5)[0]
+    tokens = jnp.concatenate((trunk, left, right))[None]
+    positions = jnp.concatenate((jnp.arange(60), jnp.arange(60, 110), jnp.arange(60, 100)))[None]
+    ends = jnp.concatenate((jnp.full(60, 150), jnp.full(50, 110), jnp.full(40, 150)))[None]
+    hidden, _ = run(MODEL.params, MODEL.config, tokens, positions, ends=ends)
+    for branch, where in ((left, slice(60, 110)), (right, slice(110, 150))):
+        path = jnp.concatenate((trunk, branch))[None]
+        alone, _ = run(MODEL.params, MODEL.config, path, _depths(1, path.shape[1]))
+        np.testing.assert_allclose(hidden[:, where], alone[:, 60:], atol=2e-5)
+
+
+@partial(jax.jit, static_argnames="remat")
+def _grads(params, tokens, positions, ends, remat):
+    def loss(params):
+        hidden, _ = forward(params, MODEL.config, tokens, positions, ends=ends, remat=remat)
+        return (unembed(params, MODEL.config, hidden) ** 2).mean()
+
+    return jax.grad(loss)(params)
+
+
+def test_remat_changes_no_gradient():
+    tokens, positions = _tokens(1, LENGTH), _depths(1, LENGTH)
+    ends = jnp.full((1, LENGTH), LENGTH)
+    kept = _grads(MODEL.params, tokens, positions, ends, remat=False)
+    recomputed = _grads(MODEL.params, tokens, positions, ends, remat=True)
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-7, rtol=1e-4)
+
+
+def test_bfloat16_stays_bfloat16_and_near_float32():
+    small = jax.tree.map(lambda x: x.astype(jnp.bfloat16), MODEL.params)
+    tokens, positions = _tokens(1, LENGTH), _depths(1, LENGTH)
+    full, _ = run(MODEL.params, MODEL.config, tokens, positions)
+    hidden, _ = run(small, MODEL.config, tokens, positions)
+    assert hidden.dtype == jnp.bfloat16
+    np.testing.assert_allclose(hidden.astype(jnp.float32), full, atol=0.1)
+    assert unembed(small, MODEL.config, hidden).dtype == jnp.float32
+
+
+def test_untied_head_and_impossible_shapes():
+    config = DecoderConfig(7, 8, 8, 1, 2, 1, 4, tie_embeddings=False)
+    params = init_params(config, jax.random.key(0), jnp.bfloat16)
+    assert params["head"]["kernel"].shape == (8, 7)
+    assert params["layers_0"]["q"]["kernel"].dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="num_heads=3 is no multiple of num_kv_heads=2"):
+        DecoderConfig(7, 8, 8, 1, 3, 2, 4)
+    with pytest.raises(ValueError, match="head_dim is 5; expected an even number"):
+        DecoderConfig(7, 8, 8, 1, 2, 1, 5)

@@ -1,0 +1,113 @@
+# pyright: reportMissingImports=false, reportPrivateImportUsage=false
+"""Writes the arrays that test_golden.py compares with: logits of the published implementations.
+
+Run in an environment of its own, because the project has no torch:
+
+    pip install torch==2.13.0 transformers safetensors gguf numpy
+    python tests/models/golden/make_golden.py PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
+
+For each family one config.json as transformers writes it, and one .npz with a random checkpoint
+under the published weight names, token ids and logits. For SmolLM2 the weights are those of the
+GGUF file, read by transformers itself; of its logits we keep every position's log-sum, a thin
+slice, and the best of the last position.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+HERE = Path(__file__).parent
+SIZES: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,  # so that all three bands of frequencies occur
+}
+FAMILIES = {
+    "llama": (
+        LlamaForCausalLM,
+        LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False),
+    ),
+    "smollm2": (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "qwen3": (
+        Qwen3ForCausalLM,
+        Qwen3Config(**SIZES, head_dim=6, tie_word_embeddings=False),
+    ),
+}
+TEXT = (
+    "<|im_start|>user\nHow many of the 12345 singers are from São Paulo?  Naïve 你好 it's"
+    "\n\n\tx=3.14"
+)
+
+
+def make_family(name: str) -> None:
+    """A random checkpoint, its weights wide enough that a wrong detail shows."""
+    torch.manual_seed(len(name))
+    kind, config = FAMILIES[name]
+    model = kind(config).eval()
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            center = 1.0 if "norm" in path else 0.0
+            weight.copy_(center + 0.3 * torch.randn(weight.shape))
+    config.architectures = [kind.__name__]
+    (HERE / f"{name}.json").write_text(config.to_json_string())
+    tokens = torch.randint(0, SIZES["vocab_size"], (2, 150))
+    with torch.no_grad():
+        logits = model(tokens).logits
+    weights = {path: weight.detach().numpy() for path, weight in model.named_parameters()}
+    np.savez_compressed(
+        HERE / f"{name}.npz",
+        **weights,
+        tokens=tokens.numpy().astype(np.int32),
+        logits=logits[:, ::7].numpy().astype(np.float32),
+    )
+
+
+def make_smollm2_weights(gguf: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = model.to(torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokens = torch.tensor([tokenizer(TEXT, add_special_tokens=False).input_ids])
+    with torch.no_grad():
+        logits = model(tokens).logits[0].to(torch.float64)
+    best = logits[-1].topk(16)
+    np.savez_compressed(
+        HERE / "smollm2_gguf.npz",
+        text=np.array(TEXT),
+        tokens=tokens.numpy().astype(np.int32),
+        log_sums=torch.logsumexp(logits, -1).numpy(),
+        slice=logits[:, ::4099].numpy().astype(np.float32),
+        best_ids=best.indices.numpy(),
+        best_logits=best.values.numpy(),
+    )
+
+
+if __name__ == "__main__":
+    for family in FAMILIES:
+        make_family(family)
+    make_smollm2_weights(Path(sys.argv[1]))

@@ -1,0 +1,98 @@
+"""Block-wise attention against all scores at once; rotary positions by hand."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.models import attention
+from lightning_jax.models.attention import RopeScaling
+from lightning_jax.models.blockwise import attend_blocks
+
+
+def _inputs(rows=2, queries=300, keys=300, heads=4, kv_heads=2, size=8):
+    shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    random = jax.random.split(jax.random.key(0), 3)
+    return [
+        jax.random.normal(key, (rows, length, count, size))
+        for key, (length, count) in zip(random, shapes, strict=True)
+    ]
+
+
+def _seen(index, ends):
+    key = jnp.arange(ends.shape[1])[None, None, :]
+    return (key <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
+
+
+def _packed_ends(length, tree):
+    """Ends of rows packed with trees of `tree` nodes; every third node is a leaf."""
+    node = np.arange(length)
+    ends = np.minimum((node // tree + 1) * tree, length)
+    return np.where(node % 3 == 2, node + 1, ends)
+
+
+@pytest.mark.parametrize("tree", [1, 40, 129, 300])
+def test_value_and_gradient_agree_with_all_scores_at_once(tree):
+    q, k, v = _inputs()
+    index = jnp.broadcast_to(jnp.arange(300), (2, 300))
+    ends = jnp.stack((jnp.asarray(_packed_ends(300, tree)), jnp.full(300, 300)))
+
+    def blocks(*args):
+        return (attend_blocks(*args, index, ends) ** 2).sum()
+
+    def masked(*args):
+        return (attention.attend_masked(*args, _seen(index, ends)) ** 2).sum()
+
+    every = (0, 1, 2)
+    ours, our_grads = jax.jit(jax.value_and_grad(blocks, every))(q, k, v)
+    theirs, grads = jax.jit(jax.value_and_grad(masked, every))(q, k, v)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for a, b in zip(our_grads, grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_queries_that_jump_about_in_a_longer_cache():
+    q, k, v = _inputs(rows=1, queries=140, keys=400)
+    index = jax.random.randint(jax.random.key(1), (1, 140), 0, 400)
+    ends = jnp.full((1, 400), 2**30)
+    ours = attend_blocks(q, k, v, index, ends)
+    np.testing.assert_allclose(
+        ours, attention.attend_masked(q, k, v, _seen(index, ends)), atol=1e-5
+    )
+
+
+def test_keys_that_a_query_does_not_see_cannot_change_it():
+    q, k, v = _inputs(rows=1)
+    ends = jnp.asarray(_packed_ends(300, 100))[None]
+    index = jnp.arange(300)[None]
+    before = attend_blocks(q, k, v, index, ends)
+    after = attend_blocks(q, k.at[:, :100].set(1e4), v.at[:, :100].set(1e4), index, ends)
+    np.testing.assert_array_equal(after[:, 100:], before[:, 100:])
+
+
+def test_a_single_visible_key_gives_its_value():
+    q, k, v = _inputs(rows=1, queries=1, keys=5)
+    view = attention.CacheView(jnp.array([[0]]), None)
+    out = attention.attend_cache(q, k, v, view)
+    np.testing.assert_allclose(out[0, 0, :2], jnp.stack([v[0, 0, 0]] * 2), rtol=1e-6)
+    np.testing.assert_allclose(out[0, 0, 2:], jnp.stack([v[0, 0, 1]] * 2), rtol=1e-6)
+
+
+def test_rotation_turns_pairs_by_hand():
+    # Head of 4: pairs (0, 2) and (1, 3); at theta 100 they turn 1 and 1/10 radian per position.
+    frequencies = attention.rope_frequencies(4, 100.0, None)
+    np.testing.assert_allclose(frequencies, [1.0, 0.1], rtol=1e-6)
+    tables = attention.rope_tables(jnp.array([[2]]), frequencies)
+    out = attention.rotate(jnp.array([[[[1.0, 1.0, 0.0, 0.0]]]]), *tables)
+    expected = [math.cos(2), math.cos(0.2), math.sin(2), math.sin(0.2)]
+    np.testing.assert_allclose(out[0, 0, 0], expected, rtol=1e-6)
+
+
+def test_llama3_scaling_by_hand():
+    # Of 64 positions: 1 radian turns 10.2 times (> 4: kept), 0.01 turns 0.1 times (< 1: a quarter);
+    # 0.1 turns 1.0186 times, 0.0062 of the way from 1 to 4: kept by 0.0062, a quarter of the rest.
+    scaling = RopeScaling(4.0, 1.0, 4.0, 64)
+    out = attention.rope_frequencies(6, 1000.0, scaling)
+    np.testing.assert_allclose(out, [1.0, 0.1 * (0.0062 + 0.9938 / 4), 0.0025], rtol=1e-3)

@@ -1,0 +1,224 @@
+"""Names, files and formats: what loads, what is written, and what is refused in one sentence."""
+
+import dataclasses
+import json
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import transformers
+
+from lightning_jax.models import load
+from lightning_jax.models.attention import RopeScaling, rope_frequencies
+from lightning_jax.models.load import load_model, save_hf
+from lightning_jax.models.names import ModelError, flatten, places, unflatten
+from lightning_jax.models.transformer import DecoderConfig, init_params
+from lightning_jax.testing.tiny import tiny_model
+
+TINY = tiny_model()
+SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+def _variant(family):
+    scaling = SCALING if family == "llama" else None
+    config = DecoderConfig(
+        259, 16, 24, 2, 4, 2, 6, rope_scaling=scaling, tie_embeddings=family != "qwen3",
+        qkv_bias=family == "qwen2", qk_norm=family == "qwen3", family=family,
+    )  # fmt: skip
+    params = init_params(config, jax.random.key(1))
+    noisy = {path: leaf + 0.1 for path, leaf in flatten(params).items()}
+    return dataclasses.replace(TINY, config=config, params=unflatten(noisy))
+
+
+def _assert_equal(loaded, saved):
+    assert loaded.config == saved.config
+    ours, theirs = flatten(loaded.params), flatten(saved.params)
+    assert ours.keys() == theirs.keys()
+    for path, leaf in ours.items():
+        np.testing.assert_array_equal(leaf, theirs[path])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_saved_model_loads_again(family, tmp_path):
+    model = _variant(family)
+    save_hf(tmp_path / "model", model)
+    save_hf(tmp_path / "model", model)  # over the first
+    loaded = load_model(str(tmp_path / "model"))
+    _assert_equal(loaded, model)
+    assert loaded.tokenizer.eos_ids == model.tokenizer.eos_ids
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    assert (theirs.model_type, theirs.head_dim, theirs.dtype) == (family, 6, "float32")
+    assert theirs.tie_word_embeddings == model.config.tie_embeddings
+
+
+def test_bfloat16_is_kept_and_converted(tmp_path):
+    model = dataclasses.replace(
+        TINY, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), TINY.params)
+    )
+    save_hf(tmp_path / "model", model)
+    _assert_equal(load_model(str(tmp_path / "model"), "bfloat16"), model)
+    wide = load_model(str(tmp_path / "model"))
+    assert wide.params["final_norm"]["scale"].dtype == jnp.float32
+
+
+def test_a_save_that_fails_leaves_the_old_model(tmp_path):
+    save_hf(tmp_path / "model", TINY)
+    broken = dataclasses.replace(TINY, params=init_params(TINY.config, jax.random.key(9)))
+    del broken.params["layers_1"]["down"]
+    with pytest.raises(KeyError):
+        save_hf(tmp_path / "model", broken)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    _assert_equal(load_model(str(tmp_path / "model")), TINY)
+
+
+def _permute(rows, heads):
+    """A Llama query or key weight as the GGUF converter lays it out: rows 0 1 2 3 as 0 2 1 3."""
+    split = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _write_gguf(path, model):
+    config, family = model.config, model.config.family
+    writer = gguf.GGUFWriter(path, family)
+    for name, value in (
+        ("embedding_length", config.embed_dim),
+        ("feed_forward_length", config.mlp_dim),
+        ("block_count", config.num_layers),
+        ("attention.head_count", config.num_heads),
+        ("attention.head_count_kv", config.num_kv_heads),
+        ("attention.key_length", config.head_dim),
+        ("context_length", config.max_positions),
+    ):
+        writer.add_uint32(f"{family}.{name}", value)
+    writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", config.norm_eps)
+    writer.add_float32(f"{family}.rope.freq_base", config.rope_theta)
+    ids = sorted(range(259), key=int)
+    tokens = [model.tokenizer._backend.id_to_token(i) for i in ids]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 256 + [3] * 3)
+    writer.add_token_merges(["a b"] if "ab" in tokens else [])
+    writer.add_eos_token_id(258)
+    writer.add_chat_template(model.tokenizer.template)
+    flat = flatten(model.params)
+    for place in places(config):
+        rows = np.asarray(flat[place.path])
+        rows = rows.T if place.transpose else rows
+        heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(place.path[1])
+        if family == "llama" and heads:
+            rows = _permute(rows, heads)
+        writer.add_tensor(place.gguf, np.ascontiguousarray(rows))
+    if config.rope_scaling:
+        theta, size = config.rope_theta, config.head_dim
+        stretched = rope_frequencies(size, theta, config.rope_scaling)
+        writer.add_tensor(
+            "rope_freqs.weight", np.asarray(rope_frequencies(size, theta, None) / stretched)
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_gguf_file_loads(family, tmp_path):
+    model = _variant(family)
+    path = tmp_path / "model.gguf"
+    _write_gguf(path, model)
+    loaded = load_model(str(path))
+    _assert_equal(loaded, model)
+    assert loaded.tokenizer.eos_ids == {258}
+    text = "<|im_start|>user\nhey<|im_end|>"
+    assert loaded.tokenizer.encode(text) == model.tokenizer.encode(text)
+
+
+def test_wrong_gguf_files_are_refused(tmp_path):
+    with pytest.raises(ModelError, match="does not exist; expected a GGUF file"):
+        load_model(str(tmp_path / "none.gguf"))
+    (tmp_path / "bad.gguf").write_bytes(b"not a model, only some bytes of text")
+    with pytest.raises(ModelError, match="is not a readable GGUF file"):
+        load_model(str(tmp_path / "bad.gguf"))
+    mamba = dataclasses.replace(TINY, config=dataclasses.replace(TINY.config, family="mamba"))
+    _write_gguf(tmp_path / "mamba.gguf", mamba)
+    with pytest.raises(ModelError, match="architecture is 'mamba'; expected one of"):
+        load_model(str(tmp_path / "mamba.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt_oss"}, "model_type='gpt_oss'; expected one of"),
+        ({"hidden_size": None}, r"lacks \['hidden_size'\]"),
+        ({"attention_bias": True}, "attention_bias=True; expected False"),
+        (
+            {"rope_scaling": {"rope_type": "yarn"}},
+            "rope_type='yarn'; expected 'default' or 'llama3'",
+        ),
+        ({"intermediate_size": 65}, r"has shape \(64, 32\); expected \(32, 65\) from the config"),
+        ({"num_hidden_layers": 3}, "lacks 9 of 29 weights"),
+    ],
+)
+def test_wrong_configs_are_refused(change, message, tmp_path):
+    save_hf(tmp_path / "model", TINY)
+    path = tmp_path / "model" / "config.json"
+    fields = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    with pytest.raises(ModelError, match=message):
+        load_model(str(tmp_path / "model"))
+
+
+def test_wrong_directories_and_names_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_model(str(tmp_path))
+    save_hf(tmp_path / "model", TINY)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="is not a readable safetensors file"):
+        load_model(str(tmp_path / "model"))
+    weights.unlink()
+    with pytest.raises(ModelError, match=r"has no weights; expected \*\.safetensors"):
+        load_model(str(tmp_path / "model"))
+    with pytest.raises(ModelError, match="does not exist; expected a Hugging Face directory"):
+        load_model("no-such-model")
+    with pytest.raises(ModelError, match="does not exist"):
+        load_model("./no/such")
+
+    def offline(*args, **options):
+        raise OSError("the network is down")
+
+    monkeypatch.setattr(load.huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(
+        ModelError, match=r"cannot be fetched from the hub\s+\(the network is down\)"
+    ):
+        load_model("someone/something")
+
+
+def test_the_known_name_falls_back_to_the_hub_without_the_package(tmp_path, monkeypatch):
+    save_hf(tmp_path / "hub", TINY)
+    asked = []
+
+    def download(hub_id, **options):
+        asked.append(hub_id)
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr(load.huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    _assert_equal(load_model(load.SMOLLM2), TINY)
+    assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
+
+
+def test_weights_may_lie_in_several_files_and_others_are_ignored(tmp_path):
+    save_hf(tmp_path / "model", TINY)
+    path = tmp_path / "model" / "model.safetensors"
+    arrays = safetensors.numpy.load_file(path)
+    path.unlink()
+    items = sorted((arrays | {"model.rotary.inv_freq": np.zeros(3, np.float32)}).items())
+    for part in range(3):
+        shard = dict(items[part::3])
+        safetensors.numpy.save_file(shard, path.with_name(f"model-{part}.safetensors"))
+    _assert_equal(load_model(str(tmp_path / "model")), TINY)

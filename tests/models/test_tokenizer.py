@@ -1,0 +1,153 @@
+"""Round trips, chat templates, streaming text, and files that are wrong."""
+
+import json
+
+import pytest
+import tokenizers
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_jax.models import tokenizer as tokenizer_module
+from lightning_jax.models.chat_template import TemplateError, render
+from lightning_jax.models.gguf_vocab import byte_level_bpe
+from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer, TokenizerError, from_hf
+from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
+
+TINY = tiny_tokenizer()
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüß dich 🙂"}]
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_text_survives_encoding_and_streaming(text):
+    ids = TINY.encode(text, special=False)
+    assert TINY.decode(ids) == text
+    stream = StreamDecoder(TINY)
+    pieces = [stream.push(i) for i in ids]
+    assert "".join(pieces) + stream.flush() == text
+
+
+@given(st.lists(st.integers(0, 258), max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_streaming_any_ids_gives_the_text_of_all_at_once(ids):
+    stream = StreamDecoder(TINY)
+    text = "".join(stream.push(i) for i in ids)
+    assert text + stream.flush() == TINY.decode(ids)
+
+
+def test_a_character_of_four_bytes_comes_out_whole():
+    stream = StreamDecoder(TINY)
+    assert [stream.push(i) for i in TINY.encode("a🙂b")] == ["a", "", "", "", "🙂", "b"]
+    assert stream.push(next(iter(TINY.eos_ids))) == ""
+    half = StreamDecoder(TINY)
+    assert [half.push(i) for i in TINY.encode("🙂")[:3]] == ["", "", ""]
+    assert half.flush() == "\ufffd"
+
+
+def test_streaming_a_vocabulary_that_drops_a_leading_space():
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"▁a": 0, "▁b": 1, "c": 2}, [], fuse_unk=False)
+    )
+    backend.decoder = tokenizers.decoders.Metaspace()  # type: ignore[assignment]
+    words = Tokenizer(backend)
+    stream = StreamDecoder(words)
+    assert "".join(stream.push(i) for i in (0, 1, 2, 1)) == words.decode([0, 1, 2, 1]) == "a bc b"
+
+
+def test_special_text_is_one_token_or_plain_characters():
+    assert len(TINY.encode("<|im_end|>")) == 1
+    assert set(TINY.encode("<|im_end|>")) == TINY.eos_ids
+    plain = TINY.encode("<|im_end|>", special=False)
+    assert len(plain) == 10 and not TINY.special_ids & set(plain)
+    assert TINY.decode(TINY.encode("a<|im_end|>")) == "a"
+    assert TINY.decode(TINY.encode("a<|im_end|>"), skip_special=False) == "a<|im_end|>"
+
+
+def test_save_and_load_by_us_and_by_transformers(tmp_path):
+    TINY.save(tmp_path)
+    ours = from_hf(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "<|im_start|>it's 2024<|im_end|> é"
+    assert ours.encode(text) == TINY.encode(text)
+    assert theirs(text, add_special_tokens=False)["input_ids"] == TINY.encode(text)
+    assert ours.eos_ids == TINY.eos_ids == {theirs.eos_token_id}
+    assert ours.special_ids == TINY.special_ids
+    assert ours.render_chat(MESSAGES) == TINY.render_chat(MESSAGES)
+    assert theirs.apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=True
+    ) == TINY.render_chat(MESSAGES)
+
+
+TEMPLATES = {
+    "chatml": CHATML,
+    # What published templates use: strip controls, loop controls, namespaces, JSON, dates, refusals.
+    "busy": (
+        "{%- if tools %}\n    {{- tools | tojson(indent=2) }}\n{%- endif %}\n"
+        "{% set ns = namespace(n=0) %}{{ bos_token }}\n"
+        "{% for m in messages %}\n  {% if loop.index > 4 %}{% break %}{% endif %}\n"
+        "    {%- set ns.n = ns.n + 1 %}{{ m['role'] | upper }}: {{ m.content | trim }}\n"
+        "{% if m.role == 'assistant' %}{% generation %}x{{ m.content }}{% endgeneration %}{% endif %}\n"
+        "{% endfor %}{{ ns.n }} {{ strftime_now('%Y') | length }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_render_as_transformers_renders_them(name):
+    messages = [*MESSAGES, {"role": "assistant", "content": " <b> & 'ß' "}]
+    tools = [{"type": "function", "function": {"name": "f", "description": "a < b, größer"}}]
+    theirs = transformers.utils.chat_template_utils.render_jinja_template(
+        conversations=[messages],
+        tools=tools,
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=True,
+        bos_token="<s>",
+    )[0][0]
+    ours = render(TEMPLATES[name], messages, tools=tools, special_tokens={"bos_token": "<s>"})
+    assert ours == theirs
+
+
+def test_a_template_can_refuse_and_cannot_reach_python():
+    with pytest.raises(TemplateError, match=r"rejects these 2 messages \(only users\)"):
+        render("{{ raise_exception('only users') }}", MESSAGES)
+    with pytest.raises(TemplateError, match="rejects"):
+        render("{{ ''.__class__.__mro__[1].__subclasses__() }}", MESSAGES)
+    with pytest.raises(TemplateError, match="has no chat template"):
+        Tokenizer(byte_level_bpe(["a"], [], "gpt-2")).render_chat(MESSAGES)
+
+
+def test_vocabulary_kinds_cut_text_in_their_own_way():
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    pairs = [("1", "2"), ("12", "3"), ("Ġ", "x")]
+    tokens = [*alphabet, "12", "123", "Ġx"]
+    merges = [" ".join(pair) for pair in pairs]
+    lengths = {
+        pre: [len(byte_level_bpe(tokens, merges, pre).encode(t).ids) for t in ("123", "1234", " x")]
+        for pre in ("gpt-2", "smollm", "qwen2", "llama-bpe")
+    }
+    # smollm and qwen2 keep digits apart, llama-bpe takes them in threes.
+    assert lengths == {
+        "gpt-2": [1, 2, 1],
+        "smollm": [3, 4, 1],
+        "qwen2": [3, 4, 1],
+        "llama-bpe": [1, 2, 1],
+    }
+    with pytest.raises(TokenizerError, match="in the way 'unheard-of'; expected one of"):
+        byte_level_bpe(tokens, merges, "unheard-of")
+
+
+def test_eos_ids_come_from_the_generation_config_too(tmp_path):
+    TINY.save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 258]}))
+    assert from_hf(tmp_path).eos_ids == {256, 258}
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    assert from_hf(tmp_path).render_chat(MESSAGES) == "Be brief."
+
+
+def test_wrong_files_are_named(tmp_path):
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json; expected"):
+        tokenizer_module.from_hf(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerError, match="is not a readable tokenizer"):
+        tokenizer_module.from_hf(tmp_path)
