@@ -28,7 +28,7 @@ setup(
         "tqdm>=4.67",
     ],
     extras_require={
-        "agents": ["langgraph>=1.2", "langchain-openai>=1.7"],
+        "agents": ["langgraph>=1.2", "langchain-openai>=1.7", "langsmith>=0.4"],
         # google-jetstream itself is installed with --no-deps, see requirements-nodeps.txt
         "jetstream": ["grpcio", "protobuf", "prometheus-client", "shortuuid", "tiktoken"],
         "dev": [

@@ -57,7 +57,7 @@ class ServeConfig:
     max_len: int = 1024  # tokens of prompt and response together that a slot holds
     prefill_buckets: tuple[int, ...] = (64, 256, 1024)  # padded prompt lengths, one compile each
     max_queue: int = 1024  # requests waiting for a slot; more are refused with 429
-    orchestrator: str = "native"  # native, or jetstream (serving only: it records no log-probs)
+    orchestrator: str = "native"  # native, or jetstream (cannot train: it takes no new weights)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefill_buckets", tuple(sorted(self.prefill_buckets)))

@@ -17,10 +17,11 @@ not sampled twice.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,12 +78,6 @@ async def open_run(
     config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
 ) -> AsyncIterator["Run"]:
     """A run at the step its directory has reached, its server up; closes all of it at the end."""
-    if config.serve.orchestrator != "native":
-        raise ConfigError(
-            f"serve.orchestrator is {config.serve.orchestrator!r}; expected native, because "
-            f"training needs "
-            "the log-probs that JetStream's orchestrator does not carry."
-        )
     agent = load_agent(config.rollout.agent)
     directory = Path(config.run_dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -106,7 +101,8 @@ async def open_run(
     if abandoned := store.abandon_running():
         log.info("%d rollouts were running when the last process ended; they run again", abandoned)
     engine = Engine(model.config, config.serve, dtype=config.model.dtype, mesh=run.learner.mesh)
-    loop = EngineLoop(engine, run.state.params, run.step, model.tokenizer, config.serve)
+    make_loop = _orchestrator(config)
+    loop = make_loop(engine, run.state.params, run.step, model.tokenizer, config.serve)
     gateway = Gateway(loop, model.tokenizer, store, model_name=model.name, serve=config.serve)
     reuse_before = run.step + 1 if changed else config.total_steps + 1
     runner = Runner(agent, gateway, store, config.rollout, config.seed, reuse_before)
@@ -121,6 +117,22 @@ async def open_run(
         loop.close()
         run.close()
         store.close()
+
+
+def _orchestrator(config: Config) -> Callable[..., Any]:
+    """What drives the engine. JetStream's cannot swap weights, so it only evaluates."""
+    if config.serve.orchestrator == "native":
+        return EngineLoop
+    if config.total_steps > 0:
+        raise ConfigError(
+            f"serve.orchestrator is {config.serve.orchestrator!r} with {config.total_steps} steps "
+            f"to "
+            "train; expected native, because JetStream's orchestrator cannot take new weights. Set "
+            "num_steps and warmup.num_steps to 0 to evaluate with it."
+        )
+    from lightning_jax.serve.jetstream_loop import JetStreamLoop  # an optional package
+
+    return JetStreamLoop
 
 
 class Run:

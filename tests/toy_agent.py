@@ -5,6 +5,7 @@ import functools
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import openai
 
@@ -33,13 +34,13 @@ async def run(task: dict, llm) -> float:
             max_tokens=4,
             extra_body={"return_token_ids": True},
         )
-    ids = reply.choices[0].token_ids
+    ids = (reply.choices[0].model_extra or {})["token_ids"]
     return sum(token in GOOD_IDS for token in ids) / len(ids)
 
 
 async def two_turns(task: dict, llm) -> float:
     """Two calls, the second of which goes on from the first."""
-    messages = [{"role": "user", "content": task["question"]}]
+    messages: list[Any] = [{"role": "user", "content": task["question"]}]
     async with _client(llm) as client:
         for words in ("and", "then"):
             reply = await client.chat.completions.create(

@@ -50,7 +50,7 @@ def read(reader: Any) -> Vocabulary:
             "Load the Hugging Face directory of this model instead."
         )
     tokens, types = value("ggml.tokens"), value("ggml.token_type")
-    backend = byte_level_bpe(tokens, value("ggml.merges"), pre)
+    backend = byte_level_bpe(tokens, value("ggml.merges", []), pre)
     for is_special in (True, False):
         wanted = _CONTROL if is_special else _USER_DEFINED
         backend.add_tokens(

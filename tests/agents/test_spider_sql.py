@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-import spider_sql  # pyright: ignore[reportMissingImports]
+import spider_sql
 from scripted_server import serving
 
 GOLD = "SELECT name FROM pet WHERE kind = 'dog'"

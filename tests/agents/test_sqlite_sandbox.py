@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlite_sandbox import (  # pyright: ignore[reportMissingImports]
+from sqlite_sandbox import (
     QueryError,
     _same_rows,
     extract_sql,

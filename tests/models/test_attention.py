@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.models import attention
+from lightning_jax.models import attention, blockwise
 from lightning_jax.models.attention import RopeScaling
-from lightning_jax.models.blockwise import attend_blocks
+
+attend_blocks = jax.jit(blockwise.attend_blocks)
 
 
 def _inputs(rows=2, queries=300, keys=300, heads=4, kv_heads=2, size=8):
@@ -39,11 +40,11 @@ def test_value_and_gradient_agree_with_all_scores_at_once(tree):
     index = jnp.broadcast_to(jnp.arange(300), (2, 300))
     ends = jnp.stack((jnp.asarray(_packed_ends(300, tree)), jnp.full(300, 300)))
 
-    def blocks(*args):
-        return (attend_blocks(*args, index, ends) ** 2).sum()
+    def blocks(q, k, v):
+        return (attend_blocks(q, k, v, index, ends) ** 2).sum()
 
-    def masked(*args):
-        return (attention.attend_masked(*args, _seen(index, ends)) ** 2).sum()
+    def masked(q, k, v):
+        return (attention.attend_masked(q, k, v, _seen(index, ends)) ** 2).sum()
 
     every = (0, 1, 2)
     ours, our_grads = jax.jit(jax.value_and_grad(blocks, every))(q, k, v)

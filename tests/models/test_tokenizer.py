@@ -1,6 +1,7 @@
 """Round trips, chat templates, streaming text, and files that are wrong."""
 
 import json
+from typing import Any
 
 import pytest
 import tokenizers
@@ -81,13 +82,14 @@ def test_save_and_load_by_us_and_by_transformers(tmp_path):
 
 TEMPLATES = {
     "chatml": CHATML,
-    # What published templates use: strip controls, loop controls, namespaces, JSON, dates, refusals.
+    # What published templates use: strip and loop controls, namespaces, JSON, dates.
     "busy": (
         "{%- if tools %}\n    {{- tools | tojson(indent=2) }}\n{%- endif %}\n"
         "{% set ns = namespace(n=0) %}{{ bos_token }}\n"
         "{% for m in messages %}\n  {% if loop.index > 4 %}{% break %}{% endif %}\n"
         "    {%- set ns.n = ns.n + 1 %}{{ m['role'] | upper }}: {{ m.content | trim }}\n"
-        "{% if m.role == 'assistant' %}{% generation %}x{{ m.content }}{% endgeneration %}{% endif %}\n"
+        "{% if m.role == 'assistant' %}{% generation %}x{{ m.content }}{% endgeneration %}"
+        "{% endif %}\n"
         "{% endfor %}{{ ns.n }} {{ strftime_now('%Y') | length }}"
     ),
 }
@@ -96,7 +98,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_render_as_transformers_renders_them(name):
     messages = [*MESSAGES, {"role": "assistant", "content": " <b> & 'ß' "}]
-    tools = [{"type": "function", "function": {"name": "f", "description": "a < b, größer"}}]
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "about": "a < b, ß"}}]
     theirs = transformers.utils.chat_template_utils.render_jinja_template(
         conversations=[messages],
         tools=tools,
