@@ -1,5 +1,6 @@
 """Rotary positions, attention in a row of tokens, and attention to the key/value cache."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lightning_jax.models.blockwise import ENDLESS, MASKED, attend_blocks
 
 _SMALL = 128 * 128  # query-key pairs up to which one block is all
+_DECODE_PART = 256  # cache entries that a CPU's decode step takes at once
 
 
 @dataclass(frozen=True)
@@ -95,19 +97,20 @@ def attend_cache(
     """Attention to the cache entries at indices up to each token's own position."""
     full = keys.shape[1]
     length = full if view.attend_len is None else min(view.attend_len, full)
-    keys, values = keys[:, :length], values[:, :length]
     # Padding sees index 0, so that it does not make real queries walk blocks that are empty.
     index = jnp.where(view.positions < full, view.positions, 0)
     if queries.shape[1] == 1:
         return jax.lax.platform_dependent(
-            queries, keys, values, index, cpu=_attend_one_on_cpu, default=_attend_endless
+            *(queries, keys, values, index),
+            cpu=functools.partial(_attend_one_on_cpu, length=length),
+            default=functools.partial(_attend_endless, length=length),
         )
-    return _attend_endless(queries, keys, values, index)
+    return _attend_endless(queries, keys, values, index, length)
 
 
-def _attend_endless(queries: Any, keys: Any, values: Any, index: Any) -> Any:
-    ends = jnp.full(keys.shape[:2], ENDLESS)
-    return _attend(queries, keys, values, index, ends)
+def _attend_endless(queries: Any, keys: Any, values: Any, index: Any, length: int) -> Any:
+    ends = jnp.full((keys.shape[0], length), ENDLESS)
+    return _attend(queries, keys[:, :length], values[:, :length], index, ends)
 
 
 def _attend(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Any:
@@ -136,23 +139,33 @@ def attend_masked(
     return out.reshape(queries.shape)
 
 
-def _attend_one_on_cpu(queries: Any, keys: Any, values: Any, index: Any) -> Any:
+def _attend_one_on_cpu(queries: Any, keys: Any, values: Any, index: Any, length: int) -> Any:
     """One query a row, as products over [C, K*D] with the other heads' part of each query zero.
 
     It computes K times too much, but XLA's CPU compiler copies the whole cache to bring the head
-    axis to the front for anything else, and memory is what decoding waits for.
+    axis to the front for anything else, and memory is what decoding waits for. A part of the cache
+    is copied too, so we take small parts that stay in the processor's, or nearly all as it lies.
     """
     rows, _, heads, size = queries.shape
-    length, kv_heads = keys.shape[1:3]
+    full, kv_heads = keys.shape[1:3]
     own = jnp.eye(kv_heads, dtype=queries.dtype)[None, :, None, :, None]
     grouped = queries.reshape(rows, kv_heads, heads // kv_heads, 1, size) * (own * size**-0.5)
-    flat_keys, flat_values = (x.reshape(rows, length, kv_heads * size) for x in (keys, values))
     spread = grouped.reshape(rows, heads, kv_heads * size)
-    scores = jnp.einsum("bhx,bcx->bhc", spread, flat_keys, preferred_element_type=jnp.float32)
-    weights = _softmax(scores, (jnp.arange(length)[None, :] <= index)[:, None, :])
-    out = jnp.einsum("bhc,bcx->bhx", weights.astype(values.dtype), flat_values)
-    out = out.reshape(rows, kv_heads, heads // kv_heads, kv_heads, size) * own
-    return out.sum(axis=3).reshape(queries.shape)
+    step, length = (full, full) if 4 * length > 3 * full else (_DECODE_PART, length)
+    parts = [slice(start, min(start + step, length)) for start in range(0, length, step)]
+    flat_keys, flat_values = (
+        [x[:, part].reshape(rows, -1, kv_heads * size) for part in parts] for x in (keys, values)
+    )
+    form, wide = "bhx,bcx->bhc", jnp.float32
+    scores = [jnp.einsum(form, spread, key, preferred_element_type=wide) for key in flat_keys]
+    seen = (jnp.arange(length)[None, :] <= index)[:, None, :]
+    weights = _softmax(jnp.concatenate(scores, axis=-1), seen).astype(values.dtype)
+    outs = [
+        jnp.einsum("bhc,bcx->bhx", weights[:, :, part], value, preferred_element_type=wide)
+        for part, value in zip(parts, flat_values, strict=True)
+    ]
+    out = sum(outs).reshape(rows, kv_heads, heads // kv_heads, kv_heads, size) * own
+    return out.sum(axis=3).reshape(queries.shape).astype(queries.dtype)
 
 
 def _softmax(scores: Any, seen: Any) -> Any:
