@@ -173,7 +173,7 @@ class Run:
         """Objective and optimizer of the phase that the next step belongs to."""
         return self.learners[self.phase]
 
-    def connect(self, loop: EngineLoop, runner: Runner) -> None:
+    def connect(self, loop: Any, runner: Runner) -> None:
         """Gives the run its server and what runs agents against it."""
         self.loop, self.runner = loop, runner
 

@@ -164,7 +164,7 @@ def _attend_one_on_cpu(queries: Any, keys: Any, values: Any, index: Any, length:
         jnp.einsum("bhc,bcx->bhx", weights[:, :, part], value, preferred_element_type=wide)
         for part, value in zip(parts, flat_values, strict=True)
     ]
-    out = sum(outs).reshape(rows, kv_heads, heads // kv_heads, kv_heads, size) * own
+    out = sum(outs[1:], outs[0]).reshape(rows, kv_heads, heads // kv_heads, kv_heads, size) * own
     return out.sum(axis=3).reshape(queries.shape).astype(queries.dtype)
 
 
