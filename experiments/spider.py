@@ -13,6 +13,7 @@ published. The same command goes on after a crash; `run_dir=DIR` starts another 
 
 import argparse
 import asyncio
+import errno
 import logging
 import sys
 from pathlib import Path
@@ -49,5 +50,9 @@ if __name__ == "__main__":
         main(load_config(Config, [arguments.config, *arguments.settings]))
     except UserError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        sys.exit(f"error: {error}; free or open the place, then the same command goes on")
     except KeyboardInterrupt:
         sys.exit("stopped; the same command goes on from the last checkpoint")

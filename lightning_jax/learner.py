@@ -1,6 +1,5 @@
 """One phase's way to learn: its objective and optimizer over the forest batches of a step."""
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.optimizer import make_optimizer
 from lightning_jax.rl.train_step import Params, TrainFunctions, TrainState
 from lightning_jax.types import TrainingSequence
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

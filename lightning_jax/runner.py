@@ -125,8 +125,11 @@ async def run_rollouts(
         on_done(rollout)
         return rollout
 
-    async with asyncio.TaskGroup() as group:
-        futures = [group.create_task(one(request)) for request in requests]
+    try:
+        async with asyncio.TaskGroup() as group:
+            futures = [group.create_task(one(request)) for request in requests]
+    except ExceptionGroup as failed:  # of ours: what an agent raises fails its rollout only
+        raise failed.exceptions[0] from None
     rollouts = [future.result() for future in futures]
     broken = [r for r in rollouts if r.status == "infrastructure_failure"]
     if len(broken) > runner.config.max_infrastructure_failures * len(rollouts):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.types import Rollout, RolloutStatus, Span
+from lightning_jax.types import Rollout, RolloutStatus, Span, UserError
 
 SCHEMA_VERSION = 1
 SCHEMA = """
@@ -68,7 +68,7 @@ ROLLOUT_COLUMNS = (
 SPAN_COLUMNS = "trace_id, span_id, parent_span_id, name, start_ns, end_ns, attributes, error"
 
 
-class StoreError(RuntimeError):
+class StoreError(UserError, RuntimeError):
     """The store cannot do what was asked; the message is one sentence."""
 
 

@@ -1,9 +1,11 @@
 """The whole loop on a toy task: it learns, it resumes, and it counts what it leaves out."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -124,12 +126,12 @@ def test_killed_at_any_moment_it_resumes_on_the_same_curve(model_dir: Path, tmp_
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = _run_in_a_process(whole, model_dir)
     assert process.wait(120) == 0
-    for step in (2, 7):  # before the first checkpoint, and between two
+    for moment in (_during_rollouts, _after_a_step, _during_a_save):
         process = _run_in_a_process(broken, model_dir)
         deadline = time.monotonic() + 60
-        while len(read_metrics(broken / "metrics.jsonl")) <= step:
+        while not moment(broken):
             assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.01)
+            time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         process.wait(30)
     assert _run_in_a_process(broken, model_dir).wait(120) == 0
@@ -145,6 +147,28 @@ def test_killed_at_any_moment_it_resumes_on_the_same_curve(model_dir: Path, tmp_
     sampled_twice = [r for r in again if r.step not in _interrupted_steps(store)]
     store.close()
     assert sampled_twice == []
+
+
+def _during_rollouts(run: Path) -> bool:
+    """Some rollouts of step 1 have ended and others have not; no checkpoint is there yet."""
+    if not (run / "store.sqlite").exists():
+        return False
+    with (
+        contextlib.closing(sqlite3.connect(run / "store.sqlite")) as store,
+        contextlib.suppress(sqlite3.OperationalError),  # the table is not there yet
+    ):
+        rows = store.execute("SELECT status FROM rollouts WHERE step = 1").fetchall()
+        return {("scored",), ("running",)} <= set(rows)
+    return False
+
+
+def _after_a_step(run: Path) -> bool:
+    return len(read_metrics(run / "metrics.jsonl")) > 3
+
+
+def _during_a_save(run: Path) -> bool:
+    """Orbax has begun a checkpoint and not yet given it its name."""
+    return any("tmp" in path.name for path in (run / "checkpoints").glob("*"))
 
 
 def _interrupted_steps(store: Store) -> set[int]:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lightning_jax.types import UserError
+
 # OpenAI's `type` of each status.
 _TYPES = {
     400: "invalid_request_error",
@@ -13,7 +15,7 @@ _TYPES = {
 }
 
 
-class GatewayError(RuntimeError):
+class GatewayError(UserError, RuntimeError):
     """The gateway cannot start; the message is one sentence."""
 
 

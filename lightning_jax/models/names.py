@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from lightning_jax.models.transformer import DecoderConfig, Params, init_params
+from lightning_jax.types import UserError
 
 Path = tuple[str, ...]
 
 
-class ModelError(ValueError):
+class ModelError(UserError, ValueError):
     """A model cannot be loaded; the text is one sentence for the person who named it."""
 
 
