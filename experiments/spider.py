@@ -45,7 +45,9 @@ if __name__ == "__main__":
     parser.add_argument("--config", required=True, help="a YAML file of settings")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="later ones win")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    # force: libraries that were imported above have set up the root logger for themselves.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
+    logging.getLogger("lightning_jax").setLevel(logging.INFO)
     try:
         main(load_config(Config, [arguments.config, *arguments.settings]))
     except UserError as error:

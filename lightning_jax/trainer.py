@@ -61,7 +61,13 @@ async def train(
     async with open_run(config, train_tasks, dev_tasks) as run:
         with (
             logging_redirect_tqdm(),
-            tqdm(total=config.total_steps, initial=run.step, desc="steps", unit="step") as bar,
+            tqdm(
+                total=config.total_steps,
+                initial=run.step,
+                desc="steps",
+                unit="step",
+                disable=None,  # where nobody watches a terminal, the lines of the log are enough
+            ) as bar,
         ):
             while run.step < config.total_steps:
                 row = await run.one_step()
@@ -269,7 +275,9 @@ class Run:
 
     async def _collect(self, tasks: Sequence[Task], phase: str, group_size: int) -> list[Rollout]:
         requests = make_requests(tasks, phase, self.step, group_size)
-        with tqdm(total=len(requests), desc=f"{phase} {self.step}", leave=False) as bar:
+        with tqdm(
+            total=len(requests), desc=f"{phase} {self.step}", leave=False, disable=None
+        ) as bar:
 
             def on_done(rollout: Rollout) -> None:
                 bar.update()
