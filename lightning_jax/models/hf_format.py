@@ -127,7 +127,7 @@ def _tensors(files: list[Path], wanted: set[str]) -> Iterator[tuple[str, np.ndar
     for path in files:
         try:
             with safetensors.safe_open(path, framework="flax") as opened:  # numpy lacks bfloat16
-                for name in wanted.intersection(opened.keys()):
+                for name in sorted(wanted.intersection(opened.keys())):
                     yield name, np.asarray(opened.get_tensor(name))
         except safetensors.SafetensorError as error:
             raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
