@@ -159,7 +159,10 @@ def test_wrong_gguf_files_are_refused(tmp_path):
             {"rope_scaling": {"rope_type": "yarn"}},
             "rope_type='yarn'; expected 'default' or 'llama3'",
         ),
-        ({"intermediate_size": 65}, r"down_proj.weight has shape \(32, 64\); expected \(65, 32\) from the config"),
+        (
+            {"intermediate_size": 65},
+            r"down_proj.weight has shape \(32, 64\); expected \(65, 32\) from the config",
+        ),
         ({"num_hidden_layers": 3}, "lacks 9 of 29 weights"),
     ],
 )
