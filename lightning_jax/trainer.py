@@ -101,8 +101,7 @@ async def open_run(
     if changed:
         log.warning(
             "settings changed since this run began (%s); it goes on from step %d without the "
-            "rollouts that "
-            "the store holds of later steps",
+            "rollouts that the store holds of later steps",
             ", ".join(changed),
             run.step,
         )
@@ -143,8 +142,7 @@ def _orchestrator(config: Config) -> Callable[..., Any]:
     if config.total_steps > 0:
         raise ConfigError(
             f"serve.orchestrator is {config.serve.orchestrator!r} with {config.total_steps} steps "
-            f"to "
-            "train; expected native, because JetStream's orchestrator cannot take new weights. Set "
+            "to train; expected native, because JetStream's cannot take new weights. Set "
             "num_steps and warmup.num_steps to 0 to evaluate with it."
         )
     from lightning_jax.serve.jetstream_loop import JetStreamLoop  # an optional package
@@ -265,8 +263,7 @@ class Run:
         if metrics.get("train/mismatch_kl", 0.0) > MISMATCH_ALARM:
             log.warning(
                 "train/mismatch_kl is %.2g at step %d; expected below %g, because sampler and "
-                "trainer share "
-                "their code. The rollouts were not sampled from these weights.",
+                "trainer share their code. The rollouts were not sampled from these weights.",
                 metrics["train/mismatch_kl"],
                 self.step,
                 MISMATCH_ALARM,

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from lightning_jax.config import ServeConfig
+from lightning_jax.models.sharding import cache_sharding, param_shardings
 from lightning_jax.models.transformer import DecoderConfig, KVCache, forward, init_cache, unembed
 from lightning_jax.serve.sampling import Sampled, sample
 from lightning_jax.serve.scheduler import plan_chunks
@@ -92,7 +93,7 @@ class Engine:
         self.buckets = tuple(sorted(lengths))
         self.capacities = _capacities(serve.max_len)
         self._dtype = jnp.dtype(dtype)
-        self._plain, self._cache = _shardings(mesh, config.num_kv_heads)
+        self._plain, self._cache = _shardings(mesh, config)
         self._compile_later()
 
     def _compile_later(self) -> None:
@@ -122,8 +123,6 @@ class Engine:
         """A copy of the weights as the engine computes with them; the originals may be donated."""
         targets: Any = self._plain
         if self.mesh is not None:
-            from lightning_jax.models.sharding import param_shardings
-
             targets = param_shardings(self.config, self.mesh)
         cast = jax.tree.map(lambda leaf: jnp.asarray(leaf, self._dtype), params)
         return jax.device_put(cast, targets, may_alias=False)
@@ -250,7 +249,7 @@ def _capacities(max_len: int) -> tuple[int, ...]:
     return (*shorter, max_len)
 
 
-def _shardings(mesh: jax.sharding.Mesh | None, num_kv_heads: int) -> tuple[Any, Any]:
+def _shardings(mesh: jax.sharding.Mesh | None, config: DecoderConfig) -> tuple[Any, Any]:
     """Where small arrays and where the cache lives.
 
     Everything is placed on purpose: a program compiles again for an array that JAX may move.
@@ -258,10 +257,8 @@ def _shardings(mesh: jax.sharding.Mesh | None, num_kv_heads: int) -> tuple[Any, 
     if mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return device, device
-    heads = "tensor" if num_kv_heads % mesh.shape["tensor"] == 0 else None
-    spec = jax.sharding.PartitionSpec(None, None, heads, None)
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return replicated, jax.sharding.NamedSharding(mesh, spec)
+    return replicated, cache_sharding(config, mesh)
 
 
 def _init_state(*, config: DecoderConfig, slots: int, max_len: int, dtype: Any) -> DecodeState:

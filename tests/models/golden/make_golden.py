@@ -3,7 +3,7 @@
 
 Run in an environment of its own, because the project has no torch:
 
-    pip install torch==2.13.0 transformers safetensors gguf numpy
+    pip install torch==2.13.0 transformers safetensors gguf accelerate numpy
     python tests/models/golden/make_golden.py PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
 
 For each family one config.json as transformers writes it, and one .npz with a random checkpoint
