@@ -19,6 +19,7 @@ setup(
         "gguf>=0.17",
         "huggingface-hub>=1.0",
         "jinja2>=3.1",
+        "llguidance>=1.9",
         "openai>=2.50",
         "opentelemetry-sdk>=1.38",
         "aiohttp>=3.12",

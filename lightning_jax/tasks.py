@@ -85,11 +85,11 @@ def _turns(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render(plain[:index], None, tokenizer, memory).token_ids
+        prompt = render(plain[:index], None, tokenizer, memory)
         response = (*tokenizer.encode(message["content"], special=False), end)
-        memory.add(message["content"], Generated(prompt, response))
+        memory.add(plain[index], Generated(prompt.token_ids, response, prompt.history))
         if message.get("train", True):
-            turns.append((prompt, response))
+            turns.append((prompt.token_ids, response))
     return turns
 
 

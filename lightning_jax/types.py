@@ -21,13 +21,18 @@ FinishReason = Literal["stop", "length", "error", "cancelled"]
 # retried.
 RolloutStatus = Literal["queued", "running", "scored", "agent_failure", "infrastructure_failure"]
 Message = dict[str, Any]  # an OpenAI chat message
+TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability), best first
+MAX_TOP_LOGPROBS = 20
 Task = dict[str, Any]  # whatever one line of a task file says; "id" is always there
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is sampled. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0
-    are off.
+    """How one response is sampled. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and
+    the penalties 0 are off.
+
+    A logit becomes logit + bias - frequency_penalty * count - presence_penalty * (count > 0), where
+    count is how often the response holds the token already. What `grammar` forbids is never drawn.
     """
 
     max_tokens: int = 256
@@ -37,8 +42,14 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None  # None: drawn by the server
     stop: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_logprobs: int = 0  # alternatives of each token to report
+    grammar: str | None = None  # the response's language, in llguidance's format
 
     def __post_init__(self) -> None:
+        biases = [-100.0 <= bias <= 100.0 and token >= 0 for token, bias in self.logit_bias]
         for name, ok, expected in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature <= 10.0, "between 0 and 10"),
@@ -46,6 +57,15 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("min_p", 0.0 <= self.min_p < 1.0, "at least 0 and below 1"),
             ("stop", all(self.stop) and len(self.stop) <= 16, "at most 16 non-empty strings"),
+            ("logit_bias", all(biases), "token ids of 0 or more with values between -100 and 100"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            (
+                "top_logprobs",
+                0 <= self.top_logprobs <= MAX_TOP_LOGPROBS,
+                f"between 0 and {MAX_TOP_LOGPROBS}",
+            ),
+            ("grammar", self.grammar != "", "None (off) or a grammar's text"),
         ):
             if not ok:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
@@ -53,7 +73,9 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished response of the engine, token by token."""
+    """One finished response of the engine, token by token. Left out, `forced` is all False and
+    `top_logprobs` empty for each token.
+    """
 
     token_ids: tuple[int, ...]  # as sampled, the end-of-turn token included
     text: str  # what the client sees: no special tokens, cut before a stop string
@@ -61,9 +83,21 @@ class Completion:
     sampling_logprobs: tuple[float, ...]  # of the tempered and filtered distribution drawn from
     policy_versions: tuple[int, ...]  # weights version that made each token
     finish_reason: FinishReason
+    forced: tuple[bool, ...] = ()  # True where the grammar left the sampler no choice
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # of the policy, as `behavior_logprobs`
 
     def __post_init__(self) -> None:
-        _same_length(self, "token_ids", "behavior_logprobs", "sampling_logprobs", "policy_versions")
+        _fill(self, "forced", False, like="token_ids")
+        _fill(self, "top_logprobs", (), like="token_ids")
+        _same_length(
+            self,
+            "token_ids",
+            "behavior_logprobs",
+            "sampling_logprobs",
+            "policy_versions",
+            "forced",
+            "top_logprobs",
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +117,7 @@ class Span:
 @dataclass(frozen=True)
 class Transition:
     """One LLM call of one agent. Ids come from the server that sampled them; text is never
-    re-tokenized.
+    re-tokenized. Left out, `forced` is all False.
     """
 
     call_id: str  # the span's id
@@ -97,10 +131,17 @@ class Transition:
     agent: str = ""  # the sub-agent that called, where known
     policy: str = "policy"  # the model name it asked for
     reward: float = 0.0  # what this call earned by itself, besides the rollout's reward
+    forced: tuple[bool, ...] = ()  # True where a grammar left the sampler no choice
 
     def __post_init__(self) -> None:
+        _fill(self, "forced", False, like="response_token_ids")
         _same_length(
-            self, "response_token_ids", "behavior_logprobs", "sampling_logprobs", "policy_versions"
+            self,
+            "response_token_ids",
+            "behavior_logprobs",
+            "sampling_logprobs",
+            "policy_versions",
+            "forced",
         )
         if not self.prompt_token_ids:
             raise ValueError(
@@ -126,16 +167,20 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """One response to learn from: a prompt, its response and what each of its tokens counts for."""
+    """One response to learn from: a prompt, its response and what each of its tokens counts for.
+    Left out, `loss_mask` is all True.
+    """
 
     prompt_token_ids: tuple[int, ...]
     response_token_ids: tuple[int, ...]
     behavior_logprobs: tuple[float, ...]
     advantage: float
-    weight: float  # of each of its tokens in the loss; all weights of a step sum to 1
+    weight: float  # of each token that is trained; all weights of a step sum to 1
+    loss_mask: tuple[bool, ...] = ()  # False: the token is context only
 
     def __post_init__(self) -> None:
-        _same_length(self, "response_token_ids", "behavior_logprobs")
+        _fill(self, "loss_mask", True, like="response_token_ids")
+        _same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask")
 
 
 @jax.tree_util.register_dataclass
@@ -190,6 +235,12 @@ class UserError(Exception):
     """Something is wrong that the person at the keyboard can mend; the message is one sentence
     saying how.
     """
+
+
+def _fill(record: Any, name: str, value: Any, *, like: str) -> None:
+    """Sets a per-token field that was left out to `value` for each item of the field `like`."""
+    if not getattr(record, name):
+        object.__setattr__(record, name, (value,) * len(getattr(record, like)))
 
 
 def _same_length(record: Any, *names: str) -> None:

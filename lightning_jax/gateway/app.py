@@ -1,36 +1,42 @@
-"""The HTTP server: an OpenAI-compatible URL for every rollout, and one for calls outside them."""
+"""The HTTP server: a URL for every rollout, one for calls outside of them, and every dialect."""
 
+import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
 import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from urllib.parse import quote
 
 from aiohttp import web
 from opentelemetry.trace import Tracer
 
 from lightning_jax.config import ServeConfig
-from lightning_jax.gateway.chat_request import (
-    POLICY,
-    ChatRequest,
-    check_model,
-    parse_chat,
-    sampling_params,
-)
-from lightning_jax.gateway.chat_response import ChatReply
-from lightning_jax.gateway.complete import Call, PolicyLoop, complete
+from lightning_jax.gateway.complete import PolicyLoop
+from lightning_jax.gateway.conversations import SavedConversations
+from lightning_jax.gateway.dialects.all import DIALECTS
+from lightning_jax.gateway.dialects.base import Dialect, Listing, Reply, Sender
 from lightning_jax.gateway.errors import ApiError, GatewayError, invalid
 from lightning_jax.gateway.event_stream import EventStream
-from lightning_jax.gateway.render import Generated, Rendered, render
+from lightning_jax.gateway.fields import Body, as_object
+from lightning_jax.gateway.policy import Policy
+from lightning_jax.gateway.request import POLICY
 from lightning_jax.gateway.rollouts import OpenRollout, RolloutSettings, Traffic
+from lightning_jax.gateway.running import (
+    RunningCall,
+    declared_timeout_s,
+    identity_of,
+    is_repetition,
+)
+from lightning_jax.gateway.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.serve.response import Chunk
 from lightning_jax.store import Store, StoreError
 from lightning_jax.tracing.tracer import make_tracer
-from lightning_jax.types import LLM, Completion
+from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +49,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
-    """Answers OpenAI's chat completions with the policy, and records every call that it answers.
+    """Answers every dialect with the policy, and records every call that it answers.
 
     All its methods belong to one event loop's thread, the one that `start` ran in.
     """
@@ -59,11 +65,19 @@ class Gateway:
         tracer: Tracer | None = None,
     ) -> None:
         self._loop = loop
-        self._tokenizer = tokenizer
+        self._policy = Policy(
+            loop=loop,
+            tokenizer=tokenizer,
+            tracer=tracer or make_tracer(store),
+            served_model=model_name,
+            max_len=serve.max_len,
+            tool_format=format_of(tokenizer),
+        )
         self._store = store
-        self._tracer = tracer or make_tracer(store)
         self._serve = serve
         self._rollouts: dict[str, OpenRollout] = {}
+        self._conversations = SavedConversations()
+        self._working: set[asyncio.Task] = set()
         self._runner: web.AppRunner | None = None
         self._url = ""
         self.model_name = model_name
@@ -77,11 +91,15 @@ class Gateway:
 
     async def start(self) -> None:
         """Binds the port and serves. Raises GatewayError when the address cannot be had."""
+        _check_exposure(self._serve)
         app = web.Application(middlewares=[_openai_errors], client_max_size=MAX_BODY_BYTES)
-        for prefix in ("", "/rollout/{rollout_id}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
-            app.router.add_get(f"{prefix}/v1/models", self._models)
-            app.router.add_get(f"{prefix}/v1/models/{{model}}", self._model)
+        for prefix in ("", "/rollout/{rollout_url}"):
+            for dialect in DIALECTS:
+                for path in dialect.paths:
+                    app.router.add_post(prefix + path, partial(self._post, dialect))
+                for listing in dialect.listings:
+                    handler = partial(self._list, dialect, listing)
+                    app.router.add_route(listing.method, prefix + listing.path, handler)
         app.router.add_get("/healthz", self._health)
         # Cancelling the handler is how a client that hangs up frees its slot.
         runner = web.AppRunner(
@@ -103,19 +121,23 @@ class Gateway:
 
     async def close(self) -> None:
         """Stops listening; calls in flight are cancelled soon after. Closing twice is allowed."""
-        for rollout_id in list(self._rollouts):
+        for rollout_id in [rollout.settings.rollout_id for rollout in self._rollouts.values()]:
             self.close_rollout(rollout_id)
         if self._runner:
             await self._runner.cleanup()
             self._runner = None
+        for task in self._working:
+            task.cancel()
+        await asyncio.gather(*self._working, return_exceptions=True)
 
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """What the rollout's agent needs to call the policy. Raises ValueError if it is open."""
         if settings.rollout_id in self._rollouts:
             raise ValueError(f"rollout {settings.rollout_id!r} is open already; expected a new id.")
-        self._rollouts[settings.rollout_id] = OpenRollout(settings)
-        base_url = f"{self.url}/rollout/{quote(settings.rollout_id, safe='')}/v1"
-        return LLM(base_url=base_url, api_key=self.api_key, model=POLICY)
+        rollout = OpenRollout(settings)
+        self._rollouts[settings.rollout_id] = rollout
+        place = quote(f"{settings.rollout_id}~{rollout.token}", safe="")
+        return LLM(f"{self.url}/rollout/{place}/v1", self.api_key, POLICY)
 
     def close_rollout(self, rollout_id: str) -> Traffic:
         """What traffic the rollout made. Calls in flight are cancelled, later ones get a 404.
@@ -131,162 +153,173 @@ class Gateway:
 
     # Handlers
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        self._authorize(request)
-        rollout = self._find_rollout(request)
-        stream = EventStream(request)
+    async def _post(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        """One call to the policy."""
+        framing = dialect.framings.get(request.query.get("alt", ""), dialect.framing)
+        stream = EventStream(request, framing)
         try:
+            self._authorize(request, dialect)
+            rollout = self._find_rollout(request)
             with rollout.counted() if rollout else contextlib.nullcontext():
-                return await self._answer(request, rollout, stream)
+                return await self._answer(dialect, request, rollout, stream)
         except ApiError as error:
-            if not stream.is_open:
-                raise
-            return await stream.fail(error)
+            if stream.is_open:
+                return await stream.fail(dialect.error_event(error))
+            return _refusal(dialect, error)
 
     async def _answer(
-        self, request: web.Request, rollout: OpenRollout | None, stream: EventStream
-    ) -> web.StreamResponse:
-        chat = parse_chat(await _read_json(request), request.headers, self.model_name)
-        rendered = self._render(chat, rollout)
-        call = self._call(request, chat, rendered, rollout)
-        reply = ChatReply(
-            response_id=call.call_id,
-            created=int(time.time()),
-            model=chat.model,
-            prompt_ids=call.prompt_ids,
-            logprobs=chat.logprobs,
-            return_token_ids=chat.return_token_ids,
-            include_usage=chat.include_usage,
-            tokenizer=self._tokenizer,
-        )
-        if chat.stream:
-            return await self._answer_stream(call, reply, rollout, stream)
-        completions = await complete(call, self._loop, self._tracer)
-        _remember(rollout, call, completions)
-        return web.json_response(reply.body(completions))
-
-    async def _answer_stream(
-        self, call: Call, reply: ChatReply, rollout: OpenRollout | None, stream: EventStream
-    ) -> web.StreamResponse:
-        async def on_accept() -> None:
-            await stream.open()
-            for index in range(len(call.sampling)):
-                await stream.send(reply.opening(index))
-
-        async def on_chunk(index: int, chunk: Chunk) -> None:
-            await stream.send(
-                reply.piece(index, chunk.text, chunk.token_ids, chunk.behavior_logprobs)
-            )
-
-        completions = await complete(
-            call, self._loop, self._tracer, on_accept=on_accept, on_chunk=on_chunk
-        )
-        _remember(rollout, call, completions)
-        for index, completion in enumerate(completions):
-            await stream.send(reply.ending(index, completion))
-        if reply.include_usage:
-            await stream.send(reply.usage_chunk(completions))
-        return await stream.close()
-
-    def _render(self, chat: ChatRequest, rollout: OpenRollout | None) -> Rendered:
-        try:
-            rendered = render(
-                chat.messages, chat.tools, self._tokenizer, rollout.memory if rollout else None
-            )
-        except ValueError as error:
-            param = "tools" if str(error).startswith("tools") else "messages"
-            raise invalid(str(error), param) from error
-        if rollout:
-            rollout.prefix_breaks += rendered.breaks
-        return rendered
-
-    def _call(
         self,
+        dialect: Dialect,
         request: web.Request,
-        chat: ChatRequest,
-        rendered: Rendered,
         rollout: OpenRollout | None,
-    ) -> Call:
-        room = self._serve.max_len - len(rendered.token_ids)
-        return Call(
-            call_id=f"chatcmpl-{secrets.token_hex(12)}",
-            prompt_ids=rendered.token_ids,
-            sampling=sampling_params(chat, rollout, room),
-            policy=chat.model,
-            served_model=self.model_name,
-            agent=chat.agent,
-            rollout_id=rollout.settings.rollout_id if rollout else None,
-            timeout_s=rollout.settings.call_timeout_s if rollout else None,
-            prefix_breaks=rendered.breaks,
-            headers=request.headers,
-        )
+        stream: EventStream,
+    ) -> web.StreamResponse:
+        started = time.monotonic()
+        raw = await _read(request)
+        body, sender = _as_json(raw), self._sender(request, rollout)
+        if dialect.at_once and (said := dialect.at_once(body, sender)) is not None:
+            return web.json_response(said)
+        parsed, make_reply = dialect.parse(body, sender)
+        identity = identity_of(request.path, raw, request.headers)
+        running = None
+        if rollout and is_repetition(request.headers):
+            running = rollout.calls.find(identity)
+        if rollout and running:
+            rollout.num_joined += 1
+        else:
+            running = self._policy.start(parsed, rollout, request.headers)
+            self._track(running)
+            if rollout:
+                rollout.calls.add(identity, running)
+        patience = declared_timeout_s(request.headers)
 
-    async def _models(self, request: web.Request) -> web.Response:
-        self._authorize(request)
-        self._find_rollout(request)
-        models = [_model_entry(name) for name in dict.fromkeys((POLICY, self.model_name))]
-        return web.json_response({"object": "list", "data": models})
+        def keep() -> bool:  # the client gave up on time, and will ask again
+            waited = time.monotonic() - started
+            return rollout is not None and patience is not None and waited >= 0.95 * patience
 
-    async def _model(self, request: web.Request) -> web.Response:
-        self._authorize(request)
-        self._find_rollout(request)
-        name = request.match_info["model"]
-        check_model(name, self.model_name)
-        return web.json_response(_model_entry(name))
+        with running.listen(keep):
+            reply = make_reply(running.context)
+            if parsed.stream:
+                return await _stream(running, reply, stream)
+            return web.json_response(reply.body(await running.answers()))
+
+    def _track(self, running: RunningCall) -> None:
+        """Keeps hold of the call's task, which may outlive the request."""
+        self._working.add(running.task)
+        running.task.add_done_callback(self._working.discard)
+
+    async def _list(
+        self, dialect: Dialect, listing: Listing, request: web.Request
+    ) -> web.StreamResponse:
+        """What is served."""
+        try:
+            self._authorize(request, dialect)
+            rollout = self._find_rollout(request)
+            body = _as_json(await _read(request)) if request.can_read_body else {}
+            return web.json_response(listing.answer(body, self._sender(request, rollout)))
+        except ApiError as error:
+            return _refusal(dialect, error)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "engine": self._loop.stats()})
 
-    def _authorize(self, request: web.Request) -> None:
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    def _sender(self, request: web.Request, rollout: OpenRollout | None) -> Sender:
+        return Sender(
+            headers=request.headers,
+            path=request.match_info,
+            query=request.query,
+            model_name=self.model_name,
+            conversations=rollout.conversations if rollout else self._conversations,
+            max_len=self._serve.max_len,
+            count_tokens=partial(self._policy.count_tokens, rollout=rollout),
+        )
+
+    def _authorize(self, request: web.Request, dialect: Dialect) -> None:
+        key = _key_of(request)
+        if key is None and dialect.open_in_rollouts and "rollout_url" in request.match_info:
+            return
         # In constant time, so that answers do not tell how much of a key is right.
-        right = hmac.compare_digest(key.strip().encode(errors="replace"), self.api_key.encode())
-        if scheme.lower() != "bearer" or not right:
+        right = hmac.compare_digest((key or "").encode(errors="replace"), self.api_key.encode())
+        if not right:
             raise ApiError(
                 401,
                 "invalid_api_key",
-                "the API key is missing or wrong; expected the gateway's as Bearer.",
+                "the API key is missing or wrong; expected the gateway's, as Bearer in the "
+                "Authorization header or as your client sends it.",
             )
 
     def _find_rollout(self, request: web.Request) -> OpenRollout | None:
-        rollout_id = request.match_info.get("rollout_id")
-        if rollout_id is None:
+        place = request.match_info.get("rollout_url")
+        if place is None:
             return None
-        if rollout_id in self._rollouts:
-            return self._rollouts[rollout_id]
+        rollout_id, _, token = place.rpartition("~")
+        rollout = self._rollouts.get(rollout_id)
+        if rollout and hmac.compare_digest(token.encode(), rollout.token.encode()):
+            return rollout
         try:
-            state = f"has ended ({self._store.rollout(rollout_id).status})"
+            ended = rollout is None and self._store.rollout(rollout_id).status
         except StoreError:
-            state = "is unknown"
+            ended = None
+        state = f"has ended ({ended})" if ended else "is unknown"
         raise ApiError(
             404,
             "rollout_not_found",
-            f"rollout {rollout_id!r} {state}; expected a running one. Use the base_url that the "
-            "agent was started with, or /v1 for calls outside of rollouts.",
+            f"rollout {rollout_id or place!r} {state}; expected a running one. Use the base_url "
+            "that the agent was started with, or /v1 for calls outside of rollouts.",
         )
 
 
-async def _read_json(request: web.Request) -> object:
+async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> web.StreamResponse:
+    await running.accepted()
+    await stream.open()
+    await stream.send(reply.opening())
+    async for delta in running.deltas():
+        await stream.send(reply.delta(delta))
+    await stream.send(reply.ending(await running.answers()))
+    return await stream.close()
+
+
+async def _read(request: web.Request) -> bytes:
     try:
-        return json.loads(await request.read())
+        return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise ApiError(
             413,
             "body_too_large",
             f"the body is larger than the limit of {MAX_BODY_BYTES} bytes; send less.",
         ) from error
+
+
+def _as_json(raw: bytes) -> Body:
+    try:
+        return as_object(json.loads(raw))
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not JSON ({error}); expected a JSON object.") from error
 
 
-def _remember(rollout: OpenRollout | None, call: Call, completions: tuple[Completion, ...]) -> None:
-    if rollout:
-        for completion in completions:
-            rollout.memory.add(completion.text, Generated(call.prompt_ids, completion.token_ids))
+def _key_of(request: web.Request) -> str | None:
+    """The key, wherever the clients of the dialects put it; None where there is none."""
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return bearer.strip()
+    for header in ("x-api-key", "x-goog-api-key"):
+        if header in request.headers:
+            return request.headers[header]
+    return request.query.get("key")
 
 
-def _model_entry(name: str) -> dict[str, str | int]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "lightning_jax"}
+def _refusal(dialect: Dialect, error: ApiError) -> web.Response:
+    return web.json_response(dialect.error(error), status=error.status, headers=error.headers)
+
+
+def _check_exposure(serve: ServeConfig) -> None:
+    """Raises GatewayError for an address that others can reach, without a key of its owner's."""
+    with contextlib.suppress(ValueError):
+        if not ipaddress.ip_address(serve.host).is_loopback and not serve.api_key:
+            raise GatewayError(
+                f"serve.host is {serve.host!r}, which other machines can reach, and serve.api_key "
+                "is not set; expected a key. Set serve.api_key, or serve.host to 127.0.0.1."
+            )
 
 
 def _reachable_url(address: tuple) -> str:
@@ -298,11 +331,9 @@ def _reachable_url(address: tuple) -> str:
 
 @web.middleware
 async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns every failure into OpenAI's error body."""
+    """Turns what no dialect has answered into OpenAI's error body."""
     try:
         return await handler(request)
-    except ApiError as error:
-        failure = error
     except web.HTTPException as error:
         code = "unknown_url" if error.status == 404 else "http_error"
         failure = ApiError(error.status, code, f"{request.method} {request.path}: {error.reason}.")

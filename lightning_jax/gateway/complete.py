@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from lightning_jax.gateway.errors import ApiError
+from lightning_jax.serve.constraint import GrammarError
 from lightning_jax.serve.generation import (
     Draining,
     EngineError,
@@ -32,6 +33,10 @@ OnAccept = Callable[[], Awaitable[None]]
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 
 
+class _Unfit(ValueError):
+    """The engine knows no such thing, for example a token id outside of its vocabulary."""
+
+
 @runtime_checkable
 class PolicyLoop(Protocol):
     """What the gateway asks of an engine's loop; EngineLoop and JetStreamLoop are such."""
@@ -42,12 +47,21 @@ class PolicyLoop(Protocol):
 
 
 @dataclass(frozen=True)
-class Call:
-    """One request to the policy. `sampling` has one entry per choice."""
+class Choice:
+    """One response to make."""
 
-    call_id: str  # the response's id
     prompt_ids: tuple[int, ...]
-    sampling: tuple[SamplingParams, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request to the policy, for one or more responses."""
+
+    call_id: str
+    dialect: str
+    operation: str  # as OpenTelemetry's GenAI conventions name it
+    choices: tuple[Choice, ...]
     policy: str  # the model name that was asked for
     served_model: str
     agent: str
@@ -67,9 +81,9 @@ async def complete(
 ) -> tuple[Completion, ...]:
     """One completion per choice; writes the call's one span, however it ends.
 
-    A call with n > 1 choices writes n child spans too, which hold the tokens. `on_accept` runs once
-    the engine has taken the call, `on_chunk` for each piece of text with its choice's index. Raises
-    ApiError.
+    A call with several choices writes a child span for each, which hold the tokens. `on_accept`
+    runs once the engine has taken the call, `on_chunk` for each piece of text with its choice's
+    index. Raises ApiError.
     """
     try:
         return await _traced(call, loop, tracer, on_accept, on_chunk)
@@ -87,7 +101,7 @@ async def _traced(
     start_ns = time.time_ns()
     with rollout_trace(call.rollout_id):
         span = tracer.start_span(
-            f"{names.CHAT} {call.policy}",
+            f"{call.operation} {call.policy}",
             context=parent_of(call.headers),
             kind=SpanKind.SERVER,
             attributes=_request_attributes(call),
@@ -117,8 +131,8 @@ async def _generate(
     generations: list[Generation] = []
     try:
         async with asyncio.timeout(call.timeout_s):
-            for sampling in call.sampling:
-                generations.append(loop.submit(call.prompt_ids, sampling))
+            for choice in call.choices:
+                generations.append(_submit(loop, choice))
             if on_accept:
                 await on_accept()
             return tuple(
@@ -130,6 +144,15 @@ async def _generate(
         for generation in generations:
             generation.cancel()
         raise
+
+
+def _submit(loop: PolicyLoop, choice: Choice) -> Generation:
+    try:
+        return loop.submit(choice.prompt_ids, choice.sampling)
+    except (PromptTooLong, GrammarError):
+        raise
+    except ValueError as error:
+        raise _Unfit(str(error)) from error
 
 
 async def _follow(index: int, generation: Generation, on_chunk: OnChunk | None) -> Completion:
@@ -149,6 +172,10 @@ def _api_error(error: BaseException, call: Call) -> ApiError | None:
     match error:
         case PromptTooLong():
             return ApiError(400, "context_length_exceeded", str(error), param="messages")
+        case GrammarError():
+            return ApiError(400, "invalid_schema", str(error), param="response_format")
+        case _Unfit():
+            return ApiError(400, "invalid_value", str(error))
         case QueueFull():
             return _server_error(429, "queue_full", str(error), retry_after_s=1)
         case Draining():
@@ -174,15 +201,17 @@ def _server_error(
 
 
 def _request_attributes(call: Call) -> dict[str, Any]:
-    first = call.sampling[0]
+    first, count = call.choices[0].sampling, len(call.choices)
+    prompts = dict.fromkeys(choice.prompt_ids for choice in call.choices)
     return known(
         {
-            names.OPERATION_NAME: names.CHAT,
+            names.OPERATION_NAME: call.operation,
+            names.DIALECT: call.dialect,
             names.PROVIDER_NAME: "lightning_jax",
             names.REQUEST_MODEL: call.policy,
             names.RESPONSE_MODEL: call.served_model,
             names.RESPONSE_ID: call.call_id,
-            names.REQUEST_CHOICE_COUNT: len(call.sampling) if len(call.sampling) > 1 else None,
+            names.REQUEST_CHOICE_COUNT: count if count > 1 else None,
             names.REQUEST_MAX_TOKENS: first.max_tokens,
             names.REQUEST_TEMPERATURE: first.temperature,
             names.REQUEST_TOP_P: first.top_p,
@@ -191,20 +220,20 @@ def _request_attributes(call: Call) -> dict[str, Any]:
             names.REQUEST_SEED: first.seed,
             names.REQUEST_STOP_SEQUENCES: first.stop or None,
             names.AGENT_NAME: call.agent or None,
-            names.USAGE_INPUT_TOKENS: len(call.prompt_ids),
+            names.USAGE_INPUT_TOKENS: sum(map(len, prompts)),
             names.PREFIX_BREAKS: call.prefix_breaks,
-            **_identity(call),
+            **_identity(call, call.choices[0]),
         }
     )
 
 
-def _identity(call: Call) -> dict[str, Any]:
+def _identity(call: Call, choice: Choice) -> dict[str, Any]:
     """What a call's span and the spans of its choices both say."""
     return {
         names.ROLLOUT_ID: call.rollout_id,
         names.AGENT: call.agent,
         names.POLICY: call.policy,
-        names.PROMPT_TOKEN_IDS: call.prompt_ids,
+        names.PROMPT_TOKEN_IDS: choice.prompt_ids,
     }
 
 
@@ -221,7 +250,11 @@ def _record(
         span.end()
         return
     for index, completion in enumerate(completions):
-        identity = {names.OPERATION_NAME: names.CHAT, names.CHOICE_INDEX: index, **_identity(call)}
+        identity = {
+            names.OPERATION_NAME: call.operation,
+            names.CHOICE_INDEX: index,
+            **_identity(call, call.choices[index]),
+        }
         child = tracer.start_span(
             "choice",
             context=child_context(span),
@@ -235,7 +268,8 @@ def _record(
 
 
 def _response_attributes(completion: Completion) -> dict[str, Any]:
-    return {
+    forced = {names.FORCED: completion.forced} if any(completion.forced) else {}
+    return forced | {
         names.RESPONSE_FINISH_REASONS: (completion.finish_reason,),
         names.USAGE_OUTPUT_TOKENS: len(completion.token_ids),
         names.RESPONSE_TOKEN_IDS: completion.token_ids,

@@ -1,20 +1,22 @@
-"""Server-sent events, as OpenAI streams them."""
+"""The HTTP response of one streamed call."""
 
-import json
-from typing import Any
+from collections.abc import Iterable
 
 from aiohttp import web
 
-from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.dialects.base import Event, Framing
 
 
 class EventStream:
-    """The response of one streamed call; nothing is sent before `open`."""
+    """Events on their way to the client; nothing is sent before `open`."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, framing: Framing) -> None:
         self._request = request
+        self._framing = framing
+        self._separator = framing.begin
+        self._num_sent = 0
         self.response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            headers={"Content-Type": framing.content_type, "Cache-Control": "no-cache"}
         )
 
     @property
@@ -24,19 +26,28 @@ class EventStream:
     async def open(self) -> None:
         await self.response.prepare(self._request)
 
-    async def send(self, body: dict[str, Any] | None) -> None:
-        """Sends one event; None sends nothing. Raises ConnectionError if the client hung up."""
-        if body is not None:
-            await self.response.write(f"data: {json.dumps(body)}\n\n".encode())
+    async def send(self, events: Iterable[Event]) -> None:
+        """Sends the events in one write. Raises ConnectionError if the client hung up."""
+        data = b""
+        for event in events:
+            data += self._separator + self._framing.frame(self._number(event))
+            self._separator = self._framing.between
+        if data:
+            await self.response.write(data)
 
     async def close(self) -> web.StreamResponse:
         """The finished response, with the mark of a complete stream."""
-        await self.response.write(b"data: [DONE]\n\n")
-        await self.response.write_eof()
+        await self.response.write_eof(self._framing.end + self._framing.close)
         return self.response
 
-    async def fail(self, error: ApiError) -> web.StreamResponse:
+    async def fail(self, event: Event) -> web.StreamResponse:
         """The response ended by an error event: its status went out before the error was known."""
-        await self.send(error.body)
-        await self.response.write_eof()
+        await self.send([event])
+        await self.response.write_eof(self._framing.close)
         return self.response
+
+    def _number(self, event: Event) -> Event:
+        if not self._framing.numbered:
+            return event
+        self._num_sent += 1
+        return Event({**event.data, "sequence_number": self._num_sent - 1}, event.name)

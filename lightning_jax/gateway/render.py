@@ -1,9 +1,16 @@
-"""Messages to prompt ids: text that the policy generated comes back as the very ids it sampled.
+"""Messages to prompt ids: what the policy generated comes back as the very ids it sampled.
 
 A response that returns in a later prompt must not be encoded again: the same text has many
-encodings, and training would then see another token path than the one sampled. So the template
-renders a mark in the place of that text, the pieces between marks are encoded, and the recorded ids
-go between them:
+encodings, and training would then see another token path than the one sampled. Two things see
+to it.
+
+A conversation that goes on from a recorded call, that is, begins with the messages of that call
+and its response, begins with that call's ids, prompt and response, as they are. The template only
+adds what follows. So the next prompt extends the last one by construction, whatever the template
+writes (dates, think blocks it drops, generation prompts it does not repeat).
+
+Other responses are spliced: the template renders a mark in their place, the pieces between marks
+are encoded, and the recorded ids go between them:
 
     text     <start>user hi<end><start>assistant   MARK     <end><start>user more...
     ids      [1 5 6 2 1 8]                         [40 2]   [2 1 5 9 ...]
@@ -13,9 +20,12 @@ go between them:
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_jax.gateway.tool_formats import ToolFormat, format_of
+from lightning_jax.models.chat_template import TemplateError
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import Message
 
@@ -27,30 +37,63 @@ ROLES = {
     "tool": "tool",
 }
 _TEMPLATE_KEYS = ("name", "tool_calls", "tool_call_id")
+Tools = Sequence[Mapping[str, Any]] | None
 
 
 @dataclass(frozen=True)
 class Generated:
-    """One response as it was sampled: what the policy had read, and the ids it gave."""
+    """One response as it was sampled: what the policy had read, and the ids it gave.
+
+    `history` is the digest of the messages and tools it answered (`Rendered.history`).
+    """
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
+    history: str = ""
 
 
 class ConversationMemory:
-    """What the policy generated in one rollout, by the text that the agent was given."""
+    """What the policy generated in one rollout, by what the agent was given."""
 
     def __init__(self) -> None:
         self._generated: dict[str, list[Generated]] = {}
 
-    def add(self, text: str, generated: Generated) -> None:
-        """Remembers a response. Responses without text or ids have nothing to recognise."""
-        if text and generated.token_ids:
-            self._generated.setdefault(text, []).append(generated)
+    def add(self, message: Message, generated: Generated) -> None:
+        """Remembers a response by the message it became, unless that has nothing to recognise.
 
-    def recall(self, text: str) -> tuple[Generated, ...]:
-        """The responses that gave this text, newest first."""
-        return tuple(reversed(self._generated.get(text, ())))
+        Its calls are recognised without their ids too, because some dialects send none.
+        """
+        plain = _normalize(message, "response")
+        keys = {_fingerprint(plain), _fingerprint(_without_call_ids(plain))}
+        for key in keys if generated.token_ids else ():
+            if key:
+                self._generated.setdefault(key, []).append(generated)
+
+    def recall(self, message: Message) -> tuple[Generated, ...]:
+        """The responses that became this message, newest first."""
+        return tuple(reversed(self._generated.get(_fingerprint(message), ())))
+
+
+def _fingerprint(message: Message) -> str:
+    """What tells responses apart: text, and the ids and arguments of calls. "" if it has neither.
+
+    The blanks around the text of a message with calls do not count: frameworks trim them.
+    """
+    text, calls = message.get("content") or "", message.get("tool_calls") or ()
+    if not calls:
+        return text and "text:" + text
+    parts = [[call.get("id"), _plain_call(call)] for call in calls]
+    return "calls:" + json.dumps([text.strip(), parts], sort_keys=True)
+
+
+def _without_call_ids(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [c | {"id": None} for c in calls]} if calls else message
+
+
+def _plain_call(call: Mapping[str, Any]) -> tuple[str, Any]:
+    function = call["function"]
+    return function["name"], function["arguments"] or {}
 
 
 @dataclass(frozen=True)
@@ -60,36 +103,104 @@ class Rendered:
     token_ids: tuple[int, ...]
     replayed: int  # messages rendered with the ids that were sampled
     breaks: int  # 1 if the last replayed response's path is not a prefix of this prompt, else 0
+    history: str = ""  # digest of the messages and tools
 
 
 def render(
     messages: Sequence[Any],
-    tools: Sequence[Mapping[str, Any]] | None,
+    tools: Tools,
     tokenizer: Tokenizer,
     memory: ConversationMemory | None = None,
+    form: ToolFormat | None = None,
 ) -> Rendered:
     """The prompt ids of a conversation, up to the assistant's next turn; `memory` stays as it is.
 
-    Raises ValueError for messages or tools that the chat template cannot show.
+    Raises ValueError for messages that are malformed or that the chat template cannot show.
     """
     plain = normalize_messages(messages)
+    digests = _digests(plain, tools)
     known = {
-        index: memory.recall(message["content"])
+        index: found
         for index, message in enumerate(plain)
-        if memory and message["role"] == "assistant" and "tool_calls" not in message
+        if memory and message["role"] == "assistant" and (found := memory.recall(message))
     }
-    known = {index: found for index, found in known.items() if found}
-    pieces, spliced = _pieces(plain, tools, tokenizer, tuple(known))
-    ids, extends = _splice(pieces, [known[index] for index in spliced], tokenizer)
-    lost = len(spliced) < len(known)
-    return Rendered(tuple(ids), len(spliced), int(lost or not extends))
+    view = _View(tokenizer, tools, form or format_of(tokenizer))
+    pieces, marked = _pieces(plain, view, tuple(known))
+    base = _resumed(known, digests)
+    if base is None or base[0] not in marked:  # or the template hides that message
+        start, recorded = 0, None
+    else:  # what comes before it is in its prompt
+        start, recorded = marked.index(base[0]), base[1]
+    candidates = [known[index] for index in marked[start:]]
+    ids, extends = _splice(pieces[start:], candidates, recorded, tokenizer)
+    replayed = set(marked) | {index for index in known if base and recorded and index < base[0]}
+    whole = extends and len(replayed) == len(known)
+    return Rendered(tuple(ids), len(replayed), int(not whole), digests[-1])
+
+
+@dataclass(frozen=True)
+class _View:
+    """How messages become text."""
+
+    tokenizer: Tokenizer
+    tools: Tools
+    form: ToolFormat
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The template's text. What the template has no place for is written into the messages."""
+        if not self.tokenizer.supports_tools:
+            return self.tokenizer.render_chat(_without_tools(messages, self.tools, self.form))
+        text = self.tokenizer.render_chat(messages, tools=self.tools)
+        names = [c["function"]["name"] for m in messages for c in m.get("tool_calls", ())]
+        if any(name not in text for name in names):
+            raise TemplateError(
+                "the chat template does not show the assistant's tool calls "
+                f"({', '.join(sorted(set(names)))}); expected one that does. Send tools as well."
+            )
+        return text
+
+
+def _without_tools(messages: Sequence[Message], tools: Tools, form: ToolFormat) -> list[Message]:
+    """The same conversation for a template that knows only roles and text."""
+    shown: list[Message] = []
+    for message in messages:
+        plain = {key: message[key] for key in ("role", "content")}
+        if calls := message.get("tool_calls"):
+            written = form.write([_plain_call(call) for call in calls])
+            plain["content"] = f"{message['content']}{written}"
+        shown.append(plain)
+    if not tools:
+        return shown
+    offer = form.instructions(tools)
+    if shown and shown[0]["role"] == "system":
+        first = shown[0] | {"content": f"{shown[0]['content']}\n\n{offer}"}
+        return [first, *shown[1:]]
+    return [{"role": "system", "content": offer}, *shown]
+
+
+def _digests(messages: Sequence[Message], tools: Tools) -> list[str]:
+    """For each number of first messages, a digest of those and of the tools."""
+    digest = hashlib.blake2b(json.dumps(tools or None, sort_keys=True).encode(), digest_size=12)
+    digests = [digest.hexdigest()]
+    for message in messages:
+        digest.update(json.dumps(message, sort_keys=True).encode())
+        digests.append(digest.hexdigest())
+    return digests
+
+
+def _resumed(
+    known: Mapping[int, Sequence[Generated]], digests: Sequence[str]
+) -> tuple[int, Generated] | None:
+    """The latest recorded call that this conversation goes on from, and where its response lies."""
+    for index in sorted(known, reverse=True):
+        for generated in known[index]:
+            if generated.history == digests[index]:
+                return index, generated
+    return None
 
 
 def _pieces(
-    messages: list[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    tokenizer: Tokenizer,
-    replayed: tuple[int, ...],
+    messages: list[Message], view: _View, replayed: tuple[int, ...]
 ) -> tuple[list[str], list[int]]:
     """The rendered text cut at the replayed messages, and which messages those are.
 
@@ -98,13 +209,13 @@ def _pieces(
     """
     marks = {index: _mark(messages, index) for index in replayed}
     marked = [
-        message | {"content": marks[index]} if index in marks else message
+        {"role": message["role"], "content": marks[index]} if index in marks else message
         for index, message in enumerate(messages)
     ]
-    text = _template(marked, tools, tokenizer)
+    text = view.text(marked)
     if not all(text.count(mark) == 1 for mark in marks.values()):
         found = tuple(index for index, mark in marks.items() if text.count(mark) == 1)
-        return _pieces(messages, tools, tokenizer, found)
+        return _pieces(messages, view, found)
     order = sorted(marks, key=lambda index: text.index(marks[index]))
     pieces = []
     for index in order:
@@ -114,39 +225,31 @@ def _pieces(
 
 
 def _splice(
-    pieces: Sequence[str], candidates: Sequence[tuple[Generated, ...]], tokenizer: Tokenizer
+    pieces: Sequence[str],
+    candidates: Sequence[tuple[Generated, ...]],
+    base: Generated | None,
+    tokenizer: Tokenizer,
 ) -> tuple[list[int], bool]:
-    """The pieces' ids with recorded ids between; False if the last record is not a prefix."""
-    ids = tokenizer.encode(pieces[0])
+    """The pieces' ids with recorded ids between; False if the last record is not a prefix.
+
+    With a base, its prompt stands in the place of the first piece.
+    """
+    ids = tokenizer.encode(pieces[0]) if base is None else list(base.prompt_ids)
     extends = True
-    for found, piece in zip(candidates, pieces[1:], strict=True):
+    for place, (found, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
         # One text may have been sampled twice, as different ids: take those sampled right here.
         chosen = next((g for g in found if g.prompt_ids == tuple(ids)), found[0])
+        if base is not None and place == 0:
+            chosen = base
         extends = chosen.prompt_ids == tuple(ids)
-        ids = [*ids, *chosen.token_ids]
-        tail = tokenizer.encode(piece)
-        end = chosen.token_ids[-1]
-        ids += tail[1:] if end in tokenizer.eos_ids and tail[:1] == [end] else tail
+        ids = _join([*ids, *chosen.token_ids], chosen.token_ids[-1], piece, tokenizer)
     return ids, extends
 
 
-def _template(
-    messages: list[Message], tools: Sequence[Mapping[str, Any]] | None, tokenizer: Tokenizer
-) -> str:
-    text = tokenizer.render_chat(messages, tools=tools)
-    if tools and text == tokenizer.render_chat(messages):
-        raise ValueError(
-            f"tools has {len(tools)} entries, but the model's chat template has no place for them; "
-            "expected none. Describe them in the system message instead."
-        )
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            if call["function"]["name"] not in text:
-                raise ValueError(
-                    f"tool_calls holds {call['function']['name']!r}, but the model's chat template "
-                    "shows no tool calls; expected none. Write the call as text content instead."
-                )
-    return text
+def _join(ids: list[int], last: int, piece: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids and those of the text that follows; an end of turn that both hold is there once."""
+    tail = tokenizer.encode(piece)
+    return ids + (tail[1:] if last in tokenizer.eos_ids and tail[:1] == [last] else tail)
 
 
 def _mark(messages: list[Message], index: int) -> str:
@@ -217,11 +320,8 @@ def _tool_calls(calls: Any, where: str) -> list[Message]:
             )
         arguments = function.get("arguments", "{}")
         if isinstance(arguments, str):
-            try:
+            with suppress(ValueError):  # a call that the token limit cut is shown as it was
                 arguments = json.loads(arguments)
-            except ValueError as error:
-                raise ValueError(
-                    f"{where}.tool_calls has arguments that are no JSON ({error}); expected JSON."
-                ) from error
-        normalized.append(call | {"function": function | {"arguments": arguments}})
+        plain = {"name": function["name"], "arguments": arguments}
+        normalized.append({"id": call.get("id"), "type": "function", "function": plain})
     return normalized

@@ -2,13 +2,16 @@
 
 import asyncio
 import hashlib
+import secrets
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from lightning_jax.gateway.conversations import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.render import ConversationMemory
+from lightning_jax.gateway.running import RunningCalls
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Traffic:
     num_refused: dict[str, int]  # by the agent's own request: context_length_exceeded, ...
     num_cancelled: int  # the agent hung up, or was over before the answer was
     prefix_breaks: int  # prompts that replayed a response but not its token path
+    num_joined: int = 0  # calls that repeated an earlier one and shared its answer
+    malformed_tool_calls: int = 0  # that came back as text
 
 
 @dataclass
@@ -41,9 +46,15 @@ class OpenRollout:
 
     settings: RolloutSettings
     memory: ConversationMemory = field(default_factory=ConversationMemory)
+    conversations: SavedConversations = field(default_factory=SavedConversations)
+    calls: RunningCalls = field(default_factory=RunningCalls)
+    # In its URL: whoever cannot guess it cannot write into the rollout's record.
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
     num_sampled: int = 0  # calls that got a seed
     num_calls: int = 0
+    num_joined: int = 0
     prefix_breaks: int = 0
+    malformed_tool_calls: int = 0
     num_cancelled: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -80,12 +91,15 @@ class OpenRollout:
         self.in_flight.clear()
         for task in abandoned:
             task.cancel()
+        self.calls.cancel()
         return Traffic(
             num_calls=self.num_calls,
             num_errors=dict(self.errors),
             num_refused=dict(self.refused),
             num_cancelled=self.num_cancelled + len(abandoned),
             prefix_breaks=self.prefix_breaks,
+            num_joined=self.num_joined,
+            malformed_tool_calls=self.malformed_tool_calls,
         )
 
 

@@ -34,6 +34,7 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.added_ids = frozenset(added)  # each is found in text whole, special or not
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; none is added. `special` False reads "<|im_end|>" as ordinary characters."""
@@ -80,6 +81,16 @@ class Tokenizer:
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         return backend
+
+    @property
+    def end_of_turn_id(self) -> int | None:
+        """The token that the model itself ends a response with; None if it knows none."""
+        named = self.token_id(self.special_tokens.get("eos_token", ""))
+        return named if named in self.eos_ids else min(self.eos_ids, default=None)
+
+    def to_json(self) -> str:
+        """The whole tokenizer as a tokenizer.json's text."""
+        return self._backend.to_str()
 
     def save(self, directory: Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json as transformers' AutoTokenizer reads."""

@@ -11,7 +11,9 @@ from lightning_jax.config import BatchConfig
 from lightning_jax.rl.packing import Path, PathForest, Row, common_prefix, pack_rows
 from lightning_jax.types import Batch, TrainingSequence, Trajectory
 
-DROP_REASONS: tuple[str, ...] = ("too_long", "too_many_targets", "empty_response", "zero_advantage")
+DROP_REASONS: tuple[str, ...] = (
+    "too_long", "too_many_targets", "empty_response", "all_forced", "zero_advantage"
+)  # fmt: skip
 
 
 def drop_stale(
@@ -44,18 +46,18 @@ def drop_stale(
 def make_sequences(
     trajectories: Sequence[Trajectory], advantages: Sequence[tuple[float, ...]]
 ) -> list[TrainingSequence]:
-    """One sequence per call. All rollouts weigh the same, and all tokens of one rollout do.
+    """One sequence per call. All rollouts weigh the same, and all trained tokens of one rollout do.
 
-    A token's weight is 1 / (sampled tokens of its rollout * rollouts with any), so the weights of a
-    step sum to 1. Raises ValueError if the advantages do not match the calls.
+    A token that its grammar forced is not trained: the policy did not choose it. A trained token's
+    weight is 1 / (trained tokens of its rollout * rollouts with any), so the weights of a step sum
+    to 1. Raises ValueError if the advantages do not match the calls.
     """
-    lengths = [
-        sum(len(t.response_token_ids) for t in trajectory.transitions)
-        for trajectory in trajectories
+    counts = [
+        sum(t.forced.count(False) for t in trajectory.transitions) for trajectory in trajectories
     ]
-    num_rollouts = sum(length > 0 for length in lengths)
+    num_rollouts = sum(count > 0 for count in counts)
     sequences = []
-    for trajectory, values, length in zip(trajectories, advantages, lengths, strict=True):
+    for trajectory, values, count in zip(trajectories, advantages, counts, strict=True):
         if len(values) != len(trajectory.transitions):
             raise ValueError(
                 f"rollout {trajectory.rollout_id!r} has {len(values)} advantages for "
@@ -68,7 +70,8 @@ def make_sequences(
                     response_token_ids=transition.response_token_ids,
                     behavior_logprobs=transition.behavior_logprobs,
                     advantage=advantage,
-                    weight=1.0 / max(length * num_rollouts, 1),
+                    weight=1.0 / max(count * num_rollouts, 1),
+                    loss_mask=tuple(not forced for forced in transition.forced),
                 )
             )
     return sequences
@@ -93,10 +96,12 @@ def make_batches(
 ) -> tuple[list[Batch], dict[str, float]]:
     """(microbatches of shape [rows, row_len] with [rows, max_targets] targets, what packing did).
 
-    Every sampled token of every sequence becomes one target, but for sequences that are dropped and
-    counted by reason: too long for a row, too many targets for a row, nothing sampled, and with
+    Every trained token of every sequence becomes one target, and the others only context, counted
+    in `train/tokens_forced`. Sequences are dropped and counted by reason: too long for a row, too
+    many targets for a row, nothing sampled, nothing but forced tokens, and with
     `skip_zero_advantage` those without a policy gradient (right only when no KL term needs them).
-    The last sampled token is never read by the model unless another sequence goes on from it.
+    A sequence's last target and what follows it are never read by the model unless another sequence
+    goes on from there.
     """
     kept, dropped = [], Counter(dict.fromkeys(DROP_REASONS, 0))
     dropped_tokens = 0
@@ -106,11 +111,11 @@ def make_batches(
             kept.append(sequence)
         else:
             dropped[reason] += 1
-            dropped_tokens += len(sequence.response_token_ids)
+            dropped_tokens += _num_targets(sequence)
     # Paths in order are the trie in depth-first order; see packing.py.
-    kept.sort(key=lambda s: s.prompt_token_ids + s.response_token_ids[:-1])
-    paths = [_path(sequence) for sequence in kept]
-    forest = PathForest(paths, [len(sequence.response_token_ids) for sequence in kept])
+    kept.sort(key=_read_ids)
+    paths = [np.asarray(_read_ids(sequence), np.int32) for sequence in kept]
+    forest = PathForest(paths, [_num_targets(sequence) for sequence in kept])
     rows = pack_rows(forest, max_nodes=config.row_len, max_targets=config.max_targets)
     # Rows of one batch have about as many targets, so that their empty head chunks coincide.
     rows.sort(key=lambda row: -row.targets)
@@ -120,18 +125,22 @@ def make_batches(
     ]
     stats = _stats(forest, rows, num_nodes=len(batches) * config.rows * config.row_len)
     stats |= {f"train/dropped_{reason}": float(count) for reason, count in dropped.items()}
-    return batches, stats | {"train/dropped_tokens": float(dropped_tokens)}
+    num_forced = sum(sequence.loss_mask.count(False) for sequence in sequences)
+    return batches, stats | {
+        "train/dropped_tokens": float(dropped_tokens),
+        "train/tokens_forced": float(num_forced),
+    }
 
 
 def _why_dropped(
     sequence: TrainingSequence, config: BatchConfig, skip_zero_advantage: bool
 ) -> str | None:
-    num_targets = len(sequence.response_token_ids)
+    num_targets = _num_targets(sequence)
     if num_targets == 0:
-        return "empty_response"
+        return "all_forced" if sequence.response_token_ids else "empty_response"
     if skip_zero_advantage and sequence.advantage == 0.0:
         return "zero_advantage"
-    if len(sequence.prompt_token_ids) + num_targets - 1 > config.row_len:
+    if len(_read_ids(sequence)) > config.row_len:
         return "too_long"
     return "too_many_targets" if num_targets > config.max_targets else None
 
@@ -163,14 +172,15 @@ def _fill_batch(
         start = 0
         for i, path_nodes in zip(row.members, nodes, strict=True):
             sequence = sequences[i]
-            size = len(sequence.response_token_ids)
+            trained = np.flatnonzero(sequence.loss_mask)
+            size = len(trained)
             where = (b, slice(start, start + size))
             # The last token of the prompt predicts the first that was sampled.
             first = len(sequence.prompt_token_ids) - 1
-            batch.target_nodes[where] = path_nodes[first : first + size]
-            batch.target_ids[where] = sequence.response_token_ids
+            batch.target_nodes[where] = path_nodes[first + trained]
+            batch.target_ids[where] = np.asarray(sequence.response_token_ids)[trained]
             batch.target_mask[where] = True
-            batch.behavior_logprobs[where] = sequence.behavior_logprobs
+            batch.behavior_logprobs[where] = np.asarray(sequence.behavior_logprobs)[trained]
             batch.advantages[where] = sequence.advantage
             batch.weights[where] = sequence.weight
             start += size
@@ -219,6 +229,14 @@ def _lay_out(
     return all_nodes
 
 
-def _path(sequence: TrainingSequence) -> Path:
-    """The tokens that the model reads: the last sampled one is only predicted."""
-    return np.asarray(sequence.prompt_token_ids + sequence.response_token_ids[:-1], np.int32)
+def _num_targets(sequence: TrainingSequence) -> int:
+    return sequence.loss_mask.count(True)
+
+
+def _read_ids(sequence: TrainingSequence) -> tuple[int, ...]:
+    """The tokens that the model reads: the last target is only predicted, what follows is neither.
+
+    Response 7 8 9 6 of which 6 is forced: the prompt and 7 8.
+    """
+    last = max((i for i, trained in enumerate(sequence.loss_mask) if trained), default=0)
+    return sequence.prompt_token_ids + sequence.response_token_ids[:last]

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.models.sharding import cache_sharding, param_shardings
 from lightning_jax.models.transformer import DecoderConfig, KVCache, forward, init_cache, unembed
-from lightning_jax.serve.sampling import Sampled, sample
+from lightning_jax.serve.sampling import Sampled, likeliest, sample
 from lightning_jax.serve.scheduler import plan_chunks
 from lightning_jax.types import Leaf, SamplingParams
 
@@ -118,6 +118,12 @@ class Engine:
             donate_argnums=1,
             out_shardings=(state, plain),
         )
+        # Its own program, because most steps need neither the bias nor the likeliest tokens.
+        self._generate_biased = jax.jit(
+            partial(generate, attend_len=self.max_len),
+            donate_argnums=1,
+            out_shardings=(state, plain),
+        )
 
     def place(self, params: Params) -> Params:
         """A copy of the weights as the engine computes with them; the originals may be donated."""
@@ -187,13 +193,21 @@ class Engine:
         return self._activate(state, np.int32(slot), start)
 
     def generate(
-        self, params: Params, state: DecodeState, longest: int | None = None
+        self,
+        params: Params,
+        state: DecodeState,
+        longest: int | None = None,
+        bias: Float32[np.ndarray, "S V"] | None = None,
     ) -> tuple[DecodeState, Sampled]:
         """One token for every active slot; rows of the others stay as they are. Donates `state`.
 
         `longest` bounds the number of tokens of any active row, this step's included; less of the
-        cache is read.
+        cache is read. `bias` is added to the logits before all else, -inf forbids a token; with it
+        the result holds the likeliest tokens too, and `longest` saves nothing. It must not change
+        before the step is done.
         """
+        if bias is not None:
+            return self._generate_biased(params, state, bias)
         attend_len = self.capacity_for(self.max_len if longest is None else longest)
         return self._generate(params, state, attend_len=attend_len)
 
@@ -208,6 +222,7 @@ class Engine:
         """How many programs were compiled so far."""
         functions = (self._init, self._empty, self._prefill, self._extract)
         functions += (self._insert, self._activate, self._retire, self._generate)
+        functions += (self._generate_biased,)
         return sum(function._cache_size() for function in functions)  # type: ignore[attr-defined]
 
     def warmup(self, params: Params, state: DecodeState) -> DecodeState:
@@ -223,6 +238,8 @@ class Engine:
             state = self.insert(prefix, state, 0, start)
             self.extract(state, 0, 0, capacity)
             state, _ = self.generate(params, state, capacity)
+        bias = np.zeros((self.num_slots, self.config.vocab_size), np.float32)
+        state, _ = self.generate(params, state, bias=bias)
         return jax.block_until_ready(self.retire(state, range(self.num_slots)))
 
 
@@ -323,7 +340,12 @@ def _retire(state: DecodeState, keep: Bool[Array, " S"]) -> DecodeState:
 
 
 def _generate(
-    params: Params, state: DecodeState, *, config: DecoderConfig, attend_len: int
+    params: Params,
+    state: DecodeState,
+    bias: Float32[Array, "S V"] | None = None,
+    *,
+    config: DecoderConfig,
+    attend_len: int,
 ) -> tuple[DecodeState, Sampled]:
     """Feeds each active slot's next token and samples the one after it."""
     slots, active = state.slots, state.active
@@ -342,7 +364,9 @@ def _generate(
         jax.random.wrap_key_data(slots.key, impl="threefry2x32"), state.counts
     )
     temperature = jnp.where(active, slots.temperature, 0.0)  # greedy is cheapest
-    sampled = sample(logits, keys, temperature, slots.top_p, slots.top_k, slots.min_p)
+    sampled = sample(logits, keys, temperature, slots.top_p, slots.top_k, slots.min_p, bias)
+    if bias is not None:
+        sampled = replace(sampled, likeliest=likeliest(logits))
     step = active.astype(jnp.int32)
     slots = replace(
         slots,

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
+from lightning_jax.serve.adjust import needs_adjusting
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.generation import Delivery, EngineError, Generation, deliver
 from lightning_jax.serve.intake import Intake
@@ -93,9 +94,14 @@ class JetStreamLoop:
         )
 
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """As `EngineLoop.submit`."""
+        """As `EngineLoop.submit`, but ValueError for what JetStream's Driver has no place for."""
         if self._driver is None:
             raise EngineError("the engine loop does not run; expected start() before submit().")
+        if needs_adjusting(sampling):
+            raise ValueError(
+                "the request has a logit_bias, a penalty, top_logprobs or a grammar; expected none "
+                "under JetStream's Driver. Set serve.orchestrator=native."
+            )
         ids = tuple(prompt_ids)
         self._intake.check_prompt(ids)
         limit = min(sampling.max_tokens, self._engine.max_len - len(ids))

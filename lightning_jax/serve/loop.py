@@ -7,22 +7,26 @@ results go back to the event loops in one batch a step.
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float32
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
+from lightning_jax.serve.adjust import LogitAdjuster, needs_adjusting
+from lightning_jax.serve.constraint import GrammarCompiler, GrammarError
 from lightning_jax.serve.engine import Engine, Prefix, start_of
 from lightning_jax.serve.generation import Delivery, EngineError, Generation, deliver
 from lightning_jax.serve.intake import Intake
 from lightning_jax.serve.prefix_cache import PrefixCache
 from lightning_jax.serve.response import Response, SampledToken
+from lightning_jax.serve.sampling import Sampled
 from lightning_jax.serve.scheduler import Admission, Scheduler
-from lightning_jax.types import FinishReason, SamplingParams
+from lightning_jax.types import FinishReason, SamplingParams, TopLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +40,7 @@ class _Request:
     sampling: SamplingParams
     seed: int
     response: Response
+    adjuster: LogitAdjuster | None  # None: plain sampling
     slot: int | None = None  # None: waiting
     finished: bool = False
 
@@ -62,6 +67,7 @@ class EngineLoop:
         self, engine: Engine, params: Any, version: int, tokenizer: Tokenizer, serve: ServeConfig
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
+        self._grammars = GrammarCompiler(tokenizer, engine.config.vocab_size)
         self._params, self._version, self._published = engine.place(params), version, version
         self._state = engine.init_state()
         self._prefixes = PrefixCache(engine.num_slots, engine.max_len)
@@ -105,17 +111,19 @@ class EngineLoop:
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """Queues a request; call it on an event loop's thread.
 
-        Raises PromptTooLong, QueueFull, Draining, EngineError after a failure, ValueError for an
-        empty prompt.
+        Raises PromptTooLong, QueueFull, Draining, EngineError after a failure, GrammarError for a
+        grammar that does not compile, ValueError for an empty prompt or a bias of an unknown token.
+        A grammar that is new is compiled here, which takes milliseconds, for a huge one a second.
         """
         prompt = tuple(prompt_ids)
         self._intake.check_prompt(prompt)
+        adjuster = self._adjuster(sampling)
         generation = Generation(self._cancel)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self._engine.max_len - len(prompt))
         decoder = StreamDecoder(self._tokenizer)
         response = Response(decoder, self._tokenizer.eos_ids, sampling, limit)
-        request = _Request(generation, prompt, sampling, seed, response)
+        request = _Request(generation, prompt, sampling, seed, response, adjuster)
         with self._changed:
             self._intake.add(generation, request)
             self._inbox.submitted.append(request)
@@ -158,6 +166,12 @@ class EngineLoop:
             "serve/queue_depth": float(max(len(self._intake) - running, 0)),
             "serve/compiles": float(self._engine.compiles),
         }
+
+    def _adjuster(self, sampling: SamplingParams) -> LogitAdjuster | None:
+        if not needs_adjusting(sampling):
+            return None
+        matcher = None if sampling.grammar is None else self._grammars.matcher(sampling.grammar)
+        return LogitAdjuster(sampling, self._engine.config.vocab_size, matcher)
 
     def _cancel(self, generation: Generation) -> None:
         with self._changed:
@@ -240,21 +254,51 @@ class EngineLoop:
         running = dict(self._scheduler.running)
         slots = np.fromiter(running, np.int64, len(running))
         longest = int(self._positions[slots].max()) + 1
-        self._state, sampled = self._engine.generate(self._params, self._state, longest)
+        bias = self._bias(running)
+        self._state, sampled = self._engine.generate(self._params, self._state, longest, bias)
         sampled = jax.device_get(sampled)  # the step's one transfer, which waits for it
         self._prefixes.append(slots, self._fed[slots])
         self._fed[slots] = sampled.tokens[slots]
         self._positions[slots] += 1
         self._counts["steps"] += 1
+        self._counts["adjusted_steps"] += bias is not None
         self._counts["tokens_generated"] += len(running)
         tokens, behavior = sampled.tokens.tolist(), sampled.behavior_logprobs.tolist()
         sampling = sampled.sampling_logprobs.tolist()
         for slot, request in running.items():
-            token = SampledToken(tokens[slot], behavior[slot], sampling[slot], self._version)
-            chunk, reason = request.response.push(token)
-            self._outgoing.append(Delivery(request.generation, chunk, None))
-            if reason:
-                self._finish(request, reason)
+            token = SampledToken(
+                tokens[slot],
+                behavior[slot],
+                sampling[slot],
+                self._version,
+                forced=request.adjuster is not None and request.adjuster.forced,
+                top_logprobs=_top_logprobs(sampled, slot, request.sampling.top_logprobs),
+            )
+            self._push(request, token)
+
+    def _bias(self, running: Mapping[int, _Request]) -> Float32[np.ndarray, "S V"] | None:
+        """What the requests add to their slots' logits; None if all are plain."""
+        adjusters = {slot: r.adjuster for slot, r in running.items() if r.adjuster}
+        if not adjusters:
+            return None
+        # New every step: the engine may read it in place.
+        bias = np.zeros((self._engine.num_slots, self._engine.config.vocab_size), np.float32)
+        for slot, adjuster in adjusters.items():
+            adjuster.add_to(bias[slot])
+        return bias
+
+    def _push(self, request: _Request, token: SampledToken) -> None:
+        chunk, reason = request.response.push(token)
+        self._outgoing.append(Delivery(request.generation, chunk, None))
+        self._counts["tokens_forced"] += token.forced
+        if request.adjuster and not reason:
+            try:
+                request.adjuster.push(token.token_id)
+            except GrammarError:
+                log.exception("a grammar failed after %d tokens", len(request.response.tokens))
+                reason = "error"
+        if reason:
+            self._finish(request, reason)
 
     def _finish(self, request: _Request | None, reason: FinishReason) -> None:
         """Ends a request that waits or runs; one that has ended already is left alone."""
@@ -276,6 +320,16 @@ class EngineLoop:
         self._intake.remove(item.generation for item in deliveries if item.outcome is not None)
 
 
+def _top_logprobs(sampled: Sampled, slot: int, number: int) -> TopLogprobs:
+    if number == 0:
+        return ()
+    best = sampled.likeliest
+    assert best is not None, "a request that asks for them makes the step give them"
+    ids, logprobs = best.ids[slot, :number].tolist(), best.logprobs[slot, :number].tolist()
+    return tuple(zip(ids, logprobs, strict=True))
+
+
 _COUNTERS = (
-    "requests", "cancelled", "steps", "tokens_generated", "prefill_tokens", "prefix_hit_tokens"
+    "requests", "cancelled", "steps", "adjusted_steps", "tokens_generated", "tokens_forced",
+    "prefill_tokens", "prefix_hit_tokens"
 )  # fmt: skip

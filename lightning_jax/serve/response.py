@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from lightning_jax.models.tokenizer import StreamDecoder
-from lightning_jax.types import Completion, FinishReason, SamplingParams
+from lightning_jax.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,8 @@ class Chunk:
     behavior_logprobs: tuple[float, ...]
     sampling_logprobs: tuple[float, ...]
     policy_versions: tuple[int, ...]
+    forced: tuple[bool, ...]
+    top_logprobs: tuple[TopLogprobs, ...]
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class SampledToken:
     behavior_logprob: float
     sampling_logprob: float
     policy_version: int
+    forced: bool = False  # the grammar left no choice
+    top_logprobs: TopLogprobs = ()
 
 
 class StopStrings:
@@ -98,6 +102,8 @@ class Response:
             sampling_logprobs=tuple(token.sampling_logprob for token in self.tokens),
             policy_versions=tuple(token.policy_version for token in self.tokens),
             finish_reason=reason,
+            forced=tuple(token.forced for token in self.tokens),
+            top_logprobs=tuple(token.top_logprobs for token in self.tokens),
         )
 
 
@@ -108,4 +114,6 @@ def _chunk(text: str, token: SampledToken) -> Chunk:
         (token.behavior_logprob,),
         (token.sampling_logprob,),
         (token.policy_version,),
+        (token.forced,),
+        (token.top_logprobs,),
     )

@@ -11,9 +11,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
 
-from lightning_jax.types import Leaf
+from lightning_jax.types import MAX_TOP_LOGPROBS, Leaf
 
 BLOCK = 256  # tokens of one block of the two-level draw
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Likeliest:
+    """The tokens that the policy finds likeliest at temperature 1, best first; N is at most
+    MAX_TOP_LOGPROBS.
+    """
+
+    ids: Leaf  # int32 [S, N]
+    logprobs: Leaf  # float32 [S, N], nats
 
 
 @jax.tree_util.register_dataclass
@@ -22,8 +33,16 @@ class Sampled:
     """One token per slot and its log-probabilities in nats."""
 
     tokens: Leaf  # int32 [S]
-    behavior_logprobs: Leaf  # float32 [S], of the policy at temperature 1, unfiltered
+    behavior_logprobs: Leaf  # float32 [S], of the policy at temperature 1, unfiltered and unbiased
     sampling_logprobs: Leaf  # float32 [S], of the distribution drawn from; 0 where greedy
+    likeliest: Likeliest | None = None  # of steps with a bias
+
+
+def likeliest(logits: Float[Array, "S V"]) -> Likeliest:
+    """The best tokens and log-probabilities of each row; equal ones in order of id."""
+    logits = logits.astype(jnp.float32)
+    values, ids = jax.lax.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
+    return Likeliest(ids, values - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
 
 def sample(
@@ -33,17 +52,19 @@ def sample(
     top_p: Float[Array, " S"],
     top_k: Int32[Array, " S"],
     min_p: Float[Array, " S"],
+    bias: Float[Array, "S V"] | None = None,
 ) -> Sampled:
     """One token per row, drawn with the row's own key, so that other rows change nothing.
 
-    Filters apply in the order temperature, top_k, top_p, min_p; logits equal to the last one kept
-    are kept too. Work that no row asks for is skipped: the draw if all are greedy, the thresholds
-    if none filters.
+    Filters apply in the order bias, temperature, top_k, top_p, min_p; logits equal to the last one
+    kept are kept too. A bias of -inf forbids a token; one a row must be left. Work that no row asks
+    for is skipped: the draw if all are greedy, the thresholds if none filters.
     """
     logits = logits.astype(jnp.float32)
+    biased = logits if bias is None else logits + bias
     greedy = temperature == 0
     # Below 1e-5 the quotient could overflow, and the draw is as good as greedy.
-    scaled = logits / jnp.where(greedy, 1.0, jnp.maximum(temperature, 1e-5))[:, None]
+    scaled = biased / jnp.where(greedy, 1.0, jnp.maximum(temperature, 1e-5))[:, None]
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
     filtered = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
 
@@ -61,7 +82,7 @@ def sample(
 
     kind = jnp.where(jnp.any(filtered), 2, jnp.where(jnp.all(greedy), 0, 1))
     drawn, drawn_logprobs = jax.lax.switch(kind, (nothing, draw, filter_and_draw), scaled)
-    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
+    tokens = jnp.where(greedy, jnp.argmax(biased, axis=-1).astype(jnp.int32), drawn)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return Sampled(
         tokens=tokens,

@@ -4,7 +4,12 @@ from lightning_jax.types import TrainingSequence, Trajectory, Transition
 
 
 def transition(
-    prompt: list[int], response: list[int], *, reward: float = 0.0, version: int = 0
+    prompt: list[int],
+    response: list[int],
+    *,
+    reward: float = 0.0,
+    version: int = 0,
+    forced: tuple[bool, ...] = (),
 ) -> Transition:
     """A call that ended by itself; log-probs -0.1, -0.2, ..."""
     size = len(response)
@@ -19,6 +24,7 @@ def transition(
         policy_versions=(version,) * size,
         finish_reason="stop",
         reward=reward,
+        forced=forced,
     )
 
 
@@ -30,7 +36,12 @@ def trajectory(
 
 
 def sequence(
-    prompt: list[int], response: list[int], *, advantage: float = 1.0, weight: float = 0.1
+    prompt: list[int],
+    response: list[int],
+    *,
+    advantage: float = 1.0,
+    weight: float = 0.1,
+    loss_mask: tuple[bool, ...] = (),
 ) -> TrainingSequence:
     """A response to learn from; behaviour log-probs -0.5, -0.75, ..."""
     return TrainingSequence(
@@ -39,4 +50,5 @@ def sequence(
         behavior_logprobs=tuple(-0.5 - 0.25 * i for i in range(len(response))),
         advantage=advantage,
         weight=weight,
+        loss_mask=loss_mask,
     )

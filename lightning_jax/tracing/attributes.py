@@ -23,7 +23,10 @@ USAGE_INPUT_TOKENS = gen_ai.GEN_AI_USAGE_INPUT_TOKENS
 USAGE_OUTPUT_TOKENS = gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS
 
 CHAT = gen_ai.GenAiOperationNameValues.CHAT.value
+TEXT_COMPLETION = gen_ai.GenAiOperationNameValues.TEXT_COMPLETION.value
+GENERATIONS = (CHAT, TEXT_COMPLETION)  # the operations whose spans hold sampled tokens
 
+DIALECT = "lightning.dialect"  # the wire format that the call came in
 ROLLOUT_ID = "lightning.rollout_id"
 AGENT = "lightning.agent"  # the sub-agent that called
 POLICY = "lightning.policy"  # the model name that the agent asked for
@@ -32,6 +35,7 @@ RESPONSE_TOKEN_IDS = "lightning.response_token_ids"
 BEHAVIOR_LOGPROBS = "lightning.behavior_logprobs"
 SAMPLING_LOGPROBS = "lightning.sampling_logprobs"
 POLICY_VERSIONS = "lightning.policy_versions"
+FORCED = "lightning.forced"  # True where a grammar left no choice; only set if it did so once
 REWARD = "lightning.reward"  # what this call earned by itself
 PREFIX_BREAKS = "lightning.prefix_breaks"  # 1 if a replayed response is not a prefix of this prompt
 REQUEST_MIN_P = "lightning.min_p"

@@ -18,7 +18,7 @@ def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...],
     transitions: list[Transition] = []
     reasons: Counter[str] = Counter()
     for span in sorted(spans, key=_order):
-        if span.attributes.get(names.OPERATION_NAME) != names.CHAT:
+        if span.attributes.get(names.OPERATION_NAME) not in names.GENERATIONS:
             continue
         if span.error is not None:
             reasons[str(span.attributes.get(names.ERROR_TYPE, "call_error"))] += 1
@@ -69,4 +69,5 @@ def _transition(span: Span) -> Transition:
         agent=str(values.get(names.AGENT, "")),
         policy=str(values.get(names.POLICY, "policy")),
         reward=float(values.get(names.REWARD, 0.0)),
+        forced=tuple(values.get(names.FORCED, ())),
     )

@@ -33,11 +33,20 @@ class Bench:
         return self.gateway.open_rollout(RolloutSettings(rollout_id, seed, **settings))
 
     async def post(
-        self, body: Any, *, path: str = "", key: str = "right-key", **headers: str
-    ) -> tuple[int, dict[str, Any], Any]:
-        """Status, JSON body and headers of one raw chat request; `body` may be bytes."""
+        self,
+        body: Any,
+        *,
+        base: str | None = None,
+        path: str = "/v1/chat/completions",
+        key: str = "right-key",
+        **headers: str,
+    ) -> tuple[int, Any, Any]:
+        """Status, JSON body and headers of one raw request; `body` may be bytes.
+
+        `base` is a rollout's URL without /v1 (`LLM.base_url` is taken too); the gateway's without.
+        """
         auth = {"Authorization": f"Bearer {key}"} | headers
-        url = f"{self.gateway.url}{path}/v1/chat/completions"
+        url = (base or self.gateway.url).removesuffix("/v1") + path
         raw = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         async with self.http.post(url, headers=auth, data=raw) as response:
             return response.status, await response.json(), response.headers

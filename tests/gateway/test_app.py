@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 from typing import Any
 
 import openai
@@ -28,7 +29,8 @@ async def _ask(client: openai.AsyncOpenAI, messages: list[Any] = ASK, **fields: 
 
 async def test_the_async_client_gets_an_answer_and_its_span(bench: Bench, connect: Connect) -> None:
     llm = bench.rollout()
-    assert llm.base_url == f"{bench.gateway.url}/rollout/r1/v1" and llm.model == "policy"
+    assert re.fullmatch(rf"{bench.gateway.url}/rollout/r1~[0-9a-f]{{16}}/v1", llm.base_url)
+    assert llm.model == "policy"
     reply = await _ask(connect(llm), extra_body={"return_token_ids": True}, logprobs=True)
     (choice,) = reply.choices
     (transition,), reasons = spans_to_transitions(bench.store.spans("r1"))

@@ -147,6 +147,14 @@ def test_eos_ids_come_from_the_generation_config_too(tmp_path):
     assert from_hf(tmp_path).render_chat(MESSAGES) == "Be brief."
 
 
+def test_the_named_end_of_turn_comes_before_other_ends():
+    backend = tokenizers.Tokenizer.from_str(TINY.to_json())
+    named = {"eos_token": "<|im_end|>"}
+    assert Tokenizer(backend, eos_ids=[256, 258], special_tokens=named).end_of_turn_id == 258
+    assert Tokenizer(backend, eos_ids=[258, 256]).end_of_turn_id == 256
+    assert Tokenizer(backend).end_of_turn_id is None
+
+
 def test_wrong_files_are_named(tmp_path):
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json; expected"):
         tokenizer_module.from_hf(tmp_path)

@@ -39,6 +39,8 @@ def expected_targets(sequences):
     expected = Counter()
     for s in sequences:
         for i, token in enumerate(s.response_token_ids):
+            if not s.loss_mask[i]:
+                continue
             context = s.prompt_token_ids + s.response_token_ids[:i]
             numbers = (s.behavior_logprobs[i], s.advantage, s.weight)
             expected[context, token, *(float(np.float32(x)) for x in numbers)] += 1
@@ -103,6 +105,7 @@ def test_drops_are_counted_by_reason_and_in_tokens():
         sequence([1], [2] * 9),  # too many targets
         sequence([1], []),
         sequence([1], [2], advantage=0.0),
+        sequence([1], [2, 3], loss_mask=(False, False)),
     ]
     batches, stats = make_batches(sequences, SMALL, skip_zero_advantage=True)
     dropped = {name: value for name, value in stats.items() if "dropped" in name}
@@ -110,6 +113,7 @@ def test_drops_are_counted_by_reason_and_in_tokens():
         "train/dropped_too_long": 1.0,
         "train/dropped_too_many_targets": 1.0,
         "train/dropped_empty_response": 1.0,
+        "train/dropped_all_forced": 1.0,
         "train/dropped_zero_advantage": 1.0,
         "train/dropped_tokens": 12.0,
     }
@@ -132,6 +136,36 @@ def test_weights_make_rollouts_count_alike_and_sum_to_one():
     assert [s.weight for s in sequences] == [1 / 8, 1 / 8, 1 / 2]
     assert [s.advantage for s in sequences] == [0.5, 1.5, -1.0]
     assert sum(s.weight * len(s.response_token_ids) for s in sequences) == 1.0
+
+
+def test_forced_tokens_are_context_and_no_targets():
+    # Of 4 sampled tokens 2 are forced: 2 targets, each of weight 1/2 in a step of one rollout.
+    forced = (False, True, False, True)
+    step = [trajectory(transition([5], [6, 7, 8, 9], forced=forced))]
+    sequences = make_sequences(step, [(2.0,)])
+    assert [(s.weight, s.loss_mask) for s in sequences] == [(1 / 2, (True, False, True, False))]
+    (batch,), stats = make_batches(sequences, SMALL)
+    assert batch.tokens[0, :4].tolist() == [5, 6, 7, 0]  # 7 is read, 8 only predicted, 9 neither
+    assert batch.target_nodes[0, :3].tolist() == [0, 2, 0]
+    assert batch.target_ids[0, :3].tolist() == [6, 8, 0]
+    assert batch.target_mask[0].tolist() == [True] * 2 + [False] * 6
+    assert batch.weights[0, :3].tolist() == [0.5, 0.5, 0.0]
+    np.testing.assert_allclose(batch.behavior_logprobs[0, :3], [-0.1, -0.3, 0.0])
+    assert stats["train/tokens_forced"] == 2
+    assert stats["train/tokens_forest"] == 3
+
+
+def test_weights_count_only_trained_tokens():
+    step = [
+        trajectory(
+            transition([1], [2, 3], forced=(True, False)), transition([1], [4], forced=(True,))
+        ),
+        trajectory(transition([1], [6, 7])),
+        trajectory(transition([1], [8], forced=(True,))),  # nothing to train: not a rollout here
+    ]
+    sequences = make_sequences(step, [(1.0, 1.0), (-1.0,), (1.0,)])
+    weights = [s.weight for s in sequences for trained in s.loss_mask if trained]
+    assert weights == [1 / 2, 1 / 4, 1 / 4]
 
 
 def test_advantages_must_match_calls():
@@ -159,17 +193,23 @@ def test_stale_calls_are_dropped_and_counted():
 
 
 tokens = st.integers(1, 3)
-responses = st.lists(tokens, min_size=1, max_size=6)
+# Of each response token whether it is trained too.
+responses = st.lists(st.tuples(tokens, st.booleans()), min_size=1, max_size=6)
 pair_lists = st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=9), responses), max_size=20)
 
 
 @settings(max_examples=150, deadline=None)
 @given(pair_lists, st.integers(1, 3), st.randoms())
 def test_every_sampled_token_is_trained_once_in_its_own_context(pairs, rows, random):
-    sequences = [sequence(prompt, response) for prompt, response in pairs]
+    sequences = []
+    for prompt, response in pairs:
+        ids, mask = zip(*response, strict=True)
+        sequences.append(sequence(prompt, list(ids), loss_mask=mask))
     config = BatchConfig(rows=rows, row_len=16, max_targets=8, head_chunk=8)
     batches, stats = make_batches(sequences, config)
     assert read_back(batches) == expected_targets(sequences)
+    num_forced = sum(s.loss_mask.count(False) for s in sequences)
+    assert stats["train/tokens_forced"] == num_forced
     shuffled = sequences[:]
     random.shuffle(shuffled)
     again, _ = make_batches(shuffled, config)

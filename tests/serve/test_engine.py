@@ -127,6 +127,42 @@ def test_reading_less_of_the_cache_changes_nothing():
     np.testing.assert_allclose(less.behavior_logprobs[0], all_.behavior_logprobs[0], atol=1e-6)
 
 
+def test_a_bias_of_one_slot_does_not_reach_the_others(model, engine):
+    params = engine.place(model.params)
+    plain = SamplingParams(temperature=1.0, top_p=0.9)
+    results = []
+    for biased in (False, True):
+        state = begin(engine, params, engine.init_state(), 0, [1, 2, 3], plain)
+        state = begin(engine, params, state, 2, [7, 8, 9], plain)
+        bias = np.zeros((4, model.config.vocab_size), np.float32)
+        bias[2] = np.where(np.arange(model.config.vocab_size) < 5, 0.0, -np.inf)
+        tokens, logprobs = [], []
+        for _ in range(12):
+            state, sampled = engine.generate(params, state, bias=bias if biased else None)
+            tokens.append(sampled.tokens.tolist())
+            logprobs.append([sampled.behavior_logprobs[0], sampled.sampling_logprobs[0]])
+        results.append((np.array(tokens), np.array(logprobs)))
+    (alone, alone_logprobs), (shared, shared_logprobs) = results
+    assert shared[:, 0].tolist() == alone[:, 0].tolist()
+    np.testing.assert_allclose(shared_logprobs, alone_logprobs, atol=1e-5)
+    assert shared[:, 2].max() < 5 <= alone[:, 2].max()
+
+
+def test_the_likeliest_tokens_are_the_policys_own_whatever_the_bias(model, engine):
+    params = engine.place(model.params)
+    ids = [3, 1, 4, 1, 5]
+    state = begin(engine, params, engine.init_state(), 1, ids)
+    bias = np.zeros((4, model.config.vocab_size), np.float32)
+    bias[1, 17] = 100.0
+    _, sampled = engine.generate(params, state, bias=bias)
+    assert sampled.tokens[1] == 17  # greedy follows the bias
+    expected = full_logprobs(model, ids)[-1]
+    best = np.argsort(-expected)[:20]
+    assert sampled.likeliest.ids[1].tolist() == best.tolist()
+    np.testing.assert_allclose(sampled.likeliest.logprobs[1], expected[best], atol=1e-5)
+    np.testing.assert_allclose(sampled.behavior_logprobs[1], expected[17], atol=1e-5)
+
+
 def test_nothing_compiles_after_warmup():
     model = tiny_model(0, num_layers=1)
     engine = Engine(model.config, ServeConfig(slots=2, max_len=300, prefill_buckets=(32, 512)))
@@ -137,6 +173,8 @@ def test_nothing_compiles_after_warmup():
     for slot, length in ((0, 1), (1, 7), (0, 30), (1, 290)):
         state = begin(engine, params, state, slot, list(range(length))[-250:] * 1)
         state, _ = engine.generate(params, state, length + 1)
+        bias = np.full((2, model.config.vocab_size), length, np.float32)
+        state, _ = engine.generate(params, state, length + 2, bias)
         prefix = engine.extract(state, slot, length - 1, 299)
         state = engine.insert(prefix, state, 1 - slot, start_of(1, length - 1, GREEDY, 0))
         state = engine.activate(state, slot, start_of(1, 0, GREEDY, 0))
@@ -163,10 +201,15 @@ def test_one_and_eight_devices_agree(model, engine):
     for one in (engine, wide):
         params = one.place(model.params)
         state = begin(one, params, one.init_state(), 1, ids)
-        _, tokens, logprobs = decode(one, params, state, [1], 6)
-        results.append((tokens, logprobs))
+        state, tokens, logprobs = decode(one, params, state, [1], 6)
+        bias = np.tile(np.arange(model.config.vocab_size, dtype=np.float32), (4, 1))
+        _, biased = one.generate(params, state, bias=bias)
+        assert biased.likeliest is not None
+        results.append((tokens, logprobs, biased.likeliest.logprobs[1], int(biased.tokens[1])))
     np.testing.assert_array_equal(results[0][0], results[1][0])
     np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-5)
+    np.testing.assert_allclose(results[0][2], results[1][2], atol=1e-5)
+    assert results[0][3] == results[1][3] == model.config.vocab_size - 1
 
 
 def test_what_does_not_fit_is_refused(model, engine):

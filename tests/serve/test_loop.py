@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_jax.config import ServeConfig
+from lightning_jax.serve.constraint import GrammarError
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.generation import Draining, EngineError, PromptTooLong, QueueFull
 from lightning_jax.serve.loop import EngineLoop
@@ -147,6 +148,71 @@ async def _zip(generation, numbers):
         yield await anext(generation), number
 
 
+async def test_a_grammar_ends_its_response_and_forced_tokens_are_marked(bench: Bench):
+    sampling = SamplingParams(max_tokens=30, grammar='start: "ab" ("x" | "y") "z"', seed=3)
+    result = await bench.loop.submit(bench.ids("q"), sampling).result()
+    assert result.text in ("abxz", "abyz") and result.finish_reason == "stop"
+    assert result.token_ids[-1] in bench.model.tokenizer.eos_ids
+    assert result.forced == (True, True, False, True, True)
+    ids = bench.ids("q")
+    expected = full_logprobs(bench.model, [*ids, *result.token_ids])[len(ids) - 1 : -1]
+    picked = expected[np.arange(5), result.token_ids]
+    np.testing.assert_allclose(result.behavior_logprobs, picked, atol=1e-5)
+    # What was drawn from: the only token, and of x and y by their odds.
+    drawn = picked[2] - np.logaddexp(*expected[2, bench.ids("xy")])
+    np.testing.assert_allclose(result.sampling_logprobs, [0, 0, drawn, 0, 0], atol=1e-5)
+    assert bench.loop.stats()["serve/tokens_forced"] == 4
+
+
+async def test_a_plain_request_gets_the_same_beside_adjusted_ones(bench: Bench):
+    plain = SamplingParams(max_tokens=20, top_p=0.9, seed=11)
+    alone = await bench.loop.submit(bench.ids("plain"), plain).result()
+    assert bench.loop.stats()["serve/adjusted_steps"] == 0
+    mates = [
+        SamplingParams(max_tokens=25, grammar='start: "a"{25}'),
+        SamplingParams(max_tokens=25, logit_bias=((5, 100.0),)),
+        SamplingParams(max_tokens=25, top_logprobs=20),
+    ]
+    running = [bench.loop.submit(bench.ids("m"), sampling) for sampling in mates]
+    shared = await bench.loop.submit(bench.ids("plain"), plain).result()
+    biased = [await generation.result() for generation in running]
+    assert biased[0].text == "a" * 25 and set(biased[1].token_ids) == {5}
+    assert bench.loop.stats()["serve/adjusted_steps"] >= 20
+    assert shared.token_ids == alone.token_ids
+    np.testing.assert_allclose(shared.behavior_logprobs, alone.behavior_logprobs, atol=1e-5)
+    np.testing.assert_allclose(shared.sampling_logprobs, alone.sampling_logprobs, atol=1e-5)
+    assert shared.top_logprobs == ((),) * len(shared.token_ids)
+
+
+async def test_penalties_count_the_response_as_openai_does(bench: Bench):
+    ids = bench.ids("aaaa")  # the prompt does not count
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": -0.5}
+    sampling = greedy(12, top_logprobs=20, **penalties)
+    result = await bench.loop.submit(ids, sampling).result()
+    expected = full_logprobs(bench.model, [*ids, *result.token_ids])[len(ids) - 1 : -1]
+    for k, token_id in enumerate(result.token_ids):
+        scores = expected[k].copy()
+        for earlier in set(result.token_ids[:k]):
+            scores[earlier] -= result.token_ids[:k].count(earlier) * -0.5 + 1.5
+        assert scores.argmax() == token_id
+        best = np.argsort(-expected[k])[:20]  # before the penalties
+        assert [i for i, _ in result.top_logprobs[k]] == best.tolist()
+    tops = [logprob for token in result.top_logprobs for _, logprob in token]
+    np.testing.assert_allclose(tops, -np.sort(-expected, axis=1)[:, :20].ravel(), atol=1e-5)
+
+
+async def test_a_grammar_that_is_wrong_is_refused_and_a_failing_one_fails_alone(bench: Bench):
+    with pytest.raises(GrammarError, match="unknown name"):
+        bench.loop.submit([1], greedy(grammar="start: nothing"))
+    with pytest.raises(ValueError, match="token id 259; expected at most 258"):
+        bench.loop.submit([1], greedy(logit_bias=((259, 1.0),)))
+    assert len(bench.loop._intake) == 0
+    endless = bench.loop.submit([1], greedy(grammar='start: "a" start'))
+    other = bench.loop.submit([1], greedy(12))
+    assert (await endless.result()).finish_reason == "error"
+    assert (await other.result()).finish_reason == "length"
+
+
 async def test_refusals_say_what_would_be_right(bench: Bench):
     with pytest.raises(PromptTooLong, match="96 tokens; expected at most 95"):
         bench.loop.submit([1] * 96, greedy())
@@ -217,6 +283,7 @@ async def test_no_compile_after_warmup():
     lengths = (1, 5, 17, 80, 150, 270, 299)
     prompts = [list(range(n % 7, n % 7 + n % 200)) + [3] * (n - n % 200) for n in lengths]
     settings = [greedy(4), SamplingParams(max_tokens=4, top_p=0.5), SamplingParams(max_tokens=4)]
+    settings += [greedy(4, top_logprobs=3), greedy(4, grammar='start: "a"', presence_penalty=1.0)]
     for sampling in settings:
         await asyncio.gather(*(loop.submit(ids, sampling).result() for ids in prompts))
         loop.load_weights(model.params, loop.version + 1)

@@ -32,6 +32,16 @@ def test_a_stop_string_across_tokens_is_cut_and_its_tokens_are_kept():
     assert shown[4] == "" and shown[5] == ""  # E and N may begin END
 
 
+def test_forced_tokens_and_alternatives_stay_with_their_tokens():
+    response = Response(StreamDecoder(TOKENIZER), TOKENIZER.eos_ids, SamplingParams(), 2)
+    top = ((7, -0.5), (8, -1.5))
+    chunk, _ = response.push(SampledToken(7, -0.5, -0.5, 3, forced=True, top_logprobs=top))
+    assert (chunk.forced, chunk.top_logprobs) == ((True,), (top,))
+    response.push(SampledToken(8, -1.0, -1.0, 3))
+    completion = response.completion("length")
+    assert (completion.forced, completion.top_logprobs) == ((True, False), (top, ()))
+
+
 def test_text_held_back_for_a_stop_string_appears_if_none_comes():
     completion, _ = respond(TOKENIZER.encode("EN"), stop=("END",), limit=2)
     assert (completion.text, completion.finish_reason) == ("EN", "length")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.serve.sampling import Sampled, keep_mask, sample
+from lightning_jax.serve.sampling import Sampled, keep_mask, likeliest, sample
 
 N = 4000
 
@@ -112,6 +112,28 @@ def test_impossible_tokens_are_never_drawn():
     sampled = draw([0.0, 0.5, 0.0, 0.5, 0.0])
     assert set(np.asarray(sampled.tokens).tolist()) == {1, 3}
     assert np.all(np.isfinite(sampled.sampling_logprobs))
+
+
+def test_a_bias_changes_the_draw_and_not_the_policys_logprobs():
+    logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]] * N))
+    bias = jnp.broadcast_to(jnp.array([-jnp.inf, 0.0, jnp.log(2.0), -jnp.inf]), (N, 4))
+    temperature = jnp.ones(N).at[0].set(0.0)
+    keys = jax.random.split(jax.random.key(0), N)
+    none, ones = jnp.zeros(N, jnp.int32), jnp.ones(N)
+    sampled = sample(logits, keys, temperature, ones, none, jnp.zeros(N), bias)
+    tokens = np.asarray(sampled.tokens)
+    # 0.25 and 0.125 * 2 are drawn alike; their own log-probabilities stay apart.
+    assert set(tokens.tolist()) == {1, 2}
+    assert abs(np.mean(tokens == 1) - 0.5) < 0.035
+    np.testing.assert_allclose(sampled.sampling_logprobs[1:], np.log(0.5), atol=1e-6)
+    expected = np.where(tokens == 1, np.log(0.25), np.log(0.125))
+    np.testing.assert_allclose(sampled.behavior_logprobs, expected, atol=1e-6)
+
+
+def test_the_likeliest_come_best_first():
+    best = likeliest(jnp.log(jnp.array([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3]])))
+    assert best.ids.tolist() == [[1, 2, 0], [0, 2, 1]]  # no more than there are
+    np.testing.assert_allclose(np.exp(best.logprobs), [[0.6, 0.3, 0.1], [0.5, 0.3, 0.2]], rtol=1e-5)
 
 
 def test_a_vocabulary_of_several_blocks():

@@ -48,6 +48,14 @@ def test_a_call_is_one_transition() -> None:
     assert reasons == {}
 
 
+def test_forced_tokens_are_read_and_old_spans_have_none() -> None:
+    forced = _span("new", 1, CALL | {names.FORCED: (True, False)})
+    transitions, _ = spans_to_transitions([forced, _span("old", 2, CALL)])
+    assert [t.forced for t in transitions] == [(True, False), (False, False)]
+    with pytest.raises(ValueError, match="differ in length"):
+        spans_to_transitions([_span("torn", 1, CALL | {names.FORCED: (True,)})])
+
+
 def test_calls_come_in_the_order_they_started() -> None:
     spans = [_span("late", 9, CALL), _span("early", 1, CALL | {names.REWARD: 0.5})]
     transitions, _ = spans_to_transitions(spans)

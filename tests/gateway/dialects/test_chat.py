@@ -1,27 +1,39 @@
-"""Request bodies: what they mean, what overrides them, and which field is wrong."""
+"""Chat bodies: what they mean, what overrides them, and which field is wrong."""
 
 import logging
 from typing import Any
 
 import pytest
 
-from lightning_jax.gateway.chat_request import ChatRequest, parse_chat, sampling_params
+from lightning_jax.gateway.conversations import SavedConversations
+from lightning_jax.gateway.dialects.base import Sender
+from lightning_jax.gateway.dialects.chat import parse
 from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.fields import as_object
+from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
 from lightning_jax.gateway.rollouts import OpenRollout, RolloutSettings, derive_seed
+from lightning_jax.gateway.sampling import sampling_params
 from lightning_jax.types import SamplingParams
 
 BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def _parse(headers: dict[str, str] | None = None, **fields: Any) -> ChatRequest:
-    return parse_chat(BODY | fields, headers or {}, "tiny")
+RUN = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
+
+
+def _parse(headers: dict[str, str] | None = None, **fields: Any) -> PolicyRequest:
+    return parse(BODY | fields, Sender(headers or {}, {}, {}, "tiny", SavedConversations()))[0]
+
+
+def _sampling(request: PolicyRequest, rollout: OpenRollout | None, room: int) -> Any:
+    return sampling_params(request, rollout, (room,), None)
 
 
 def test_a_bare_request_gets_openais_defaults() -> None:
     chat = _parse()
     assert (chat.num_choices, chat.max_tokens, chat.stream, chat.agent) == (1, None, False, "")
-    assert sampling_params(chat, None, room=40)[0].seed is not None
-    (sampling,) = sampling_params(_parse(seed=5), None, room=40)
+    assert _sampling(chat, None, room=40)[0].seed is not None
+    (sampling,) = _sampling(_parse(seed=5), None, room=40)
     assert sampling == SamplingParams(max_tokens=40, seed=5)
 
 
@@ -30,7 +42,7 @@ def test_every_sampling_field_arrives() -> None:
         **{"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": -3, "n": 2},
         **{"max_tokens": 9, "max_completion_tokens": 8, "stop": "END"},
     )
-    first, second = sampling_params(chat, None, room=40)
+    first, second = _sampling(chat, None, room=40)
     assert first == SamplingParams(8, 0.5, 0.9, 7, 0.1, seed=2**31 - 3, stop=("END",))
     assert second.seed == derive_seed(2**31 - 3, 1)
     assert _parse(stop=["a", "b"]).stop == ("a", "b")
@@ -42,16 +54,16 @@ def test_a_rollouts_settings_override_the_agent() -> None:
     settings = RolloutSettings("r", 7, temperature=1.0, top_p=1.0, top_k=0, max_tokens=20)
     rollout = OpenRollout(settings)
     chat = _parse(temperature=0.0, top_p=0.5, top_k=3, max_tokens=30, seed=1)
-    (first,) = sampling_params(chat, rollout, room=100)
+    (first,) = _sampling(chat, rollout, room=100)
     assert first == SamplingParams(max_tokens=20, seed=derive_seed(7, 0))
-    (second,) = sampling_params(chat, rollout, room=100)
+    (second,) = _sampling(chat, rollout, room=100)
     assert second.seed == derive_seed(7, 1) != first.seed
     agent_decides = OpenRollout(RolloutSettings("r", 7))
-    (third,) = sampling_params(chat, agent_decides, room=5)
+    (third,) = _sampling(chat, agent_decides, room=5)
     assert (third.temperature, third.top_p, third.top_k, third.max_tokens) == (0.0, 0.5, 3, 5)
     assert third.seed == first.seed
     greedy = OpenRollout(RolloutSettings("r", 7, temperature=0.0))
-    assert sampling_params(_parse(), greedy, room=5)[0].temperature == 0.0
+    assert _sampling(_parse(), greedy, room=5)[0].temperature == 0.0
 
 
 def test_seeds_differ_in_every_part_and_repeat() -> None:
@@ -101,18 +113,27 @@ def test_an_unknown_model_is_not_found(model: str) -> None:
         ("stream", "yes", "stream is 'yes'; expected true or false"),
         ("stream_options", True, "stream_options is True; expected an object"),
         ("metadata", [], "metadata is []; expected an object"),
-        ("tools", {}, "tools is {}; expected a list of tools"),
+        ("tools", {}, "tools is {}; expected a list of objects"),
         ("tools", [1], "tools is [1]; expected a list of objects"),
-        ("top_logprobs", 5, "top_logprobs is 5, which this server cannot do"),
-        ("logit_bias", {"5": 1}, "logit_bias is {'5': 1}, which this server cannot do"),
-        ("response_format", {"type": "json_object"}, "response_format is"),
-        ("tool_choice", "required", "tool_choice is 'required'"),
-        ("presence_penalty", 0.5, "presence_penalty is 0.5"),
+        ("tools", [{}], "tools[0] is {}; expected an object of type function"),
+        ("tools", [{"function": {"name": 5}}], "tools[0].function.name is 5"),
+        ("tools", [RUN, RUN], "tools names 'run' twice"),
+        ("tools", [RUN] * 257, "tools has 257 entries; expected at most 256"),
+        ("messages", [{}] * 4097, "messages has 4097 entries; expected at most 4096"),
+        ("top_logprobs", 5, "top_logprobs is 5 without logprobs"),
+        ("top_logprobs", 21, "top_logprobs is 21; expected 0 to 20"),
+        ("logit_bias", {"a": 1}, "logit_bias has the key 'a'; expected a token id"),
+        ("logit_bias", {"5": 101}, "between -100 and 100"),
+        ("response_format", {"type": "xml"}, "response_format.type is 'xml'"),
+        ("response_format", {"type": "json_schema"}, "response_format has no schema"),
+        ("tool_choice", "sometimes", "tool_choice is 'sometimes'; expected auto, none, required"),
+        ("presence_penalty", 3, "presence_penalty is 3.0; expected between -2 and 2"),
+        ("audio", {}, "audio is {}, which this server cannot do"),
     ],
 )
 def test_the_wrong_field_is_named(field: str, value: Any, words: str) -> None:
     with pytest.raises(ApiError) as caught:
-        sampling_params(_parse(**{field: value}), None, room=40)
+        _sampling(_parse(**{field: value}), None, room=40)
     error = caught.value
     assert words in error.message
     assert (error.status, error.param) == (400, field)
@@ -121,19 +142,50 @@ def test_the_wrong_field_is_named(field: str, value: Any, words: str) -> None:
 
 def test_a_body_that_is_no_object_is_refused() -> None:
     with pytest.raises(ApiError, match="the body is list; expected a JSON object"):
-        parse_chat([], {}, "tiny")
+        as_object([])
 
 
 def test_what_asks_for_nothing_is_let_through(caplog: pytest.LogCaptureFixture) -> None:
     chat = _parse(
         **{"frequency_penalty": 0.0, "response_format": {"type": "text"}, "top_logprobs": 0},
-        **{"logit_bias": None, "user": "u", "tool_choice": "none", "tools": [{"type": "function"}]},
+        **{"logit_bias": None, "user": "u", "tool_choice": "none", "tools": [RUN]},
     )
-    assert chat.tools is None  # the agent wants no call
+    assert chat.functions == ()  # the agent wants no call
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         _parse(future_field=1)
         _parse(future_field=2)
     assert [r.getMessage() for r in caplog.records] == [
-        "requests have the field 'future_field', which is unknown here and ignored"
+        "chat requests have the field 'future_field', which is unknown here and ignored"
     ]
+
+
+def test_tools_and_what_must_be_called() -> None:
+    chat = _parse(tools=[RUN], parallel_tool_calls=False)
+    assert chat.functions == (Function("run", "", {"type": "object"}),)
+    assert chat.functions[0].as_tool()["function"]["name"] == "run"
+    assert (chat.tool_choice, chat.parallel_tool_calls) == (ToolChoice(), False)
+    named = {"type": "function", "function": {"name": "run"}}
+    assert _parse(tools=[RUN], tool_choice=named).tool_choice == ToolChoice("required", ("run",))
+    allowed = {"mode": "required", "tools": [named]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    assert _parse(tools=[RUN], tool_choice=choice).tool_choice == ToolChoice("required", ("run",))
+    with pytest.raises(ApiError, match="tool_choice names 'fly', which is not in tools"):
+        _parse(tools=[RUN], tool_choice={"type": "function", "function": {"name": "fly"}})
+    with pytest.raises(ApiError, match="asks for a call, but tools is empty"):
+        _parse(tool_choice="required")
+
+
+def test_an_output_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert _parse(response_format=wrapped).output_schema == schema
+    assert _parse(response_format={"type": "json_object"}).output_schema == {}
+    assert _parse(response_format={"type": "text"}).output_schema is None
+
+
+def test_penalties_bias_and_alternatives_arrive() -> None:
+    fields = {"presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"7": -100}}
+    (sampling,) = _sampling(_parse(logprobs=True, top_logprobs=3, **fields), None, room=9)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1.0)
+    assert (sampling.logit_bias, sampling.top_logprobs) == (((7, -100.0),), 3)

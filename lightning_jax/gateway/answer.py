@@ -1,0 +1,116 @@
+"""What the policy said, in our own terms: whole answers, and the pieces in which they stream."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_jax.gateway.tool_calls import CallArguments, CallStart, Piece, TextPiece
+from lightning_jax.serve.response import Chunk
+from lightning_jax.types import Completion, Message
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call of a function; `arguments` is JSON text."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When a choice began, gave its first token and ended: nanoseconds of a monotonic clock."""
+
+    started_ns: int = 0
+    first_token_ns: int = 0
+    ended_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished choice."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    text: str  # without what was read as tool calls
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: FinishReason
+    clock: Clock = Clock()
+
+    def as_message(self) -> Message:
+        """The chat message that a client will send back."""
+        message: Message = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """The beginning of a tool call (`name` is set) or more of its arguments."""
+
+    index: int
+    call_id: str
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What newly came of one choice. `chunk` holds its tokens; text may lag behind them."""
+
+    choice: int
+    text: str
+    calls: tuple[CallDelta, ...]
+    chunk: Chunk | None
+
+
+class AnswerBuilder:
+    """Parsed pieces of one choice, in order, to deltas and at last to an Answer."""
+
+    def __init__(self, choice: int) -> None:
+        self._choice = choice
+        self._text: list[str] = []
+        self._calls: list[tuple[str, str, list[str]]] = []  # id, name, pieces of the arguments
+        self._started_ns = time.monotonic_ns()
+        self._first_token_ns = 0
+
+    def add(self, pieces: Sequence[Piece], chunk: Chunk | None) -> Delta:
+        """The delta that these pieces and tokens make."""
+        self._first_token_ns = self._first_token_ns or time.monotonic_ns()
+        text, calls = "", []
+        for piece in pieces:
+            match piece:
+                case TextPiece():
+                    text += piece.text
+                case CallStart():
+                    self._calls.append((f"call_{secrets.token_hex(12)}", piece.name, []))
+                    calls.append(CallDelta(piece.index, self._calls[-1][0], piece.name, ""))
+                case CallArguments():
+                    call_id, _, arguments = self._calls[piece.index]
+                    arguments.append(piece.text)
+                    calls.append(CallDelta(piece.index, call_id, None, piece.text))
+        self._text.append(text)
+        return Delta(self._choice, text, tuple(calls), chunk)
+
+    def answer(self, prompt_ids: tuple[int, ...], completion: Completion) -> Answer:
+        """The whole, once all pieces are added."""
+        calls = tuple(ToolCall(i, name, "".join(parts)) for i, name, parts in self._calls)
+        assert completion.finish_reason in ("stop", "length"), "a failed call has no answer"
+        called = bool(calls) and completion.finish_reason == "stop"
+        reason: FinishReason = "tool_calls" if called else completion.finish_reason
+        ended_ns = time.monotonic_ns()
+        clock = Clock(self._started_ns, self._first_token_ns or ended_ns, ended_ns)
+        return Answer(prompt_ids, completion, "".join(self._text), calls, reason, clock)

@@ -1,0 +1,1 @@
+"""The wire formats that the gateway speaks; each file translates one. `all.py` lists them."""

@@ -1,0 +1,129 @@
+"""What OpenAI's dialects share: sampling fields, functions, usage, log-prob entries."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_jax.gateway import fields
+from lightning_jax.gateway.answer import Answer
+from lightning_jax.gateway.errors import ApiError, invalid
+from lightning_jax.gateway.request import Function, JsonSchema
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.serve.response import Chunk
+from lightning_jax.types import Completion
+
+MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+MAX_TOP_LOGPROBS = 20
+
+# Fields that change nothing here, and that clients send on their own.
+HARMLESS = frozenset(
+    (
+        *("user", "store", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key"),
+        *("prompt_cache_retention", "safety_identifier", "prediction", "moderation"),
+    )
+)
+
+
+def sampling_fields(body: fields.Body) -> dict[str, Any]:
+    """The arguments of a PolicyRequest that all of them spell alike."""
+    return {
+        "temperature": fields.number(body, "temperature", 1.0),
+        "top_p": fields.number(body, "top_p", 1.0),
+        # Others write -1 for off.
+        "top_k": min(max(0, fields.integer(body, "top_k") or 0), fields.MAX_INT32),
+        "min_p": fields.number(body, "min_p", 0.0),
+        "seed": fields.integer(body, "seed"),
+        "presence_penalty": fields.number(body, "presence_penalty", 0.0),
+        "frequency_penalty": fields.number(body, "frequency_penalty", 0.0),
+        "logit_bias": logit_bias(body),
+        "stream": fields.flag(body, "stream"),
+        "return_token_ids": fields.flag(body, "return_token_ids"),
+    }
+
+
+def logit_bias(body: fields.Body) -> tuple[tuple[int, float], ...]:
+    """Token id -> what is added to its logit; ids are JSON keys, so strings."""
+    bias = fields.field(body, "logit_bias", dict, {}, "an object of token ids and numbers")
+    pairs = []
+    for key in bias:
+        if not key.isdecimal() or len(key) > 9:
+            raise invalid(
+                f"logit_bias has the key {fields.brief(key)}; expected a token id.", "logit_bias"
+            )
+        pairs.append((int(key), fields.number(bias, key, 0.0)))
+    return tuple(pairs)
+
+
+def function_of(tool: Mapping[str, Any], where: str, param: str = "tools") -> Function:
+    """A function's name, description and parameters. Raises ApiError."""
+    name = tool.get("name")
+    if not isinstance(name, str) or not name:
+        raise invalid(f"{where}.name is {fields.brief(name)}; expected a function's name.", param)
+    parameters = tool.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise invalid(f"{where}.parameters is no object; expected a JSON schema.", param)
+    description = tool.get("description")
+    return Function(name, description if isinstance(description, str) else "", parameters)
+
+
+def output_schema(spec: Mapping[str, Any], where: str) -> JsonSchema | None:
+    """The schema that a `json_schema` or `json_object` format asks for; None for text."""
+    kind = spec.get("type")
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {}
+    if kind != "json_schema":
+        raise invalid(
+            f"{where}.type is {fields.brief(kind)}; expected text, json_object or json_schema.",
+            where,
+        )
+    schema = spec.get("schema")
+    if not isinstance(schema, dict):
+        raise invalid(f"{where} has no schema; expected a JSON schema object.", where)
+    return schema
+
+
+def error_naming(names: Mapping[str, str]) -> Callable[[ApiError], dict[str, Any]]:
+    """Makes error bodies which call a field of the gateway's own requests as the dialect does."""
+
+    def body(error: ApiError) -> dict[str, Any]:
+        inner = error.body["error"]
+        return {"error": {**inner, "param": names.get(inner["param"], inner["param"])}}
+
+    return body
+
+
+def completion_tokens(answers: Sequence[Answer]) -> int:
+    return sum(len(answer.completion.token_ids) for answer in answers)
+
+
+def fingerprint(answers: Sequence[Answer]) -> str | None:
+    """The weights version that made the last token."""
+    versions = answers[-1].completion.policy_versions
+    return f"policy-{versions[-1]}" if versions else None
+
+
+def logprob_entries(
+    tokens: Completion | Chunk, tokenizer: Tokenizer, top: int
+) -> list[dict[str, Any]]:
+    """One entry a token, of the policy at temperature 1."""
+    entries = []
+    alternatives = tokens.top_logprobs or ((),) * len(tokens.token_ids)
+    for token_id, logprob, others in zip(
+        tokens.token_ids, tokens.behavior_logprobs, alternatives, strict=True
+    ):
+        best = [token_entry(i, value, tokenizer) for i, value in others[:top]]
+        entries.append({**token_entry(token_id, logprob, tokenizer), "top_logprobs": best})
+    return entries
+
+
+def token_entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    """One token's text, log-probability and bytes."""
+    text = tokenizer.decode([token_id], skip_special=False)
+    # A token may hold part of a character; its bytes are then not those of the text.
+    whole = "\ufffd" not in text
+    return {
+        "token": text,
+        "logprob": max(logprob, MIN_LOGPROB),
+        "bytes": list(text.encode()) if whole else None,
+    }

@@ -1,0 +1,150 @@
+"""Reading a JSON body field by field; what is wrong is named in an error of the right shape."""
+
+import functools
+import logging
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lightning_jax.gateway.errors import invalid
+
+log = logging.getLogger(__name__)
+
+Body = dict[str, Any]
+MAX_INT32 = 2**31 - 1
+MAX_DEPTH = 100  # of lists and objects in each other; code that recurses has room for it
+
+
+def as_object(body: object) -> Body:
+    """The body, if it is a JSON object. Raises ApiError."""
+    if not isinstance(body, dict):
+        raise invalid(f"the body is {type(body).__name__}; expected a JSON object.")
+    if _is_deep(body):
+        raise invalid(f"the body nests deeper than {MAX_DEPTH} levels; expected fewer.")
+    return body
+
+
+def _is_deep(body: Body) -> bool:
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def field(body: Mapping[str, Any], name: str, kind: type, default: Any, expected: str) -> Any:
+    """`body[name]` if it is of that kind, the default where it is missing or null."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        raise invalid(f"{name} is {brief(value)}; expected {expected}.", name, "invalid_type")
+    return value
+
+
+def text(body: Mapping[str, Any], name: str, default: str = "") -> str:
+    return field(body, name, str, default, "a string")
+
+
+def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    return field(body, name, bool, default, "true or false")
+
+
+def integer(body: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
+    value = body.get(name)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # JSON knows one kind of number, and some clients write 16.0
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise invalid(f"{name} is {brief(value)}; expected an integer.", name, "invalid_type")
+    return value
+
+
+def number(
+    body: Mapping[str, Any],
+    name: str,
+    default: float,
+    low: float = -math.inf,
+    high: float = math.inf,
+) -> float:
+    """A number, within bounds where given."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise invalid(f"{name} is {brief(value)}; expected a number.", name, "invalid_type")
+    value = float(min(max(value, -MAX_INT32), MAX_INT32))  # an integer may be too long for a float
+    if not low <= value <= high:
+        raise invalid(f"{name} is {value:g}; expected {low:g} to {high:g}.", name)
+    return value
+
+
+def bounded(body: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
+    """An integer from `low` to `high`."""
+    value = integer(body, name, default)
+    assert value is not None, "there is a default"
+    if not low <= value <= high:
+        raise invalid(f"{name} is {brief(value)}; expected {low} to {high}.", name)
+    return value
+
+
+def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """A string or a list of strings, as a tuple."""
+    value = body.get(name)
+    found = [value] if isinstance(value, str) else value or []
+    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+        raise invalid(
+            f"{name} is {brief(value)}; expected a string or a list of strings.",
+            name,
+            "invalid_type",
+        )
+    return tuple(found)
+
+
+def objects(body: Mapping[str, Any], name: str) -> list[Body]:
+    """A list of objects; empty where missing or null."""
+    value = field(body, name, list, [], "a list of objects")
+    if not all(isinstance(item, dict) for item in value):
+        raise invalid(f"{name} is {brief(value)}; expected a list of objects.", name)
+    return value
+
+
+def refuse_unsupported(body: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises ApiError for a field that no text policy can obey, unless its value asks for nothing.
+
+    `harmless`: such fields, each with the values that ask for nothing.
+    """
+    for name, values in harmless.items():
+        if body.get(name) not in (None, *values):
+            raise invalid(
+                f"{name} is {brief(body[name])}, which this server cannot do; expected it left out.",
+                name,
+                "unsupported_parameter",
+            )
+
+
+def brief(value: Any) -> str:
+    """The value as an error shows it, cut where it is long."""
+    shown = f"an integer of {value.bit_length()} bits" if _is_huge(value) else repr(value)
+    return shown if len(shown) <= 100 else shown[:97] + "..."
+
+
+def _is_huge(value: Any) -> bool:
+    return (
+        isinstance(value, int) and value.bit_length() > 256
+    )  # Python refuses to print the longest
+
+
+def warn_unknown(dialect: str, body: Mapping[str, Any], known: Collection[str]) -> None:
+    """Logs each field that this server does not know once, however often it comes."""
+    for name in body:
+        if name not in known:
+            _warn_once(dialect, str(name)[:100])
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_once(dialect: str, name: str) -> None:
+    log.warning("%s requests have the field %r, which is unknown here and ignored", dialect, name)

@@ -1,0 +1,56 @@
+"""Grammars for what a request demands: a call of a tool, or an answer of a JSON schema."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_jax.gateway.request import Function, PolicyRequest
+from lightning_jax.gateway.tool_formats import ToolFormat
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.serve.constraint import grammar, json_schema, literal, one_of, repeat, sequence
+
+MAX_PARALLEL_CALLS = 16
+
+
+def guarantees_call(request: PolicyRequest) -> bool:
+    """Whether the answer can be nothing but calls."""
+    return bool(request.functions) and request.tool_choice.mode == "required"
+
+
+def grammar_of(request: PolicyRequest, form: ToolFormat, tokenizer: Tokenizer) -> str | None:
+    """The grammar that the answer must follow; None where it is free.
+
+    A demanded JSON answer still leaves the policy the calls of tools that it was offered.
+    """
+    if guarantees_call(request):
+        return grammar(_calls(request, form, tokenizer))
+    if request.output_schema is None:
+        return None
+    answer = json_schema(request.output_schema or None)
+    if request.functions:
+        return grammar(one_of(answer, _calls(request, form, tokenizer)))
+    return grammar(answer)
+
+
+def _calls(request: PolicyRequest, form: ToolFormat, tokenizer: Tokenizer) -> str:
+    names = request.tool_choice.names
+    chosen = [f for f in request.functions if not names or f.name in names]
+    call = one_of(*(_call(function, form) for function in chosen))
+    most = MAX_PARALLEL_CALLS if request.parallel_tool_calls else 1
+    begin, end = (literal(mark, tokenizer) for mark in (form.begin, form.end))
+    if form.body == "list":
+        calls = repeat(call, literal(", "), at_most=most)
+        return sequence(begin, literal("["), calls, literal("]"), end)
+    marked = sequence(begin, call, end) if form.begin else call
+    return repeat(marked, literal(form.between), at_most=most)
+
+
+def _call(function: Function, form: ToolFormat) -> str:
+    head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
+    return sequence(literal(head), json_schema(_parameters(function)), literal("}"))
+
+
+def _parameters(function: Function) -> Mapping[str, Any]:
+    """The schema of the arguments, which are an object whatever it says."""
+    schema = function.parameters or {}
+    return schema if schema.get("type") == "object" else {**schema, "type": "object"}

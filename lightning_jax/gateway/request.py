@@ -1,0 +1,128 @@
+"""One request in our own terms, whatever dialect it came in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_jax.gateway.errors import ApiError, invalid
+
+POLICY = "policy"
+AGENT_HEADER = "x-agent-name"
+MAX_CHOICES = 64
+MAX_MESSAGES = 4096
+MAX_TOOLS = 256
+MAX_INT32 = 2**31 - 1
+
+JsonSchema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that the policy may call. `parameters` None: it takes any object."""
+
+    name: str
+    description: str = ""
+    parameters: JsonSchema | None = None
+
+    def as_tool(self) -> dict[str, Any]:
+        """OpenAI's chat form, which chat templates are written for."""
+        function: dict[str, Any] = {"name": self.name, "description": self.description}
+        if self.parameters is not None:
+            function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether the policy may ("auto"), must ("required") or must not ("none") call a function.
+
+    `names`: those it must choose from when required; empty means any.
+    """
+
+    mode: str = "auto"
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PolicyRequest:
+    """What the sender means; None where it leaves the choice to the server.
+
+    `messages` (in OpenAI's chat form) are rendered by the chat template; `prompts` are taken as
+    they are, text or token ids. Exactly one of the two is there.
+    """
+
+    dialect: str  # chat, completions, responses, ...
+    model: str
+    id_prefix: str = ""  # a response's id is this and a random token
+    agent: str = ""
+    messages: tuple[Any, ...] | None = None  # unchecked: rendering checks them
+    prompts: tuple[str | tuple[int, ...], ...] | None = None
+    functions: tuple[Function, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    output_schema: JsonSchema | None = (
+        None  # the answer must be JSON of this schema; {}: any object
+    )
+    num_choices: int = 1  # of each prompt
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: bool = False
+    top_logprobs: int = 0
+    stream: bool = False
+    return_token_ids: bool = False
+
+    def __post_init__(self) -> None:
+        assert (self.messages is None) != (self.prompts is None), "messages or prompts, not both"
+        if self.messages is not None and len(self.messages) > MAX_MESSAGES:
+            raise invalid(
+                f"messages has {len(self.messages)} entries; expected at most {MAX_MESSAGES}.",
+                "messages",
+            )
+        _check_tools(self.functions, self.tool_choice)
+
+
+def _check_tools(functions: tuple[Function, ...], choice: ToolChoice) -> None:
+    if len(functions) > MAX_TOOLS:
+        raise invalid(f"tools has {len(functions)} entries; expected at most {MAX_TOOLS}.", "tools")
+    names = [function.name for function in functions]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise invalid(f"tools names {twice[0]!r} twice; expected different names.", "tools")
+    missing = [name for name in choice.names if name not in names]
+    if missing:
+        raise invalid(
+            f"tool_choice names {missing[0]!r}, which is not in tools; expected one of {names}.",
+            "tool_choice",
+        )
+    if choice.mode == "required" and not functions:
+        raise invalid("tool_choice asks for a call, but tools is empty; expected tools.", "tools")
+
+
+def check_model(model: str, model_name: str) -> str:
+    """The agent that the model's name holds, "" if none. Raises ApiError for a model not served."""
+    name, colon, agent = model.partition(":")
+    if name == POLICY and bool(colon) == bool(agent):
+        return "" if agent == "latest" else agent  # Ollama's clients write NAME:latest
+    if model.removesuffix(":latest") == model_name:
+        return ""
+    message = f"model is {model!r}; expected {POLICY!r}, '{POLICY}:AGENT' or {model_name!r}."
+    raise ApiError(404, "model_not_found", message, param="model")
+
+
+def agent_of(
+    model: str,
+    model_name: str,
+    headers: Mapping[str, str],
+    metadata: Mapping[str, Any] | None = None,
+) -> str:
+    """The sub-agent's name: from the header, else from metadata, else from the model's name."""
+    from_model = check_model(model, model_name)
+    return str(headers.get(AGENT_HEADER) or (metadata or {}).get("agent") or from_model)

@@ -1,0 +1,169 @@
+"""Calls while the engine works on them: any number of requests may listen to one.
+
+A client that gives up on a call and sends it again must not sample twice: the rollout would hold a
+call whose answer the agent never read. So a repeated request joins the call that it repeats. It is
+a repetition if it says so, by `x-stainless-retry-count` above 0 (as OpenAI's and Anthropic's
+clients count their tries) or by an `Idempotency-Key` that was there before, and if the same rollout
+sent the same body to the same path, and that call runs still or ended less than JOINABLE_S ago. Two
+equal requests that do not say so are two calls: asking twice at temperature 1 is a thing to want.
+
+A client that hangs up frees its slot within a step, but for one case: if it hung up when the
+time-out that it declared (`x-stainless-read-timeout`) was over, it is about to ask again, and the
+call goes on for RETRY_GRACE_S.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_jax.gateway.answer import Answer, Delta
+from lightning_jax.gateway.dialects.base import ReplyContext
+
+RETRY_GRACE_S = 10.0  # OpenAI's client waits at most 8 s before it tries again
+JOINABLE_S = 60.0
+
+Emit = Callable[[Delta], None]
+# Does the call: `accepted` once the engine has it, `emit` for every piece, then the answers.
+Work = Callable[[Callable[[], None], Emit], Coroutine[Any, Any, tuple[Answer, ...]]]
+
+
+@dataclass(eq=False)
+class RunningCall:
+    """One call, from its start until nobody may ask for it any more. Belongs to one event loop."""
+
+    work: Work
+    context: ReplyContext
+    grace_s: float = RETRY_GRACE_S
+    _deltas: list[Delta] = field(default_factory=list)
+    _accepted: bool = False
+    _listeners: int = 0
+    _ended: float | None = None
+
+    def __post_init__(self) -> None:
+        self._changed = asyncio.Event()
+        self._task = asyncio.create_task(self.work(self._accept, self._emit))
+        self._task.add_done_callback(self._on_done)
+
+    async def accepted(self) -> None:
+        """Returns once the engine has taken the call. Raises what the call raised before."""
+        while not self._accepted and not self._task.done():
+            await self._wait()
+        if not self._accepted:
+            await self.answers()
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """All pieces from the first on, as they come. Raises what the call raised."""
+        seen = 0
+        while True:
+            while seen < len(self._deltas):
+                seen += 1
+                yield self._deltas[seen - 1]
+            if self._task.done():
+                break
+            await self._wait()
+        await self.answers()
+
+    async def answers(self) -> tuple[Answer, ...]:
+        """One answer per choice, at the end. Raises what the call raised."""
+        return await asyncio.shield(self._task)
+
+    def joinable(self) -> bool:
+        """Whether a repeated request may still share it. A failed call is worth another try."""
+        if self._ended is None:
+            return True
+        failed = self._task.cancelled() or self._task.exception() is not None
+        return not failed and time.monotonic() - self._ended < JOINABLE_S
+
+    @contextmanager
+    def listen(self, keep: Callable[[], bool]) -> Iterator[None]:
+        """Around all that one request asks of the call. `keep`: asked when it leaves too early."""
+        self._listeners += 1
+        try:
+            yield
+        finally:
+            self._listeners -= 1
+            if not self._listeners and self._ended is None:
+                self._abandon(keep())
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    @property
+    def task(self) -> asyncio.Task:
+        return self._task
+
+    def _on_done(self, task: asyncio.Task) -> None:
+        self._ended = time.monotonic()
+        self._changed.set()
+        # A call that nobody listens to any more may fail unheard: its span says so.
+        _ = task.cancelled() or task.exception()
+
+    def _accept(self) -> None:
+        self._accepted = True
+        self._changed.set()
+
+    def _emit(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self._changed.set()
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _abandon(self, keep: bool) -> None:
+        """Nobody listens: the call ends now, or in `grace_s` where it may be asked for again."""
+        if keep:
+            asyncio.get_running_loop().call_later(self.grace_s, self._cancel_if_alone)
+        else:
+            self.cancel()
+
+    def _cancel_if_alone(self) -> None:
+        if not self._listeners and self._ended is None:
+            self.cancel()
+
+
+class RunningCalls:
+    """The calls of one rollout by what makes a request the same request."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, RunningCall] = {}
+
+    def find(self, identity: str) -> RunningCall | None:
+        """The call that a repetition may join."""
+        call = self._calls.get(identity)
+        return call if call is not None and call.joinable() else None
+
+    def add(self, identity: str, call: RunningCall) -> None:
+        """The newest call of that identity; those that nobody may join any more are forgotten."""
+        self._calls = {key: old for key, old in self._calls.items() if old.joinable()}
+        self._calls[identity] = call
+
+    def cancel(self) -> None:
+        """Ends those that run."""
+        for call in self._calls.values():
+            call.cancel()
+
+
+def identity_of(path: str, body: bytes, headers: Mapping[str, str]) -> str:
+    """What two tries of one request have in common."""
+    if key := headers.get("Idempotency-Key"):
+        return f"key {key}"
+    return hashlib.blake2b(path.encode() + b"\n" + body, digest_size=16).hexdigest()
+
+
+def is_repetition(headers: Mapping[str, str]) -> bool:
+    """Whether the request says that it may have been sent before."""
+    tries = headers.get("x-stainless-retry-count", "0")
+    return "Idempotency-Key" in headers or (tries.isdigit() and int(tries) > 0)
+
+
+def declared_timeout_s(headers: Mapping[str, str]) -> float | None:
+    """After how many seconds the client gives up, where it says so."""
+    try:
+        return float(headers["x-stainless-read-timeout"])
+    except (KeyError, ValueError):
+        return None

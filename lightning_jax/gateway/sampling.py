@@ -1,0 +1,50 @@
+"""How the choices of a request are sampled, and with which seeds."""
+
+import secrets
+from typing import Any
+
+from lightning_jax.gateway.errors import invalid
+from lightning_jax.gateway.request import PolicyRequest
+from lightning_jax.gateway.rollouts import OpenRollout, derive_seed
+from lightning_jax.types import SamplingParams
+
+
+def sampling_params(
+    request: PolicyRequest, rollout: OpenRollout | None, rooms: tuple[int, ...], grammar: str | None
+) -> tuple[SamplingParams, ...]:
+    """How each choice is sampled: what the agent asks for, under what its rollout's settings say.
+
+    `rooms`: how many tokens the context has left, one entry a prompt. Choices of one prompt lie
+    next to each other. Raises ApiError for values out of range.
+    """
+    settings = rollout.settings if rollout else None
+    ceilings = [request.max_tokens, settings.max_tokens if settings else None]
+    if rollout:
+        seed = rollout.next_seed()
+    else:
+        seed = secrets.randbits(31) if request.seed is None else request.seed % 2**31
+    places = [(room, n) for room in rooms for n in range(request.num_choices)]
+    try:
+        return tuple(
+            SamplingParams(
+                max_tokens=min(n for n in (*ceilings, max(1, room)) if n is not None),
+                temperature=_first(settings and settings.temperature, request.temperature),
+                top_p=_first(settings and settings.top_p, request.top_p),
+                top_k=_first(settings and settings.top_k, request.top_k),
+                min_p=request.min_p,
+                seed=derive_seed(seed, index) if index else seed,
+                stop=request.stop,
+                logit_bias=request.logit_bias,
+                presence_penalty=request.presence_penalty,
+                frequency_penalty=request.frequency_penalty,
+                top_logprobs=request.top_logprobs,
+                grammar=grammar,
+            )
+            for index, (room, _) in enumerate(places)
+        )
+    except ValueError as error:
+        raise invalid(str(error), str(error).split(" ", 1)[0]) from error
+
+
+def _first(override: Any, asked: Any) -> Any:
+    return asked if override is None else override

@@ -1,0 +1,299 @@
+"""Sampled text to tool calls, piece by piece as it streams.
+
+    text <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
+    TextPiece("text "), CallStart(0, "f"), CallArguments(0, '{"a": 1}')
+
+Text that may become a call is held until it is one, because what a client has been sent cannot be
+taken back; so a malformed call comes out as the text it is. Where a grammar guarantees the call,
+its arguments leave as they are made.
+"""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_jax.gateway.tool_formats import ToolFormat
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    text: str
+
+
+@dataclass(frozen=True)
+class CallStart:
+    """The next call of this answer begins."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """More of a call's arguments, JSON text."""
+
+    index: int
+    text: str
+
+
+Piece = TextPiece | CallStart | CallArguments
+
+
+class PlainText:
+    """The parser of a request without tools: all is text."""
+
+    malformed = 0
+
+    def push(self, text: str) -> list[Piece]:
+        return [TextPiece(text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+class ToolCallParser:
+    """Splits one answer into text and calls. `guaranteed`: a grammar wrote it."""
+
+    def __init__(self, form: ToolFormat, *, guaranteed: bool = False) -> None:
+        self._form = form
+        self._begin, self._end = form.begin.strip(), form.end.strip()
+        self._guaranteed = guaranteed
+        self._held = ""
+        self._inside = False  # the held text follows an opening mark
+        self._text_seen = False  # something other than blanks was shown
+        self._count = 0
+        self._stream: _ArgumentsStream | None = None
+        self.malformed = 0
+
+    def push(self, text: str) -> list[Piece]:
+        """What the new text makes certain."""
+        self._held += text
+        return list(self._advance())
+
+    def finish(self) -> list[Piece]:
+        """The rest, when no text follows."""
+        if self._stream:
+            pieces, self._held = self._stream.push(self._held)[0], ""
+            return pieces
+        held, self._held = self._held, ""
+        if self._guaranteed or not (held or self._inside):
+            return []  # what closes a guaranteed call is no text
+        if not self._begin and self._may_be_bare(held):
+            return self._calls_or_text(held, held)
+        if self._inside:  # the closing mark is missing; the call may be whole all the same
+            return self._calls_or_text(held, self._begin + held)
+        return [TextPiece(held)]
+
+    def _advance(self) -> Iterator[Piece]:
+        if not self._begin:
+            yield from self._advance_bare()
+            return
+        while self._held:
+            before = self._held
+            yield from self._advance_inside() if self._inside else self._advance_outside()
+            if self._held == before:
+                return
+
+    def _advance_outside(self) -> Iterator[Piece]:
+        """Shows text up to an opening mark, or up to what may begin one."""
+        at = self._held.find(self._begin)
+        if at >= 0:
+            text, self._held = self._held[:at], self._held[at + len(self._begin) :]
+            self._inside = True
+        else:
+            keep = _overlap(self._held, self._begin)
+            text, self._held = self._held[: len(self._held) - keep], self._held[-keep:] * bool(keep)
+        # Blanks between two calls are markup.
+        if text and not (self._count and not text.strip()):
+            self._text_seen = True
+            yield TextPiece(text)
+
+    def _advance_inside(self) -> Iterator[Piece]:
+        if self._guaranteed:
+            yield from self._advance_stream()
+            return
+        at = self._held.find(self._end)
+        if at < 0:
+            return
+        body, self._held = self._held[:at], self._held[at + len(self._end) :]
+        self._inside = False
+        yield from self._calls_or_text(body, f"{self._begin}{body}{self._end}")
+
+    def _advance_stream(self) -> Iterator[Piece]:
+        """A guaranteed call: its name once known, then its arguments as they come."""
+        if self._stream is None:
+            head = _HEAD.match(self._held)
+            if head is None:
+                self._skip_tail()
+                return
+            yield CallStart(self._count, json.loads(head[1]))
+            self._stream = _ArgumentsStream(self._count)
+            self._count += 1
+            self._held = self._held[head.end() :]
+        pieces, rest = self._stream.push(self._held)
+        yield from pieces
+        self._held = rest
+        if self._stream.done:
+            self._stream = None
+
+    def _skip_tail(self) -> None:
+        """What closes a guaranteed call, or a list of them, is no text."""
+        if self._end and (at := self._held.find(self._end)) >= 0:
+            self._held = self._held[at + len(self._end) :]
+            self._inside = False
+
+    def _advance_bare(self) -> Iterator[Piece]:
+        """A format without marks: the answer as a whole is calls, or it is text."""
+        if self._guaranteed:
+            while self._held:
+                before = self._held
+                yield from self._advance_stream()
+                if self._held == before:
+                    return
+        elif self._text_seen or not self._may_be_bare(self._held):
+            text, self._held = self._held, ""
+            self._text_seen = True
+            if text:
+                yield TextPiece(text)
+
+    def _may_be_bare(self, text: str) -> bool:
+        begun = text.lstrip()
+        return not begun or any(
+            begun.startswith(start) or start.startswith(begun) for start in self._form.starts
+        )
+
+    def _calls_or_text(self, body: str, as_text: str) -> list[Piece]:
+        calls = parse_calls(body, self._form)
+        if not calls:
+            if _looks_like_call(body) or self._begin:
+                self.malformed += 1
+            return [TextPiece(as_text)]
+        pieces: list[Piece] = []
+        for name, arguments in calls:
+            pieces += [CallStart(self._count, name), CallArguments(self._count, arguments)]
+            self._count += 1
+        return pieces
+
+
+# The beginning of a call as grammars write it: the name comes first.
+_HEAD = re.compile(
+    r'[\s,;\[]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+class _ArgumentsStream:
+    """Passes on one JSON object, and the brace that closes the call around it."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._whole = False  # the arguments are; the call's own brace is still to come
+        self.done = False
+
+    def push(self, text: str) -> tuple[list[Piece], str]:
+        """(pieces, what follows the call)."""
+        end = len(text)
+        for at, character in enumerate(text):
+            if self._whole:
+                if character == "}":
+                    self.done = True
+                    return [], text[at + 1 :]
+                continue
+            self._read(character)
+            if self._depth == 0:
+                self._whole, end = True, at + 1
+                _, rest = self.push(text[end:])
+                return self._pieces(text[:end]), rest
+        return ([] if self._whole else self._pieces(text[:end])), ""
+
+    def _pieces(self, text: str) -> list[Piece]:
+        return [CallArguments(self._index, text)] if text else []
+
+    def _read(self, character: str) -> None:
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == '"':
+                self._in_string = False
+        elif character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+
+
+def parse_calls(body: str, form: ToolFormat) -> list[tuple[str, str]]:
+    """(name, arguments as JSON text) of every call in the text; empty if any part is no call."""
+    text = body.strip().removeprefix("<|python_tag|>").strip()
+    if form.pythonic and text.startswith("["):
+        return _python_calls(text)
+    decoder = json.JSONDecoder()
+    found: list[Any] = []
+    while text:
+        try:
+            value, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError):
+            return []
+        found += value if isinstance(value, list) else [value]
+        text = text[end:].lstrip(" \n\r\t;,")
+    calls = [_call(value) for value in found]
+    return [call for call in calls if call] if all(calls) else []
+
+
+def _call(value: Any) -> tuple[str, str] | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some write the object as a JSON string
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return None
+    if not isinstance(arguments, dict):
+        return None
+    return value["name"], json.dumps(arguments, ensure_ascii=False)
+
+
+def _python_calls(text: str) -> list[tuple[str, str]]:
+    """`[f(a=1), g(b="x")]`, read as syntax and never run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # such as "\\d" in a string
+            tree = ast.parse(text, mode="eval").body
+        nodes = tree.elts if isinstance(tree, ast.List) else []
+        calls = [_python_call(node) for node in nodes]
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return []
+    return [call for call in calls if call] if all(calls) else []
+
+
+def _python_call(node: ast.expr) -> tuple[str, str] | None:
+    if not isinstance(node, ast.Call) or node.args:
+        return None
+    name = ast.unparse(node.func)
+    if not re.fullmatch(r"[\w.]+", name):
+        return None
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            return None
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return name, json.dumps(arguments, ensure_ascii=False)
+
+
+def _looks_like_call(text: str) -> bool:
+    return '"name"' in text
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark`."""
+    lengths = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((n for n in lengths if mark.startswith(text[-n:])), 0)

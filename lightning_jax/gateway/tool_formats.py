@@ -1,0 +1,70 @@
+"""How each model family writes a tool call, as data."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_jax.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """The text around a call and the shape of the JSON in it.
+
+    `object` is one JSON object a call, `list` one JSON list of them all. `begin` empty: the call is
+    the whole answer, which then starts with one of `starts`.
+    """
+
+    name: str
+    begin: str
+    end: str
+    body: Literal["object", "list"]
+    arguments: str = "arguments"  # the key of a call's arguments
+    between: str = "\n"  # between two calls of one answer
+    starts: tuple[str, ...] = ()
+    pythonic: bool = False  # [name(key=value), ...] is understood too
+
+    def write(self, calls: Sequence[tuple[str, Any]]) -> str:
+        """The text of (name, arguments) pairs, as the model would write it."""
+        objects = [
+            json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
+            for name, arguments in calls
+        ]
+        if self.body == "list":
+            return f"{self.begin}[{', '.join(objects)}]{self.end}"
+        return self.between.join(f"{self.begin}{item}{self.end}" for item in objects)
+
+    def instructions(self, tools: Sequence[Any]) -> str:
+        """A system text that offers the tools, for chat templates without a place for them."""
+        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        example = self.write([("NAME", {"KEY": "VALUE"})])
+        return (
+            f"You can call these functions:\n<tools>\n{lines}\n</tools>\n"
+            f"To call functions, answer with nothing but:\n{example}"
+        )
+
+
+HERMES = ToolFormat("hermes", "<tool_call>\n", "\n</tool_call>", "object")
+SMOLLM = ToolFormat("smollm", "<tool_call>", "</tool_call>", "list")
+LLAMA3 = ToolFormat(
+    "llama3",
+    "",
+    "",
+    "object",
+    arguments="parameters",
+    between="; ",
+    starts=("{", "<|python_tag|>", "["),
+    pythonic=True,
+)
+
+FORMATS = {form.name: form for form in (HERMES, SMOLLM, LLAMA3)}
+
+# A family is known by what its chat template writes.
+_SIGNS = (("<tool_call>", HERMES), ("<|start_header_id|>", LLAMA3))
+
+
+def format_of(tokenizer: Tokenizer) -> ToolFormat:
+    """The format that the model's chat template was made for; SmolLM's where it says nothing."""
+    template = tokenizer.template or ""
+    return next((form for sign, form in _SIGNS if sign in template), SMOLLM)

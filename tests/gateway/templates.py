@@ -1,0 +1,67 @@
+"""Chat templates written for the tests, each with the habits of one model family.
+
+They write the families' wire formats, and do to old messages what those families' templates do.
+"""
+
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
+
+_TOOLS = (
+    "{%- if tools %}<|im_start|>system\n{{ messages[0].content if messages[0].role == 'system' }}"
+    "# Tools\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>"
+    "{#- in <tool_call> tags -#}<|im_end|>\n"
+    "{%- elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}"
+    "<|im_end|>\n{%- endif %}"
+)
+_CALLS = (
+    "{%- for call in m.tool_calls or [] %}\n<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}"
+)
+_REPLY = (
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+)
+
+# Tool replies share one user turn.
+QWEN25 = (
+    _TOOLS + "{%- for m in messages %}{%- if m.role == 'tool' %}" + _REPLY + "{%- elif "
+    "m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content }}" + _CALLS + "<|im_end|>\n"
+    "{%- elif m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n{%- endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Old think blocks are dropped, and the prompt opens a block that is not repeated in the history.
+QWEN3 = (
+    _TOOLS + "{%- for m in messages %}{%- if m.role == 'tool' %}" + _REPLY + "{%- elif "
+    "m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}" + _CALLS + "<|im_end|>\n"
+    "{%- elif m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n{%- endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+# The number of messages stands in the head, as others write the time; content is trimmed; one call
+# a message only.
+LLAMA3 = (
+    "<|im_start|>system\nMessages: {{ messages | length }}\n"
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Answer with {"name": ..., "parameters": ...}<|start_header_id|>{% endif %}<|im_end|>'
+    "{%- for m in messages %}{%- if m.tool_calls %}"
+    "{%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+    '<|im_start|>assistant\n\n{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
+    "{{ m.tool_calls[0].function.arguments | tojson }}}<|im_end|>"
+    "{%- else %}<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}\n\n"
+    "{{ m.content | trim }}<|im_end|>{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+TEMPLATES = {"smollm": CHATML, "qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3}
+
+
+def tokenizer_with(template: str) -> Tokenizer:
+    """The tiny tokenizer with another template."""
+    plain = tiny_tokenizer()
+    return Tokenizer(
+        plain._backend,
+        template=template,
+        eos_ids=plain.eos_ids,
+        special_tokens=plain.special_tokens,
+    )

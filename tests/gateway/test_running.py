@@ -1,0 +1,124 @@
+"""Who shares a call with whom, and when a call without listeners ends."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_jax.gateway import running
+from lightning_jax.gateway.answer import Answer, Delta
+from lightning_jax.gateway.dialects.base import ReplyContext
+from lightning_jax.gateway.errors import ApiError, invalid
+from lightning_jax.gateway.running import (
+    RunningCall,
+    RunningCalls,
+    declared_timeout_s,
+    identity_of,
+    is_repetition,
+)
+from lightning_jax.testing.tiny import tiny_tokenizer
+from lightning_jax.types import Completion
+
+CONTEXT = ReplyContext("x", 0, ((1,),), tiny_tokenizer())
+ANSWERS = (Answer((1,), Completion((), "", (), (), (), "stop"), "", (), "stop"),)
+DELTAS = [Delta(0, text, (), None) for text in "abc"]
+
+
+def _call(gate: asyncio.Event, **fields: Any) -> RunningCall:
+    async def work(accept: Callable[[], None], emit: Callable[[Delta], None]) -> tuple[Answer, ...]:
+        accept()
+        for delta in DELTAS:
+            await asyncio.sleep(0)
+            emit(delta)
+        await gate.wait()
+        return ANSWERS
+
+    return RunningCall(work, CONTEXT, **fields)
+
+
+async def _texts(call: RunningCall) -> str:
+    with call.listen(lambda: False):
+        return "".join([delta.text async for delta in call.deltas()])
+
+
+async def test_every_listener_hears_all_from_the_beginning() -> None:
+    gate = asyncio.Event()
+    call = _call(gate)
+    await call.accepted()
+    early = asyncio.create_task(_texts(call))
+    await asyncio.sleep(0.01)
+    late = asyncio.create_task(_texts(call))
+    gate.set()
+    assert await early == await late == "abc"
+    assert await call.answers() == ANSWERS and await _texts(call) == "abc"
+
+
+async def test_a_refused_call_raises_for_all() -> None:
+    async def work(accept: Any, emit: Any) -> tuple[Answer, ...]:
+        raise invalid("no", "x")
+
+    call = RunningCall(work, CONTEXT)
+    for ask in (call.accepted, call.answers):
+        with pytest.raises(ApiError, match="no"):
+            await ask()
+    assert not call.joinable()
+
+
+async def test_the_last_listener_takes_the_call_along() -> None:
+    call = _call(asyncio.Event())
+    with call.listen(lambda: False):
+        with call.listen(lambda: False):
+            pass
+        await asyncio.sleep(0.01)
+        assert not call.task.done()
+    with pytest.raises(asyncio.CancelledError):
+        await call.task
+
+
+async def test_a_call_that_will_be_asked_for_again_goes_on_for_a_while() -> None:
+    gate = asyncio.Event()
+    call = _call(gate, grace_s=0.05)
+    with call.listen(lambda: True):
+        pass
+    await asyncio.sleep(0.01)
+    with call.listen(lambda: False):
+        await asyncio.sleep(0.1)  # somebody came, so the grace is over without effect
+        gate.set()
+        assert await call.answers() == ANSWERS
+    forgotten = _call(asyncio.Event(), grace_s=0.05)
+    with forgotten.listen(lambda: True):
+        pass
+    await asyncio.sleep(0.01)
+    assert not forgotten.task.done()
+    await asyncio.wait([forgotten.task], timeout=5)
+    assert forgotten.task.cancelled()
+
+
+async def test_calls_are_found_while_they_may_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, calls = asyncio.Event(), RunningCalls()
+    call = _call(gate)
+    calls.add("a", call)
+    assert calls.find("a") is call and calls.find("b") is None
+    gate.set()
+    await call.answers()
+    assert calls.find("a") is call
+    monkeypatch.setattr(running, "JOINABLE_S", 0.0)
+    assert calls.find("a") is None
+    other = _call(asyncio.Event())
+    calls.add("b", other)
+    calls.cancel()
+    await asyncio.wait([other.task])
+    assert other.task.cancelled() and calls.find("b") is None
+
+
+def test_what_makes_a_request_the_same_request() -> None:
+    assert identity_of("/a", b"{}", {}) == identity_of("/a", b"{}", {"x": "y"})
+    assert len({identity_of(p, b, {}) for p in ("/a", "/b") for b in (b"1", b"2")}) == 4
+    key = {"Idempotency-Key": "k"}
+    assert identity_of("/a", b"1", key) == identity_of("/a", b"2", key)
+    assert is_repetition(key) and is_repetition({"x-stainless-retry-count": "2"})
+    for headers in ({}, {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "often"}):
+        assert not is_repetition(headers)
+    assert declared_timeout_s({"x-stainless-read-timeout": "2.5"}) == 2.5
+    assert declared_timeout_s({}) is None is declared_timeout_s({"x-stainless-read-timeout": "x"})

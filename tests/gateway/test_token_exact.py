@@ -1,0 +1,139 @@
+"""Whole conversations with tools: what the policy generated comes back as the ids it sampled."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from templates import TEMPLATES, tokenizer_with
+
+from lightning_jax.gateway.answer import Answer, AnswerBuilder
+from lightning_jax.gateway.render import ConversationMemory, Generated, Rendered, render
+from lightning_jax.gateway.tool_calls import ToolCallParser
+from lightning_jax.gateway.tool_formats import ToolFormat, format_of
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.types import Completion
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("search", "add")
+]
+CONVERSATIONS = 60  # of each template and seed; three seeds
+
+
+def _sampled(rng: random.Random, form: ToolFormat, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Response ids as a policy might sample them: odd blanks, think blocks, calls, raw bytes."""
+    text = rng.choice(["", " ", "\n\n", "<think>\nhm\n</think>\n\n", "</think>", "Let me see. "])
+    text += rng.choice(["", "It is 5.", "ok ok\n", "  tail  ", "über"])
+    calls: list[tuple[str, Any]] = [
+        (rng.choice(["search", "add"]), {"q": rng.choice(["a", "ü", '"', ""]), "n": rng.random()})
+        for _ in range(rng.choice([0, 0, 1, 1, 2, 3]))
+    ]
+    if calls:
+        written = form.write(calls)
+        if rng.random() < 0.5:  # as json.dumps would not write it
+            written = written.replace('": ', '" :  ').replace("}", " }")
+        text = text + written if form.begin else written
+    if rng.random() < 0.1:
+        text += "<tool_call>{broken"
+    ids = tokenizer.encode(text, special=False)
+    if rng.random() < 0.2:
+        ids += [rng.randrange(128, 256) for _ in range(3)]  # no UTF-8
+    (end,) = tokenizer.eos_ids
+    return (*ids, end) if not ids or rng.random() < 0.9 else tuple(ids)
+
+
+def _answer(prompt: Rendered, ids: tuple[int, ...], form: ToolFormat, text: str) -> Answer:
+    parser, builder = ToolCallParser(form), AnswerBuilder(0)
+    builder.add(parser.push(text), None)
+    builder.add(parser.finish(), None)
+    zeros = (0.0,) * len(ids)
+    completion = Completion(ids, text, zeros, zeros, (0,) * len(ids), "stop")
+    return builder.answer(prompt.token_ids, completion)
+
+
+def _observations(rng: random.Random, answer: Answer) -> list[dict[str, Any]]:
+    """What the agent adds: a result of every call, or the user's next words."""
+    if not answer.tool_calls:
+        return [{"role": "user", "content": rng.choice(["more", "and\nnow?", " x "])}]
+    return [
+        {"role": "tool", "tool_call_id": call.call_id, "content": rng.choice(["5", "", "[1]"])}
+        for call in answer.tool_calls
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_unchanged_conversations_extend_token_for_token(name: str, seed: int) -> None:
+    rng, tokenizer = random.Random(f"{name} {seed}"), tokenizer_with(TEMPLATES[name])
+    form = format_of(tokenizer)
+    num_calls = 0
+    for _ in range(CONVERSATIONS):
+        memory, path = ConversationMemory(), ()
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+        if rng.random() < 0.5:
+            messages.insert(0, {"role": "system", "content": "Be brief."})
+        tools = TOOLS if rng.random() < 0.8 else None
+        for _ in range(rng.randrange(2, 6)):
+            prompt = render(messages, tools, tokenizer, memory, form)
+            assert prompt.token_ids[: len(path)] == path
+            assert prompt.breaks == 0
+            ids = _sampled(rng, form, tokenizer)
+            answer = _answer(prompt, ids, form, tokenizer.decode(ids))
+            memory.add(answer.as_message(), Generated(prompt.token_ids, ids, prompt.history))
+            path = prompt.token_ids + ids
+            num_calls += len(answer.tool_calls)
+            wired = json.loads(json.dumps(answer.as_message()))  # as it comes over the wire
+            if not wired["content"] and wired.get("tool_calls"):
+                wired["content"] = None
+            messages = [*messages, wired, *_observations(rng, answer)]
+            if not (answer.text or answer.tool_calls):
+                break  # an empty answer is nothing to recognise
+    assert num_calls > 20
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_edited_and_dropped_history_forks(name: str) -> None:
+    tokenizer = tokenizer_with(TEMPLATES[name])
+    form, memory = format_of(tokenizer), ConversationMemory()
+    first: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    prompt = render(first, TOOLS, tokenizer, memory)
+    ids = (*tokenizer.encode(form.write([("add", {"n": 1})]), special=False), *tokenizer.eos_ids)
+    answer = _answer(prompt, ids, form, tokenizer.decode(ids))
+    memory.add(answer.as_message(), Generated(prompt.token_ids, ids, prompt.history))
+    path = prompt.token_ids + ids
+    (call,) = answer.tool_calls
+    result = {"role": "tool", "tool_call_id": call.call_id, "content": "2"}
+    turns = [*first, answer.as_message(), result]
+    assert render(turns, TOOLS, tokenizer, memory).token_ids[: len(path)] == path
+
+    edited = json.loads(json.dumps(turns))
+    edited[1]["tool_calls"][0]["function"]["arguments"] = '{"n": 3}'
+    forked = render(edited, TOOLS, tokenizer, memory)
+    assert forked.token_ids[: len(path)] != path and forked.replayed == 0
+
+    other_question = [{"role": "user", "content": "ho"}, *turns[1:]]
+    spliced = render(other_question, TOOLS, tokenizer, memory)
+    assert spliced.token_ids[: len(path)] != path
+    assert (spliced.replayed, spliced.breaks) == (1, 1)
+
+    other_tools = render(turns, TOOLS[:1], tokenizer, memory)
+    assert (other_tools.replayed, other_tools.breaks) == (1, 1)
+
+
+def test_after_an_edit_the_unedited_beginning_is_kept() -> None:
+    tokenizer, memory = tokenizer_with(TEMPLATES["llama3"]), ConversationMemory()
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    paths = []
+    for text in ("one ", "two "):
+        prompt = render(messages, None, tokenizer, memory)
+        ids = (*tokenizer.encode(text), *tokenizer.eos_ids)
+        message = {"role": "assistant", "content": text}
+        memory.add(message, Generated(prompt.token_ids, ids, prompt.history))
+        paths.append(prompt.token_ids + ids)
+        messages = [*messages, message, {"role": "user", "content": "go on"}]
+    messages[2] = {"role": "user", "content": "something else"}
+    edited = render(messages, None, tokenizer, memory)
+    assert edited.token_ids[: len(paths[0])] == paths[0]
+    assert edited.token_ids[: len(paths[1])] != paths[1]
+    assert (edited.replayed, edited.breaks) == (2, 1)

@@ -1,0 +1,56 @@
+"""What a request adds to its logits, in numbers worked by hand."""
+
+import numpy as np
+import pytest
+
+from lightning_jax.serve.adjust import LogitAdjuster, needs_adjusting
+from lightning_jax.serve.constraint import GrammarCompiler
+from lightning_jax.testing.tiny import tiny_tokenizer
+from lightning_jax.types import SamplingParams
+
+
+def row_of(adjuster: LogitAdjuster) -> list[float]:
+    row = np.zeros(adjuster.vocab_size, np.float32)
+    adjuster.add_to(row)
+    return row.tolist()
+
+
+def test_bias_and_penalties_add_up():
+    sampling = SamplingParams(
+        logit_bias=((0, 2.0), (3, -100.0), (0, 0.5)), presence_penalty=0.25, frequency_penalty=0.5
+    )
+    adjuster = LogitAdjuster(sampling, 5)
+    assert row_of(adjuster) == [2.5, 0, 0, -100, 0]
+    for token_id in (4, 0, 4):
+        adjuster.push(token_id)
+    # Token 0 once: 2.5 - 0.5 - 0.25. Token 4 twice: -2 * 0.5 - 0.25.
+    assert row_of(adjuster) == [1.75, 0, 0, -100, -1.25]
+    assert not adjuster.forced
+
+
+def test_a_bias_does_not_undo_the_grammar():
+    tokenizer = tiny_tokenizer()
+    a, b, c = tokenizer.encode("abc")
+    matcher = GrammarCompiler(tokenizer).matcher('start: "a" ("b" | "c")')
+    adjuster = LogitAdjuster(SamplingParams(logit_bias=((b, 100.0), (a, 1.0))), 259, matcher)
+    row = row_of(adjuster)
+    assert row[a] == 1.0 and row.count(-np.inf) == 258 and adjuster.forced
+    adjuster.push(a)
+    row = row_of(adjuster)
+    assert (row[b], row[c], row.count(-np.inf)) == (100.0, 0.0, 257) and not adjuster.forced
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({}, False),
+        ({"temperature": 0.0, "top_k": 5, "stop": ("x",), "seed": 1}, False),
+        ({"logit_bias": ((1, 0.0),)}, True),
+        ({"presence_penalty": -1.0}, True),
+        ({"frequency_penalty": 1.0}, True),
+        ({"top_logprobs": 1}, True),
+        ({"grammar": 'start: "a"'}, True),
+    ],
+)
+def test_plain_requests_need_no_adjusting(settings, needed):
+    assert needs_adjusting(SamplingParams(**settings)) is needed
