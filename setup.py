@@ -23,11 +23,13 @@ setup(
         "openai>=2.50",
         "opentelemetry-sdk>=1.38",
         "aiohttp>=3.12",
+        "prometheus-client>=0.21",
         "omegaconf>=2.3",
         "jaxtyping>=0.3.3",
         "matplotlib>=3.10",
         "tqdm>=4.67",
     ],
+    entry_points={"console_scripts": ["lightning-jax = lightning_jax.cli:main"]},
     extras_require={
         "agents": ["langgraph>=1.2", "langchain-openai>=1.7", "langsmith>=0.4"],
         # google-jetstream itself is installed with --no-deps, see requirements-nodeps.txt

@@ -8,7 +8,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from lightning_jax.config import CheckpointConfig
-from lightning_jax.rl.train_step import TrainState
+from lightning_jax.rl.train_step import Params, TrainState
 from lightning_jax.types import UserError
 
 
@@ -47,6 +47,11 @@ class Checkpointer:
         """The newest whole checkpoint's step, None if there is none."""
         return self._manager.latest_step()
 
+    @property
+    def steps(self) -> list[int]:
+        """The steps of all whole checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
     def save(self, step: int, state: TrainState, progress: dict[str, Any]) -> None:
         """Writes one checkpoint and deletes those past `keep`. Raises CheckpointError, e.g. on a
         full disk.
@@ -72,16 +77,26 @@ class Checkpointer:
         step = self.latest_step if step is None else step
         if step is None:
             raise CheckpointError(f"{self._directory} holds no checkpoint.")
-        if step not in self._manager.all_steps():
+        if step not in self.steps:
             raise CheckpointError(
                 f"{self._directory} holds no checkpoint of step {step}; expected one of "
-                f"{sorted(self._manager.all_steps())}."
+                f"{self.steps}."
             )
         described = self._read(step, progress=ocp.args.JsonRestore())["progress"]
         self._check_shapes(step, described["shapes"], _shapes(like))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         state = self._read(step, state=ocp.args.StandardRestore(abstract))["state"]
         return Saved(state, described["progress"])
+
+    def restore_params(self, like: Params, step: int) -> Params:
+        """The weights alone, without the optimizer's state, in the shardings of `like`."""
+        abstract = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
+        arguments = ocp.args.PyTreeRestore(
+            item=abstract,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+            partial_restore=True,
+        )
+        return self._read(step, state=arguments)["state"]["params"]
 
     def _read(self, step: int, **items: Any) -> Any:
         try:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grain
 
@@ -10,6 +10,8 @@ from lightning_jax.gateway.render import ConversationMemory, Generated, render
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.batching import make_supervised_sequences
 from lightning_jax.types import Message, Task, TrainingSequence
+
+Item = TypeVar("Item")
 
 
 class TaskIterator:
@@ -52,11 +54,11 @@ def group_tasks(tasks: Sequence[Task], field: str | None, size: int) -> list[lis
     ]
 
 
-def spread(tasks: Sequence[Task], limit: int) -> list[Task]:
-    """At most `limit` tasks, evenly spaced: a file's beginning may know only one kind."""
-    if len(tasks) <= limit:
-        return list(tasks)
-    return [tasks[i * len(tasks) // limit] for i in range(limit)]
+def spread(items: Sequence[Item], limit: int) -> list[Item]:
+    """At most `limit` items, evenly spaced: a file's beginning may know only one kind."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[i * len(items) // limit] for i in range(limit)]
 
 
 def demonstration_sequences(

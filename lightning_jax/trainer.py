@@ -197,12 +197,12 @@ class Run:
         served.
         """
         step, row = self.step, await self.evaluate_if_due()
-        served = self.loop.stats()
+        served = self.runner.gateway.stats()
         if self.phase == "warmup":
             row |= await self._supervised_step()
         else:
             row |= await self._policy_step()
-        row |= _serve_metrics(served, self.loop.stats())
+        row |= _serve_metrics(served, self.runner.gateway.stats())
         self.step += 1
         if self.step == self.config.warmup.num_steps:
             self._begin_policy_phase()
@@ -363,5 +363,8 @@ def _serve_metrics(before: Metrics, after: Metrics) -> Metrics:
         "serve/steps": did["serve/steps"],
         "serve/tokens_generated": did["serve/tokens_generated"],
         "serve/prefix_hit_share": did["serve/prefix_hit_tokens"] / max(prompt, 1.0),
+        "serve/prefix_breaks": did["serve/prefix_breaks"],
+        "serve/malformed_tool_calls": did["serve/malformed_tool_calls"],
+        "serve/joined_calls": did["serve/joined_calls"],
         "serve/compiles": after["serve/compiles"],
     }

@@ -7,7 +7,22 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import logging
+from collections.abc import Iterator
+
 import jax
+import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """Takes back what a command does to the logging of its process."""
+    root, ours = logging.getLogger(), logging.getLogger("lightning_jax")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])

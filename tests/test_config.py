@@ -21,6 +21,7 @@ def test_later_layers_win(tmp_path: Path) -> None:
         ("num_steps=many", ["num_steps", "many"]),
         ("serve.slotz=1", ["serve.slotz", "slots"]),
         ("serve.slots=0", ["slots is 0", "at least 1"]),
+        ("serve.prefix_cache_mib=-1", ["prefix_cache_mib is -1", "0 for no prefix cache"]),
         ("batch.head_chunk=7", ["head_chunk is 7", "divisor"]),
         ("rollout.agent=spider", ["agent is 'spider'", "FILE:FUNCTION"]),
         ("missing.yaml", ["missing.yaml", "does not exist"]),
@@ -50,3 +51,10 @@ def test_saved_settings_load_again_and_differences_are_named(tmp_path: Path) -> 
     assert changed_keys(path, config) == []
     other = load_config(Config, ["serve.prefill_buckets=[32,8]", "optimizer.learning_rate=1.0"])
     assert changed_keys(path, other) == ["optimizer.learning_rate"]
+
+
+def test_a_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    path = tmp_path / "lr=1" / "config.yaml"
+    path.parent.mkdir()
+    path.write_text("num_steps: 3\n")
+    assert load_config(Config, [str(path), "seed=7"]) == Config(num_steps=3, seed=7)

@@ -15,7 +15,8 @@ ROWS = (
     ("store", "tracing"),
     ("gateway",),
     ("datasets", "tasks", "runner", "rollout_metrics", "checkpoint", "learner"),
-    ("trainer",),
+    ("trainer", "server", "verify"),
+    ("cli", "__main__"),
     ("testing",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

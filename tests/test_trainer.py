@@ -198,6 +198,8 @@ def test_no_equal_group_moves_the_weights(model_dir: Path, tmp_path: Path) -> No
     (row, _) = asyncio.run(train(config, TASKS, TASKS))
     assert row["train/equal_groups_share"] == 1 and row["train/skipped_updates"] == 1
     assert row["train/dropped_zero_advantage"] == 8  # 2 tasks, 2 rollouts, 2 calls
+    assert row["serve/prefix_breaks"] == row["serve/malformed_tool_calls"] == 0
+    assert row["serve/joined_calls"] == 0
     trained = load_model(str(tmp_path / "run" / "policy"))
     before = load_model(str(model_dir))
     np.testing.assert_array_equal(

@@ -13,7 +13,8 @@ from functools import partial
 from urllib.parse import quote
 
 from aiohttp import web
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import NoOpTracer, Tracer
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.complete import PolicyLoop
@@ -23,6 +24,7 @@ from lightning_jax.gateway.dialects.base import Dialect, Listing, Reply, Sender
 from lightning_jax.gateway.errors import ApiError, GatewayError, invalid
 from lightning_jax.gateway.event_stream import EventStream
 from lightning_jax.gateway.fields import Body, as_object
+from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.policy import Policy
 from lightning_jax.gateway.request import POLICY
 from lightning_jax.gateway.rollouts import OpenRollout, RolloutSettings, Traffic
@@ -49,8 +51,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
-    """Answers every dialect with the policy, and records every call that it answers.
+    """Answers every dialect with the policy, and records every call in the store.
 
+    Without a store or a tracer calls are answered and leave no record.
     All its methods belong to one event loop's thread, the one that `start` ran in.
     """
 
@@ -58,20 +61,22 @@ class Gateway:
         self,
         loop: PolicyLoop,
         tokenizer: Tokenizer,
-        store: Store,
+        store: Store | None,
         *,
         model_name: str,
         serve: ServeConfig,
         tracer: Tracer | None = None,
     ) -> None:
         self._loop = loop
+        self._meters = Meters(loop.stats)
         self._policy = Policy(
             loop=loop,
             tokenizer=tokenizer,
-            tracer=tracer or make_tracer(store),
+            tracer=tracer or (make_tracer(store) if store else NoOpTracer()),
             served_model=model_name,
             max_len=serve.max_len,
             tool_format=format_of(tokenizer),
+            meters=self._meters,
         )
         self._store = store
         self._serve = serve
@@ -97,10 +102,11 @@ class Gateway:
             for dialect in DIALECTS:
                 for path in dialect.paths:
                     app.router.add_post(prefix + path, partial(self._post, dialect))
-                for listing in dialect.listings:
-                    handler = partial(self._list, dialect, listing)
-                    app.router.add_route(listing.method, prefix + listing.path, handler)
+            for (method, path), listings in _listings().items():
+                app.router.add_route(method, prefix + path, partial(self._list, listings))
+        # Neither says a secret, so neither asks for a key.
         app.router.add_get("/healthz", self._health)
+        app.router.add_get("/metrics", self._metrics)
         # Cancelling the handler is how a client that hangs up frees its slot.
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
@@ -151,21 +157,29 @@ class Gateway:
             )
         return rollout.end()
 
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, the engine's among them."""
+        return self._loop.stats() | self._meters.totals()
+
     # Handlers
 
     async def _post(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """One call to the policy."""
         framing = dialect.framings.get(request.query.get("alt", ""), dialect.framing)
         stream = EventStream(request, framing)
-        try:
-            self._authorize(request, dialect)
-            rollout = self._find_rollout(request)
-            with rollout.counted() if rollout else contextlib.nullcontext():
-                return await self._answer(dialect, request, rollout, stream)
-        except ApiError as error:
-            if stream.is_open:
-                return await stream.fail(dialect.error_event(error))
-            return _refusal(dialect, error)
+        with self._meters.call(dialect.name) as outcome:
+            try:
+                self._authorize(request, dialect)
+                rollout = self._find_rollout(request)
+                with rollout.counted() if rollout else contextlib.nullcontext():
+                    response = await self._answer(dialect, request, rollout, stream)
+                outcome.status = response.status
+                return response
+            except ApiError as error:
+                outcome.status = error.status
+                if stream.is_open:
+                    return await stream.fail(dialect.error_event(error))
+                return _refusal(dialect, error)
 
     async def _answer(
         self,
@@ -186,6 +200,7 @@ class Gateway:
             running = rollout.calls.find(identity)
         if rollout and running:
             rollout.num_joined += 1
+            self._meters.joined_calls.inc()
         else:
             running = self._policy.start(parsed, rollout, request.headers)
             self._track(running)
@@ -209,9 +224,11 @@ class Gateway:
         running.task.add_done_callback(self._working.discard)
 
     async def _list(
-        self, dialect: Dialect, listing: Listing, request: web.Request
+        self, listings: list[tuple[Dialect, Listing]], request: web.Request
     ) -> web.StreamResponse:
-        """What is served."""
+        """What is served, in the terms of the first dialect whose header the request has."""
+        named = [found for found in listings if found[1].header in request.headers]
+        dialect, listing = next(iter(named), listings[0])
         try:
             self._authorize(request, dialect)
             rollout = self._find_rollout(request)
@@ -221,7 +238,13 @@ class Gateway:
             return _refusal(dialect, error)
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "engine": self._loop.stats()})
+        """What a load balancer asks: 200 only while new calls would be answered."""
+        state = {"status": self._loop.status, "engine": self._loop.stats()}
+        return web.json_response(state, status=200 if self._loop.status == "ok" else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        headers = {"Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=self._meters.exposition(), headers=headers)
 
     def _sender(self, request: web.Request, rollout: OpenRollout | None) -> Sender:
         return Sender(
@@ -256,10 +279,10 @@ class Gateway:
         rollout = self._rollouts.get(rollout_id)
         if rollout and hmac.compare_digest(token.encode(), rollout.token.encode()):
             return rollout
-        try:
-            ended = rollout is None and self._store.rollout(rollout_id).status
-        except StoreError:
-            ended = None
+        ended = None
+        with contextlib.suppress(StoreError):
+            if self._store and rollout is None:
+                ended = self._store.rollout(rollout_id).status
         state = f"has ended ({ended})" if ended else "is unknown"
         raise ApiError(
             404,
@@ -267,6 +290,15 @@ class Gateway:
             f"rollout {rollout_id or place!r} {state}; expected a running one. Use the base_url "
             "that the agent was started with, or /v1 for calls outside of rollouts.",
         )
+
+
+def _listings() -> dict[tuple[str, str], list[tuple[Dialect, Listing]]]:
+    """The listings of each method and path."""
+    found: dict[tuple[str, str], list[tuple[Dialect, Listing]]] = {}
+    for dialect in DIALECTS:
+        for listing in dialect.listings:
+            found.setdefault((listing.method, listing.path), []).append((dialect, listing))
+    return found
 
 
 async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> web.StreamResponse:
@@ -292,7 +324,10 @@ async def _read(request: web.Request) -> bytes:
 
 def _as_json(raw: bytes) -> Body:
     try:
-        return as_object(json.loads(raw))
+        body = as_object(json.loads(raw))
+        if b"\\ud" in raw.lower():  # half a surrogate pair is no text to encode, render or store
+            json.dumps(body, ensure_ascii=False).encode()
+        return body
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not JSON ({error}); expected a JSON object.") from error
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from lightning_jax.gateway.errors import ApiError
+from lightning_jax.serve.adjust import moves_logits
 from lightning_jax.serve.constraint import GrammarError
 from lightning_jax.serve.generation import (
     Draining,
@@ -17,6 +18,7 @@ from lightning_jax.serve.generation import (
     PromptTooLong,
     QueueFull,
 )
+from lightning_jax.serve.intake import LoopStatus
 from lightning_jax.serve.response import Chunk
 from lightning_jax.store import StoreError
 from lightning_jax.tracing import attributes as names
@@ -40,6 +42,9 @@ class _Unfit(ValueError):
 @runtime_checkable
 class PolicyLoop(Protocol):
     """What the gateway asks of an engine's loop; EngineLoop and JetStreamLoop are such."""
+
+    @property
+    def status(self) -> LoopStatus: ...
 
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation: ...
 
@@ -222,6 +227,7 @@ def _request_attributes(call: Call) -> dict[str, Any]:
             names.AGENT_NAME: call.agent or None,
             names.USAGE_INPUT_TOKENS: sum(map(len, prompts)),
             names.PREFIX_BREAKS: call.prefix_breaks,
+            names.ADJUSTED: any(moves_logits(choice.sampling) for choice in call.choices) or None,
             **_identity(call, call.choices[0]),
         }
     )

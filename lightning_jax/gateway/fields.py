@@ -120,7 +120,8 @@ def refuse_unsupported(body: Mapping[str, Any], harmless: Mapping[str, tuple[Any
     for name, values in harmless.items():
         if body.get(name) not in (None, *values):
             raise invalid(
-                f"{name} is {brief(body[name])}, which this server cannot do; expected it left out.",
+                f"{name} is {brief(body[name])}, which this server cannot do; expected it left "
+                "out.",
                 name,
                 "unsupported_parameter",
             )

@@ -12,6 +12,15 @@ from lightning_jax.serve.constraint import grammar, json_schema, literal, one_of
 MAX_PARALLEL_CALLS = 16
 
 
+def may_call(request: PolicyRequest) -> bool:
+    """Whether calls in the answer are read as such.
+
+    Without leave to call, the prompt shows the tools all the same: a prompt without them would not
+    extend the one before.
+    """
+    return bool(request.functions) and request.tool_choice.mode != "none"
+
+
 def guarantees_call(request: PolicyRequest) -> bool:
     """Whether the answer can be nothing but calls."""
     return bool(request.functions) and request.tool_choice.mode == "required"
@@ -26,8 +35,8 @@ def grammar_of(request: PolicyRequest, form: ToolFormat, tokenizer: Tokenizer) -
         return grammar(_calls(request, form, tokenizer))
     if request.output_schema is None:
         return None
-    answer = json_schema(request.output_schema or None)
-    if request.functions:
+    answer = json_schema(closed(request.output_schema) if request.output_schema else None)
+    if may_call(request):
         return grammar(one_of(answer, _calls(request, form, tokenizer)))
     return grammar(answer)
 
@@ -53,4 +62,32 @@ def _call(function: Function, form: ToolFormat) -> str:
 def _parameters(function: Function) -> Mapping[str, Any]:
     """The schema of the arguments, which are an object whatever it says."""
     schema = function.parameters or {}
-    return schema if schema.get("type") == "object" else {**schema, "type": "object"}
+    return closed(schema if schema.get("type") == "object" else {**schema, "type": "object"})
+
+
+_COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties")
+
+
+def closed(schema: Any) -> Any:
+    """The schema with no properties but those it names, where it names any and forbids none.
+
+    All that fits the result fits the schema. JSON schema lets objects have properties of any name,
+    and a policy that may invent them has no reason to stop. Objects that are made of several
+    schemas are left as they are, because each would forbid the others' properties.
+    """
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = ("items", "prefixItems", *(() if "properties" in schema else ("anyOf", "oneOf")))
+    inner = {
+        key: {name: closed(part) for name, part in value.items()}
+        if key in ("properties", "$defs", "definitions") and isinstance(value, dict)
+        else closed(value)
+        if key in parts
+        else value
+        for key, value in schema.items()
+    }
+    if "properties" in inner and not any(key in inner for key in _COMBINED):
+        inner.setdefault("additionalProperties", False)
+    return inner

@@ -11,7 +11,8 @@ from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.complete import Call, Choice, PolicyLoop, complete
 from lightning_jax.gateway.dialects.base import ReplyContext
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.guarantee import grammar_of, guarantees_call
+from lightning_jax.gateway.guarantee import grammar_of, guarantees_call, may_call
+from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.render import Generated, Rendered, render
 from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest
 from lightning_jax.gateway.rollouts import OpenRollout
@@ -34,14 +35,17 @@ class Policy:
     served_model: str
     max_len: int
     tool_format: ToolFormat
+    meters: Meters
 
     def start(
         self, request: PolicyRequest, rollout: OpenRollout | None, headers: Mapping[str, str]
     ) -> RunningCall:
         """Begins to answer. Raises ApiError where the request cannot work."""
         rendered = self._render(request, rollout)
+        breaks = sum(prompt.breaks for prompt in rendered)
+        self.meters.prefix_breaks.inc(breaks)
         if rollout:
-            rollout.prefix_breaks += sum(prompt.breaks for prompt in rendered)
+            rollout.prefix_breaks += breaks
         grammar = grammar_of(request, self.tool_format, self.tokenizer)
         rooms = tuple(self.max_len - len(prompt.token_ids) for prompt in rendered)
         sampling = sampling_params(request, rollout, rooms, grammar)
@@ -60,7 +64,7 @@ class Policy:
             agent=request.agent,
             rollout_id=rollout.settings.rollout_id if rollout else None,
             timeout_s=rollout.settings.call_timeout_s if rollout else None,
-            prefix_breaks=sum(prompt.breaks for prompt in rendered),
+            prefix_breaks=breaks,
             headers=dict(headers),
         )
 
@@ -107,8 +111,11 @@ class Policy:
             builder.answer(choice.prompt_ids, completion)
             for builder, choice, completion in zip(builders, call.choices, completions, strict=True)
         )
+        malformed = sum(parser.malformed for parser in parsers)
+        self.meters.malformed_tool_calls.inc(malformed)
+        self.meters.answered(call.dialect, answers)
         if rollout:
-            rollout.malformed_tool_calls += sum(parser.malformed for parser in parsers)
+            rollout.malformed_tool_calls += malformed
             if request.messages is not None:
                 _remember(rollout, history, answers)
         return answers
@@ -138,7 +145,7 @@ class Policy:
         return ids
 
     def _parser(self, request: PolicyRequest) -> ToolCallParser | PlainText:
-        if not request.functions:
+        if not may_call(request):
             return PlainText()
         return ToolCallParser(self.tool_format, guaranteed=guarantees_call(request))
 

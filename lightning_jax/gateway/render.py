@@ -82,8 +82,17 @@ def _fingerprint(message: Message) -> str:
     text, calls = message.get("content") or "", message.get("tool_calls") or ()
     if not calls:
         return text and "text:" + text
-    parts = [[call.get("id"), _plain_call(call)] for call in calls]
+    parts = [[call.get("id"), _one_spelling(_plain_call(call))] for call in calls]
     return "calls:" + json.dumps([text.strip(), parts], sort_keys=True)
+
+
+def _one_spelling(value: Any) -> Any:
+    """Arguments as every client sends them back: JavaScript's know no difference of 1.0 and 1."""
+    if isinstance(value, dict):
+        return {key: _one_spelling(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_one_spelling(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _without_call_ids(message: Message) -> Message:
@@ -295,8 +304,6 @@ def _text(content: Any, where: str) -> str:
         raise ValueError(
             f"{where} is {type(content).__name__}; expected a string or a list of text parts."
         )
-    if any("\ud800" <= character <= "\udfff" for character in content):
-        raise ValueError(f"{where} holds half of a surrogate pair; expected valid Unicode text.")
     return content
 
 

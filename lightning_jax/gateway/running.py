@@ -37,7 +37,6 @@ class RunningCall:
 
     work: Work
     context: ReplyContext
-    grace_s: float = RETRY_GRACE_S
     _deltas: list[Delta] = field(default_factory=list)
     _accepted: bool = False
     _listeners: int = 0
@@ -115,9 +114,9 @@ class RunningCall:
         await self._changed.wait()
 
     def _abandon(self, keep: bool) -> None:
-        """Nobody listens: the call ends now, or in `grace_s` where it may be asked for again."""
+        """Nobody listens: the call ends now, or later where it may be asked for again."""
         if keep:
-            asyncio.get_running_loop().call_later(self.grace_s, self._cancel_if_alone)
+            asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._cancel_if_alone)
         else:
             self.cancel()
 

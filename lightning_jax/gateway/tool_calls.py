@@ -259,7 +259,10 @@ def _call(value: Any) -> tuple[str, str] | None:
             return None
     if not isinstance(arguments, dict):
         return None
-    return value["name"], json.dumps(arguments, ensure_ascii=False)
+    try:  # Python reads NaN and 1e999, which no JSON can say
+        return value["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return None
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:

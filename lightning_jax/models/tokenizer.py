@@ -37,9 +37,17 @@ class Tokenizer:
         self.added_ids = frozenset(added)  # each is found in text whole, special or not
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; none is added. `special` False reads "<|im_end|>" as ordinary characters."""
+        """Token ids; none is added. `special` False reads "<|im_end|>" as ordinary characters.
+
+        Raises ValueError for text that is no Unicode.
+        """
         backend = self._backend if special else self._plain_backend
-        return backend.encode(text, add_special_tokens=False).ids
+        try:
+            return backend.encode(text, add_special_tokens=False).ids
+        except TypeError as error:  # what the Rust library says of half a surrogate pair
+            raise ValueError(
+                "the text holds half of a surrogate pair; expected valid Unicode text."
+            ) from error
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text; bytes that are no UTF-8 become U+FFFD."""

@@ -16,11 +16,15 @@ from lightning_jax.types import SamplingParams
 
 def needs_adjusting(sampling: SamplingParams) -> bool:
     """Whether the request's steps take a bias, or give the likeliest tokens."""
+    return moves_logits(sampling) or sampling.top_logprobs > 0
+
+
+def moves_logits(sampling: SamplingParams) -> bool:
+    """Whether the request draws from other logits than the policy's."""
     return bool(
         sampling.logit_bias
         or sampling.presence_penalty
         or sampling.frequency_penalty
-        or sampling.top_logprobs
         or sampling.grammar is not None
     )
 

@@ -3,7 +3,7 @@
 A slot is one row of the decode batch. `prefill` computes the keys and values of a prompt but for
 its last token, `insert` puts them into a slot, and the last prompt token rides the next `generate`
 step, as every token does. So there is one place that samples, and requests with the same prompt
-share all of its prefill.
+share all of its prefill. A row is its slot's; what outlives it is copied to `pages`.
 
 All functions take the state and return the new one; what they say they donate, the caller may not
 touch again.
@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from lightning_jax.config import ServeConfig
+from lightning_jax.config import ConfigError, ServeConfig
 from lightning_jax.models.sharding import cache_sharding, param_shardings
 from lightning_jax.models.transformer import DecoderConfig, KVCache, forward, init_cache, unembed
+from lightning_jax.serve.pages import PageCopier
 from lightning_jax.serve.sampling import Sampled, likeliest, sample
 from lightning_jax.serve.scheduler import plan_chunks
 from lightning_jax.types import Leaf, SamplingParams
@@ -83,7 +84,7 @@ class Engine:
         mesh: jax.sharding.Mesh | None = None,
     ) -> None:
         if serve.max_len > config.max_positions:
-            raise ValueError(
+            raise ConfigError(
                 f"serve.max_len is {serve.max_len}; expected at most the model's "
                 f"{config.max_positions} positions. Lower serve.max_len."
             )
@@ -94,6 +95,7 @@ class Engine:
         self.capacities = _capacities(serve.max_len)
         self._dtype = jnp.dtype(dtype)
         self._plain, self._cache = _shardings(mesh, config)
+        self.pages = PageCopier(config, serve, self._dtype, self._cache)
         self._compile_later()
 
     def _compile_later(self) -> None:
@@ -223,10 +225,14 @@ class Engine:
         functions = (self._init, self._empty, self._prefill, self._extract)
         functions += (self._insert, self._activate, self._retire, self._generate)
         functions += (self._generate_biased,)
-        return sum(function._cache_size() for function in functions)  # type: ignore[attr-defined]
+        compiled: Any = functions
+        return self.pages.compiles + sum(function._cache_size() for function in compiled)
 
     def warmup(self, params: Params, state: DecodeState) -> DecodeState:
-        """Compiles every program by running it; no slot is active afterwards. Donates `state`."""
+        """Compiles every program but `pages`'s by running it; no slot is active afterwards.
+
+        Donates `state`.
+        """
         start = start_of(0, 0, SamplingParams(), 0)
         state = self.activate(state, 0, start)
         for capacity in self.capacities:

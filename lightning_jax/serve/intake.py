@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterable
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from lightning_jax.serve.generation import (
     Delivery,
@@ -16,6 +16,7 @@ from lightning_jax.serve.generation import (
 )
 
 Request = TypeVar("Request")
+LoopStatus = Literal["ok", "draining", "failed"]  # failed: closed, too
 
 
 class Intake(Generic[Request]):
@@ -37,6 +38,13 @@ class Intake(Generic[Request]):
     def get(self, generation: Generation) -> Request | None:
         """The open request, or None if it has ended."""
         return self._open.get(generation)
+
+    @property
+    def status(self) -> LoopStatus:
+        """Whether new requests are taken, a full queue aside."""
+        if self.failure:
+            return "failed"
+        return "draining" if self._draining else "ok"
 
     def check_prompt(self, prompt: tuple[int, ...]) -> None:
         """Raises PromptTooLong if no room is left for a response, ValueError if it is no prompt."""

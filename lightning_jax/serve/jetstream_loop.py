@@ -13,7 +13,7 @@ from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 from lightning_jax.serve.adjust import needs_adjusting
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.generation import Delivery, EngineError, Generation, deliver
-from lightning_jax.serve.intake import Intake
+from lightning_jax.serve.intake import Intake, LoopStatus
 from lightning_jax.serve.jetstream import (
     JetStreamEngine,
     Prompt,
@@ -77,6 +77,11 @@ class JetStreamLoop:
             vocab_size=engine.config.vocab_size,
         )
         self._adapter.on_failure = self._intake.fail
+
+    @property
+    def status(self) -> LoopStatus:
+        """As `EngineLoop.status`."""
+        return self._intake.status
 
     def warmup(self) -> None:
         """Compiles all programs. Before `start`."""

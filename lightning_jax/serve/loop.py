@@ -21,8 +21,9 @@ from lightning_jax.serve.adjust import LogitAdjuster, needs_adjusting
 from lightning_jax.serve.constraint import GrammarCompiler, GrammarError
 from lightning_jax.serve.engine import Engine, Prefix, start_of
 from lightning_jax.serve.generation import Delivery, EngineError, Generation, deliver
-from lightning_jax.serve.intake import Intake
+from lightning_jax.serve.intake import Intake, LoopStatus
 from lightning_jax.serve.prefix_cache import PrefixCache
+from lightning_jax.serve.radix import Node
 from lightning_jax.serve.response import Response, SampledToken
 from lightning_jax.serve.sampling import Sampled
 from lightning_jax.serve.scheduler import Admission, Scheduler
@@ -41,7 +42,9 @@ class _Request:
     seed: int
     response: Response
     adjuster: LogitAdjuster | None  # None: plain sampling
+    held: Node | None = None  # what is cached of the prompt, while it waits
     slot: int | None = None  # None: waiting
+    version: int = -1  # of the weights that it began with
     finished: bool = False
 
 
@@ -70,11 +73,10 @@ class EngineLoop:
         self._grammars = GrammarCompiler(tokenizer, engine.config.vocab_size)
         self._params, self._version, self._published = engine.place(params), version, version
         self._state = engine.init_state()
-        self._prefixes = PrefixCache(engine.num_slots, engine.max_len)
-        self._scheduler: Scheduler[_Request] = Scheduler(engine.num_slots, self._prefixes)
-        self._fed = np.zeros(engine.num_slots, np.int32)  # the token each slot decodes next
-        self._positions = np.zeros(engine.num_slots, np.int64)  # and where it goes
-        self._retiring: list[int] = []
+        self._prefixes = PrefixCache(engine, version)
+        self._scheduler: Scheduler[_Request] = Scheduler(engine.num_slots)
+        self._positions = np.zeros(engine.num_slots, np.int64)  # of the token decoded next
+        self._retiring: list[_Request] = []
         self._outgoing: list[Delivery] = []
         self._counts = dict.fromkeys(_COUNTERS, 0)
         # Below: shared between threads, under the lock.
@@ -95,11 +97,16 @@ class EngineLoop:
         """The version that the next request is answered with."""
         return self._published
 
+    @property
+    def status(self) -> LoopStatus:
+        """Whether new requests are taken, a full queue aside; those before `start` wait for it."""
+        return self._intake.status
+
     def warmup(self) -> None:
         """Compiles all programs. Before `start`."""
         if self._thread is not None:
             raise EngineError("the engine loop runs already; expected warmup() before start().")
-        self._state = self._engine.warmup(self._params, self._state)
+        self._state = self._prefixes.warmup(self._engine.warmup(self._params, self._state))
 
     def start(self) -> None:
         """Starts the thread."""
@@ -165,6 +172,8 @@ class EngineLoop:
             "serve/running": float(running),
             "serve/queue_depth": float(max(len(self._intake) - running, 0)),
             "serve/compiles": float(self._engine.compiles),
+            "serve/prefix_cache_pages_used": float(self._prefixes.pages_used),
+            "serve/prefix_cache_evicted_pages": float(self._prefixes.evicted_pages),
         }
 
     def _adjuster(self, sampling: SamplingParams) -> LogitAdjuster | None:
@@ -209,14 +218,15 @@ class EngineLoop:
             inbox, self._inbox = self._inbox, _Inbox()
         if inbox.weights:
             self._params, self._version = inbox.weights
-            self._prefixes.forget_all()
+            self._prefixes.forget_all(self._version)
         for request in inbox.submitted:
-            self._scheduler.enqueue(request, request.prompt)
+            self._scheduler.enqueue(request)
         for generation in inbox.cancelled:
             self._finish(self._intake.get(generation), "cancelled")
-        if self._retiring:
-            self._state = self._engine.retire(self._state, self._retiring)
-            self._retiring = []
+        self._retire()
+        for request in inbox.submitted:
+            if not request.finished:
+                request.held = self._prefixes.hold(request.prompt[:-1])
         while admission := self._scheduler.admit():
             self._begin(admission)
         if self._scheduler.running:
@@ -228,17 +238,21 @@ class EngineLoop:
         """Fills the slot's row with the prompt but for its last token, and sets it to decode
         that.
         """
-        request, slot, reuse = admission.request, admission.slot, admission.reuse
+        request, slot = admission.request, admission.slot
         *context, last = request.prompt
         start = start_of(last, len(context), request.sampling, request.seed)
+        self._state, reuse = self._prefixes.restore(self._state, slot, context)
+        self._let_go(request)
         prefix = None
-        if reuse and (reuse < len(context) or admission.source != slot):
-            prefix = self._engine.extract(self._state, admission.source, reuse, len(context))
+        if 0 < reuse < len(context):
+            prefix = self._engine.extract(self._state, slot, reuse, len(context))
         if reuse < len(context):
             prefix = self._engine.prefill(self._params, context[reuse:], prefix)
         self._state = self._insert(prefix, slot, start)
-        self._prefixes.write(slot, context)
-        self._fed[slot], self._positions[slot] = last, len(context)
+        # Now, not when the response is there: the siblings come next.
+        self._prefixes.keep(self._state, slot, context, self._version)
+        request.version = self._version
+        self._positions[slot] = len(context)
         request.slot = slot
         self._counts["requests"] += 1
         self._counts["prefill_tokens"] += len(context) - reuse
@@ -257,8 +271,6 @@ class EngineLoop:
         bias = self._bias(running)
         self._state, sampled = self._engine.generate(self._params, self._state, longest, bias)
         sampled = jax.device_get(sampled)  # the step's one transfer, which waits for it
-        self._prefixes.append(slots, self._fed[slots])
-        self._fed[slots] = sampled.tokens[slots]
         self._positions[slots] += 1
         self._counts["steps"] += 1
         self._counts["adjusted_steps"] += bias is not None
@@ -307,12 +319,32 @@ class EngineLoop:
         request.finished = True
         if request.slot is None:
             self._scheduler.remove(request)
+            self._let_go(request)
         else:
             self._scheduler.release(request.slot)
-            self._retiring.append(request.slot)
+            self._retiring.append(request)
         self._counts["cancelled"] += reason == "cancelled"
         completion = request.response.completion(reason)
         self._outgoing.append(Delivery(request.generation, None, completion))
+
+    def _retire(self) -> None:
+        """Caches what the ended requests computed, for the next turns, and stops their slots.
+
+        A turn late, so that nobody waits for it to get a response.
+        """
+        ended, self._retiring = self._retiring, []
+        slots = [request.slot for request in ended if request.slot is not None]
+        for slot, request in zip(slots, ended, strict=True):
+            # The last token was sampled and never fed: the row has one less.
+            ids = [*request.prompt, *(token.token_id for token in request.response.tokens)][:-1]
+            self._prefixes.keep(self._state, slot, ids, request.version)
+        if slots:
+            self._state = self._engine.retire(self._state, slots)
+
+    def _let_go(self, request: _Request) -> None:
+        if request.held is not None:
+            self._prefixes.let_go(request.held)
+            request.held = None
 
     def _send(self) -> None:
         deliveries, self._outgoing = self._outgoing, []

@@ -1,75 +1,77 @@
-"""Which token ids each slot row of the KV cache holds. Host bookkeeping; the arrays are the
-engine's.
+"""Keys and values of what was computed before, for the requests that begin with it.
 
-A row stays valid after its request ends, until another request overwrites it or the weights change.
-Whatever a row holds up to some length never changes while its request runs on, so an active row may
-be copied from as well.
+What is cached lies in a pool of pages of its own, so it outlives the slot rows: siblings of a group
+share their prompt, and the turns of a rollout their history, whichever rows they run on. A request
+copies pages to its row when it begins and back when it has something new; while it runs it needs
+none.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-import numpy as np
-from jaxtyping import Int
+from lightning_jax.serve.engine import DecodeState, Engine
+from lightning_jax.serve.radix import PAGE, Node, PageTree
 
-
-@dataclass(frozen=True)
-class Match:
-    """The row that shares the longest prefix with a prompt. Length 0: no row does."""
-
-    slot: int
-    length: int
+MIN_REUSE = 8  # tokens; copying a page for fewer costs more than computing them
 
 
 class PrefixCache:
-    """Token ids per row, all written by one version of the weights; other rows count as empty."""
+    """The engine's pages and the tree that says what is in them."""
 
-    def __init__(self, slots: int, max_len: int) -> None:
-        self._tokens = np.zeros((slots, max_len), np.int32)
-        self._lengths = np.zeros(slots, np.int64)
-        self._stale = np.zeros(slots, bool)  # a request that began under older weights is on it
-        self._last_used = np.zeros(slots, np.int64)
-        self._clock = 0
+    def __init__(self, engine: Engine, version: int) -> None:
+        self._copier = engine.pages
+        self._tree = PageTree(self._copier.num_pages, version)
+        self._pool = self._copier.init_pool()
 
-    def length(self, slot: int) -> int:
-        """How many positions of the row are known and valid."""
-        return int(self._lengths[slot])
+    @property
+    def pages_used(self) -> int:
+        """How many pages hold something now."""
+        return self._tree.num_used
 
-    def match(self, prompt: Sequence[int]) -> Match:
-        """The longest prefix of `prompt` that a row holds; of equal rows the one used last."""
-        ids = np.asarray(prompt, np.int32)[: self._tokens.shape[1]]
-        if not ids.size:
-            return Match(0, 0)
-        differs = self._tokens[:, : ids.size] != ids[None, :]
-        first = np.where(differs.any(axis=1), differs.argmax(axis=1), ids.size)
-        shared = np.minimum(first, self._lengths)
-        slot = int(np.lexsort((self._last_used, shared))[-1])
-        return Match(slot, int(shared[slot]))
+    @property
+    def evicted_pages(self) -> int:
+        """How many pages were given away for others so far. New weights do not count."""
+        return self._tree.num_evicted
 
-    def write(self, slot: int, ids: Sequence[int]) -> None:
-        """The row now holds exactly `ids`, computed by the current weights."""
-        self._tokens[slot, : len(ids)] = ids
-        self._lengths[slot] = len(ids)
-        self._stale[slot] = False
-        self.touch(slot)
+    def warmup(self, state: DecodeState) -> DecodeState:
+        """Compiles what copies pages. Donates `state`."""
+        cache, self._pool = self._copier.warmup(state.cache, self._pool)
+        return replace(state, cache=cache)
 
-    def append(self, slots: Int[np.ndarray, " N"], tokens: Int[np.ndarray, " N"]) -> None:
-        """One more position a row, from decoding. Rows begun under older weights stay empty."""
-        fresh = ~self._stale[slots] & (self._lengths[slots] < self._tokens.shape[1])
-        slots, tokens = slots[fresh], tokens[fresh]
-        self._tokens[slots, self._lengths[slots]] = tokens
-        self._lengths[slots] += 1
+    def hold(self, ids: Sequence[int]) -> Node:
+        """Keeps what is cached of `ids` until `let_go`: somebody who waits begins with it.
 
-    def touch(self, slot: int) -> None:
-        """Marks the row as used now."""
-        self._clock += 1
-        self._last_used[slot] = self._clock
+        Without it, conversations that take turns and do not all fit evict each other's pages just
+        before they are due.
+        """
+        node = self._tree.match(ids).node
+        self._tree.pin(node)
+        return node
 
-    def forget_all(self) -> None:
-        """New weights: no new request may read what is cached, running rows included."""
-        self._lengths[:] = 0
-        self._stale[:] = True
+    def let_go(self, node: Node) -> None:
+        """Ends a `hold`."""
+        self._tree.unpin(node)
 
-    def least_recent(self, slots: Sequence[int]) -> int:
-        """Of `slots`, the one to overwrite first: an empty one, else the one unused for longest."""
-        return min(slots, key=lambda slot: (self._lengths[slot] > 0, self._last_used[slot], slot))
+    def restore(self, state: DecodeState, slot: int, ids: Sequence[int]) -> tuple[DecodeState, int]:
+        """The state with the slot's row beginning like `ids`, and for how many tokens it does.
+
+        Donates `state`.
+        """
+        match = self._tree.match(ids)
+        if match.length < MIN_REUSE:
+            return state, 0
+        cache = self._copier.restore(state.cache, slot, self._pool, match.pages)
+        return replace(state, cache=cache), match.length
+
+    def keep(self, state: DecodeState, slot: int, ids: Sequence[int], version: int) -> None:
+        """Caches `ids`, which the slot's row begins with, as far as there is room.
+
+        `version` is the weights' when the request began: if they changed since, nothing is kept.
+        """
+        new = self._tree.insert(ids[: self._copier.num_blocks * PAGE], version)
+        if new.pages:
+            self._pool = self._copier.store(self._pool, new.pages, state.cache, slot, new.first)
+
+    def forget_all(self, version: int) -> None:
+        """New weights: nothing that older ones computed is ever read again."""
+        self._tree.reset(version)

@@ -36,6 +36,7 @@ BEHAVIOR_LOGPROBS = "lightning.behavior_logprobs"
 SAMPLING_LOGPROBS = "lightning.sampling_logprobs"
 POLICY_VERSIONS = "lightning.policy_versions"
 FORCED = "lightning.forced"  # True where a grammar left no choice; only set if it did so once
+ADJUSTED = "lightning.adjusted"  # True where biases, penalties or a grammar moved the logits
 REWARD = "lightning.reward"  # what this call earned by itself
 PREFIX_BREAKS = "lightning.prefix_breaks"  # 1 if a replayed response is not a prefix of this prompt
 REQUEST_MIN_P = "lightning.min_p"

@@ -14,6 +14,7 @@ from gateway_bench import Bench, Connect, MakeBench
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.load import LoadedModel
+from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.store import Store
@@ -35,15 +36,15 @@ def engine(model: LoadedModel) -> Engine:
 
 @pytest.fixture
 def make_bench(model: LoadedModel, engine: Engine, tmp_path: Path) -> MakeBench:
-    """Starts a gateway; keyword arguments change its ServeConfig."""
+    """Starts a gateway; keyword arguments change its ServeConfig, or its tokenizer."""
 
     @asynccontextmanager
-    async def make(**changes: Any) -> AsyncIterator[Bench]:
-        serve = replace(SERVE, **changes)
-        loop = EngineLoop(engine, model.params, 3, model.tokenizer, serve)
+    async def make(tokenizer: Tokenizer | None = None, **changes: Any) -> AsyncIterator[Bench]:
+        serve, words = replace(SERVE, **changes), tokenizer or model.tokenizer
+        loop = EngineLoop(engine, model.params, 3, words, serve)
         loop.start()
         store = Store(tmp_path / "store.sqlite")
-        gateway = Gateway(loop, model.tokenizer, store, model_name="tiny", serve=serve)
+        gateway = Gateway(loop, words, store, model_name="tiny", serve=serve)
         await gateway.start()
         try:
             async with aiohttp.ClientSession() as http:

@@ -34,6 +34,7 @@ async def _until(condition: Callable[[], bool]) -> None:
         (b"{", 400, "invalid_value", "the body is not JSON"),
         (b"\xff\xfe", 400, "invalid_value", "the body is not JSON"),
         (b"[" * 100_000, 400, "invalid_value", "the body is not JSON"),
+        (b'{"model": "\\ud800"}', 400, "invalid_value", "surrogates not allowed"),
         (b"[]", 400, "invalid_value", "expected a JSON object"),
         (BODY | {"model": "gpt-4"}, 404, "model_not_found", "model is 'gpt-4'"),
         (BODY | {"temperature": -1}, 400, "invalid_value", "temperature is -1.0; expected between"),

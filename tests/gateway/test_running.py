@@ -25,7 +25,7 @@ ANSWERS = (Answer((1,), Completion((), "", (), (), (), "stop"), "", (), "stop"),
 DELTAS = [Delta(0, text, (), None) for text in "abc"]
 
 
-def _call(gate: asyncio.Event, **fields: Any) -> RunningCall:
+def _call(gate: asyncio.Event) -> RunningCall:
     async def work(accept: Callable[[], None], emit: Callable[[Delta], None]) -> tuple[Answer, ...]:
         accept()
         for delta in DELTAS:
@@ -34,7 +34,7 @@ def _call(gate: asyncio.Event, **fields: Any) -> RunningCall:
         await gate.wait()
         return ANSWERS
 
-    return RunningCall(work, CONTEXT, **fields)
+    return RunningCall(work, CONTEXT)
 
 
 async def _texts(call: RunningCall) -> str:
@@ -76,9 +76,12 @@ async def test_the_last_listener_takes_the_call_along() -> None:
         await call.task
 
 
-async def test_a_call_that_will_be_asked_for_again_goes_on_for_a_while() -> None:
+async def test_a_call_that_will_be_asked_for_again_goes_on_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "RETRY_GRACE_S", 0.05)
     gate = asyncio.Event()
-    call = _call(gate, grace_s=0.05)
+    call = _call(gate)
     with call.listen(lambda: True):
         pass
     await asyncio.sleep(0.01)
@@ -86,7 +89,7 @@ async def test_a_call_that_will_be_asked_for_again_goes_on_for_a_while() -> None
         await asyncio.sleep(0.1)  # somebody came, so the grace is over without effect
         gate.set()
         assert await call.answers() == ANSWERS
-    forgotten = _call(asyncio.Event(), grace_s=0.05)
+    forgotten = _call(asyncio.Event())
     with forgotten.listen(lambda: True):
         pass
     await asyncio.sleep(0.01)

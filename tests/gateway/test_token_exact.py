@@ -26,7 +26,10 @@ def _sampled(rng: random.Random, form: ToolFormat, tokenizer: Tokenizer) -> tupl
     text = rng.choice(["", " ", "\n\n", "<think>\nhm\n</think>\n\n", "</think>", "Let me see. "])
     text += rng.choice(["", "It is 5.", "ok ok\n", "  tail  ", "über"])
     calls: list[tuple[str, Any]] = [
-        (rng.choice(["search", "add"]), {"q": rng.choice(["a", "ü", '"', ""]), "n": rng.random()})
+        (
+            rng.choice(["search", "add"]),
+            {"q": rng.choice(["a", "ü", '"', ""]), "n": rng.choice([rng.random(), 2.0])},
+        )
         for _ in range(rng.choice([0, 0, 1, 1, 2, 3]))
     ]
     if calls:
@@ -83,7 +86,11 @@ def test_unchanged_conversations_extend_token_for_token(name: str, seed: int) ->
             memory.add(answer.as_message(), Generated(prompt.token_ids, ids, prompt.history))
             path = prompt.token_ids + ids
             num_calls += len(answer.tool_calls)
-            wired = json.loads(json.dumps(answer.as_message()))  # as it comes over the wire
+            # As it comes over the wire, from a program in Python or in JavaScript.
+            wired = json.loads(json.dumps(answer.as_message()))
+            for call in wired.get("tool_calls", []) if rng.random() < 0.5 else []:
+                said = call["function"]["arguments"]
+                call["function"]["arguments"] = said.replace("2.0}", "2}")
             if not wired["content"] and wired.get("tool_calls"):
                 wired["content"] = None
             messages = [*messages, wired, *_observations(rng, answer)]

@@ -75,6 +75,8 @@ def test_text_around_calls_stays(form: ToolFormat, cuts: list[int]) -> None:
         '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
         '<tool_call>{"name": "f"',
         "<tool_call>",
         "a <tool_call b",

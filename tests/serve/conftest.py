@@ -1,7 +1,8 @@
 """A tiny model, one engine that is compiled once, and loops over it that end with the test."""
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from lightning_jax.config import ServeConfig
 from lightning_jax.models.load import LoadedModel
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.serve.pages import PageCopier, page_bytes
 from lightning_jax.testing.tiny import tiny_model
 
 SERVE = ServeConfig(slots=4, max_len=96, prefill_buckets=(8, 32), max_queue=8)
@@ -28,6 +30,16 @@ def other_params() -> Any:
 @pytest.fixture(scope="session")
 def engine(model: LoadedModel) -> Engine:
     return Engine(model.config, SERVE)
+
+
+def with_pages(engine: Engine, num_pages: int) -> Engine:
+    """The same compiled engine with another pool."""
+    other = copy.copy(engine)
+    mib = num_pages * page_bytes(engine.config, engine._dtype) / 2**20
+    serve = replace(SERVE, prefix_cache_mib=mib)
+    other.pages = PageCopier(engine.config, serve, engine._dtype, engine._cache)
+    assert other.pages.num_pages == num_pages
+    return other
 
 
 @dataclass

@@ -145,7 +145,13 @@ def test_building_blocks_make_tool_calls():
 
 def test_repetitions_keep_their_bounds():
     comma = literal(",")
-    for least, most, right in ((1, None, {1, 2, 5}), (0, 2, {0, 1, 2}), (2, 2, {2}), (0, 0, {0})):
+    for least, most, right in (
+        (1, None, {1, 2, 5}),
+        (0, 2, {0, 1, 2}),
+        (2, 2, {2}),
+        (0, 0, {0}),
+        (1, 1, {1}),
+    ):
         language = grammar(
             sequence(repeat(literal("a"), comma, at_least=least, at_most=most), '"!"')
         )

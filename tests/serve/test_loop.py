@@ -275,7 +275,7 @@ async def test_the_caller_may_donate_its_weights(model, engine):
 
 async def test_no_compile_after_warmup():
     model = tiny_model(0, num_layers=1)
-    serve = ServeConfig(slots=2, max_len=300, prefill_buckets=(64,))
+    serve = ServeConfig(slots=2, max_len=300, prefill_buckets=(64,), prefix_cache_mib=0.06)
     loop = EngineLoop(Engine(model.config, serve), model.params, 0, model.tokenizer, serve)
     loop.warmup()
     compiles = loop.stats()["serve/compiles"]
@@ -285,7 +285,11 @@ async def test_no_compile_after_warmup():
     settings = [greedy(4), SamplingParams(max_tokens=4, top_p=0.5), SamplingParams(max_tokens=4)]
     settings += [greedy(4, top_logprobs=3), greedy(4, grammar='start: "a"', presence_penalty=1.0)]
     for sampling in settings:
+        for ids in (*prompts[::-1], [*prompts[3], 1, 2, 3]):  # one by one, then all together
+            await loop.submit(ids, sampling).result()
         await asyncio.gather(*(loop.submit(ids, sampling).result() for ids in prompts))
         loop.load_weights(model.params, loop.version + 1)
-    assert loop.stats()["serve/compiles"] == compiles
+    stats = loop.stats()
+    assert stats["serve/compiles"] == compiles
+    assert stats["serve/prefix_hit_tokens"] > 1000 and stats["serve/prefix_cache_evicted_pages"] > 0
     loop.close()

@@ -117,6 +117,7 @@ class Listing:
     method: str
     path: str
     answer: Callable[[Body, Sender], Any]  # the request's JSON body, {} without one
+    header: str = ""  # that its clients send, where several dialects list at one path
 
 
 def openai_error(error: ApiError) -> Any:

@@ -74,7 +74,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         id_prefix=_ID_PREFIX,
         agent=agent_of(model, sender.model_name, sender.headers, metadata),
         messages=tuple(messages),
-        functions=() if choice.mode == "none" else _functions(body),
+        functions=_functions(body),
         tool_choice=choice,
         parallel_tool_calls=fields.flag(body, "parallel_tool_calls", True),
         output_schema=_output_schema(body),
@@ -128,13 +128,20 @@ def _tool_choice(body: fields.Body) -> ToolChoice:
         case {"type": "function", "function": {"name": str(name)}}:
             return ToolChoice("required", (name,))
         case {"type": "allowed_tools", "allowed_tools": {"mode": str(mode), "tools": [*tools]}}:
-            names = [tool.get("function", {}).get("name") for tool in tools]
-            if mode in ("auto", "required") and all(isinstance(name, str) for name in names):
+            names = [name for tool in tools if (name := _named(tool))]
+            if mode in ("auto", "required") and len(names) == len(tools):
                 return ToolChoice(mode, tuple(names))
     raise invalid(
         f"tool_choice is {fields.brief(choice)}; expected auto, none, required or a function.",
         "tool_choice",
     )
+
+
+def _named(tool: Any) -> str | None:
+    match tool:
+        case {"function": {"name": str(name)}}:
+            return name
+    return None
 
 
 def _output_schema(body: fields.Body) -> dict[str, Any] | None:

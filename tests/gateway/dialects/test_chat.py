@@ -10,6 +10,7 @@ from lightning_jax.gateway.dialects.base import Sender
 from lightning_jax.gateway.dialects.chat import parse
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import as_object
+from lightning_jax.gateway.guarantee import may_call
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
 from lightning_jax.gateway.rollouts import OpenRollout, RolloutSettings, derive_seed
 from lightning_jax.gateway.sampling import sampling_params
@@ -126,6 +127,11 @@ def test_an_unknown_model_is_not_found(model: str) -> None:
         ("logit_bias", {"5": 101}, "between -100 and 100"),
         ("response_format", {"type": "xml"}, "response_format.type is 'xml'"),
         ("response_format", {"type": "json_schema"}, "response_format has no schema"),
+        (
+            "tool_choice",
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [1]}},
+            "expected auto, none, required or a function",
+        ),
         ("tool_choice", "sometimes", "tool_choice is 'sometimes'; expected auto, none, required"),
         ("presence_penalty", 3, "presence_penalty is 3.0; expected between -2 and 2"),
         ("audio", {}, "audio is {}, which this server cannot do"),
@@ -150,7 +156,8 @@ def test_what_asks_for_nothing_is_let_through(caplog: pytest.LogCaptureFixture) 
         **{"frequency_penalty": 0.0, "response_format": {"type": "text"}, "top_logprobs": 0},
         **{"logit_bias": None, "user": "u", "tool_choice": "none", "tools": [RUN]},
     )
-    assert chat.functions == ()  # the agent wants no call
+    assert chat.tool_choice == ToolChoice("none") and not may_call(chat)
+    assert chat.functions  # the prompt shows them, as it did before
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         _parse(future_field=1)

@@ -1,0 +1,8 @@
+"""`python -m lightning_jax` is the `lightning-jax` command."""
+
+import sys
+
+from lightning_jax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The `lightning-jax` command."""
+
+import argparse
+import errno
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import NoReturn
+
+from lightning_jax.config import ModelConfig, ServeConfig
+from lightning_jax.gateway.app import Gateway
+from lightning_jax.server import ServerConfig, serve
+from lightning_jax.types import UserError
+from lightning_jax.verify import as_text, verify
+
+# Flags of `serve` that are fields of ServeConfig, which has their defaults.
+SERVE_FLAGS = {
+    "host": "address to listen on",
+    "port": "port to listen on, 0 for any free one",
+    "slots": "requests answered at once",
+    "max_len": "tokens of prompt and response together",
+    "max_queue": "requests that may wait for a slot; more get a 429",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; its exit code. A mistake of the caller's gives one sentence and 1 or 2."""
+    arguments = _parser().parse_args(argv)
+    # force: libraries that were imported above have set up the root logger for themselves.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
+    logging.getLogger("lightning_jax").setLevel(logging.INFO)
+    try:
+        return arguments.run(arguments)
+    except UserError as error:
+        return _fail(f"error: {error}", 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        return _fail(f"error: {error}; free or open the place, then try again.", 1)
+    except KeyboardInterrupt:
+        return _fail("stopped", 130)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="lightning-jax", description="Serve a model, or check a training run.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands.add_parser("serve", help="answer OpenAI's API, and others, with a model"))
+    _add_verify(commands.add_parser("verify", help="check a run's calls against its weights"))
+    return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Answers OpenAI's API, and others, with a model. Ctrl-C ends it."
+    model = "Hugging Face directory or hub id, .gguf file, or smollm2-135m-instruct"
+    dtype = "of weights and activations, float32 or bfloat16"
+    parser.add_argument("--model", default=ModelConfig.name, help=f"{model} (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default=ModelConfig.dtype, help=f"{dtype} (default: %(default)s)"
+    )
+    defaults = {field.name: field.default for field in fields(ServeConfig)}
+    for name, text in SERVE_FLAGS.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(defaults[name]),
+            default=defaults[name],
+            help=f"{text} (default: %(default)s)",
+        )
+    parser.add_argument("--api-key", help="what clients must send (default: a random one, printed)")
+    parser.add_argument("--record", metavar="FILE", help="keep every call in this SQLite file")
+    drain = "seconds that running requests get after Ctrl-C (default: %(default)g)"
+    parser.add_argument("--drain-s", type=float, default=ServerConfig.drain_s, help=drain)
+    parser.set_defaults(run=_serve)
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Computes the log-probs of a run's stored calls anew, each from the weights that sampled "
+        "it. Exit code 1 if one is off."
+    )
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
+    limit = "calls to compare, spread evenly (default: all)"
+    parser.add_argument("--limit", type=int, help=limit)
+    tolerance = "nats that a log-prob may be off (default: 0.001, 1 for bfloat16)"
+    parser.add_argument("--tolerance", type=float, help=tolerance)
+    parser.set_defaults(run=_verify)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    settings = {name: getattr(arguments, name) for name in SERVE_FLAGS}
+    try:
+        config = ServerConfig(
+            model=ModelConfig(name=arguments.model, dtype=arguments.dtype),
+            serve=ServeConfig(**settings, api_key=arguments.api_key),
+            record=arguments.record,
+            drain_s=arguments.drain_s,
+        )
+    except ValueError as error:
+        return _fail(f"error: {error}", 2)
+
+    def announce(gateway: Gateway) -> None:
+        key = "" if arguments.api_key else f" with API key {gateway.api_key}"
+        print(f"{gateway.model_name} answers at {gateway.url}/v1{key}", flush=True)
+
+    serve(config, announce)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    if arguments.limit is not None and arguments.limit < 1:
+        return _fail(f"error: --limit is {arguments.limit}; expected at least 1.", 2)
+    if arguments.tolerance is not None and not arguments.tolerance > 0:
+        return _fail(f"error: --tolerance is {arguments.tolerance:g}; expected above 0 nats.", 2)
+    found = verify(arguments.run_dir, limit=arguments.limit, tolerance=arguments.tolerance)
+    print(as_text(found))
+    return 1 if found.off else 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code

@@ -1,0 +1,270 @@
+"""OpenAI's completions of plain prompts.
+
+`echo` with `logprobs` lists the prompt's tokens too, with null for their log-probabilities: the
+engine computes those of the tokens that it samples. `text_offset` counts from the start of a
+choice's own text.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_jax.gateway import fields
+from lightning_jax.gateway.answer import Answer, Delta
+from lightning_jax.gateway.dialects.base import Dialect, Event, MakeReply, ReplyContext, Sender
+from lightning_jax.gateway.dialects.openai_common import (
+    HARMLESS,
+    completion_tokens,
+    error_naming,
+    fingerprint,
+    logprob_entries,
+    sampling_fields,
+    token_entry,
+)
+from lightning_jax.gateway.errors import invalid
+from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest, agent_of
+from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
+from lightning_jax.serve.response import Chunk
+from lightning_jax.types import Completion
+
+DEFAULT_MAX_TOKENS = 16
+MAX_LOGPROBS = 5
+_KNOWN = {
+    *("model", "prompt", "suffix", "max_tokens", "n", "best_of", "echo", "logprobs", "stop"),
+    *("seed", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "stream", "stream_options", "metadata", "return_token_ids"),
+    *HARMLESS,
+}
+
+
+def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
+    """The request in a completions body. Raises ApiError that names the first wrong field."""
+    fields.warn_unknown("completions", body, _KNOWN)
+    if body.get("suffix") not in (None, ""):
+        raise invalid(
+            "suffix is set, but the policy only writes on; expected it left out.",
+            "suffix",
+            "unsupported_parameter",
+        )
+    model = fields.text(body, "model")
+    metadata = fields.field(body, "metadata", dict, {}, "an object")
+    stream_options = fields.field(body, "stream_options", dict, {}, "an object")
+    include_usage = fields.flag(stream_options, "include_usage")
+    num_logprobs = fields.bounded(body, "logprobs", 0, 0, MAX_LOGPROBS)
+    request = PolicyRequest(
+        dialect="completions",
+        id_prefix="cmpl-",
+        model=model,
+        agent=agent_of(model, sender.model_name, sender.headers, metadata),
+        prompts=_prompts(body.get("prompt")),
+        num_choices=_num_choices(body),
+        max_tokens=fields.integer(body, "max_tokens", DEFAULT_MAX_TOKENS),
+        stop=fields.strings(body, "stop"),
+        logprobs=body.get("logprobs") is not None,
+        top_logprobs=num_logprobs,
+        **sampling_fields(body),
+    )
+    echo = fields.flag(body, "echo")
+    return request, lambda context: CompletionsReply(request, echo, include_usage, context)
+
+
+def _num_choices(body: fields.Body) -> int:
+    number = fields.bounded(body, "n", 1, 1, MAX_CHOICES)
+    best_of = fields.integer(body, "best_of", number)
+    if best_of != number:
+        raise invalid(
+            f"best_of is {fields.brief(best_of)} and n is {number}; expected them equal, all that "
+            "is sampled is returned.",
+            "best_of",
+            "unsupported_parameter",
+        )
+    return number
+
+
+def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """The prompts in any of the four shapes: a text or token ids, one or a list of them."""
+    if isinstance(value, str) or _is_ids(value):
+        value = [value]
+    if isinstance(value, list) and value and all(isinstance(p, str) or _is_ids(p) for p in value):
+        return tuple(_checked(p) if isinstance(p, str) else tuple(p) for p in value)
+    raise invalid(
+        f"prompt is {fields.brief(value)}; expected a text, a list of token ids, or a list of "
+        "either.",
+        "prompt",
+    )
+
+
+def _is_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(i) is int and 0 <= i <= fields.MAX_INT32 for i in value)
+    )
+
+
+def _checked(prompt: str) -> str:
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise invalid(
+            "prompt holds half of a surrogate pair; expected valid Unicode text.", "prompt"
+        )
+    return prompt
+
+
+@dataclass
+class _Transcript:
+    """The tokens of one choice in the legacy shape. Feed it each token once, in order."""
+
+    tokenizer: Tokenizer
+    top: int
+    _decoder: StreamDecoder = field(init=False)
+    _length: int = 0  # characters of the text before the next token
+
+    def __post_init__(self) -> None:
+        self._decoder = StreamDecoder(self.tokenizer)
+
+    def prompt(self, token_ids: Sequence[int]) -> dict[str, list[Any]]:
+        """The entries of an echoed prompt, whose special tokens are part of the text."""
+        tokens = [token_entry(i, 0.0, self.tokenizer)["token"] for i in token_ids]
+        offsets = []
+        for token_id, token in zip(token_ids, tokens, strict=True):
+            special = token_id in self.tokenizer.special_ids
+            offsets.append(self._place(token_id, token if special else ""))
+        nothing = [None] * len(tokens)
+        return {
+            "tokens": tokens,
+            "token_logprobs": nothing,
+            "top_logprobs": list(nothing),
+            "text_offset": offsets,
+        }
+
+    def sampled(self, tokens: Completion | Chunk) -> dict[str, list[Any]]:
+        entries = logprob_entries(tokens, self.tokenizer, self.top)
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [_best(entry) for entry in entries],
+            "text_offset": [self._place(i, "") for i in tokens.token_ids],
+        }
+
+    def _place(self, token_id: int, shown: str) -> int:
+        """Where the token begins. `shown`: its text, if the decoder would leave it out."""
+        place = self._length
+        self._length += len(self._decoder.push(token_id)) + len(shown)
+        return place
+
+
+def _best(entry: dict[str, Any]) -> dict[str, float]:
+    """The likeliest tokens and the sampled one; where two have the same text, the likelier."""
+    best: dict[str, float] = {}
+    for other in (*entry["top_logprobs"], entry):
+        best.setdefault(other["token"], other["logprob"])
+    return best
+
+
+@dataclass(frozen=True)
+class CompletionsReply:
+    """Text completion bodies and chunks, which have the same shape."""
+
+    request: PolicyRequest
+    echo: bool
+    include_usage: bool
+    context: ReplyContext
+    _transcripts: dict[int, _Transcript] = field(default_factory=dict)  # of a stream's choices
+
+    def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = []
+        for index, answer in enumerate(answers):
+            prompt = self._prompt_choice(index)
+            choices.append(
+                _joined(prompt, self._choice(index, answer.text, answer.completion))
+                | {"finish_reason": answer.finish_reason}
+            )
+        return {
+            **self._envelope(),
+            "choices": choices,
+            "usage": self._usage(answers),
+            "system_fingerprint": fingerprint(answers),
+        }
+
+    def opening(self) -> Iterable[Event]:
+        if self.echo or self.request.return_token_ids:
+            for index in range(len(self.context.prompt_ids)):
+                yield self._chunk([self._prompt_choice(index)])
+
+    def delta(self, delta: Delta) -> Iterable[Event]:
+        wants_tokens = self.request.logprobs or self.request.return_token_ids
+        if delta.text or (delta.chunk and wants_tokens):
+            yield self._chunk([self._choice(delta.choice, delta.text, delta.chunk)])
+
+    def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
+        for index, answer in enumerate(answers):
+            yield self._chunk([_choice(index, "") | {"finish_reason": answer.finish_reason}])
+        if self.include_usage:
+            yield self._chunk([], {"usage": self._usage(answers)})
+
+    def _prompt_choice(self, index: int) -> dict[str, Any]:
+        """What a choice says of its prompt."""
+        prompt_ids, tokenizer = self.context.prompt_ids[index], self.context.tokenizer
+        choice = _choice(index, "")
+        if self.echo:
+            assert self.request.prompts, "this dialect has prompts"
+            sent = self.request.prompts[index // self.request.num_choices]
+            is_text = isinstance(sent, str)
+            choice["text"] = sent if is_text else tokenizer.decode(sent, skip_special=False)
+            if self.request.logprobs:
+                choice["logprobs"] = self._transcript(index).prompt(prompt_ids)
+        if self.request.return_token_ids:
+            choice |= {"prompt_token_ids": list(prompt_ids), "token_ids": []}
+        return choice
+
+    def _choice(self, index: int, text: str, tokens: Completion | Chunk | None) -> dict[str, Any]:
+        choice = _choice(index, text)
+        if tokens and self.request.logprobs:
+            choice["logprobs"] = self._transcript(index).sampled(tokens)
+        if tokens and self.request.return_token_ids:
+            choice["token_ids"] = list(tokens.token_ids)
+        return choice
+
+    def _transcript(self, index: int) -> _Transcript:
+        new = _Transcript(self.context.tokenizer, self.request.top_logprobs)
+        return self._transcripts.setdefault(index, new)
+
+    def _envelope(self) -> dict[str, Any]:
+        return {
+            "id": self.request.id_prefix + self.context.token,
+            "object": "text_completion",
+            "created": self.context.created,
+            "model": self.request.model,
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]], extra: dict[str, Any] | None = None) -> Event:
+        usage = {"usage": None} if self.include_usage else {}
+        return Event({**self._envelope(), "choices": choices, **usage, **(extra or {})})
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        prompt, sampled = self.context.prompt_tokens(), completion_tokens(answers)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
+
+
+def _choice(index: int, text: str) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+
+def _joined(prompt: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """A choice whose text and entries begin with its prompt's."""
+    logprobs = answer["logprobs"]
+    if logprobs and prompt["logprobs"]:
+        logprobs = {key: prompt["logprobs"][key] + values for key, values in logprobs.items()}
+    return prompt | answer | {"text": prompt["text"] + answer["text"], "logprobs": logprobs}
+
+
+COMPLETIONS = Dialect(
+    name="completions",
+    paths=("/v1/completions",),
+    parse=parse,
+    error=error_naming({"messages": "prompt"}),
+)

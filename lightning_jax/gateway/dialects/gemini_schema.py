@@ -1,0 +1,81 @@
+"""Gemini's messages of fields, and its schemas as JSON schemas."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_jax.gateway import fields
+from lightning_jax.gateway.errors import invalid
+from lightning_jax.gateway.request import JsonSchema
+
+_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
+_SAME = ("title", "description", "enum", "pattern", "minimum", "maximum", "default")
+# 64-bit integers, which this API writes as strings.
+_SIZES = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+
+
+def camel(message: Mapping[str, Any]) -> fields.Body:
+    """The fields under their camel case names; the API takes snake case too."""
+    return {
+        re.sub("_([a-z])", lambda match: match[1].upper(), name): value
+        for name, value in message.items()
+    }
+
+
+def json_schema(schema: Any, where: str, param: str) -> JsonSchema:
+    """A schema in OpenAPI's subset (types in capitals, nullable) as a JSON schema.
+
+    Raises ApiError for what is none. Properties come in the order that it asks for.
+    """
+    if not isinstance(schema, dict):
+        raise invalid(f"{where} is {fields.brief(schema)}; expected a schema object.", param)
+    said = camel(schema)
+    if said.get("ref") or said.get("$ref"):
+        raise invalid(f"{where} has a reference; expected it written out.", param)
+    plain: JsonSchema = {name: said[name] for name in _SAME if said.get(name) is not None}
+    for name in _SIZES:
+        if (size := said.get(name)) is not None:
+            plain[name] = int(size) if isinstance(size, str) and size.isdecimal() else size
+    plain |= _type(said.get("type"), where, param)
+    if plain.get("type") == "string" and said.get("format") not in (None, "enum"):
+        plain["format"] = said["format"]  # those of numbers say how many bits they have
+    plain |= _inner(said, where, param)
+    if said.get("nullable") is True:
+        return {"anyOf": [plain, {"type": "null"}]}
+    return plain
+
+
+def _type(kind: Any, where: str, param: str) -> JsonSchema:
+    if kind is None or kind == "TYPE_UNSPECIFIED":
+        return {}
+    if isinstance(kind, str) and kind.lower() in _TYPES:
+        return {"type": kind.lower()}
+    raise invalid(
+        f"{where}.type is {fields.brief(kind)}; expected one of {', '.join(_TYPES).upper()}.", param
+    )
+
+
+def _inner(said: fields.Body, where: str, param: str) -> JsonSchema:
+    """The schemas in a schema."""
+    found: JsonSchema = {}
+    properties = fields.field(said, "properties", dict, {}, "an object of schemas")
+    if properties:
+        order = fields.strings(said, "propertyOrdering")
+        names = [*(n for n in order if n in properties), *(n for n in properties if n not in order)]
+        found["properties"] = {
+            name: json_schema(properties[name], f"{where}.properties.{name[:50]}", param)
+            for name in names
+        }
+    if said.get("required"):
+        found["required"] = list(fields.strings(said, "required"))
+    if said.get("items") is not None:
+        found["items"] = json_schema(said["items"], f"{where}.items", param)
+    if said.get("anyOf"):
+        options = fields.objects(said, "anyOf")
+        found["anyOf"] = [json_schema(option, f"{where}.anyOf", param) for option in options]
+    more = said.get("additionalProperties")
+    if isinstance(more, bool):
+        found["additionalProperties"] = more
+    elif more is not None:
+        found["additionalProperties"] = json_schema(more, f"{where}.additionalProperties", param)
+    return found

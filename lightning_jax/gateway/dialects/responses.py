@@ -1,0 +1,313 @@
+"""OpenAI's responses.
+
+A stored conversation is all messages up to an answer, by that answer's id; instructions are of one
+request only. Nothing reads or deletes a stored response itself.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_jax.gateway import fields
+from lightning_jax.gateway.answer import Answer, CallDelta, Delta
+from lightning_jax.gateway.dialects.base import (
+    Dialect,
+    Event,
+    Framing,
+    MakeReply,
+    ReplyContext,
+    Sender,
+    sse,
+)
+from lightning_jax.gateway.dialects.openai_common import (
+    HARMLESS,
+    MAX_TOP_LOGPROBS,
+    completion_tokens,
+    error_naming,
+    function_of,
+    logprob_entries,
+    output_schema,
+    sampling_fields,
+)
+from lightning_jax.gateway.dialects.responses_input import input_messages
+from lightning_jax.gateway.dialects.responses_output import Output
+from lightning_jax.gateway.errors import ApiError, invalid
+from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice, agent_of
+from lightning_jax.types import Message
+
+LOGPROBS = "message.output_text.logprobs"
+# Fields that ask for what this server cannot do, each with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "context_management": (None, []),
+    "conversation": (None,),
+    "prompt": (None,),
+}
+_KNOWN = {
+    *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text"),
+    *("max_output_tokens", "max_tool_calls", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "top_logprobs", "include", "stream"),
+    *("stream_options", "previous_response_id", "metadata", "truncation", "reasoning"),
+    *("prompt_cache_options", "return_token_ids"),
+    *_UNSUPPORTED,
+    *HARMLESS,
+}
+
+
+def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
+    """The request in a responses body. Raises ApiError that names the first wrong field."""
+    for name, harmless in _UNSUPPORTED.items():
+        if body.get(name) not in harmless:
+            raise invalid(
+                f"{name} is {fields.brief(body[name])}, which this server cannot do; expected it "
+                "left out.",
+                name,
+                "unsupported_parameter",
+            )
+    fields.warn_unknown("responses", body, _KNOWN)
+    settings = _settings(body)
+    conversation = (*_previous(body, sender), *input_messages(body.get("input")))
+    instructions = settings["instructions"]
+    system = () if instructions is None else ({"role": "system", "content": instructions},)
+    choice = _tool_choice(body)
+    top = settings["top_logprobs"]
+    request = PolicyRequest(
+        dialect="responses",
+        id_prefix="resp_",
+        model=settings["model"],
+        agent=agent_of(settings["model"], sender.model_name, sender.headers, settings["metadata"]),
+        messages=(*system, *conversation),
+        functions=tuple(_functions(body)),
+        tool_choice=choice,
+        parallel_tool_calls=settings["parallel_tool_calls"],
+        output_schema=output_schema(settings["text"]["format"], "text.format"),
+        max_tokens=settings["max_output_tokens"],
+        logprobs=LOGPROBS in fields.strings(body, "include") or top > 0,
+        top_logprobs=top,
+        **sampling_fields(body),
+    )
+    store = fields.flag(body, "store", True)
+
+    def save(response_id: str, answer: Message) -> None:
+        if store:
+            sender.conversations.save(response_id, (*conversation, answer))
+
+    return request, lambda context: ResponsesReply(request, settings, save, context)
+
+
+def _settings(body: fields.Body) -> dict[str, Any]:
+    """The fields that the response repeats."""
+    limit = fields.integer(body, "max_output_tokens")
+    if limit is not None and limit < 1:
+        raise invalid(
+            f"max_output_tokens is {fields.brief(limit)}; expected at least 1.", "max_output_tokens"
+        )
+    metadata = fields.field(body, "metadata", dict, {}, "an object of strings")
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise invalid(
+            f"metadata is {fields.brief(metadata)}; expected an object of strings.", "metadata"
+        )
+    truncation = fields.text(body, "truncation", "disabled")
+    if truncation not in ("auto", "disabled"):
+        raise invalid(
+            f"truncation is {fields.brief(truncation)}; expected auto or disabled.", "truncation"
+        )
+    return {
+        "model": fields.text(body, "model"),
+        "instructions": fields.field(body, "instructions", str, None, "a string"),
+        "max_output_tokens": limit,
+        "metadata": metadata,
+        "parallel_tool_calls": fields.flag(body, "parallel_tool_calls", True),
+        "previous_response_id": fields.field(body, "previous_response_id", str, None, "a string"),
+        "temperature": fields.number(body, "temperature", 1.0),
+        "text": {"format": _format(body)},
+        "tool_choice": "auto" if body.get("tool_choice") is None else body["tool_choice"],
+        "tools": [_tool_shown(tool) for tool in fields.objects(body, "tools")],
+        "top_logprobs": fields.bounded(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS),
+        "top_p": fields.number(body, "top_p", 1.0),
+        "truncation": truncation,
+        "user": fields.field(body, "user", str, None, "a string"),
+    }
+
+
+def _previous(body: fields.Body, sender: Sender) -> tuple[Message, ...]:
+    response_id = body.get("previous_response_id")
+    if response_id is None:
+        return ()
+    messages = sender.conversations.get(response_id)
+    if messages is None:
+        raise invalid(
+            f"previous_response_id is {fields.brief(response_id)}, which is not stored here; "
+            "expected the id of a response that this rollout got with store left on.",
+            "previous_response_id",
+            "previous_response_not_found",
+        )
+    return messages
+
+
+def _format(body: fields.Body) -> dict[str, Any]:
+    spec = fields.field(
+        fields.field(body, "text", dict, {}, "an object"), "format", dict, {}, "an object"
+    )
+    if spec.get("type") != "json_schema":
+        return {"type": spec.get("type") or "text"}
+    return {
+        "type": "json_schema",
+        "name": fields.text(spec, "name", "answer"),
+        "schema": spec.get("schema"),
+        "strict": fields.flag(spec, "strict"),
+    }
+
+
+def _functions(body: fields.Body) -> Iterable[Function]:
+    for index, tool in enumerate(fields.objects(body, "tools")):
+        if tool.get("type") != "function":
+            raise invalid(
+                f"tools[{index}] is of type {fields.brief(tool.get('type'))}, which this server "
+                "does not have; expected a function.",
+                "tools",
+                "unsupported_parameter",
+            )
+        yield function_of(tool, f"tools[{index}]")
+
+
+def _tool_shown(tool: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("type", "name", "description", "parameters")
+    return {key: tool.get(key) for key in keys} | {"strict": fields.flag(tool, "strict")}
+
+
+def _tool_choice(body: fields.Body) -> ToolChoice:
+    choice = body.get("tool_choice")
+    if choice is None:
+        return ToolChoice()
+    if choice in ("auto", "none", "required"):
+        return ToolChoice(choice)
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            return ToolChoice("required", (name,))
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*tools]}:
+            names = [name for tool in tools if isinstance(name := _name_of(tool), str)]
+            if len(names) == len(tools):
+                return ToolChoice(mode, tuple(names))
+    raise invalid(
+        f"tool_choice is {fields.brief(choice)}; expected auto, none, required or named functions.",
+        "tool_choice",
+    )
+
+
+def _name_of(tool: Any) -> Any:
+    return tool.get("name") if isinstance(tool, dict) else None
+
+
+@dataclass
+class ResponsesReply:
+    """A response, whole or in events. It saves the conversation when its answer is done."""
+
+    request: PolicyRequest
+    settings: Mapping[str, Any]
+    save: Callable[[str, Message], None]
+    context: ReplyContext
+    _output: Output = field(init=False)  # of the stream
+
+    def __post_init__(self) -> None:
+        self._output = Output(self.context.token)
+
+    def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        for _ in self._whole(answers[0]):
+            pass
+        return self._finished(answers)
+
+    def opening(self) -> Iterable[Event]:
+        for kind in ("response.created", "response.in_progress"):
+            yield Event({"type": kind, "response": self._response("in_progress")}, kind)
+
+    def delta(self, delta: Delta) -> Iterable[Event]:
+        yield from self._output.add_text(delta.text, self._entries(delta.chunk))
+        for call in delta.calls:
+            yield from self._output.add_call(call)
+
+    def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
+        yield from self._output.finish(_status(answers[0]))
+        response = self._finished(answers)
+        kind = f"response.{response['status']}"
+        yield Event({"type": kind, "response": response}, kind)
+
+    def _whole(self, answer: Answer) -> Iterable[Event]:
+        """The events of an answer that comes all at once."""
+        yield from self._output.add_text(answer.text, self._entries(answer.completion))
+        for index, call in enumerate(answer.tool_calls):
+            delta = CallDelta(index, call.call_id, call.name, call.arguments)
+            yield from self._output.add_call(delta)
+        yield from self._output.finish(_status(answer))
+
+    def _finished(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        response = self._response(_status(answer)) | {
+            "output": list(self._output.items),
+            "usage": self._usage(answers),
+        }
+        if self.request.return_token_ids:
+            response["prompt_token_ids"] = list(answer.prompt_ids)
+            response["token_ids"] = list(answer.completion.token_ids)
+        self.save(response["id"], answer.as_message())
+        return response
+
+    def _response(self, status: str) -> dict[str, Any]:
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self.request.id_prefix + self.context.token,
+            "object": "response",
+            "created_at": self.context.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": cut,
+            **self.settings,
+            "output": [],
+            "usage": None,
+        }
+
+    def _entries(self, tokens: Any) -> list[dict[str, Any]]:
+        """Log-probabilities of tokens; bytes is empty where a token is no whole character."""
+        if not self.request.logprobs or tokens is None:
+            return []
+        top = self.request.top_logprobs
+        entries = logprob_entries(tokens, self.context.tokenizer, top)
+        for entry in entries:
+            for token in (entry, *entry["top_logprobs"]):
+                token["bytes"] = token["bytes"] or []
+        return entries
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        prompt, sampled = self.context.prompt_tokens(), completion_tokens(answers)
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + sampled,
+        }
+
+
+def _status(answer: Answer) -> str:
+    return "incomplete" if answer.finish_reason == "length" else "completed"
+
+
+_error = error_naming({"messages": "input", "response_format": "text.format"})
+
+
+def _error_event(error: ApiError) -> Event:
+    """OpenAI's clients raise for `error`; others read the fields beside it."""
+    inner = _error(error)["error"]
+    flat = {key: inner[key] for key in ("code", "message", "param")}
+    return Event({"type": "error", **flat, "error": inner}, "error")
+
+
+RESPONSES = Dialect(
+    name="responses",
+    paths=("/v1/responses",),
+    parse=parse,
+    framing=Framing("text/event-stream", sse, numbered=True),
+    error=_error,
+    error_event=_error_event,
+)

@@ -1,0 +1,110 @@
+"""What the gateway counts, for Prometheus and for the trainer's metrics."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lightning_jax.gateway.answer import Answer
+
+HUNG_UP = 499  # nobody waited for the answer any more; nginx's number for it
+PRESENT = ("serve/running", "serve/queue_depth", "serve/open")  # stats that go down, too
+CALL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+@dataclass
+class CallOutcome:
+    """How one call ends, for whoever answers it to say. Left alone: our own failure."""
+
+    status: int = 500
+
+
+class Meters:
+    """The counters of one gateway, in a registry of their own."""
+
+    def __init__(self, engine_stats: Callable[[], Mapping[str, float]]) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._calls = Counter(
+            "lightning_calls",
+            f"Calls by HTTP status; a stream that broke has its error's, {HUNG_UP} had no reader.",
+            ("dialect", "status"),
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "lightning_call_seconds",
+            "From a call's arrival to the end of its answer.",
+            ("dialect",),
+            buckets=CALL_BUCKETS_S,
+            registry=registry,
+        )
+        self._first_token_seconds = Histogram(
+            "lightning_first_token_seconds",
+            "From the start of an answered choice to its first token, waiting for a slot included.",
+            ("dialect",),
+            buckets=FIRST_TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self.prefix_breaks = Counter(
+            "lightning_prefix_breaks",
+            "Prompts that replayed a response but not its token path.",
+            registry=registry,
+        )
+        self.malformed_tool_calls = Counter(
+            "lightning_malformed_tool_calls",
+            "Tool calls that could not be read and came back as text.",
+            registry=registry,
+        )
+        self.joined_calls = Counter(
+            "lightning_joined_calls",
+            "Repeated requests that shared an earlier one's answer.",
+            registry=registry,
+        )
+        registry.register(_EngineCollector(engine_stats))
+
+    @contextmanager
+    def call(self, dialect: str) -> Iterator[CallOutcome]:
+        """Around one call: counts it and its seconds, by the status that the body sets."""
+        outcome, started = CallOutcome(), time.monotonic()
+        try:
+            yield outcome
+        except (asyncio.CancelledError, ConnectionError):
+            outcome.status = HUNG_UP
+            raise
+        finally:
+            self._calls.labels(dialect, str(outcome.status)).inc()
+            self._seconds.labels(dialect).observe(time.monotonic() - started)
+
+    def answered(self, dialect: str, answers: Sequence[Answer]) -> None:
+        """Counts how long each answer's first token took."""
+        for answer in answers:
+            waited_ns = answer.clock.first_token_ns - answer.clock.started_ns
+            self._first_token_seconds.labels(dialect).observe(waited_ns / 1e9)
+
+    def totals(self) -> dict[str, float]:
+        """The counters that a trainer logs, since the start."""
+        names = ("prefix_breaks", "malformed_tool_calls", "joined_calls")
+        read = self._registry.get_sample_value
+        return {f"serve/{name}": read(f"lightning_{name}_total") or 0.0 for name in names}
+
+    def exposition(self) -> bytes:
+        """All of it in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's own counters, read when somebody asks."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        for key, value in self._stats().items():
+            name, text = f"lightning_{key.replace('/', '_')}", f"The engine's {key}."
+            kind = GaugeMetricFamily if key in PRESENT else CounterMetricFamily
+            yield kind(name, text, value=value)

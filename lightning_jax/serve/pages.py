@@ -1,0 +1,118 @@
+"""A pool of pages of keys and values, copied to slot rows and back. Holds no state itself.
+
+A pool is a cache with short rows: L layers of [P, PAGE, K, D].
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int32
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.models.transformer import DecoderConfig, KVCache, init_cache
+from lightning_jax.serve.radix import PAGE
+
+MOST_PAGES = 8  # times what the slots hold: a tiny model takes no memory that it cannot use
+
+
+class PageCopier:
+    """Compiled copies for one slot layout; `place` is where the slots' cache and the pool lie."""
+
+    def __init__(
+        self, config: DecoderConfig, serve: ServeConfig, dtype: Any, place: jax.sharding.Sharding
+    ) -> None:
+        self.num_blocks = serve.max_len // PAGE  # whole pages of a row; its last tokens stay out
+        wanted = int(serve.prefix_cache_mib * 2**20) // page_bytes(config, dtype)
+        self.num_pages = min(wanted, MOST_PAGES * serve.slots * self.num_blocks)
+        init = partial(init_cache, config, self.num_pages, PAGE, dtype)
+        self._init = jax.jit(init, out_shardings=place)
+        self._restore = jax.jit(_restore, donate_argnums=0, out_shardings=place)
+        self._store = jax.jit(_store, donate_argnums=0, out_shardings=place)
+
+    def init_pool(self) -> KVCache:
+        """All pages empty. They take the memory at once."""
+        return self._init()
+
+    def restore(self, cache: KVCache, slot: int, pool: KVCache, page_ids: Sequence[int]) -> KVCache:
+        """The slots' cache with these pages, in order, at the row's beginning. Donates `cache`."""
+        return self._restore(cache, pool, np.int32(slot), *self._padded(0, page_ids))
+
+    def store(
+        self, pool: KVCache, page_ids: Sequence[int], cache: KVCache, slot: int, first: int
+    ) -> KVCache:
+        """The pool with the row's blocks `first`, `first + 1`, ... in these pages. Donates `pool`.
+
+        Block i is the tokens from i * PAGE on.
+        """
+        padded, count = self._padded(first, page_ids)
+        return self._store(pool, cache, np.int32(slot), np.int32(first), padded, count)
+
+    def warmup(self, cache: KVCache, pool: KVCache) -> tuple[KVCache, KVCache]:
+        """Compiles both copies, by copying nothing. Donates `cache` and `pool`."""
+        if not self.num_pages:
+            return cache, pool
+        pool = self.store(pool, (), cache, 0, 0)
+        return jax.block_until_ready((self.restore(cache, 0, pool, ()), pool))
+
+    @property
+    def compiles(self) -> int:
+        """How many programs were compiled so far."""
+        functions: Any = (self._init, self._restore, self._store)
+        return sum(function._cache_size() for function in functions)
+
+    def _padded(self, first: int, page_ids: Sequence[int]) -> tuple[Any, Any]:
+        # JAX would move a block that sticks out back into the row, silently.
+        assert first + len(page_ids) <= self.num_blocks, "a row has no more blocks"
+        padded = np.zeros(self.num_blocks, np.int32)
+        padded[: len(page_ids)] = page_ids
+        return padded, np.int32(len(page_ids))
+
+
+def page_bytes(config: DecoderConfig, dtype: Any) -> int:
+    """Memory of one page, all layers, on all devices that share it."""
+    numbers = 2 * config.num_layers * PAGE * config.num_kv_heads * config.head_dim
+    return numbers * np.dtype(dtype).itemsize
+
+
+def _restore(
+    cache: KVCache,
+    pool: KVCache,
+    slot: Int32[Array, ""],
+    page_ids: Int32[Array, " N"],
+    count: Int32[Array, ""],
+) -> KVCache:
+    def step(i: Any, cache: KVCache) -> KVCache:
+        return _copy_page(pool, (page_ids[i], 0, 0, 0), cache, (slot, i * PAGE, 0, 0))
+
+    return jax.lax.fori_loop(0, count, step, cache)
+
+
+def _store(
+    pool: KVCache,
+    cache: KVCache,
+    slot: Int32[Array, ""],
+    first: Int32[Array, ""],
+    page_ids: Int32[Array, " N"],
+    count: Int32[Array, ""],
+) -> KVCache:
+    def step(i: Any, pool: KVCache) -> KVCache:
+        return _copy_page(cache, (slot, (first + i) * PAGE, 0, 0), pool, (page_ids[i], 0, 0, 0))
+
+    return jax.lax.fori_loop(0, count, step, pool)
+
+
+def _copy_page(source: KVCache, at: Any, target: KVCache, to: Any) -> KVCache:
+    """`target` with PAGE tokens of `source`.
+
+    A loop of these runs in place and takes the time of the pages there are. A gather or scatter
+    of a padded list takes that of a whole row, and one program a row length.
+    """
+
+    def copy(from_: Any, into: Any) -> Any:
+        page = jax.lax.dynamic_slice(from_, at, (1, PAGE, *from_.shape[2:]))
+        return jax.lax.dynamic_update_slice(into, page, to)
+
+    return jax.tree.map(copy, source, target)

@@ -1,0 +1,93 @@
+"""A model on its own behind the gateway: every dialect, no run directory, no training."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from lightning_jax.config import MeshConfig, ModelConfig, ServeConfig
+from lightning_jax.gateway.app import Gateway
+from lightning_jax.models.load import load_model
+from lightning_jax.models.sharding import make_mesh
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.store import Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What one server is and does."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    record: str | None = None  # a SQLite file that keeps every call; None: no call is kept
+    drain_s: float = 30.0  # how long running requests may go on once it is told to stop
+
+
+def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
+    """Serves until SIGINT or SIGTERM, then finishes what runs, for `drain_s` at most.
+
+    `announce` is told once calls are answered; before that, SIGINT raises KeyboardInterrupt. A
+    second signal ends running requests at once. Raises UserError where the model, the address or
+    the file of the record cannot be had.
+    """
+    loop, tokenizer = _load(config)
+    with ExitStack() as at_end:
+        store = None
+        if config.record:
+            store = at_end.enter_context(contextlib.closing(Store(config.record)))
+        runner = at_end.enter_context(asyncio.Runner())
+        name = config.model.name
+        gateway = Gateway(loop, tokenizer, store, model_name=name, serve=config.serve)
+        # Last in, first out: what still runs gets an error from the engine, and time to send it.
+        at_end.callback(lambda: runner.run(gateway.close()))
+        at_end.callback(loop.close)
+        runner.run(gateway.start())  # first, for a taken port should show before the compiling
+        loop.warmup()
+        loop.start()
+        announce(gateway)
+        runner.run(_until_stopped(loop, config.drain_s))
+
+
+def _load(config: ServerConfig) -> tuple[EngineLoop, Tokenizer]:
+    """The engine with the model's weights. It has its own copy; what was loaded is freed here."""
+    model, dtype = load_model(config.model.name, config.model.dtype), config.model.dtype
+    engine = Engine(model.config, config.serve, dtype=dtype, mesh=make_mesh(MeshConfig()))
+    return EngineLoop(engine, model.params, 0, model.tokenizer, config.serve), model.tokenizer
+
+
+async def _until_stopped(loop: EngineLoop, drain_s: float) -> None:
+    with _signals() as stop:
+        await stop.wait()
+        log.info("finishing what runs, for %g s at most; once more ends it now", drain_s)
+        stop.clear()
+        drained, again = asyncio.create_task(loop.drain()), asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait(
+            (drained, again), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in (drained, again):
+            task.cancel()
+        if drained not in done:
+            stats = loop.stats()
+            open_now = stats["serve/running"] + stats["serve/queue_depth"]
+            log.warning("%d requests were cut off", open_now)
+
+
+@contextmanager
+def _signals() -> Iterator[asyncio.Event]:
+    """An event that SIGINT and SIGTERM set, instead of what they do elsewhere."""
+    event, event_loop = asyncio.Event(), asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        event_loop.add_signal_handler(number, event.set)
+    try:
+        yield event
+    finally:
+        for number in numbers:
+            event_loop.remove_signal_handler(number)

@@ -1,0 +1,100 @@
+"""Runs every client's tests, each in an environment of its own, against one server.
+
+    python tests/clients/run.py [NAME ...]     such as openai or anthropic; all without a name
+
+A file `test_NAME.py` is run with the packages of the requirements file whose first line names it,
+in `tests/clients/.venvs/`, which is made once. The policy is a tiny random model.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.gateway.app import Gateway, RolloutSettings
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.store import Store
+from lightning_jax.testing.tiny import tiny_model
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE / ".venvs"
+SERVE = ServeConfig(slots=8, max_len=2048, prefill_buckets=(64, 256), api_key="the-key")
+
+
+def requirements_of(test: Path) -> Path:
+    """The requirements file whose text names the client. Raises LookupError."""
+    for path in sorted(HERE.glob("requirements-*.txt")):
+        named = path.read_text().splitlines()[0].removeprefix("# For ").rstrip(":").split(", ")
+        if test.name in named:
+            return path
+    raise LookupError(f"no requirements-*.txt says on its first line that it is for {test.name}.")
+
+
+def environment(requirements: Path) -> Path:
+    """The Python of the environment with these packages; made where it is not there yet."""
+    place = ENVIRONMENTS / requirements.stem.removeprefix("requirements-")
+    ready = place / requirements.name
+    if not ready.exists() or ready.read_bytes() != requirements.read_bytes():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
+        pip = [place / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, "-r", requirements], check=True)
+        ready.write_bytes(requirements.read_bytes())
+    return place / "bin/python"
+
+
+@asynccontextmanager
+async def server() -> AsyncIterator[tuple[Gateway, Store]]:
+    """A gateway over a tiny random model."""
+    model = tiny_model(0)
+    loop = EngineLoop(Engine(model.config, SERVE), model.params, 0, model.tokenizer, SERVE)
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder) / "store.sqlite")
+        gateway = Gateway(loop, model.tokenizer, store, model_name="tiny", serve=SERVE)
+        await gateway.start()
+        loop.start()
+        try:
+            yield gateway, store
+        finally:
+            await gateway.close()
+            loop.close()
+            store.close()
+
+
+async def main(names: list[str]) -> int:
+    """How many clients failed."""
+    tests = sorted(HERE.glob("test_*.py"))
+    tests = [test for test in tests if not names or test.stem.removeprefix("test_") in names]
+    failed = []
+    async with server() as (gateway, store):
+        for number, test in enumerate(tests):
+            python = environment(requirements_of(test))
+            rollout_id = f"{test.stem}-{number}"
+            llm = gateway.open_rollout(RolloutSettings(rollout_id, seed=number))
+            variables = {
+                "LIGHTNING_BASE": gateway.url,
+                "LIGHTNING_ROLLOUT": llm.base_url.removesuffix("/v1"),
+                "LIGHTNING_KEY": llm.api_key,
+            }
+            # Our own conftest.py and plugins are not for these environments.
+            command = [python, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", HERE]
+            command += ["--noconftest", "-p", "no:cacheprovider", "-p", "no:asyncio", test]
+            process = await asyncio.create_subprocess_exec(
+                *command, env=os.environ | variables, cwd=HERE
+            )
+            code = await process.wait()
+            traffic = gateway.close_rollout(rollout_id)
+            spans = [span for span in store.spans(rollout_id) if span.parent_span_id is None]
+            print(f"{test.stem}: {traffic.num_calls} calls, {len(spans)} spans, {traffic}")
+            failed += [test.stem] * (code != 0)
+    print(f"{len(tests) - len(failed)} of {len(tests)} clients pass. Failed: {failed or 'none'}")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(sys.argv[1:])))

@@ -1,0 +1,190 @@
+"""Ollama's chat and generate: what they mean, what comes back, and which field is wrong."""
+
+import json
+from typing import Any
+
+import pytest
+from gateway_bench import Bench
+
+from lightning_jax.gateway.answer import AnswerBuilder
+from lightning_jax.gateway.conversations import SavedConversations
+from lightning_jax.gateway.dialects.base import ReplyContext, Sender
+from lightning_jax.gateway.dialects.ollama import parse_chat, parse_generate
+from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.render import ConversationMemory, Generated, normalize_messages
+from lightning_jax.gateway.request import Function, PolicyRequest
+from lightning_jax.gateway.tool_calls import CallArguments, CallStart, TextPiece
+from lightning_jax.testing.tiny import tiny_tokenizer
+from lightning_jax.tracing.convert import spans_to_transitions
+from lightning_jax.types import Completion
+
+SENDER = Sender({}, {}, {}, "tiny", SavedConversations())
+ASK: list[Any] = [{"role": "user", "content": "hi"}]
+BODY: dict[str, Any] = {"model": "policy", "messages": ASK}
+FEW = {"options": {"num_predict": 9}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+RUN = {"type": "function", "function": {"name": "run", "parameters": SCHEMA}}
+
+
+def _parse(**fields: Any) -> PolicyRequest:
+    return parse_chat(BODY | fields, SENDER)[0]
+
+
+def test_every_field_arrives() -> None:
+    options = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "stop": ["a"]}
+    options |= {"num_predict": 7, "presence_penalty": 1, "frequency_penalty": -1, "num_ctx": 99}
+    request = _parse(options=options, tools=[RUN], format="json", think=False, keep_alive="5m")
+    assert (request.temperature, request.top_p, request.top_k, request.min_p) == (0.5, 0.9, 5, 0.1)
+    assert (request.seed, request.stop, request.max_tokens) == (3, ("a",), 7)
+    assert (request.presence_penalty, request.frequency_penalty) == (1, -1)
+    assert request.stream and not _parse(stream=False).stream
+    assert request.functions == (Function("run", "", SCHEMA),) and request.output_schema == {}
+    assert _parse(format=SCHEMA).output_schema == SCHEMA and _parse(format="").output_schema is None
+    assert _parse(options={"num_predict": -1}).max_tokens is None
+    assert _parse(model="policy:latest").agent == "" and _parse(model="policy:w").agent == "w"
+
+
+def test_generate_is_templated_unless_raw() -> None:
+    body = {"model": "policy", "prompt": "hi", "system": "Be brief.", "context": [1, 2]}
+    request = parse_generate(body, SENDER)[0]
+    assert request.messages == ({"role": "system", "content": "Be brief."}, *ASK)
+    raw = parse_generate({"model": "policy", "prompt": "hi", "raw": True}, SENDER)[0]
+    assert (raw.messages, raw.prompts) == (None, ("hi",))
+
+
+def test_an_answer_that_comes_back_is_recognised_without_ids() -> None:
+    builder = AnswerBuilder(0)
+    calls = [CallStart(0, "run"), CallArguments(0, '{"b": 1, "a": "\u00fc"}'), CallStart(1, "go")]
+    builder.add([TextPiece("Hm. "), *calls, CallArguments(1, "{}")], None)
+    completion = Completion((7, 8), "", (0.0, 0.0), (0.0, 0.0), (0, 0), "stop")
+    answer = builder.answer((1,), completion)
+    context = ReplyContext("abc", 0, ((1,),), tiny_tokenizer())
+    message = parse_chat(BODY, SENDER)[1](context).body([answer])["message"]
+    assert [set(call) for call in message["tool_calls"]] == [{"function"}] * 2
+    result = {"role": "tool", "tool_name": "run", "content": "5"}
+    parsed = _parse(messages=[*ASK, message, result]).messages
+    memory, generated = ConversationMemory(), Generated((1,), (7, 8))
+    memory.add(answer.as_message(), generated)
+    plain = normalize_messages(parsed or ())
+    assert memory.recall(plain[1]) == (generated,)
+    assert plain[2] == {"role": "tool", "name": "run", "content": "5"}
+    other = {"function": {"name": "run", "arguments": {"a": "u"}}}
+    edited = normalize_messages(_parse(messages=[message | {"tool_calls": [other]}]).messages or ())
+    assert memory.recall(edited[0]) == ()
+
+
+def test_a_call_that_was_cut_is_not_shown() -> None:
+    builder = AnswerBuilder(0)
+    builder.add([CallStart(0, "run"), CallArguments(0, '{"a": tr')], None)
+    answer = builder.answer((1,), Completion((7,), "", (0.0,), (0.0,), (0,), "length"))
+    reply = parse_chat(BODY, SENDER)[1](ReplyContext("abc", 0, ((1,),), tiny_tokenizer()))
+    body = reply.body([answer])
+    assert (body["message"], body["done_reason"]) == (
+        {"role": "assistant", "content": ""},
+        "length",
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("messages", "hi", "messages is 'hi'; expected a list of objects"),
+        ("messages", [{"role": "user", "content": []}], "messages[0].content is []"),
+        ("messages", [{"role": "user", "images": ["aGk="]}], "messages[0].images is set"),
+        ("messages", [{"role": "assistant", "tool_calls": [{}]}], "tool_calls[0].function is miss"),
+        (
+            "messages",
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+            "tool_calls[0] has '{}'; expected an object",
+        ),
+        ("tools", [{"type": "function"}], "tools[0] is {'type': 'function'}"),
+        ("format", "xml", "format is 'xml'; expected json or a JSON schema"),
+        ("think", True, "think is True, which this server cannot do"),
+        ("options", {"repeat_penalty": 1.1}, "repeat_penalty is 1.1, which this server cannot do"),
+        ("options", {"temperature": "hot"}, "temperature is 'hot'; expected a number"),
+        ("top_logprobs", 21, "top_logprobs is 21; expected 0 to 20"),
+    ],
+)
+def test_the_wrong_field_is_named(field: str, value: Any, words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        _parse(**{field: value})
+    assert words in caught.value.message and caught.value.status == 400
+
+
+async def _ask(bench: Bench, base: str, body: Any, path: str = "/api/chat") -> tuple[Any, str]:
+    """Without a key, as its client asks."""
+    async with bench.http.post(base.removesuffix("/v1") + path, json=body) as response:
+        return response, await response.text()
+
+
+async def test_a_stream_of_lines_says_what_a_whole_answer_says(bench: Bench) -> None:
+    body = BODY | FEW | {"logprobs": True, "top_logprobs": 2}
+    for path, key, said in (
+        ("/api/chat", "messages", lambda line: line["message"]["content"]),
+        ("/api/generate", "prompt", lambda line: line["response"]),
+    ):
+        body |= {"prompt": "hi"} if key == "prompt" else {}
+        one, two = (bench.rollout(name + key).base_url for name in "ab")
+        _, text = await _ask(bench, one, body | {"stream": False}, path)
+        whole = json.loads(text)
+        response, text = await _ask(bench, two, body, path)
+        assert response.content_type == "application/x-ndjson"
+        lines = [json.loads(line) for line in text.splitlines()]
+        assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+        assert "".join(map(said, lines)) == said(whole)
+        streamed = [entry for line in lines for entry in line.get("logprobs", ())]
+        assert [e["token"] for e in streamed] == [e["token"] for e in whole["logprobs"]]
+        for last in (whole, lines[-1]):
+            assert last["eval_count"] == len(whole["logprobs"]) and last["load_duration"] == 0
+            parts = last["prompt_eval_duration"], last["eval_duration"]
+            assert min(parts) > 0 and sum(parts) == last["total_duration"]
+
+
+async def test_a_tools_result_extends_token_for_token(bench: Bench) -> None:
+    llm = bench.rollout()
+    # Ollama's API cannot force a call; OpenAI's can, in the same conversation.
+    forced = {"tools": [RUN], "tool_choice": "required", "parallel_tool_calls": False}
+    _, first, _ = await bench.post(BODY | forced, base=llm.base_url)
+    function = first["choices"][0]["message"]["tool_calls"][0]["function"]
+    call = {"function": {"name": "run", "arguments": json.loads(function["arguments"])}}
+    messages = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages += [{"role": "tool", "tool_name": "run", "content": "5"}]
+    for _ in range(2):
+        body = BODY | FEW | {"messages": messages, "tools": [RUN], "stream": False}
+        response, text = await _ask(bench, llm.base_url, body)
+        assert response.status == 200
+        messages += [json.loads(text)["message"], *ASK]
+    one, two, three = spans_to_transitions(bench.store.spans("r1"))[0]
+    for earlier, later in ((one, two), (two, three)):
+        path = earlier.prompt_token_ids + earlier.response_token_ids
+        assert later.prompt_token_ids[: len(path)] == path
+    assert bench.gateway.close_rollout("r1").prefix_breaks == 0
+
+
+async def test_nothing_to_say_loads_the_model(bench: Bench) -> None:
+    base = bench.rollout().base_url
+    for path, held in (("/api/chat", "message"), ("/api/generate", "response")):
+        for more, reason in (({}, "load"), ({"keep_alive": 0}, "unload")):
+            _, text = await _ask(bench, base, {"model": "policy"} | more, path)
+            reply = json.loads(text)
+            assert (reply["done"], reply["done_reason"]) == (True, reason) and held in reply
+    assert bench.store.spans("r1") == []
+
+
+async def test_errors_and_models_in_its_own_terms(bench: Bench) -> None:
+    base = bench.rollout().base_url
+    for change, status in (({"model": "gpt"}, 404), ({"options": {"top_p": 0}}, 400)):
+        response, text = await _ask(bench, base, BODY | change)
+        assert response.status == status and isinstance(json.loads(text)["error"], str)
+    response, text = await _ask(bench, bench.gateway.url, BODY)
+    assert response.status == 401 and set(json.loads(text)) == {"error"}
+    _, text = await _ask(bench, base, {"model": "policy:latest"}, "/api/show")
+    assert json.loads(text)["model_info"]["policy.context_length"] == 512
+    for path, key in (("tags", "models"), ("ps", "models"), ("version", "version")):
+        async with bench.http.get(f"{base.removesuffix('/v1')}/api/{path}") as response:
+            assert (await response.json())[key]

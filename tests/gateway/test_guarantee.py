@@ -1,0 +1,169 @@
+"""Demanded calls and demanded JSON come out as demanded, from a policy with random weights."""
+
+import json
+from typing import Any
+
+import pytest
+from gateway_bench import Bench, Connect
+from templates import TEMPLATES, tokenizer_with
+
+from lightning_jax.gateway.guarantee import closed, grammar_of
+from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
+from lightning_jax.gateway.tool_formats import FORMATS, ToolFormat
+from lightning_jax.serve.constraint import GrammarCompiler, GrammarError
+from lightning_jax.testing.tiny import tiny_tokenizer
+from lightning_jax.tracing.convert import spans_to_transitions
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city", "days"],
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+CITY = {"properties": {"city": {"enum": ["Rome"]}}}
+SHORT = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+ASK: list[Any] = [{"role": "user", "content": "?"}]
+REQUIRED = ToolChoice("required")
+
+
+def _request(**fields: Any) -> PolicyRequest:
+    return PolicyRequest("chat", "policy", messages=tuple(ASK), **fields)
+
+
+def _accepts(grammar: str | None, text: str) -> bool:
+    """Whether the grammar takes the whole text and could end there."""
+    assert grammar is not None
+    tokenizer = tiny_tokenizer()
+    matcher = GrammarCompiler(tokenizer).matcher(grammar)
+    try:
+        for token in tokenizer.encode(text, special=False):
+            matcher.push(token)
+        (end,) = tokenizer.eos_ids
+        return bool(matcher.finished or matcher.allowed()[end])
+    except GrammarError:
+        return False
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_each_format_takes_its_own_calls_and_nothing_else(form: ToolFormat) -> None:
+    tokenizer = tiny_tokenizer()
+    functions = (Function("weather", "", PARAMETERS), Function("clock"))
+    request = _request(functions=functions, tool_choice=REQUIRED)
+    weather: tuple[str, Any] = ("weather", {"city": "Oslo", "days": 3})
+    clock: tuple[str, Any] = ("clock", {})
+    grammar = grammar_of(request, form, tokenizer)
+    for calls in ([weather], [clock], [weather, clock, weather]):
+        assert _accepts(grammar, form.write(calls))
+    for text in ("", "hello", form.write([("weather", {"city": "Paris", "days": 3})])):
+        assert not _accepts(grammar, text)
+    assert not _accepts(grammar, form.write([("fly", {})]))
+    one = _request(functions=functions, tool_choice=REQUIRED, parallel_tool_calls=False)
+    assert not _accepts(grammar_of(one, form, tokenizer), form.write([clock, clock]))
+    named = _request(functions=functions, tool_choice=ToolChoice("required", ("clock",)))
+    assert not _accepts(grammar_of(named, form, tokenizer), form.write([weather]))
+
+
+def test_free_requests_have_no_grammar_and_json_leaves_room_for_calls() -> None:
+    tokenizer, form = tiny_tokenizer(), FORMATS["hermes"]
+    functions = (Function("clock"),)
+    assert grammar_of(_request(), form, tokenizer) is None
+    assert grammar_of(_request(functions=functions), form, tokenizer) is None
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    both = grammar_of(_request(functions=functions, output_schema=schema), form, tokenizer)
+    assert _accepts(both, '{"a": 1}') and _accepts(both, form.write([("clock", {})]))
+    assert not _accepts(both, '{"a": "1"}')
+    assert _accepts(grammar_of(_request(output_schema={}), form, tokenizer), '{"x": [null]}')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_a_required_call_comes_whatever_the_weights(
+    make_bench: Any, connect: Connect, name: str, stream: bool
+) -> None:
+    async with make_bench(tokenizer=tokenizer_with(TEMPLATES[name])) as bench:
+        client = connect(bench.rollout())
+        fields: dict[str, Any] = {"model": "policy", "messages": ASK, "tools": [SHORT]}
+        fields |= {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+        if stream:
+            async with client.chat.completions.stream(**fields) as events:
+                reply = await events.get_final_completion()
+        else:
+            reply = await client.chat.completions.create(**fields)
+        (choice,) = reply.choices
+        (call,) = choice.message.tool_calls or []
+        assert choice.finish_reason == "tool_calls" and not choice.message.content
+        assert call.type == "function" and call.function.name == "weather"
+        assert json.loads(call.function.arguments) in ({}, {"city": "Rome"})
+
+        messages = [*ASK, choice.message.model_dump(exclude_none=True)]
+        messages[-1].pop("parsed", None)
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
+        again = fields | {"messages": messages, "tool_choice": "auto", "max_tokens": 8}
+        await client.chat.completions.create(**again)
+        first, second = spans_to_transitions(bench.store.spans("r1"))[0]
+        path = first.prompt_token_ids + first.response_token_ids
+        assert second.prompt_token_ids[: len(path)] == path
+        assert any(first.forced) and not all(first.forced) and not any(second.forced)
+        assert bench.gateway.close_rollout("r1").prefix_breaks == 0
+
+
+async def test_a_guaranteed_call_streams_in_pieces(bench: Bench, connect: Connect) -> None:
+    client = connect(bench.rollout())
+    pieces, names = [], []
+    stream = await client.chat.completions.create(
+        model="policy",
+        messages=ASK,
+        tools=[WEATHER],  # type: ignore[list-item]
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        parallel_tool_calls=False,
+        max_tokens=200,
+        stream=True,
+    )
+    async for chunk in stream:
+        for call in chunk.choices[0].delta.tool_calls or []:
+            assert call.index == 0 and call.function is not None
+            names += [call.function.name] * bool(call.function.name)
+            pieces += [call.function.arguments] * bool(call.function.arguments)
+    assert names == ["weather"] and len(pieces) > 3
+    assert set(json.loads("".join(p or "" for p in pieces))) == {"city", "days"}
+
+
+async def test_a_demanded_schema_is_kept(bench: Bench, connect: Connect) -> None:
+    client = connect(bench.rollout())
+    schema = {"name": "x", "schema": PARAMETERS, "strict": True}
+    for seed in range(5):
+        reply = await client.chat.completions.create(
+            model="policy",
+            messages=ASK,
+            response_format={"type": "json_schema", "json_schema": schema},  # type: ignore[typeddict-item]
+            max_tokens=100,
+            seed=seed,
+        )
+        answer = json.loads(reply.choices[0].message.content or "")
+        assert set(answer) == {"city", "days"}
+        assert reply.choices[0].finish_reason == "stop"
+
+
+async def test_a_schema_that_cannot_be_kept_is_refused(bench: Bench) -> None:
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "unicorn"}}}
+    body = {"model": "policy", "messages": ASK, "response_format": bad}
+    status, reply, _ = await bench.post(body, base=bench.rollout().base_url)
+    assert (status, reply["error"]["code"]) == (400, "invalid_schema")
+    assert "unicorn" in reply["error"]["message"]
+
+
+def test_objects_are_closed_where_that_is_safe() -> None:
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    shut = point | {"additionalProperties": False}
+    assert closed(point) == shut
+    assert closed({"$defs": {"p": point}, "items": point}) == {"$defs": {"p": shut}, "items": shut}
+    assert closed({"anyOf": [point, {"type": "null"}]}) == {"anyOf": [shut, {"type": "null"}]}
+    for schema in (
+        {"allOf": [point, {"properties": {"y": {}}}]},
+        point | {"additionalProperties": True},
+        point | {"anyOf": [{"properties": {"y": {}}}]},
+        point | {"patternProperties": {"^a": {}}},
+        {"type": "object"},
+        True,
+    ):
+        assert closed(schema) == schema

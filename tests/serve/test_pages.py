@@ -1,0 +1,99 @@
+"""Copies between rows and pages: the right tokens, nothing else, and in place."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.config import MeshConfig, ServeConfig
+from lightning_jax.models.sharding import cache_sharding, make_mesh
+from lightning_jax.models.transformer import KVCache, init_cache
+from lightning_jax.serve.pages import MOST_PAGES, PageCopier, page_bytes
+from lightning_jax.serve.radix import PAGE
+from lightning_jax.testing.tiny import tiny_model
+
+CONFIG = tiny_model(0).config
+SERVE = ServeConfig(slots=3, max_len=100)  # six whole pages and four tokens
+
+
+def copier(serve: ServeConfig = SERVE, place: Any = None) -> PageCopier:
+    place = place or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return PageCopier(CONFIG, serve, jnp.dtype("float32"), place)
+
+
+def numbers(slots: int, length: int, place: Any) -> KVCache:
+    """A cache in which every number is another."""
+    zeros = init_cache(CONFIG, slots, length)
+    return jax.device_put(
+        jax.tree.map(lambda leaf: leaf + np.arange(leaf.size).reshape(leaf.shape), zeros), place
+    )
+
+
+def devices(kind: str) -> Any:
+    if kind == "one":
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return cache_sharding(CONFIG, make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+
+
+@pytest.mark.parametrize("kind", ["one", "eight"])
+def test_blocks_go_to_pages_and_back_to_another_row(kind: str):
+    pages = copier(place=devices(kind))
+    cache, pool = numbers(3, 100, devices(kind)), pages.init_pool()
+    before = np.asarray(cache.keys[1])
+    pool = pages.store(pool, (7, 2, 9), cache, 1, 2)
+    stored = np.asarray(pool.keys[1])
+    for page, block in ((7, 2), (2, 3), (9, 4)):
+        np.testing.assert_array_equal(
+            stored[page], before[1, block * PAGE :][:PAGE], err_msg=str(page)
+        )
+    assert np.count_nonzero(stored.any(axis=(1, 2, 3))) == 3
+    assert pool.keys[1].sharding.is_equivalent_to(cache.keys[1].sharding, 4)
+
+    cache = pages.restore(cache, 0, pool, (9, 7))
+    after, expected = np.asarray(cache.keys[1]), before.copy()
+    expected[0, :PAGE], expected[0, PAGE : 2 * PAGE] = stored[9], stored[7]
+    np.testing.assert_array_equal(after, expected)
+
+
+def test_a_copy_moves_pages_and_never_the_pool():
+    pages = copier(ServeConfig(slots=16, max_len=1024))
+    pool, cache = pages.init_pool(), init_cache(CONFIG, 16, 1024)
+    page_ids = np.zeros(pages.num_blocks, np.int32)
+    one = np.int32(1)
+    programs = {
+        "store": pages._store.lower(pool, cache, one, one, page_ids, one),
+        "restore": pages._restore.lower(cache, pool, one, page_ids, one),
+    }
+    for name, kept in (("store", pool), ("restore", cache)):
+        memory = programs[name].compile().memory_analysis()
+        assert memory is not None
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
+        assert memory.alias_size_in_bytes == size, name
+        assert memory.temp_size_in_bytes < size / 100, name
+
+
+def test_the_pool_is_as_large_as_asked_but_not_larger_than_it_can_be_used():
+    mib = 5.5 * page_bytes(CONFIG, jnp.dtype("float32")) / 2**20
+    assert copier(ServeConfig(slots=3, max_len=100, prefix_cache_mib=mib)).num_pages == 5
+    assert copier().num_pages == MOST_PAGES * 3 * 6
+    off = copier(ServeConfig(prefix_cache_mib=0.0))
+    cache, pool = off.warmup(init_cache(CONFIG, 1, 16), off.init_pool())
+    assert off.num_pages == 0 and pool.keys[0].shape[0] == 0 and cache.keys[0].shape[0] == 1
+
+
+def test_warming_up_changes_nothing_and_compiles_all():
+    pages = copier()
+    cache, pool = pages.warmup(numbers(3, 100, devices("one")), pages.init_pool())
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(pool))
+    jax.tree.map(np.testing.assert_array_equal, cache, numbers(3, 100, devices("one")))
+    compiles = pages.compiles
+    pages.restore(cache, 2, pages.store(pool, (1, 2), numbers(3, 100, devices("one")), 0, 4), (1,))
+    assert pages.compiles == compiles
+
+
+def test_a_block_beyond_the_row_is_an_error():
+    pages = copier()
+    with pytest.raises(AssertionError, match="no more blocks"):
+        pages.store(pages.init_pool(), (1, 2), numbers(3, 100, devices("one")), 0, 5)

@@ -1,0 +1,163 @@
+"""The command as a person or a supervisor uses it: flags, signals, exit codes, what it prints."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from lightning_jax.cli import main
+from lightning_jax.models.load import save_hf
+from lightning_jax.store import Store
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.tracing.convert import spans_to_transitions
+
+LONG: dict[str, Any] = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": "Count."}],
+    "max_tokens": 480,
+    "logit_bias": {"258": -100},  # never ends early
+}
+SHORT: dict[str, Any] = LONG | {"max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    save_hf(path, tiny_model())
+    return path
+
+
+@contextmanager
+def _serving(model_dir: Path, *flags: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """The process of `lightning-jax serve`, and the line that it prints once it answers."""
+    arguments = ["serve", "--model", str(model_dir), "--max-len", "512", "--slots", "2", *flags]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(model_dir.parent / "compiled")
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_jax", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_it_answers_records_and_finishes_what_runs(model_dir: Path, tmp_path: Path) -> None:
+    record = tmp_path / "calls.sqlite"
+    with _serving(model_dir, "--api-key", "k", "--record", str(record)) as (process, line):
+        found = re.fullmatch(rf"{model_dir} answers at (http://127\.0\.0\.1:\d+/v1)\n", line)
+        assert found, line
+        async with openai.AsyncOpenAI(base_url=found[1], api_key="k", max_retries=0) as client:
+            assert str(model_dir) in [model.id async for model in await client.models.list()]
+            stream = await client.chat.completions.create(**LONG, stream=True)
+            pieces = [await anext(stream)]
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(openai.InternalServerError, match="draining") as refused:
+                while True:  # until the signal has arrived
+                    await client.chat.completions.create(**SHORT)
+            assert refused.value.status_code == 503
+            async with aiohttp.ClientSession() as http, http.get(found[1][:-3] + "/healthz") as got:
+                assert (got.status, (await got.json())["status"]) == (503, "draining")
+            pieces += [piece async for piece in stream]
+        assert pieces[-1].choices[0].finish_reason == "length"
+        assert await asyncio.to_thread(process.wait, 20) == 0
+    store = Store(record)
+    transitions, _ = spans_to_transitions(store.spans(None))
+    store.close()
+    assert len(transitions[0].response_token_ids) == 480
+
+
+async def test_it_ends_in_time_and_a_random_key_is_printed(model_dir: Path) -> None:
+    with _serving(model_dir, "--drain-s", "0") as (process, line):
+        found = re.fullmatch(r".* answers at (http://\S+) with API key (\S{32})\n", line)
+        assert found, line
+        async with openai.AsyncOpenAI(base_url=found[1], api_key=found[2], max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.with_options(api_key="wrong").models.list()
+            # Two run and the others wait for a slot.
+            calls = [asyncio.create_task(client.chat.completions.create(**LONG)) for _ in range(8)]
+            async with aiohttp.ClientSession() as http:
+                while await _running(http, found[1]) < 2:
+                    await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            for ended in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(ended, openai.InternalServerError)
+                assert "the engine was closed" in str(ended)
+        assert await asyncio.to_thread(process.wait, 20) == 0
+        assert "8 requests were cut off" in process.communicate()[1]
+
+
+async def _running(http: aiohttp.ClientSession, base_url: str) -> float:
+    async with http.get(base_url.removesuffix("/v1") + "/healthz") as got:
+        return (await got.json())["engine"]["serve/running"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "sentence"),
+    [
+        ([], 2, "the following arguments are required: COMMAND; see lightning-jax --help"),
+        (["serve", "--slotz", "3"], 2, "unrecognized arguments: --slotz 3"),
+        (["serve", "--port", "x"], 2, "argument --port: invalid int value: 'x'"),
+        (["serve", "--port", "70000"], 2, "port is 70000; expected 0 (any free port) to 65535."),
+        (["serve", "--dtype", "int4"], 2, "dtype is 'int4'; expected float32 or bfloat16."),
+        (["serve", "--model", "./none"], 1, "model './none' does not exist; expected"),
+        (["serve", "--max-len", "9999"], 1, "serve.max_len is 9999; expected at most the model's"),
+        (["serve", "--record", "no/such/place"], 1, "has no directory to lie in"),
+        (["serve", "--host", "0.0.0.0"], 1, "which other machines can reach"),
+        (["serve", "--host", "0.0.0.0", "--api-key", ""], 1, "which other machines can reach"),
+        (["serve", "--host", "203.0.113.1", "--api-key", "k"], 1, "cannot listen on 203.0.113.1:0"),
+    ],
+)
+def test_mistakes_give_one_sentence(
+    flags: list[str],
+    code: int,
+    sentence: str,
+    model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    own_logging: None,
+) -> None:
+    if flags[:1] == ["serve"] and "--model" not in flags:
+        flags = [*flags, "--model", str(model_dir)]
+    assert _exit_code(flags) == code
+    output = capsys.readouterr()
+    assert sentence in output.err and "Traceback" not in output.err and output.out == ""
+    assert sum(line.startswith("error: ") for line in output.err.splitlines()) == 1
+
+
+def test_a_taken_port_is_said_before_anything_compiles(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        started = time.monotonic()
+        assert _exit_code(["serve", "--model", str(model_dir), "--port", str(port)]) == 1
+    assert time.monotonic() - started < 20
+    assert f"the gateway cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def _exit_code(flags: list[str]) -> int:
+    """As the process would have; argparse leaves by raising."""
+    try:
+        return main(flags)
+    except SystemExit as left:
+        assert isinstance(left.code, int)
+        return left.code

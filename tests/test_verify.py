@@ -1,0 +1,196 @@
+"""A run's record is checked against its weights; what was falsified is found and named."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import shutil
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_trainer import TASKS, TOY, _config
+
+from lightning_jax.cli import main
+from lightning_jax.config import CheckpointConfig, EvalConfig, OptimizerConfig, RolloutConfig
+from lightning_jax.models.load import save_hf
+from lightning_jax.testing.records import transition
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.tracing import attributes as names
+from lightning_jax.trainer import train
+from lightning_jax.types import Span
+from lightning_jax.verify import (
+    Source,
+    StoredCall,
+    VerifyError,
+    _batch,
+    _is_plain,
+    _with_known_weights,
+    as_text,
+    verify,
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps, evaluated before and after. It holds versions 0, 2 and 3 of the weights."""
+    place = tmp_path_factory.mktemp("verify")
+    save_hf(place / "tiny", tiny_model())
+    config = _config(
+        place / "tiny",
+        place / "run",
+        num_steps=3,
+        rollout=RolloutConfig(agent=f"{TOY}:run", tasks_per_step=2, group_size=4),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        eval=EvalConfig(every=0, num_tasks=2, at_start=True),
+        checkpoint=CheckpointConfig(every=2, keep=2),
+    )
+    asyncio.run(train(config, TASKS, TASKS))
+    return place / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def test_an_honest_run_is_within_rounding(
+    trained: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+) -> None:
+    report = verify(trained)
+    assert [(v.version, v.weights) for v in report.versions] == [
+        (0, str(trained.parent / "tiny")),
+        (2, "checkpoints/2"),
+        (3, "checkpoints/3"),
+    ]
+    # Each version answers 8 training calls, and 2 in each evaluation.
+    calls = [sum(c.kind == "behavior" for c in v.comparisons) for v in report.versions]
+    plain = [sum(c.kind == "sampling" for c in v.comparisons) for v in report.versions]
+    assert (calls, plain) == ([10, 8, 2], [8, 8, 0])
+    assert report.not_compared == {"weights_not_kept": 8}
+    assert all(v.differences("behavior").max() < 1e-5 for v in report.versions)
+    assert report.off == []
+    assert main(["verify", str(trained)]) == 0
+    printed = capsys.readouterr().out
+    assert "not compared: 8 calls, weights not kept" in printed
+    assert printed.endswith("all 20 calls are within 0.001 nats\n")
+
+
+def test_the_weights_of_another_version_do_not_fit(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "2")
+    (run / "checkpoints" / "3").rename(run / "checkpoints" / "2")
+    report = verify(run)
+    worst = {v.version: v.differences("behavior").max() for v in report.versions}
+    assert worst[0] < 1e-5 < 1e-3 < worst[2]
+
+
+def test_without_checkpoints_the_exported_policy_is_the_last_version(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    report = verify(run)
+    assert [(v.version, v.weights) for v in report.versions][1:] == [(3, "policy")]
+    assert report.not_compared == {"weights_not_kept": 16} and report.off == []
+
+
+def test_one_falsified_number_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+) -> None:
+    call_id, rollout_id, stored = _falsify(run, names.BEHAVIOR_LOGPROBS, by=0.01)
+    (off,) = verify(run).off
+    assert (off.call.call_id, off.kind, off.differences.argmax()) == (call_id, "behavior", 1)
+    assert main(["verify", str(run)]) == 1
+    printed = capsys.readouterr().out
+    assert f"off: call {call_id} of rollout {rollout_id}, behavior log-prob of " in printed
+    assert f"response token 1: stored {stored + 0.01:.6f}, computed " in printed
+    assert printed.endswith("off by more than 0.001 nats: 1 of 20 calls\n")
+    assert main(["verify", str(run), "--tolerance", "0.02"]) == 0
+
+
+def test_a_falsified_sampling_logprob_and_a_missing_number_are_found(run: Path) -> None:
+    call_id, _, _ = _falsify(run, names.SAMPLING_LOGPROBS, by=0.01)
+    (off,) = verify(run).off
+    assert (off.call.call_id, off.kind) == (call_id, "sampling")
+    _falsify(run, names.BEHAVIOR_LOGPROBS, by=float("nan"))
+    assert np.isinf(verify(run).off[0].differences.max())
+
+
+def test_a_limit_is_spread_over_the_versions(trained: Path) -> None:
+    report = verify(trained, limit=10)
+    assert [v.version for v in report.versions] == [0, 2, 3]
+    assert report.not_compared["beyond_the_limit"] == 10
+    assert "not compared: 10 calls, beyond the limit" in as_text(report)
+
+
+def test_mistakes_give_one_sentence(
+    run: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+) -> None:
+    assert main(["verify", str(run / "nowhere")]) == 1
+    assert "has no config.yaml; expected the directory of a training run" in capsys.readouterr().err
+    assert main(["verify", str(run), "--limit", "0"]) == 2
+    assert main(["verify", str(run), "--tolerance", "nan"]) == 2
+    shutil.rmtree(run / "checkpoints")
+    with contextlib.closing(sqlite3.connect(run / "store.sqlite")) as db, db:
+        db.execute("DELETE FROM rollouts WHERE step IN (0, 3)")
+    with pytest.raises(VerifyError, match=r"no call that can be compared \(16 weights not kept\)"):
+        verify(run)
+
+
+def _falsify(run: Path, attribute: str, by: float) -> tuple[str, str, float]:
+    """Adds to the second number of a call of version 2: its id, its rollout, what it was."""
+    with contextlib.closing(sqlite3.connect(run / "store.sqlite")) as db, db:
+        call_id, rollout_id, text = db.execute(
+            "SELECT span_id, rollout_id, attributes FROM spans JOIN rollouts USING (rollout_id) "
+            "WHERE step = 2 AND phase = 'train' AND json_array_length(attributes, ?) > 1 LIMIT 1",
+            (f'$."{attribute}"',),
+        ).fetchone()
+        values = json.loads(text)
+        stored = values[attribute][1]
+        values[attribute][1] += by
+        db.execute(
+            "UPDATE spans SET attributes = ? WHERE span_id = ?", (json.dumps(values), call_id)
+        )
+    return call_id, rollout_id, stored
+
+
+def test_calls_of_lost_or_several_versions_are_counted() -> None:
+    one, lost, mixed = (StoredCall(transition([1], [2, 3], version=v), True) for v in (0, 1, 0))
+    changed = dataclasses.replace(mixed.transition, policy_versions=(0, 2))
+    sources = {version: Source("", lambda params: params) for version in (0, 2)}
+    kept, reasons = _with_known_weights([one, lost, StoredCall(changed, True)], sources)
+    assert kept == [one]
+    assert reasons == {"weights_not_kept": 1, "weights_changed_during_the_call": 1}
+
+
+def test_a_row_holds_one_call_and_each_target_its_node() -> None:
+    batch = _batch([StoredCall(transition([5, 6, 7], [8, 9]), True)], 2, 64)
+    assert batch.tokens[0, :6].tolist() == [5, 6, 7, 8, 9, 0]
+    assert batch.ends[0, :6].tolist() == [5, 5, 5, 5, 5, 6]  # padding sees itself only
+    # Node 2 (token 7) gives 8, node 3 (token 8) gives 9.
+    assert batch.target_nodes[0, :2].tolist() == [2, 3]
+    assert batch.target_ids[0, :2].tolist() == [8, 9]
+    assert batch.target_mask.sum(axis=1).tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "plain"),
+    [
+        ({}, True),
+        ({names.REQUEST_TEMPERATURE: 0.7}, False),
+        ({names.REQUEST_TOP_P: 0.9}, False),
+        ({names.REQUEST_TOP_K: 5}, False),
+        ({names.REQUEST_MIN_P: 0.1}, False),
+        ({names.ADJUSTED: True}, False),
+    ],
+)
+def test_only_calls_that_filter_nothing_are_plain(changes: dict, plain: bool) -> None:
+    settings = {
+        names.REQUEST_TEMPERATURE: 1.0,
+        names.REQUEST_TOP_P: 1.0,
+        names.REQUEST_TOP_K: 0,
+        names.REQUEST_MIN_P: 0.0,
+    }
+    call = Span("t", "call", None, "chat", 1, 2, settings | changes)
+    choice = Span("t", "choice", "call", "choice", 1, 2, {names.CHOICE_INDEX: 1})
+    spans = {"call": call, "choice": choice}
+    assert _is_plain("call", spans) is _is_plain("choice", spans) is plain
