@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from lightning_jax.config import ConfigError, RolloutConfig, ServeConfig
-from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.load import LoadedModel
 from lightning_jax.runner import (
     Runner,
@@ -20,8 +19,7 @@ from lightning_jax.runner import (
     run_rollouts,
 )
 from lightning_jax.serve.engine import Engine
-from lightning_jax.serve.loop import EngineLoop
-from lightning_jax.store import Store
+from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import Rollout
 
@@ -39,18 +37,10 @@ def _model_and_engine() -> tuple[LoadedModel, Engine]:
 @asynccontextmanager
 async def _runner(path: Path, function: str, **settings: object) -> AsyncIterator[Runner]:
     model, engine = _model_and_engine()
-    loop = EngineLoop(engine, model.params, 0, model.tokenizer, SERVE)
-    loop.start()
-    store = Store(path / "store.sqlite")
-    gateway = Gateway(loop, model.tokenizer, store, model_name="tiny", serve=SERVE)
-    await gateway.start()
-    try:
-        config = RolloutConfig(agent=f"{TOY}:{function}", **settings)  # type: ignore[arg-type]
-        yield Runner(load_agent(config.agent), gateway, store, config, seed=0, reuse_before=100)
-    finally:
-        await gateway.close()
-        loop.close()
-        store.close()
+    config = RolloutConfig(agent=f"{TOY}:{function}", **settings)  # type: ignore[arg-type]
+    agent = load_agent(config.agent)
+    async with run_service(path, model, engine, SERVE) as service:
+        yield Runner(agent, service.gateway, service.store, config, seed=0, reuse_before=100)
 
 
 async def _one(runner: Runner) -> Rollout:

@@ -11,15 +11,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from lightning_jax.config import ServeConfig
-from lightning_jax.gateway.app import Gateway, RolloutSettings
+from lightning_jax.gateway.app import RolloutSettings
 from lightning_jax.serve.engine import Engine
-from lightning_jax.serve.loop import EngineLoop
-from lightning_jax.store import Store
+from lightning_jax.testing.service import Service, run_service
 from lightning_jax.testing.tiny import tiny_model
 
 HERE = Path(__file__).parent
@@ -48,52 +45,43 @@ def environment(requirements: Path) -> Path:
     return place / "bin/python"
 
 
-@asynccontextmanager
-async def server() -> AsyncIterator[tuple[Gateway, Store]]:
-    """A gateway over a tiny random model."""
-    model = tiny_model(0)
-    loop = EngineLoop(Engine(model.config, SERVE), model.params, 0, model.tokenizer, SERVE)
-    with tempfile.TemporaryDirectory() as folder:
-        store = Store(Path(folder) / "store.sqlite")
-        gateway = Gateway(loop, model.tokenizer, store, model_name="tiny", serve=SERVE)
-        await gateway.start()
-        loop.start()
-        try:
-            yield gateway, store
-        finally:
-            await gateway.close()
-            loop.close()
-            store.close()
-
-
 async def main(names: list[str]) -> int:
     """How many clients failed."""
     tests = sorted(HERE.glob("test_*.py"))
     tests = [test for test in tests if not names or test.stem.removeprefix("test_") in names]
-    failed = []
-    async with server() as (gateway, store):
-        for number, test in enumerate(tests):
-            python = environment(requirements_of(test))
-            rollout_id = f"{test.stem}-{number}"
-            llm = gateway.open_rollout(RolloutSettings(rollout_id, seed=number))
-            variables = {
-                "LIGHTNING_BASE": gateway.url,
-                "LIGHTNING_ROLLOUT": llm.base_url.removesuffix("/v1"),
-                "LIGHTNING_KEY": llm.api_key,
-            }
-            # Our own conftest.py and plugins are not for these environments.
-            command = [python, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", HERE]
-            command += ["--noconftest", "-p", "no:cacheprovider", "-p", "no:asyncio", test]
-            process = await asyncio.create_subprocess_exec(
-                *command, env=os.environ | variables, cwd=HERE
-            )
-            code = await process.wait()
-            traffic = gateway.close_rollout(rollout_id)
-            spans = [span for span in store.spans(rollout_id) if span.parent_span_id is None]
-            print(f"{test.stem}: {traffic.num_calls} calls, {len(spans)} spans, {traffic}")
-            failed += [test.stem] * (code != 0)
+    model = tiny_model(0)
+    with tempfile.TemporaryDirectory() as folder:
+        async with run_service(Path(folder), model, Engine(model.config, SERVE), SERVE) as service:
+            failed = await _run_all(tests, service)
     print(f"{len(tests) - len(failed)} of {len(tests)} clients pass. Failed: {failed or 'none'}")
     return len(failed)
+
+
+async def _run_all(tests: list[Path], service: Service) -> list[str]:
+    """The names of the files that failed."""
+    gateway, failed = service.gateway, []
+    for number, test in enumerate(tests):
+        python = environment(requirements_of(test))
+        rollout_id = f"{test.stem}-{number}"
+        llm = gateway.open_rollout(RolloutSettings(rollout_id, seed=number))
+        variables = {
+            "LIGHTNING_BASE": gateway.url,
+            "LIGHTNING_ROLLOUT": llm.base_url.removesuffix("/v1"),
+            "LIGHTNING_KEY": llm.api_key,
+        }
+        # Our own conftest.py and plugins are not for these environments.
+        command = [python, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", HERE]
+        command += ["--noconftest", "-p", "no:cacheprovider", "-p", "no:asyncio"]
+        command += ["-o", "markers=clients", test]
+        process = await asyncio.create_subprocess_exec(
+            *command, env=os.environ | variables, cwd=HERE
+        )
+        code = await process.wait()
+        traffic = gateway.close_rollout(rollout_id)
+        spans = [span for span in service.store.spans(rollout_id) if span.parent_span_id is None]
+        print(f"{test.stem}: {traffic.num_calls} calls, {len(spans)} spans, {traffic}")
+        failed += [test.stem] * (code != 0)
+    return failed
 
 
 if __name__ == "__main__":

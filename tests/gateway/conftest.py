@@ -12,12 +12,10 @@ import pytest
 from gateway_bench import Bench, Connect, MakeBench
 
 from lightning_jax.config import ServeConfig
-from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.load import LoadedModel
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.engine import Engine
-from lightning_jax.serve.loop import EngineLoop
-from lightning_jax.store import Store
+from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import LLM
 
@@ -40,19 +38,13 @@ def make_bench(model: LoadedModel, engine: Engine, tmp_path: Path) -> MakeBench:
 
     @asynccontextmanager
     async def make(tokenizer: Tokenizer | None = None, **changes: Any) -> AsyncIterator[Bench]:
-        serve, words = replace(SERVE, **changes), tokenizer or model.tokenizer
-        loop = EngineLoop(engine, model.params, 3, words, serve)
-        loop.start()
-        store = Store(tmp_path / "store.sqlite")
-        gateway = Gateway(loop, words, store, model_name="tiny", serve=serve)
-        await gateway.start()
-        try:
-            async with aiohttp.ClientSession() as http:
-                yield Bench(gateway, loop, store, model, http)
-        finally:
-            await gateway.close()
-            loop.close()
-            store.close()
+        serve = replace(SERVE, **changes)
+        places = (tmp_path, model, engine, serve)
+        async with (
+            run_service(*places, version=3, tokenizer=tokenizer) as service,
+            aiohttp.ClientSession() as http,
+        ):
+            yield Bench(service.gateway, service.loop, service.store, model, http)
 
     return make
 
