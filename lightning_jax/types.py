@@ -47,6 +47,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     top_logprobs: int = 0  # alternatives of each token to report
     grammar: str | None = None  # the response's language, in llguidance's format
+    score_prompt: bool = False  # also give the log-probabilities of the prompt's own tokens
 
     def __post_init__(self) -> None:
         biases = [-100.0 <= bias <= 100.0 and token >= 0 for token, bias in self.logit_bias]
@@ -72,6 +73,17 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class PromptScores:
+    """Of each prompt token after the first, what the policy at temperature 1 gave it."""
+
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...]  # the likeliest tokens in its place
+
+    def __post_init__(self) -> None:
+        _same_length(self, "logprobs", "top_logprobs")
+
+
+@dataclass(frozen=True)
 class Completion:
     """One finished response of the engine, token by token. Left out, `forced` is all False and
     `top_logprobs` empty for each token.
@@ -85,6 +97,7 @@ class Completion:
     finish_reason: FinishReason
     forced: tuple[bool, ...] = ()  # True where the grammar left the sampler no choice
     top_logprobs: tuple[TopLogprobs, ...] = ()  # of the policy, as `behavior_logprobs`
+    prompt_scores: PromptScores | None = None  # where asked for
 
     def __post_init__(self) -> None:
         _fill(self, "forced", False, like="token_ids")

@@ -102,10 +102,11 @@ class JetStreamLoop:
         """As `EngineLoop.submit`, but ValueError for what JetStream's Driver has no place for."""
         if self._driver is None:
             raise EngineError("the engine loop does not run; expected start() before submit().")
-        if needs_adjusting(sampling):
+        if needs_adjusting(sampling) or sampling.score_prompt:
             raise ValueError(
-                "the request has a logit_bias, a penalty, top_logprobs or a grammar; expected none "
-                "under JetStream's Driver. Set serve.orchestrator=native."
+                "the request has a logit_bias, a penalty, a grammar, or asks for log-probs of the "
+                "prompt or of other tokens; expected none under JetStream's Driver. Set "
+                "serve.orchestrator=native."
             )
         ids = tuple(prompt_ids)
         self._intake.check_prompt(ids)

@@ -27,6 +27,7 @@ from lightning_jax.serve.radix import Node
 from lightning_jax.serve.response import Response, SampledToken
 from lightning_jax.serve.sampling import Sampled
 from lightning_jax.serve.scheduler import Admission, Scheduler
+from lightning_jax.serve.score import Scorer
 from lightning_jax.types import FinishReason, SamplingParams, TopLogprobs
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class EngineLoop:
         self._params, self._version, self._published = engine.place(params), version, version
         self._state = engine.init_state()
         self._prefixes = PrefixCache(engine, version)
+        self._scorer = Scorer(engine.config, engine.capacities)
         self._scheduler: Scheduler[_Request] = Scheduler(engine.num_slots)
         self._positions = np.zeros(engine.num_slots, np.int64)  # of the token decoded next
         self._retiring: list[_Request] = []
@@ -241,6 +243,8 @@ class EngineLoop:
         request, slot = admission.request, admission.slot
         *context, last = request.prompt
         start = start_of(last, len(context), request.sampling, request.seed)
+        if request.sampling.score_prompt:
+            request.response.prompt_scores = self._scorer(self._params, request.prompt)
         self._state, reuse = self._prefixes.restore(self._state, slot, context)
         self._let_go(request)
         prefix = None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from lightning_jax.models.tokenizer import StreamDecoder
-from lightning_jax.types import Completion, FinishReason, SamplingParams, TopLogprobs
+from lightning_jax.types import Completion, FinishReason, PromptScores, SamplingParams, TopLogprobs
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Response:
     limit: int
     tokens: list[SampledToken] = field(default_factory=list)
     text: str = ""
+    prompt_scores: PromptScores | None = None
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.sampling.stop)
@@ -104,6 +105,7 @@ class Response:
             finish_reason=reason,
             forced=tuple(token.forced for token in self.tokens),
             top_logprobs=tuple(token.top_logprobs for token in self.tokens),
+            prompt_scores=self.prompt_scores,
         )
 
 

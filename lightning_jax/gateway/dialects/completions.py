@@ -1,8 +1,7 @@
 """OpenAI's completions of plain prompts.
 
-`echo` with `logprobs` lists the prompt's tokens too, with null for their log-probabilities: the
-engine computes those of the tokens that it samples. `text_offset` counts from the start of a
-choice's own text.
+`echo` with `logprobs` gives the log-probabilities of the prompt's tokens too, with null for the
+first, which nothing comes before. `text_offset` counts from the start of a choice's own text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +24,7 @@ from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest, agent_of
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 from lightning_jax.serve.response import Chunk
-from lightning_jax.types import Completion
+from lightning_jax.types import Completion, PromptScores
 
 DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 5
@@ -50,6 +49,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     metadata = fields.field(body, "metadata", dict, {}, "an object")
     stream_options = fields.field(body, "stream_options", dict, {}, "an object")
     include_usage = fields.flag(stream_options, "include_usage")
+    echo = fields.flag(body, "echo")
     num_logprobs = fields.bounded(body, "logprobs", 0, 0, MAX_LOGPROBS)
     request = PolicyRequest(
         dialect="completions",
@@ -62,9 +62,15 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         stop=fields.strings(body, "stop"),
         logprobs=body.get("logprobs") is not None,
         top_logprobs=num_logprobs,
+        score_prompt=echo and body.get("logprobs") is not None,
         **sampling_fields(body),
     )
-    echo = fields.flag(body, "echo")
+    if request.score_prompt and request.stream:
+        raise invalid(
+            "echo asks for the prompt's logprobs and stream is true; expected one of the two, "
+            "since a stream begins before they are known.",
+            "echo",
+        )
     return request, lambda context: CompletionsReply(request, echo, include_usage, context)
 
 
@@ -86,7 +92,7 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str) or _is_ids(value):
         value = [value]
     if isinstance(value, list) and value and all(isinstance(p, str) or _is_ids(p) for p in value):
-        return tuple(_checked(p) if isinstance(p, str) else tuple(p) for p in value)
+        return tuple(p if isinstance(p, str) else tuple(p) for p in value)
     raise invalid(
         f"prompt is {fields.brief(value)}; expected a text, a list of token ids, or a list of "
         "either.",
@@ -102,14 +108,6 @@ def _is_ids(value: Any) -> bool:
     )
 
 
-def _checked(prompt: str) -> str:
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise invalid(
-            "prompt holds half of a surrogate pair; expected valid Unicode text.", "prompt"
-        )
-    return prompt
-
-
 @dataclass
 class _Transcript:
     """The tokens of one choice in the legacy shape. Feed it each token once, in order."""
@@ -122,18 +120,18 @@ class _Transcript:
     def __post_init__(self) -> None:
         self._decoder = StreamDecoder(self.tokenizer)
 
-    def prompt(self, token_ids: Sequence[int]) -> dict[str, list[Any]]:
+    def prompt(self, token_ids: Sequence[int], scores: PromptScores) -> dict[str, list[Any]]:
         """The entries of an echoed prompt, whose special tokens are part of the text."""
         tokens = [token_entry(i, 0.0, self.tokenizer)["token"] for i in token_ids]
         offsets = []
         for token_id, token in zip(token_ids, tokens, strict=True):
             special = token_id in self.tokenizer.special_ids
             offsets.append(self._place(token_id, token if special else ""))
-        nothing = [None] * len(tokens)
+        entries = logprob_entries(_scored(token_ids, scores), self.tokenizer, self.top)
         return {
             "tokens": tokens,
-            "token_logprobs": nothing,
-            "top_logprobs": list(nothing),
+            "token_logprobs": [None, *(entry["logprob"] for entry in entries)],
+            "top_logprobs": [None, *(_best(entry) for entry in entries)],
             "text_offset": offsets,
         }
 
@@ -151,6 +149,13 @@ class _Transcript:
         place = self._length
         self._length += len(self._decoder.push(token_id)) + len(shown)
         return place
+
+
+def _scored(token_ids: Sequence[int], scores: PromptScores) -> Chunk:
+    """The prompt's tokens after the first, as if they had been sampled."""
+    ids, logprobs = tuple(token_ids[1:]), scores.logprobs
+    nothing = (False,) * len(ids)
+    return Chunk("", ids, logprobs, logprobs, (0,) * len(ids), nothing, scores.top_logprobs)
 
 
 def _best(entry: dict[str, Any]) -> dict[str, float]:
@@ -174,7 +179,7 @@ class CompletionsReply:
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(answers):
-            prompt = self._prompt_choice(index)
+            prompt = self._prompt_choice(index, answer.completion.prompt_scores)
             choices.append(
                 _joined(prompt, self._choice(index, answer.text, answer.completion))
                 | {"finish_reason": answer.finish_reason}
@@ -189,7 +194,7 @@ class CompletionsReply:
     def opening(self) -> Iterable[Event]:
         if self.echo or self.request.return_token_ids:
             for index in range(len(self.context.prompt_ids)):
-                yield self._chunk([self._prompt_choice(index)])
+                yield self._chunk([self._prompt_choice(index, None)])
 
     def delta(self, delta: Delta) -> Iterable[Event]:
         wants_tokens = self.request.logprobs or self.request.return_token_ids
@@ -202,7 +207,7 @@ class CompletionsReply:
         if self.include_usage:
             yield self._chunk([], {"usage": self._usage(answers)})
 
-    def _prompt_choice(self, index: int) -> dict[str, Any]:
+    def _prompt_choice(self, index: int, scores: PromptScores | None) -> dict[str, Any]:
         """What a choice says of its prompt."""
         prompt_ids, tokenizer = self.context.prompt_ids[index], self.context.tokenizer
         choice = _choice(index, "")
@@ -211,8 +216,8 @@ class CompletionsReply:
             sent = self.request.prompts[index // self.request.num_choices]
             is_text = isinstance(sent, str)
             choice["text"] = sent if is_text else tokenizer.decode(sent, skip_special=False)
-            if self.request.logprobs:
-                choice["logprobs"] = self._transcript(index).prompt(prompt_ids)
+            if scores is not None:
+                choice["logprobs"] = self._transcript(index).prompt(prompt_ids, scores)
         if self.request.return_token_ids:
             choice |= {"prompt_token_ids": list(prompt_ids), "token_ids": []}
         return choice

@@ -96,7 +96,9 @@ async def test_a_stream_says_what_a_whole_answer_says(
     bench: Bench, connect: Connect, echo: bool
 ) -> None:
     client = connect(LLM(f"{bench.gateway.url}/v1", "right-key", "policy"))
-    fields: Any = {"prompt": ["once", [117, 112]], "echo": echo, "logprobs": 1, "n": 2}
+    logprobs_asked = None if echo else 1
+    fields: Any = {"prompt": ["once", [117, 112]], "echo": echo, "n": 2}
+    fields |= {"logprobs": logprobs_asked}
     fields = BODY | fields
     whole = await client.completions.create(**fields)
     stream = await client.completions.create(
@@ -117,7 +119,9 @@ async def test_a_stream_says_what_a_whole_answer_says(
     assert finish == {choice.index: choice.finish_reason for choice in whole.choices}
     assert usage == whole.usage
     for choice, streamed in zip(whole.choices, logprobs, strict=True):
-        assert choice.logprobs
+        assert (choice.logprobs is None) == echo
+        if choice.logprobs is None:
+            continue
         said = choice.logprobs.to_dict()
         for key in ("tokens", "text_offset"):
             assert streamed[key] == said[key]
@@ -137,9 +141,23 @@ async def test_an_echo_begins_with_the_prompt(bench: Bench) -> None:
     assert entries["tokens"][0] == "<|im_start|>"
     # The two bytes of é are two tokens, and both begin where é does.
     assert entries["text_offset"][:4] == [0, 12, 12, 13]
-    assert entries["token_logprobs"][:3] == entries["top_logprobs"][:3] == [None] * 3
-    assert all(value < 0 for value in entries["token_logprobs"][3:])
-    assert all(len(top) == 1 for top in entries["top_logprobs"][3:])
+    assert entries["token_logprobs"][0] is None is entries["top_logprobs"][0]
+    assert all(value < 0 for value in entries["token_logprobs"][1:])
+    assert all(len(top) == 1 for top in entries["top_logprobs"][1:])
+
+
+async def test_an_echoed_prompt_is_scored_as_it_was_sampled(bench: Bench) -> None:
+    fields = {"prompt": [5, 6, 7], "temperature": 0.0, "logprobs": 2, "return_token_ids": True}
+    fields |= {"logit_bias": {"258": -100}}
+    said = (await _post(bench, **fields))["choices"][0]
+    longer = [5, 6, 7, *said["token_ids"]]
+    again = await _post(bench, **(fields | {"prompt": longer, "echo": True, "max_tokens": 1}))
+    entries = again["choices"][0]["logprobs"]
+    sampled = said["logprobs"]["token_logprobs"]
+    assert entries["token_logprobs"][3 : 3 + len(sampled)] == pytest.approx(sampled, abs=1e-5)
+    assert len(entries["tokens"]) == len(longer) + 1
+    best = entries["top_logprobs"][3]
+    assert best == pytest.approx(said["logprobs"]["top_logprobs"][0], abs=1e-5)
 
 
 def test_offsets_of_a_known_answer() -> None:
@@ -166,13 +184,13 @@ def test_offsets_of_a_known_answer() -> None:
         ({"prompt": [True]}, "prompt", "prompt is [True]"),
         ({"prompt": [-1]}, "prompt", "prompt is [-1]"),
         ({"prompt": [2**70]}, "prompt", "prompt is [1180591620717411303424]"),
-        ({"prompt": "\ud800"}, "prompt", "half of a surrogate pair"),
         ({"suffix": "end"}, "suffix", "expected it left out"),
         ({"best_of": 2}, "best_of", "best_of is 2 and n is 1"),
         ({"logprobs": 6}, "logprobs", "logprobs is 6; expected 0 to 5"),
         ({"logprobs": True}, "logprobs", "expected an integer"),
         ({"n": 0}, "n", "n is 0"),
         ({"echo": "yes"}, "echo", "expected true or false"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo", "expected one of the two"),
         ({"model": "gpt"}, "model", "model is 'gpt'"),
     ],
 )

@@ -1,0 +1,52 @@
+"""What the policy thinks of a prompt's own tokens: log-probabilities, and the likeliest ones."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from lightning_jax.models.transformer import DecoderConfig, forward, unembed
+from lightning_jax.serve.sampling import Likeliest, likeliest
+from lightning_jax.types import PromptScores
+
+ROWS = 64  # positions whose logits are in memory at once
+
+
+class Scorer:
+    """Scores whole prompts. It compiles at the first prompt of a length, not in the warm-up:
+    training never asks.
+    """
+
+    def __init__(self, config: DecoderConfig, lengths: Sequence[int]) -> None:
+        self._lengths = sorted(lengths)
+        self._score = jax.jit(partial(_score, config=config))
+
+    def __call__(self, params: Any, ids: Sequence[int]) -> PromptScores:
+        """The scores of each of `ids` after the first, at temperature 1. Waits for them."""
+        length = next(n for n in self._lengths if n >= len(ids))
+        tokens = np.zeros(length, np.int32)
+        tokens[: len(ids)] = ids
+        logprobs, best = jax.device_get(self._score(params, tokens))
+        pairs = zip(best.ids.tolist(), best.logprobs.tolist(), strict=True)
+        top = [tuple(zip(row_ids, row, strict=True)) for row_ids, row in pairs]
+        return PromptScores(tuple(logprobs.tolist()[: len(ids) - 1]), tuple(top[: len(ids) - 1]))
+
+
+def _score(
+    params: Any, tokens: Int32[Array, " T"], *, config: DecoderConfig
+) -> tuple[Float[Array, " T"], Likeliest]:
+    """Row i is about token i + 1, given the tokens up to i; the last row means nothing."""
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)
+    hidden, _ = forward(params, config, tokens[None], positions[None])
+
+    def row(hidden_and_next: Any) -> Any:
+        state, following = hidden_and_next
+        logits = unembed(params, config, state[None])
+        logprob = logits[0, following] - jax.nn.logsumexp(logits[0])
+        return logprob, jax.tree.map(lambda leaf: leaf[0], likeliest(logits))
+
+    return jax.lax.map(row, (hidden[0], jnp.roll(tokens, -1)), batch_size=ROWS)
