@@ -47,6 +47,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     top_logprobs: int = 0  # alternatives of each token to report
     grammar: str | None = None  # the response's language, in llguidance's format
+    ignore_eos: bool = False  # go on past an end-of-turn token, as benchmarks do
     score_prompt: bool = False  # also give the log-probabilities of the prompt's own tokens
 
     def __post_init__(self) -> None:
@@ -67,6 +68,11 @@ class SamplingParams:
                 f"between 0 and {MAX_TOP_LOGPROBS}",
             ),
             ("grammar", self.grammar != "", "None (off) or a grammar's text"),
+            (
+                "ignore_eos",
+                not self.ignore_eos or self.grammar is None,
+                "False where a grammar says when the response is complete",
+            ),
         ):
             if not ok:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}.")

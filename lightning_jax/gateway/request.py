@@ -76,6 +76,7 @@ class PolicyRequest:
     frequency_penalty: float = 0.0
     logprobs: bool = False
     top_logprobs: int = 0
+    ignore_eos: bool = False
     score_prompt: bool = False  # the log-probabilities of the prompt's tokens, too
     stream: bool = False
     return_token_ids: bool = False

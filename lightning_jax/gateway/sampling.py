@@ -39,6 +39,7 @@ def sampling_params(
                 frequency_penalty=request.frequency_penalty,
                 top_logprobs=request.top_logprobs,
                 grammar=grammar,
+                ignore_eos=request.ignore_eos,
                 score_prompt=request.score_prompt,
             )
             for index, (room, _) in enumerate(places)

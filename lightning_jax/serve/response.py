@@ -84,7 +84,7 @@ class Response:
         self.tokens.append(token)
         text = self.decoder.push(token.token_id)
         reason: FinishReason | None = None
-        if token.token_id in self.eos_ids:
+        if token.token_id in self.eos_ids and not self.sampling.ignore_eos:
             reason = "stop"
         elif len(self.tokens) >= self.limit:
             reason = "length"

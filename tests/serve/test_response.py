@@ -50,6 +50,13 @@ def test_text_held_back_for_a_stop_string_appears_if_none_comes():
 
 def test_end_of_turn_is_kept_as_token_and_not_shown():
     eos = min(TOKENIZER.eos_ids)
+    sampling = SamplingParams(ignore_eos=True)
+    going_on = Response(StreamDecoder(TOKENIZER), TOKENIZER.eos_ids, sampling, 3)
+    assert [going_on.push(SampledToken(t, 0.0, 0.0, 0))[1] for t in (eos, 5, eos)] == [
+        None,
+        None,
+        "length",
+    ]
     completion, _ = respond([*TOKENIZER.encode("hi"), eos])
     assert (completion.text, completion.finish_reason) == ("hi", "stop")
     assert completion.token_ids[-1] == eos

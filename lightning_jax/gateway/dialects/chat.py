@@ -49,7 +49,7 @@ _KNOWN = {
     *("messages", "model", "tools", "n", "stop", "seed", "temperature", "top_p", "top_k", "min_p"),
     *("max_tokens", "max_completion_tokens", "stream", "stream_options", "logprobs", "metadata"),
     *("top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty", "response_format"),
-    *("tool_choice", "parallel_tool_calls", "return_token_ids"),
+    *("tool_choice", "parallel_tool_calls", "return_token_ids", "ignore_eos"),
     *_UNSUPPORTED,
     *HARMLESS,
 }

@@ -31,7 +31,7 @@ MAX_LOGPROBS = 5
 _KNOWN = {
     *("model", "prompt", "suffix", "max_tokens", "n", "best_of", "echo", "logprobs", "stop"),
     *("seed", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "stream", "stream_options", "metadata", "return_token_ids"),
+    *("logit_bias", "stream", "stream_options", "metadata", "return_token_ids", "ignore_eos"),
     *HARMLESS,
 }
 

@@ -37,6 +37,7 @@ def sampling_fields(body: fields.Body) -> dict[str, Any]:
         "logit_bias": logit_bias(body),
         "stream": fields.flag(body, "stream"),
         "return_token_ids": fields.flag(body, "return_token_ids"),
+        "ignore_eos": fields.flag(body, "ignore_eos"),
     }
 
 
