@@ -79,10 +79,12 @@ class CacheView(NamedTuple):
 
 
 def write_rows(
-    cache: Float[Array, "B C K D"], new: Float[Array, "B T K D"], positions: Int[Array, "B T"]
-) -> Float[Array, "B C K D"]:
-    """The cache with `new` at `positions` of each row; positions outside 0..C-1 write nothing."""
-    rows = jnp.arange(cache.shape[0])[:, None]
+    cache: Float[Array, "S C K D"], new: Float[Array, "B T K D"], positions: Int[Array, "B T"]
+) -> Float[Array, "S C K D"]:
+    """The cache with `new` at `positions` of its first B rows; positions outside 0..C-1 write
+    nothing.
+    """
+    rows = jnp.arange(new.shape[0])[:, None]
     # A negative index would count from the end.
     target = jnp.where(positions < 0, cache.shape[1], positions)
     return cache.at[rows, target].set(new.astype(cache.dtype), mode="drop")
@@ -90,11 +92,14 @@ def write_rows(
 
 def attend_cache(
     queries: Float[Array, "B T H D"],
-    keys: Float[Array, "B C K D"],
-    values: Float[Array, "B C K D"],
+    keys: Float[Array, "S C K D"],
+    values: Float[Array, "S C K D"],
     view: CacheView,
 ) -> Float[Array, "B T H D"]:
-    """Attention to the cache entries at indices up to each token's own position."""
+    """Attention to the entries of the cache's first B rows, at indices up to each token's own
+    position.
+    """
+    keys, values = keys[: queries.shape[0]], values[: queries.shape[0]]
     full = keys.shape[1]
     length = full if view.attend_len is None else min(view.attend_len, full)
     # Padding sees index 0, so that it does not make real queries walk blocks that are empty.

@@ -242,11 +242,11 @@ def forward(
     """Hidden states after the final norm, and the given cache with these tokens written.
 
     Without a cache, node i of a row sees node j iff `j <= i < ends[j]` (plain causal without
-    `ends`); `positions` only turn queries and keys. With a cache, row b goes to cache row b at
-    index = position, and each token sees the indices up to its own, of the first `attend_len` where
-    given. A position of C or more marks padding: nothing is written and its hidden state means
-    nothing. Donate the cache at the jit boundary. `remat` keeps less for the backward pass and
-    computes the layers once more instead.
+    `ends`); `positions` only turn queries and keys. With a cache, which may have more rows, row b
+    goes to cache row b at index = position, and each token sees the indices up to its own, of the
+    first `attend_len` where given. A position of C or more marks padding: nothing is written and
+    its hidden state means nothing. Donate the cache at the jit boundary. `remat` keeps less for the
+    backward pass and computes the layers once more instead.
     """
     if remat and cache is None:
         return _forward_recomputing(params, config, tokens, positions, ends), None

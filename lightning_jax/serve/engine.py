@@ -93,6 +93,7 @@ class Engine:
         lengths = {min(bucket, serve.max_len) for bucket in serve.prefill_buckets}
         self.buckets = tuple(sorted(lengths))
         self.capacities = _capacities(serve.max_len)
+        self.slot_counts = _slot_counts(serve.slots)
         self._dtype = jnp.dtype(dtype)
         self._plain, self._cache = _shardings(mesh, config)
         self.pages = PageCopier(config, serve, self._dtype, self._cache)
@@ -116,13 +117,13 @@ class Engine:
         self._retire = jax.jit(_retire, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(
             generate,
-            static_argnames="attend_len",
+            static_argnames=("attend_len", "rows"),
             donate_argnums=1,
             out_shardings=(state, plain),
         )
         # Its own program, because most steps need neither the bias nor the likeliest tokens.
         self._generate_biased = jax.jit(
-            partial(generate, attend_len=self.max_len),
+            partial(generate, attend_len=self.max_len, rows=self.num_slots),
             donate_argnums=1,
             out_shardings=(state, plain),
         )
@@ -200,18 +201,22 @@ class Engine:
         state: DecodeState,
         longest: int | None = None,
         bias: Float32[np.ndarray, "S V"] | None = None,
+        num_slots: int | None = None,
     ) -> tuple[DecodeState, Sampled]:
         """One token for every active slot; rows of the others stay as they are. Donates `state`.
 
         `longest` bounds the number of tokens of any active row, this step's included; less of the
-        cache is read. `bias` is added to the logits before all else, -inf forbids a token; with it
-        the result holds the likeliest tokens too, and `longest` saves nothing. It must not change
-        before the step is done.
+        cache is read. With `num_slots` only that many first slots may be active; the step is that
+        much smaller, and its result has at least that many rows. `bias` is added to the logits
+        before all else, -inf forbids a token; with it the result holds the likeliest tokens too,
+        and `longest` and `num_slots` save nothing. It must not change before the step is done.
         """
         if bias is not None:
             return self._generate_biased(params, state, bias)
         attend_len = self.capacity_for(self.max_len if longest is None else longest)
-        return self._generate(params, state, attend_len=attend_len)
+        wanted = self.num_slots if num_slots is None else num_slots
+        rows = next(n for n in self.slot_counts if n >= wanted)
+        return self._generate(params, state, attend_len=attend_len, rows=rows)
 
     def retire(self, state: DecodeState, slots: Iterable[int]) -> DecodeState:
         """The state with these slots inactive; their rows stay readable. Donates `state`."""
@@ -243,7 +248,8 @@ class Engine:
                 prefix = Prefix(cache, 0)
             state = self.insert(prefix, state, 0, start)
             self.extract(state, 0, 0, capacity)
-            state, _ = self.generate(params, state, capacity)
+            for count in self.slot_counts:
+                state, _ = self.generate(params, state, capacity, num_slots=count)
         bias = np.zeros((self.num_slots, self.config.vocab_size), np.float32)
         state, _ = self.generate(params, state, bias=bias)
         return jax.block_until_ready(self.retire(state, range(self.num_slots)))
@@ -270,6 +276,16 @@ def _capacities(max_len: int) -> tuple[int, ...]:
         shorter.append(length)
         length *= 2
     return (*shorter, max_len)
+
+
+def _slot_counts(slots: int) -> tuple[int, ...]:
+    """How many slots decode programs are compiled for: 16 gives 1, 4, 16."""
+    fewer = []
+    count = 1
+    while count < slots:
+        fewer.append(count)
+        count *= 4
+    return (*fewer, slots)
 
 
 def _shardings(mesh: jax.sharding.Mesh | None, config: DecoderConfig) -> tuple[Any, Any]:
@@ -352,9 +368,13 @@ def _generate(
     *,
     config: DecoderConfig,
     attend_len: int,
+    rows: int,
 ) -> tuple[DecodeState, Sampled]:
-    """Feeds each active slot's next token and samples the one after it."""
-    slots, active = state.slots, state.active
+    """Feeds the next token of each active one of the first `rows` slots, and samples the one after
+    it.
+    """
+    first = (state.slots, state.active, state.counts)
+    slots, active, counts = jax.tree.map(lambda leaf: leaf[:rows], first)
     # An inactive slot writes past the end, that is nowhere: other requests may copy its row.
     positions = jnp.where(active, slots.position, state.cache.keys[0].shape[1])
     hidden, cache = forward(
@@ -367,7 +387,7 @@ def _generate(
     )
     logits = unembed(params, config, hidden[:, 0])
     keys = jax.vmap(jax.random.fold_in)(
-        jax.random.wrap_key_data(slots.key, impl="threefry2x32"), state.counts
+        jax.random.wrap_key_data(slots.key, impl="threefry2x32"), counts
     )
     temperature = jnp.where(active, slots.temperature, 0.0)  # greedy is cheapest
     sampled = sample(logits, keys, temperature, slots.top_p, slots.top_k, slots.min_p, bias)
@@ -375,8 +395,8 @@ def _generate(
         sampled = replace(sampled, likeliest=likeliest(logits))
     step = active.astype(jnp.int32)
     slots = replace(
-        slots,
-        token=jnp.where(active, sampled.tokens, slots.token),
-        position=slots.position + step,
+        state.slots,
+        token=state.slots.token.at[:rows].set(jnp.where(active, sampled.tokens, slots.token)),
+        position=state.slots.position.at[:rows].add(step),
     )
-    return DecodeState(cache, slots, state.counts + step, active), sampled
+    return DecodeState(cache, slots, state.counts.at[:rows].add(step), state.active), sampled

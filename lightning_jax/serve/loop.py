@@ -273,7 +273,9 @@ class EngineLoop:
         slots = np.fromiter(running, np.int64, len(running))
         longest = int(self._positions[slots].max()) + 1
         bias = self._bias(running)
-        self._state, sampled = self._engine.generate(self._params, self._state, longest, bias)
+        self._state, sampled = self._engine.generate(
+            self._params, self._state, longest, bias, num_slots=max(running) + 1
+        )
         sampled = jax.device_get(sampled)  # the step's one transfer, which waits for it
         self._positions[slots] += 1
         self._counts["steps"] += 1

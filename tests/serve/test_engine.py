@@ -127,6 +127,26 @@ def test_reading_less_of_the_cache_changes_nothing():
     np.testing.assert_allclose(less.behavior_logprobs[0], all_.behavior_logprobs[0], atol=1e-6)
 
 
+def test_stepping_fewer_slots_changes_nothing(model, engine):
+    params = engine.place(model.params)
+    assert engine.slot_counts == (1, 4)
+    results = []
+    for num_slots in (1, 2, None):
+        state = begin(engine, params, engine.init_state(), 0, [1, 2, 3, 4], SamplingParams())
+        steps = []
+        for _ in range(5):
+            state, sampled = engine.generate(params, state, num_slots=num_slots)
+            steps.append((int(sampled.tokens[0]), float(sampled.behavior_logprobs[0])))
+        results.append(steps)
+        assert state.slots.position.tolist() == [8, 0, 0, 0]
+        assert state.counts.tolist() == [5, 0, 0, 0]
+    for steps in results[:2]:
+        assert [token for token, _ in steps] == [token for token, _ in results[2]]
+        np.testing.assert_allclose(
+            [logprob for _, logprob in steps], [logprob for _, logprob in results[2]], atol=1e-5
+        )
+
+
 def test_a_bias_of_one_slot_does_not_reach_the_others(model, engine):
     params = engine.place(model.params)
     plain = SamplingParams(temperature=1.0, top_p=0.9)
@@ -173,8 +193,9 @@ def test_nothing_compiles_after_warmup():
     for slot, length in ((0, 1), (1, 7), (0, 30), (1, 290)):
         state = begin(engine, params, state, slot, list(range(length))[-250:] * 1)
         state, _ = engine.generate(params, state, length + 1)
+        state, _ = engine.generate(params, state, length + 2, num_slots=1)
         bias = np.full((2, model.config.vocab_size), length, np.float32)
-        state, _ = engine.generate(params, state, length + 2, bias)
+        state, _ = engine.generate(params, state, length + 3, bias)
         prefix = engine.extract(state, slot, length - 1, 299)
         state = engine.insert(prefix, state, 1 - slot, start_of(1, length - 1, GREEDY, 0))
         state = engine.activate(state, slot, start_of(1, 0, GREEDY, 0))
