@@ -43,7 +43,8 @@ def test_without_memory_it_is_the_templates_text() -> None:
 
 def test_sampled_ids_come_back_though_their_text_encodes_otherwise() -> None:
     # A vocabulary in which "ab" is one token, but the policy sampled "a" and "b".
-    alphabet = [*TOKENIZER._backend.get_vocab()][:256]
+    alphabet = [t for t in TOKENIZER._backend.get_vocab() if len(t) == 1]  # not the specials
+    assert len(alphabet) == 256
     backend = byte_level_bpe([*sorted(alphabet), "ab"], ["a b"], "gpt-2")
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     vocabulary = backend.get_vocab()
