@@ -65,7 +65,11 @@ def _load(config: ServerConfig) -> tuple[EngineLoop, Tokenizer]:
 async def _until_stopped(loop: EngineLoop, drain_s: float) -> None:
     with _signals() as stop:
         await stop.wait()
-        log.info("finishing what runs, for %g s at most; once more ends it now", drain_s)
+        if not (open_requests := _open_requests(loop)):
+            return
+        log.info(
+            "finishing %d requests, for %g s at most; once more ends it now", open_requests, drain_s
+        )
         stop.clear()
         drained, again = asyncio.create_task(loop.drain()), asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait(
@@ -74,9 +78,12 @@ async def _until_stopped(loop: EngineLoop, drain_s: float) -> None:
         for task in (drained, again):
             task.cancel()
         if drained not in done:
-            stats = loop.stats()
-            open_now = stats["serve/running"] + stats["serve/queue_depth"]
-            log.warning("%d requests were cut off", open_now)
+            log.warning("%d requests were cut off", _open_requests(loop))
+
+
+def _open_requests(loop: EngineLoop) -> int:
+    stats = loop.stats()
+    return int(stats["serve/running"] + stats["serve/queue_depth"])
 
 
 @contextmanager

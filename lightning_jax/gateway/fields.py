@@ -91,6 +91,11 @@ def bounded(body: Mapping[str, Any], name: str, default: int, low: int, high: in
     return value
 
 
+def top_k(body: Mapping[str, Any], name: str = "top_k") -> int:
+    """The number of tokens to choose from; 0 for no limit, which some clients write as -1."""
+    return min(max(0, integer(body, name) or 0), MAX_INT32)
+
+
 def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """A string or a list of strings, as a tuple."""
     value = body.get(name)
@@ -134,9 +139,8 @@ def brief(value: Any) -> str:
 
 
 def _is_huge(value: Any) -> bool:
-    return (
-        isinstance(value, int) and value.bit_length() > 256
-    )  # Python refuses to print the longest
+    # Python refuses to print the longest.
+    return isinstance(value, int) and value.bit_length() > 256
 
 
 def warn_unknown(dialect: str, body: Mapping[str, Any], known: Collection[str]) -> None:

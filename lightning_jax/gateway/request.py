@@ -11,7 +11,6 @@ AGENT_HEADER = "x-agent-name"
 MAX_CHOICES = 64
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
-MAX_INT32 = 2**31 - 1
 
 JsonSchema = dict[str, Any]
 
@@ -60,9 +59,7 @@ class PolicyRequest:
     functions: tuple[Function, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
-    output_schema: JsonSchema | None = (
-        None  # the answer must be JSON of this schema; {}: any object
-    )
+    output_schema: JsonSchema | None = None  # what JSON the answer must be; {}: any object
     num_choices: int = 1  # of each prompt
     max_tokens: int | None = None
     temperature: float = 1.0

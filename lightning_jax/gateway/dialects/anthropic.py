@@ -18,7 +18,6 @@ from lightning_jax.gateway.dialects.chat_form import add_assistant, arguments_of
 from lightning_jax.gateway.dialects.openai_common import completion_tokens, output_schema
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import (
-    POLICY,
     Function,
     PolicyRequest,
     ToolChoice,
@@ -27,7 +26,6 @@ from lightning_jax.gateway.request import (
 )
 from lightning_jax.types import Message
 
-_ID_PREFIX = "msg_"
 # Fields that ask for what no text policy can do, each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 _KNOWN = {
@@ -77,17 +75,17 @@ def _request(body: fields.Body, sender: Sender, max_tokens: int | None) -> Polic
     return PolicyRequest(
         dialect="anthropic",
         model=model,
-        id_prefix=_ID_PREFIX,
+        id_prefix="msg_",
         agent=agent_of(model, sender.model_name, sender.headers, metadata),
         messages=_messages(body),
-        functions=() if choice.mode == "none" else _functions(body),
+        functions=_functions(body),
         tool_choice=choice,
         parallel_tool_calls=parallel,
         output_schema=output_schema(form, "output_config.format"),
         max_tokens=max_tokens,
         temperature=fields.number(body, "temperature", 1.0),
         top_p=fields.number(body, "top_p", 1.0),
-        top_k=min(max(0, fields.integer(body, "top_k") or 0), fields.MAX_INT32),
+        top_k=fields.top_k(body),
         stop=fields.strings(body, "stop_sequences"),
         stream=fields.flag(body, "stream"),
     )
@@ -273,7 +271,7 @@ class MessagesReply:
 
     def _message(self, content: list[Any], stop: dict[str, Any], sampled: int) -> dict[str, Any]:
         return {
-            "id": f"{_ID_PREFIX}{self._context.token}",
+            "id": self._request.id_prefix + self._context.token,
             "type": "message",
             "role": "assistant",
             "model": self._request.model,
@@ -312,7 +310,7 @@ class MessagesReply:
 
 
 def _models(body: fields.Body, sender: Sender) -> Any:
-    names = list(dict.fromkeys((POLICY, sender.model_name)))
+    names = sender.model_names
     entries = [_model_entry(name) for name in names]
     return {"data": entries, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 

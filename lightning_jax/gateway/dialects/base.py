@@ -13,7 +13,7 @@ from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.conversations import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import Body
-from lightning_jax.gateway.request import PolicyRequest
+from lightning_jax.gateway.request import POLICY, PolicyRequest
 from lightning_jax.models.tokenizer import Tokenizer
 
 
@@ -33,6 +33,11 @@ class Sender:
     max_len: int = 0  # tokens that a prompt and its response may have together
     # Tokens of a request's prompt, for dialects that tell before they answer. Raises ApiError.
     count_tokens: Callable[[PolicyRequest], int] = _no_policy
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What a request may name, as a listing shows it."""
+        return tuple(dict.fromkeys((POLICY, self.model_name)))
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from lightning_jax.gateway.dialects.base import (
 )
 from lightning_jax.gateway.dialects.openai_common import (
     HARMLESS,
-    MAX_TOP_LOGPROBS,
     completion_tokens,
     fingerprint,
-    function_of,
+    functions_of,
     logprob_entries,
     output_schema,
     sampling_fields,
@@ -27,24 +26,22 @@ from lightning_jax.gateway.dialects.openai_common import (
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import (
     MAX_CHOICES,
-    POLICY,
-    Function,
     PolicyRequest,
     ToolChoice,
     agent_of,
     check_model,
 )
+from lightning_jax.types import MAX_TOP_LOGPROBS
 
 # Fields that ask for what no text policy can do, each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (None,),
-    "function_call": (None, "none", "auto"),
-    "functions": (None, []),
-    "modalities": (None, ["text"]),
-    "repetition_penalty": (None, 1),
-    "web_search_options": (None,),
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "repetition_penalty": (1,),
+    "web_search_options": (),
 }
-_ID_PREFIX = "chatcmpl-"
 _KNOWN = {
     *("messages", "model", "tools", "n", "stop", "seed", "temperature", "top_p", "top_k", "min_p"),
     *("max_tokens", "max_completion_tokens", "stream", "stream_options", "logprobs", "metadata"),
@@ -57,7 +54,7 @@ _KNOWN = {
 
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """The request in a chat body. Raises ApiError that names the first wrong field."""
-    _refuse_unsupported(body)
+    fields.refuse_unsupported(body, _UNSUPPORTED)
     fields.warn_unknown("chat", body, _KNOWN)
     messages = body.get("messages")
     if not isinstance(messages, list):
@@ -67,15 +64,14 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     stream_options = fields.field(body, "stream_options", dict, {}, "an object")
     include_usage = fields.flag(stream_options, "include_usage")
     limit = fields.integer(body, "max_tokens")
-    choice = _tool_choice(body)
     request = PolicyRequest(
         dialect="chat",
         model=model,
-        id_prefix=_ID_PREFIX,
+        id_prefix="chatcmpl-",
         agent=agent_of(model, sender.model_name, sender.headers, metadata),
         messages=tuple(messages),
-        functions=_functions(body),
-        tool_choice=choice,
+        functions=functions_of(body),
+        tool_choice=_tool_choice(body),
         parallel_tool_calls=fields.flag(body, "parallel_tool_calls", True),
         output_schema=_output_schema(body),
         num_choices=fields.bounded(body, "n", 1, 1, MAX_CHOICES),
@@ -88,34 +84,11 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     return request, lambda context: ChatReply(request, include_usage, context)
 
 
-def _refuse_unsupported(body: fields.Body) -> None:
-    for name, harmless in _UNSUPPORTED.items():
-        if body.get(name) not in harmless:
-            raise invalid(
-                f"{name} is {fields.brief(body[name])}, which this server cannot do; expected it "
-                "left out.",
-                name,
-                "unsupported_parameter",
-            )
-
-
 def _top_logprobs(body: fields.Body) -> int:
     number = fields.bounded(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
     if number and not fields.flag(body, "logprobs"):
         raise invalid(f"top_logprobs is {number} without logprobs; set it to true.", "top_logprobs")
     return number
-
-
-def _functions(body: fields.Body) -> tuple[Function, ...]:
-    found = []
-    for index, tool in enumerate(fields.objects(body, "tools")):
-        where = f"tools[{index}]"
-        if tool.get("type", "function") != "function" or not isinstance(tool.get("function"), dict):
-            raise invalid(
-                f"{where} is {fields.brief(tool)}; expected an object of type function.", "tools"
-            )
-        found.append(function_of(tool["function"], f"{where}.function"))
-    return tuple(found)
 
 
 def _tool_choice(body: fields.Body) -> ToolChoice:
@@ -201,7 +174,7 @@ class ChatReply:
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {
-            "id": _ID_PREFIX + self.context.token,
+            "id": self.request.id_prefix + self.context.token,
             "object": kind,
             "created": self.context.created,
             "model": self.request.model,
@@ -254,7 +227,7 @@ def _choice(index: int, delta: dict[str, Any], finish_reason: str | None = None)
 
 
 def _models(body: fields.Body, sender: Sender) -> Any:
-    entries = [_model_entry(name) for name in dict.fromkeys((POLICY, sender.model_name))]
+    entries = [_model_entry(name) for name in sender.model_names]
     return {"object": "list", "data": entries}
 
 

@@ -25,19 +25,18 @@ from lightning_jax.gateway.dialects.gemini_input import (
 )
 from lightning_jax.gateway.dialects.gemini_schema import camel
 from lightning_jax.gateway.dialects.openai_common import (
-    MAX_TOP_LOGPROBS,
     MIN_LOGPROB,
     completion_tokens,
 )
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.request import (
     MAX_CHOICES,
-    POLICY,
     PolicyRequest,
     agent_of,
     check_model,
 )
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.types import MAX_TOP_LOGPROBS
 
 # Fields that ask for what no text policy can do, each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"cachedContent": ("",)}
@@ -85,20 +84,19 @@ def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
     fields.refuse_unsupported(config, _UNSUPPORTED_CONFIG)
     fields.warn_unknown("gemini generationConfig", config, _KNOWN_CONFIG)
     model = sender.path["model"]
-    choice = tool_choice_of(said)
     return PolicyRequest(
         dialect="gemini",
         model=model,
         agent=agent_of(model, sender.model_name, sender.headers),
         messages=messages_of(said),
-        functions=() if choice.mode == "none" else functions_of(said),
-        tool_choice=choice,
+        functions=functions_of(said),
+        tool_choice=tool_choice_of(said),
         output_schema=output_schema_of(config),
         num_choices=fields.bounded(config, "candidateCount", 1, 1, MAX_CHOICES),
         max_tokens=fields.integer(config, "maxOutputTokens"),
         temperature=fields.number(config, "temperature", 1.0),
         top_p=fields.number(config, "topP", 1.0),
-        top_k=min(max(0, fields.integer(config, "topK") or 0), fields.MAX_INT32),
+        top_k=fields.top_k(config, "topK"),
         seed=fields.integer(config, "seed"),
         stop=fields.strings(config, "stopSequences"),
         presence_penalty=fields.number(config, "presencePenalty", 0.0),
@@ -202,8 +200,7 @@ def _count_tokens(body: fields.Body, sender: Sender) -> Any:
 
 
 def _models(body: fields.Body, sender: Sender) -> Any:
-    names = dict.fromkeys((POLICY, sender.model_name))
-    return {"models": [_model_entry(name, sender) for name in names]}
+    return {"models": [_model_entry(name, sender) for name in sender.model_names]}
 
 
 def _model(body: fields.Body, sender: Sender) -> Any:

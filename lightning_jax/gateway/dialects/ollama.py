@@ -22,20 +22,18 @@ from lightning_jax.gateway.dialects.base import (
 )
 from lightning_jax.gateway.dialects.chat_form import add_assistant, arguments_of, tool_call
 from lightning_jax.gateway.dialects.openai_common import (
-    MAX_TOP_LOGPROBS,
-    function_of,
+    functions_of,
     logprob_entries,
 )
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import (
     POLICY,
-    Function,
     JsonSchema,
     PolicyRequest,
     agent_of,
     check_model,
 )
-from lightning_jax.types import Message
+from lightning_jax.types import MAX_TOP_LOGPROBS, Message
 
 _VERSION = "0.12.11"  # the release whose API this follows: the first that gives log-probabilities
 # Fields that ask for what no text policy can do, each with the values that ask for nothing.
@@ -71,7 +69,7 @@ _KNOWN_OPTIONS = {
 
 def parse_chat(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """The request in a chat body. Raises ApiError that names the first wrong field."""
-    request = _request(body, sender, messages=_messages(body), functions=_functions(body))
+    request = _request(body, sender, messages=_messages(body), functions=functions_of(body))
     return request, lambda context: OllamaReply(request, context, _chat_content)
 
 
@@ -105,7 +103,7 @@ def _request(body: fields.Body, sender: Sender, **what: Any) -> PolicyRequest:
         max_tokens=None if limit in (-1, -2) else limit,  # no limit, or as far as the context
         temperature=fields.number(options, "temperature", 1.0),
         top_p=fields.number(options, "top_p", 1.0),
-        top_k=min(max(0, fields.integer(options, "top_k") or 0), fields.MAX_INT32),
+        top_k=fields.top_k(options),
         min_p=fields.number(options, "min_p", 0.0),
         seed=fields.integer(options, "seed"),
         stop=fields.strings(options, "stop"),
@@ -126,18 +124,6 @@ def _output_schema(form: Any) -> JsonSchema | None:
     if not isinstance(form, dict):
         raise invalid(f"format is {fields.brief(form)}; expected json or a JSON schema.", "format")
     return form
-
-
-def _functions(body: fields.Body) -> tuple[Function, ...]:
-    found = []
-    for index, tool in enumerate(fields.objects(body, "tools")):
-        if not isinstance(tool.get("function"), dict):
-            raise invalid(
-                f"tools[{index}] is {fields.brief(tool)}; expected an object of type function.",
-                "tools",
-            )
-        found.append(function_of(tool["function"], f"tools[{index}].function"))
-    return tuple(found)
 
 
 def _messages(body: fields.Body) -> tuple[Message, ...]:
@@ -266,7 +252,7 @@ def _load(content: dict[str, Any], sign: str) -> Any:
 
 
 def _tags(body: fields.Body, sender: Sender) -> Any:
-    names = [f"{name}:latest" for name in dict.fromkeys((POLICY, sender.model_name))]
+    names = [f"{name}:latest" for name in sender.model_names]
     return {"models": [{"name": name, "model": name, "details": _DETAILS} for name in names]}
 
 

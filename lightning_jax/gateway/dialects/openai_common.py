@@ -12,7 +12,6 @@ from lightning_jax.serve.response import Chunk
 from lightning_jax.types import Completion
 
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
-MAX_TOP_LOGPROBS = 20
 
 # Fields that change nothing here, and that clients send on their own.
 HARMLESS = frozenset(
@@ -28,8 +27,7 @@ def sampling_fields(body: fields.Body) -> dict[str, Any]:
     return {
         "temperature": fields.number(body, "temperature", 1.0),
         "top_p": fields.number(body, "top_p", 1.0),
-        # Others write -1 for off.
-        "top_k": min(max(0, fields.integer(body, "top_k") or 0), fields.MAX_INT32),
+        "top_k": fields.top_k(body),
         "min_p": fields.number(body, "min_p", 0.0),
         "seed": fields.integer(body, "seed"),
         "presence_penalty": fields.number(body, "presence_penalty", 0.0),
@@ -52,6 +50,19 @@ def logit_bias(body: fields.Body) -> tuple[tuple[int, float], ...]:
             )
         pairs.append((int(key), fields.number(bias, key, 0.0)))
     return tuple(pairs)
+
+
+def functions_of(body: fields.Body) -> tuple[Function, ...]:
+    """The functions in `tools`, each an object of its own in an object of type function."""
+    found = []
+    for index, tool in enumerate(fields.objects(body, "tools")):
+        where = f"tools[{index}]"
+        if tool.get("type", "function") != "function" or not isinstance(tool.get("function"), dict):
+            raise invalid(
+                f"{where} is {fields.brief(tool)}; expected an object of type function.", "tools"
+            )
+        found.append(function_of(tool["function"], f"{where}.function"))
+    return tuple(found)
 
 
 def function_of(tool: Mapping[str, Any], where: str, param: str = "tools") -> Function:

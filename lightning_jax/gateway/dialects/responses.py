@@ -21,7 +21,6 @@ from lightning_jax.gateway.dialects.base import (
 )
 from lightning_jax.gateway.dialects.openai_common import (
     HARMLESS,
-    MAX_TOP_LOGPROBS,
     completion_tokens,
     error_naming,
     function_of,
@@ -33,15 +32,15 @@ from lightning_jax.gateway.dialects.responses_input import input_messages
 from lightning_jax.gateway.dialects.responses_output import Output
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice, agent_of
-from lightning_jax.types import Message
+from lightning_jax.types import MAX_TOP_LOGPROBS, Message
 
 LOGPROBS = "message.output_text.logprobs"
 # Fields that ask for what this server cannot do, each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "background": (None, False),
-    "context_management": (None, []),
-    "conversation": (None,),
-    "prompt": (None,),
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "prompt": (),
 }
 _KNOWN = {
     *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text"),
@@ -56,20 +55,12 @@ _KNOWN = {
 
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """The request in a responses body. Raises ApiError that names the first wrong field."""
-    for name, harmless in _UNSUPPORTED.items():
-        if body.get(name) not in harmless:
-            raise invalid(
-                f"{name} is {fields.brief(body[name])}, which this server cannot do; expected it "
-                "left out.",
-                name,
-                "unsupported_parameter",
-            )
+    fields.refuse_unsupported(body, _UNSUPPORTED)
     fields.warn_unknown("responses", body, _KNOWN)
     settings = _settings(body)
     conversation = (*_previous(body, sender), *input_messages(body.get("input")))
     instructions = settings["instructions"]
     system = () if instructions is None else ({"role": "system", "content": instructions},)
-    choice = _tool_choice(body)
     top = settings["top_logprobs"]
     request = PolicyRequest(
         dialect="responses",
@@ -78,7 +69,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         agent=agent_of(settings["model"], sender.model_name, sender.headers, settings["metadata"]),
         messages=(*system, *conversation),
         functions=tuple(_functions(body)),
-        tool_choice=choice,
+        tool_choice=_tool_choice(body),
         parallel_tool_calls=settings["parallel_tool_calls"],
         output_schema=output_schema(settings["text"]["format"], "text.format"),
         max_tokens=settings["max_output_tokens"],

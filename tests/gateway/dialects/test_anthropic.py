@@ -69,7 +69,9 @@ def test_every_field_arrives() -> None:
     assert (request.tool_choice, request.parallel_tool_calls) == (ToolChoice("required"), False)
     named = {"type": "tool", "name": "run"}
     assert _parse(tools=[RUN], tool_choice=named).tool_choice == ToolChoice("required", ("run",))
-    assert _parse(tools=[RUN], tool_choice={"type": "none"}).functions == ()
+    unused = _parse(tools=[RUN], tool_choice={"type": "none"})
+    assert unused.functions == request.functions  # the prompt must extend the one before
+    assert unused.tool_choice == ToolChoice("none")
 
 
 def test_an_answer_that_comes_back_is_the_message_it_was() -> None:

@@ -72,7 +72,8 @@ def test_every_field_arrives_in_both_spellings(snake: bool) -> None:
     assert request.functions == (Function("run", "", SCHEMA),)
     assert request.tool_choice == ToolChoice("required", ("run",))
     none = {"functionCallingConfig": {"mode": "NONE"}}
-    assert _parse(tools=[RUN], toolConfig=none).functions == ()
+    assert _parse(tools=[RUN], toolConfig=none).functions == request.functions
+    assert _parse(tools=[RUN], toolConfig=none).tool_choice == ToolChoice("none")
 
 
 def test_schemas_become_json_schemas() -> None:
