@@ -90,9 +90,9 @@ def num_row_shards(mesh: Mesh) -> int:
 
 
 def cache_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
-    """The place of one layer's keys or values [S, C, K, D]: split by head, slots together."""
+    """The place of one segment of keys or values [S, K, ...]: split by head, slots together."""
     return NamedSharding(
-        mesh, _spec((None, None, "kv_heads", None), [1, 1, config.num_kv_heads, 1], mesh)
+        mesh, _spec((None, "kv_heads", None, None), [1, config.num_kv_heads, 1, 1], mesh)
     )
 
 

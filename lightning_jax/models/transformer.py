@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from lightning_jax.models import attention
 from lightning_jax.models.attention import RopeScaling
-from lightning_jax.types import Leaf
+from lightning_jax.models.cache import KVCache, attend_cache, make_cache, write_cache
 
 Params = dict[str, Any]
 
@@ -58,22 +58,15 @@ class DecoderConfig:
             )
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class KVCache:
-    """Keys and values: tuples of L arrays [S, C, K, D], row = slot, index = position."""
-
-    keys: tuple[Leaf, ...]
-    values: tuple[Leaf, ...]
-
-
 def init_cache(config: DecoderConfig, slots: int, length: int, dtype: Any = jnp.float32) -> KVCache:
-    """An empty cache, zeros."""
-    shape = (slots, length, config.num_kv_heads, config.head_dim)
-    layers = range(config.num_layers)
-    return KVCache(
-        keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
-        values=tuple(jnp.zeros(shape, dtype) for _ in layers),
+    """An empty cache of this model's shape, zeros."""
+    return make_cache(
+        layers=config.num_layers,
+        rows=slots,
+        length=length,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
     )
 
 
@@ -129,16 +122,15 @@ class Layer(nn.Module):
     config: DecoderConfig
 
     @nn.compact
-    def __call__(self, x: Any, rope: Any, ends: Any, cached: Any, view: Any) -> tuple[Any, Any]:
+    def __call__(self, x: Any, rope: Any, ends: Any, cached: Any, at: Any) -> tuple[Any, Any]:
         config = self.config
         h = RMSNorm(config.norm_eps, name="attn_norm")(x)
         queries, keys, values = self._project(h, rope)
         if cached is None:
             mixed = attention.attend_tree(queries, keys, values, ends)
         else:
-            keys = attention.write_rows(cached[0], keys, view.positions)
-            values = attention.write_rows(cached[1], values, view.positions)
-            mixed, cached = attention.attend_cache(queries, keys, values, view), (keys, values)
+            cached = write_cache(cached[0], cached[1], keys, values, at)
+            mixed = attend_cache(queries, cached[0], cached[1], at)
         mixed = mixed.reshape(*mixed.shape[:2], config.num_heads * config.head_dim)
         x = x + Linear(config.embed_dim, name="o")(mixed)
         h = RMSNorm(config.norm_eps, name="mlp_norm")(x)
@@ -166,17 +158,16 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: Any, positions: Any, ends: Any, cache: KVCache | None, attend_len: int | None
+        self, tokens: Any, positions: Any, ends: Any, cache: KVCache | None
     ) -> tuple[Any, KVCache | None]:
         config = self.config
         init = nn.initializers.normal(0.02)
         x = nn.Embed(config.vocab_size, config.embed_dim, embedding_init=init, name="embed")(tokens)
         rope = _rope(config, positions)
-        view = None if cache is None else attention.CacheView(positions, attend_len)
         layers = []
         for i in range(config.num_layers):
             cached = None if cache is None else (cache.keys[i], cache.values[i])
-            x, cached = Layer(config, name=f"layers_{i}")(x, rope, ends, cached, view)
+            x, cached = Layer(config, name=f"layers_{i}")(x, rope, ends, cached, positions)
             layers.append(cached)
         x = RMSNorm(config.norm_eps, name="final_norm")(x)
         if not config.tie_embeddings and self.is_initializing():
@@ -219,7 +210,7 @@ def _forward_recomputing(
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _init(config: DecoderConfig, key: Any, dtype: Any) -> Params:
     tokens = jnp.zeros((1, 1), jnp.int32)
-    params = Decoder(config).init(key, tokens, tokens, None, None, None)["params"]
+    params = Decoder(config).init(key, tokens, tokens, None, None)["params"]
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
@@ -237,20 +228,19 @@ def forward(
     ends: Int[Array, "B T"] | None = None,
     cache: KVCache | None = None,
     remat: bool = False,
-    attend_len: int | None = None,
 ) -> tuple[Float[Array, "B T E"], KVCache | None]:
     """Hidden states after the final norm, and the given cache with these tokens written.
 
     Without a cache, node i of a row sees node j iff `j <= i < ends[j]` (plain causal without
     `ends`); `positions` only turn queries and keys. With a cache, which may have more rows, row b
-    goes to cache row b at index = position, and each token sees the indices up to its own, of the
-    first `attend_len` where given. A position of C or more marks padding: nothing is written and
-    its hidden state means nothing. Donate the cache at the jit boundary. `remat` keeps less for the
+    goes to cache row b at index = position, and each token sees the indices up to its own. A
+    position of C or more marks padding: nothing is written and its hidden state means nothing.
+    Donate the cache at the jit boundary. `remat` keeps less for the
     backward pass and computes the layers once more instead.
     """
     if remat and cache is None:
         return _forward_recomputing(params, config, tokens, positions, ends), None
-    arrays = (tokens, positions, ends, cache, attend_len)
+    arrays = (tokens, positions, ends, cache)
     return Decoder(config).apply({"params": params}, *arrays)  # pyright: ignore[reportReturnType]
 
 

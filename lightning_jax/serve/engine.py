@@ -9,6 +9,7 @@ All functions take the state and return the new one; what they say they donate, 
 touch again.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,15 +21,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from lightning_jax.config import ConfigError, ServeConfig
+from lightning_jax.models.cache import KVCache, join, segment_lengths
 from lightning_jax.models.sharding import cache_sharding, param_shardings
-from lightning_jax.models.transformer import DecoderConfig, KVCache, forward, init_cache, unembed
+from lightning_jax.models.transformer import DecoderConfig, forward, init_cache, unembed
 from lightning_jax.serve.pages import PageCopier
 from lightning_jax.serve.sampling import Sampled, likeliest, sample
 from lightning_jax.serve.scheduler import plan_chunks
 from lightning_jax.types import Leaf, SamplingParams
 
 Params = Any
-SHORTEST_CAPACITY = 256  # tokens; below it, reading less of the cache saves next to nothing
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +51,7 @@ class Start:
 class DecodeState:
     """All that a generate step reads and changes besides the weights."""
 
-    cache: Leaf  # KVCache, L layers of [S, C, K, D]
+    cache: Leaf  # KVCache of S rows
     slots: Leaf  # Start, the next token of every slot; each field has a leading axis S
     counts: Leaf  # int32 [S], response tokens sampled so far
     active: Leaf  # bool [S]
@@ -60,12 +61,12 @@ class DecodeState:
 class Prefix:
     """Keys and values of a sequence's first `length` tokens; what follows in the row is garbage."""
 
-    cache: Leaf  # KVCache, L layers of [1, capacity, K, D]
+    cache: Leaf  # KVCache of one row
     length: int
 
     @property
     def capacity(self) -> int:
-        return self.cache.keys[0].shape[1]
+        return self.cache.length
 
 
 # `length` is static: a prefix is handed to jit by its cache, never whole.
@@ -92,7 +93,7 @@ class Engine:
         self.num_slots, self.max_len = serve.slots, serve.max_len
         lengths = {min(bucket, serve.max_len) for bucket in serve.prefill_buckets}
         self.buckets = tuple(sorted(lengths))
-        self.capacities = _capacities(serve.max_len)
+        self.capacities = tuple(itertools.accumulate(segment_lengths(serve.max_len)))
         self.slot_counts = _slot_counts(serve.slots)
         self._dtype = jnp.dtype(dtype)
         self._plain, self._cache = _shardings(mesh, config)
@@ -117,13 +118,13 @@ class Engine:
         self._retire = jax.jit(_retire, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(
             generate,
-            static_argnames=("attend_len", "rows"),
+            static_argnames=("segments", "rows"),
             donate_argnums=1,
             out_shardings=(state, plain),
         )
         # Its own program, because most steps need neither the bias nor the likeliest tokens.
         self._generate_biased = jax.jit(
-            partial(generate, attend_len=self.max_len, rows=self.num_slots),
+            partial(generate, segments=len(self.capacities), rows=self.num_slots),
             donate_argnums=1,
             out_shardings=(state, plain),
         )
@@ -149,6 +150,9 @@ class Engine:
             f"a sequence of {length} tokens does not fit; expected at most {self.max_len}. "
             "Raise serve.max_len or shorten the prompt."
         )
+
+    def _segments_for(self, length: int) -> int:
+        return self.capacities.index(self.capacity_for(length)) + 1
 
     def _buckets_for(self, capacity: int) -> tuple[int, ...]:
         """Chunks for rows of this length: not longer than the row, unless all are."""
@@ -183,9 +187,8 @@ class Engine:
 
     def extract(self, state: DecodeState, slot: int, length: int, capacity: int) -> Prefix:
         """A copy of the first `length` tokens of a slot's row, with room for `capacity`."""
-        return Prefix(
-            self._extract(state.cache, np.int32(slot), self.capacity_for(capacity)), length
-        )
+        segments = self._segments_for(capacity)
+        return Prefix(self._extract(state.cache, np.int32(slot), segments), length)
 
     def insert(self, prefix: Prefix, state: DecodeState, slot: int, start: Start) -> DecodeState:
         """The state with `prefix` in the slot's row and the slot active. Donates `state`."""
@@ -213,10 +216,10 @@ class Engine:
         """
         if bias is not None:
             return self._generate_biased(params, state, bias)
-        attend_len = self.capacity_for(self.max_len if longest is None else longest)
+        segments = self._segments_for(self.max_len if longest is None else longest)
         wanted = self.num_slots if num_slots is None else num_slots
         rows = next(n for n in self.slot_counts if n >= wanted)
-        return self._generate(params, state, attend_len=attend_len, rows=rows)
+        return self._generate(params, state, segments=segments, rows=rows)
 
     def retire(self, state: DecodeState, slots: Iterable[int]) -> DecodeState:
         """The state with these slots inactive; their rows stay readable. Donates `state`."""
@@ -268,16 +271,6 @@ def start_of(token: int, position: int, sampling: SamplingParams, seed: int) -> 
     )
 
 
-def _capacities(max_len: int) -> tuple[int, ...]:
-    """Row lengths that programs are compiled for: 1024 gives 256, 512, 1024."""
-    shorter = []
-    length = SHORTEST_CAPACITY
-    while length < max_len:
-        shorter.append(length)
-        length *= 2
-    return (*shorter, max_len)
-
-
 def _slot_counts(slots: int) -> tuple[int, ...]:
     """How many slots decode programs are compiled for: 16 gives 1, 4, 16."""
     fewer = []
@@ -326,17 +319,17 @@ def _prefill_chunk(
     """The one-row cache with `length` tokens written from position `start` on."""
     index = jnp.arange(len(tokens), dtype=jnp.int32)
     # A position past the end writes nothing.
-    positions = jnp.where(index < length, start + index, cache.keys[0].shape[1])
+    positions = jnp.where(index < length, start + index, cache.length)
     _, written = forward(params, config, tokens[None], positions[None], cache=cache)
     assert written is not None, "a cache goes in, so one comes out"
     return written
 
 
-def _extract_row(cache: KVCache, slot: Int32[Array, ""], capacity: int) -> KVCache:
+def _extract_row(cache: KVCache, slot: Int32[Array, ""], segments: int) -> KVCache:
     def cut(rows: Any) -> Any:
-        return jax.lax.dynamic_slice(rows, (slot, 0, 0, 0), (1, capacity, *rows.shape[2:]))
+        return jax.lax.dynamic_slice(rows, (slot, 0, 0, 0), (1, *rows.shape[1:]))
 
-    return jax.tree.map(cut, cache)
+    return jax.tree.map(cut, join(cache.split()[:segments]))
 
 
 def _insert_row(
@@ -345,7 +338,10 @@ def _insert_row(
     def put(rows: Any, row: Any) -> Any:
         return jax.lax.dynamic_update_slice(rows, row, (slot, 0, 0, 0))
 
-    return _activate(replace(state, cache=jax.tree.map(put, state.cache, prefix)), slot, start)
+    parts = prefix.split()
+    rows = state.cache.split()
+    rows[: len(parts)] = jax.tree.map(put, rows[: len(parts)], parts)
+    return _activate(replace(state, cache=join(rows)), slot, start)
 
 
 def _activate(state: DecodeState, slot: Int32[Array, ""], start: Start) -> DecodeState:
@@ -367,7 +363,7 @@ def _generate(
     bias: Float32[Array, "S V"] | None = None,
     *,
     config: DecoderConfig,
-    attend_len: int,
+    segments: int,
     rows: int,
 ) -> tuple[DecodeState, Sampled]:
     """Feeds the next token of each active one of the first `rows` slots, and samples the one after
@@ -376,15 +372,17 @@ def _generate(
     first = (state.slots, state.active, state.counts)
     slots, active, counts = jax.tree.map(lambda leaf: leaf[:rows], first)
     # An inactive slot writes past the end, that is nowhere: other requests may copy its row.
-    positions = jnp.where(active, slots.position, state.cache.keys[0].shape[1])
-    hidden, cache = forward(
+    positions = jnp.where(active, slots.position, state.cache.length)
+    parts = state.cache.split()
+    hidden, written = forward(
         params,
         config,
         slots.token[:, None],
         positions[:, None],
-        cache=state.cache,
-        attend_len=attend_len,
+        cache=join(parts[:segments]),
     )
+    assert written is not None, "a cache goes in, so one comes out"
+    cache = join([written, *parts[segments:]])
     logits = unembed(params, config, hidden[:, 0])
     keys = jax.vmap(jax.random.fold_in)(
         jax.random.wrap_key_data(slots.key, impl="threefry2x32"), counts

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from lightning_jax.models.transformer import KVCache
+from lightning_jax.models.cache import KVCache
 from lightning_jax.serve.engine import DecodeState, Engine, Prefix, Start, start_of
 from lightning_jax.serve.generation import EngineError
 from lightning_jax.serve.sampling import Sampled

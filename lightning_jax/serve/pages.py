@@ -1,18 +1,21 @@
 """A pool of pages of keys and values, copied to slot rows and back. Holds no state itself.
 
-A pool is a cache with short rows: L layers of [P, PAGE, K, D].
+A pool is a cache with P rows of PAGE tokens.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
 from lightning_jax.config import ServeConfig
-from lightning_jax.models.transformer import DecoderConfig, KVCache, init_cache
+from lightning_jax.models.cache import KEY_AXIS, VALUE_AXIS, KVCache, join, segment_starts
+from lightning_jax.models.transformer import DecoderConfig, init_cache
 from lightning_jax.serve.radix import PAGE
 
 MOST_PAGES = 8  # times what the slots hold: a tiny model takes no memory that it cannot use
@@ -84,10 +87,14 @@ def _restore(
     page_ids: Int32[Array, " N"],
     count: Int32[Array, ""],
 ) -> KVCache:
-    def step(i: Any, cache: KVCache) -> KVCache:
-        return _copy_page(pool, (page_ids[i], 0, 0, 0), cache, (slot, i * PAGE, 0, 0))
+    segments = []
+    for segment, first, end in _blocks_of_segments(cache):
 
-    return jax.lax.fori_loop(0, count, step, cache)
+        def step(i: Any, segment: KVCache, first: int = first) -> KVCache:
+            return _copy_page(pool, (page_ids[i], 0), segment, (slot, (i - first) * PAGE))
+
+        segments.append(jax.lax.fori_loop(first, jnp.minimum(count, end), step, segment))
+    return join(segments)
 
 
 def _store(
@@ -98,21 +105,43 @@ def _store(
     page_ids: Int32[Array, " N"],
     count: Int32[Array, ""],
 ) -> KVCache:
-    def step(i: Any, pool: KVCache) -> KVCache:
-        return _copy_page(cache, (slot, (first + i) * PAGE, 0, 0), pool, (page_ids[i], 0, 0, 0))
+    for segment, begin, end in _blocks_of_segments(cache):
 
-    return jax.lax.fori_loop(0, count, step, pool)
+        def step(i: Any, pool: KVCache, segment: KVCache = segment, begin: int = begin) -> KVCache:
+            return _copy_page(segment, (slot, (i - begin) * PAGE), pool, (page_ids[i - first], 0))
+
+        low, high = jnp.maximum(first, begin), jnp.minimum(first + count, end)
+        pool = jax.lax.fori_loop(low, high, step, pool)
+    return pool
+
+
+def _blocks_of_segments(cache: KVCache) -> list[tuple[KVCache, int, int]]:
+    """Each segment and which blocks of a row it holds, first and end."""
+    starts = [*segment_starts(cache.values[0]), cache.length]
+    assert not any(start % PAGE for start in starts[:-1]), "a page lies in one segment"
+    spans = itertools.pairwise(start // PAGE for start in starts)
+    return [(segment, *span) for segment, span in zip(cache.split(), spans, strict=True)]
 
 
 def _copy_page(source: KVCache, at: Any, target: KVCache, to: Any) -> KVCache:
-    """`target` with PAGE tokens of `source`.
+    """`target` with PAGE tokens of `source`; places are (row, token), of one segment each.
 
     A loop of these runs in place and takes the time of the pages there are. A gather or scatter
     of a padded list takes that of a whole row, and one program a row length.
     """
 
-    def copy(from_: Any, into: Any) -> Any:
-        page = jax.lax.dynamic_slice(from_, at, (1, PAGE, *from_.shape[2:]))
-        return jax.lax.dynamic_update_slice(into, page, to)
+    def copy(axis: int) -> Callable[[Any, Any], Any]:
+        def copy_one(from_: Any, into: Any) -> Any:
+            size = (1, *(PAGE if i == axis else n for i, n in enumerate(from_.shape) if i))
+            page = jax.lax.dynamic_slice(from_, _place(at, axis), size)
+            return jax.lax.dynamic_update_slice(into, page, _place(to, axis))
 
-    return jax.tree.map(copy, source, target)
+        return copy_one
+
+    keys = jax.tree.map(copy(KEY_AXIS), source.keys, target.keys)
+    return KVCache(keys, jax.tree.map(copy(VALUE_AXIS), source.values, target.values))
+
+
+def _place(at: Any, axis: int) -> tuple[Any, ...]:
+    row, token = at
+    return (row, *(token if i == axis else 0 for i in (1, 2, 3)))

@@ -73,23 +73,6 @@ def test_keys_that_a_query_does_not_see_cannot_change_it():
     np.testing.assert_array_equal(after[:, 100:], before[:, 100:])
 
 
-def test_a_single_visible_key_gives_its_value():
-    q, k, v = _inputs(rows=1, queries=1, keys=5)
-    view = attention.CacheView(jnp.array([[0]]), None)
-    out = attention.attend_cache(q, k, v, view)
-    np.testing.assert_allclose(out[0, 0, :2], jnp.stack([v[0, 0, 0]] * 2), rtol=1e-6)
-    np.testing.assert_allclose(out[0, 0, 2:], jnp.stack([v[0, 0, 1]] * 2), rtol=1e-6)
-
-
-@pytest.mark.parametrize("attend_len", [300, 512, 650, None])
-def test_one_query_reads_a_long_cache_in_parts(attend_len):
-    q, k, v = _inputs(queries=1, keys=700)
-    positions = jnp.array([[299], [3]])
-    out = attention.attend_cache(q, k, v, attention.CacheView(positions, attend_len))
-    seen = jnp.arange(700)[None, None, :] <= positions[:, :, None]
-    np.testing.assert_allclose(out, attention.attend_masked(q, k, v, seen), atol=1e-6)
-
-
 def test_rotation_turns_pairs_by_hand():
     # Head of 4: pairs (0, 2) and (1, 3); at theta 100 they turn 1 and 1/10 radian per position.
     frequencies = attention.rope_frequencies(4, 100.0, None)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from lightning_jax.config import MeshConfig, ServeConfig
+from lightning_jax.models.cache import KVCache
 from lightning_jax.models.sharding import cache_sharding, make_mesh
-from lightning_jax.models.transformer import KVCache, init_cache
+from lightning_jax.models.transformer import init_cache
 from lightning_jax.serve.pages import MOST_PAGES, PageCopier, page_bytes
 from lightning_jax.serve.radix import PAGE
 from lightning_jax.testing.tiny import tiny_model
@@ -31,6 +32,13 @@ def numbers(slots: int, length: int, place: Any) -> KVCache:
     )
 
 
+def token_rows(cache: KVCache) -> np.ndarray:
+    """Keys and values of layer 1 as [S, C, 2 * K * D], a token's numbers together."""
+    keys = np.concatenate(cache.keys[1], axis=3).transpose(0, 3, 1, 2)
+    values = np.concatenate(cache.values[1], axis=2).transpose(0, 2, 1, 3)
+    return np.concatenate([x.reshape(*x.shape[:2], -1) for x in (keys, values)], axis=2)
+
+
 def devices(kind: str) -> Any:
     if kind == "one":
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -41,20 +49,36 @@ def devices(kind: str) -> Any:
 def test_blocks_go_to_pages_and_back_to_another_row(kind: str):
     pages = copier(place=devices(kind))
     cache, pool = numbers(3, 100, devices(kind)), pages.init_pool()
-    before = np.asarray(cache.keys[1])
+    before = token_rows(cache)
     pool = pages.store(pool, (7, 2, 9), cache, 1, 2)
-    stored = np.asarray(pool.keys[1])
+    stored = token_rows(pool)
     for page, block in ((7, 2), (2, 3), (9, 4)):
         np.testing.assert_array_equal(
             stored[page], before[1, block * PAGE :][:PAGE], err_msg=str(page)
         )
-    assert np.count_nonzero(stored.any(axis=(1, 2, 3))) == 3
-    assert pool.keys[1].sharding.is_equivalent_to(cache.keys[1].sharding, 4)
+    assert np.count_nonzero(stored.any(axis=(1, 2))) == 3
+    assert pool.keys[1][0].sharding.is_equivalent_to(cache.keys[1][0].sharding, 4)
 
     cache = pages.restore(cache, 0, pool, (9, 7))
-    after, expected = np.asarray(cache.keys[1]), before.copy()
+    after, expected = token_rows(cache), before.copy()
     expected[0, :PAGE], expected[0, PAGE : 2 * PAGE] = stored[9], stored[7]
     np.testing.assert_array_equal(after, expected)
+
+
+def test_pages_on_both_sides_of_a_border_between_segments():
+    pages = copier(ServeConfig(slots=2, max_len=600))
+    cache, pool = numbers(2, 600, devices("one")), pages.init_pool()
+    before = token_rows(cache)
+    pool = pages.store(pool, (3, 1, 4, 0), cache, 1, 14)  # blocks 14 to 17; 16 begins at 256
+    for page, block in ((3, 14), (1, 15), (4, 16), (0, 17)):
+        np.testing.assert_array_equal(token_rows(pool)[page], before[1, block * PAGE :][:PAGE])
+    ids = (*range(3, 18), 0, 1, 3)  # 18 pages: two in the second segment
+    after = token_rows(pages.restore(cache, 0, pool, ids))
+    stored = token_rows(pool)
+    for block, page in enumerate(ids):
+        np.testing.assert_array_equal(after[0, block * PAGE :][:PAGE], stored[page])
+    np.testing.assert_array_equal(after[0, 18 * PAGE :], before[0, 18 * PAGE :])
+    np.testing.assert_array_equal(after[1], before[1])
 
 
 def test_a_copy_moves_pages_and_never_the_pool():
@@ -80,7 +104,7 @@ def test_the_pool_is_as_large_as_asked_but_not_larger_than_it_can_be_used():
     assert copier().num_pages == MOST_PAGES * 3 * 6
     off = copier(ServeConfig(prefix_cache_mib=0.0))
     cache, pool = off.warmup(init_cache(CONFIG, 1, 16), off.init_pool())
-    assert off.num_pages == 0 and pool.keys[0].shape[0] == 0 and cache.keys[0].shape[0] == 1
+    assert off.num_pages == 0 and pool.keys[0][0].shape[0] == 0 and cache.keys[0][0].shape[0] == 1
 
 
 def test_warming_up_changes_nothing_and_compiles_all():
