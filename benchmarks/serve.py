@@ -1,38 +1,70 @@
 """How fast is the server on the work that agents give it, next to others in the same run?
 
-    python benchmarks/serve.py [--model NAME] [--only W1 W2] [--peer NAME=URL ...]
+    python benchmarks/serve.py [--model NAME] [--only W1 W2]
+                               [--peers vllm llama_cpp transformers] [--peer NAME=URL ...]
 
-Our server runs in a process of its own, and so does whatever answers at a peer's URL, which must
-speak OpenAI's completions with token ids as prompts and `ignore_eos`. All get the same prompts, the
-same numbers of tokens and temperature 1. The workloads:
+Without peers only our server is measured, over HTTP, in a process of its own. `--peers` are engines
+that `peers/run_NAME.py` calls inside its own process, without HTTP, so the comparison leans to
+their side; each has an environment of its own in `peers/.venvs/`, made once from
+`requirements-NAME.txt` (llama.cpp is compiled, which takes minutes). They read the same weights
+from a Hugging Face directory that is written once to `.cache/`; delete it when the model behind a
+name changes. `--peer` is a server that runs already and speaks OpenAI's completions with token ids
+as prompts and `ignore_eos`.
 
-    W1  16 requests at once: 512-token prompts of which 384 are shared, 128 new tokens
-    W2  8 agents at once, 4 turns each: 400 tokens first, 120 more a turn, 60 new tokens a turn
-    W3  one stream: 64 prompt tokens, 128 new
-    W4  64 requests at once: 32 prompt tokens, 32 new
+All get the same prompts, the same numbers of tokens and temperature 1; workloads.py says which. At
+most 16 requests run at once, of at most 1,024 tokens, with a prefix cache where there is one. One
+is measured after another. Each workload is run twice and the second time is reported, so that what
+is compiled or loaded at first use does not count; prompts differ between the two, so that nothing
+of them is cached.
 
-Each workload is run twice and the second time is reported, so that what is compiled or loaded at
-first use does not count; prompts differ between the two, so that nothing of them is cached.
+In the table `ratio` is a peer's seconds to ours, `ms/token` the median time between two tokens of a
+response, and `prefill/s` how many prompt tokens were computed a second until every request had its
+first token, where all requests fit in at once.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import random
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import aiohttp
 import numpy as np
-import psutil
+from workloads import (
+    MAX_LEN,
+    PREFILLED,
+    SLOTS,
+    THREADS,
+    WORKLOADS,
+    Reply,
+    Result,
+    measure_twice,
+    quantile,
+)
 
-FIRST_ID, LAST_ID = 100, 20_000  # ordinary tokens in every vocabulary of the model families
-SLOTS, MAX_LEN = 16, 1024
+from lightning_jax.models.load import load_model, save_hf
+from lightning_jax.testing.environments import environment
+
+HERE = Path(__file__).parent
+PEERS = {
+    "vllm": ("float32", "bfloat16"),
+    "llama_cpp": ("bfloat16",),
+    "transformers": ("float32",),
+}
+COLUMNS = ("seconds", "ratio", "tokens/s", "ttft p50", "p99", "ms/token", "prefill/s", "cpu s")
+
+
+class PeerError(RuntimeError):
+    """A peer could not be measured."""
 
 
 @dataclass(frozen=True)
@@ -43,68 +75,16 @@ class Target:
     url: str  # with /v1
     key: str
     model: str
-    process: psutil.Process | None = None  # where we started it
+    process: int | None = None  # where we started it
 
 
 @dataclass(frozen=True)
-class Reply:
-    """One streamed response: when each of its tokens came, in seconds after the request."""
+class Row:
+    """One line of the table."""
 
-    token_ids: tuple[int, ...]
-    times: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one workload took."""
-
-    seconds: float
-    new_tokens: int
-    first_token_s: tuple[float, ...]
-    cpu_s: float | None
-    peak_mib: float | None
-
-
-Ask = Callable[[Sequence[int], int], Awaitable[Reply]]
-
-
-def tokens(rng: random.Random, number: int) -> list[int]:
-    return [rng.randrange(FIRST_ID, LAST_ID) for _ in range(number)]
-
-
-async def group_sampling(ask: Ask, rng: random.Random) -> list[Reply]:
-    """W1."""
-    shared = tokens(rng, 384)
-    prompts = [[*shared, *tokens(rng, 128)] for _ in range(16)]
-    return await asyncio.gather(*(ask(prompt, 128) for prompt in prompts))
-
-
-async def agents(ask: Ask, rng: random.Random) -> list[Reply]:
-    """W2."""
-
-    async def agent(seed: int) -> list[Reply]:
-        own, replies = random.Random(seed), []
-        prompt = tokens(own, 400)
-        for _ in range(4):
-            replies.append(await ask(prompt, 60))
-            prompt = [*prompt, *replies[-1].token_ids, *tokens(own, 120)]
-        return replies
-
-    seeds = [rng.getrandbits(32) for _ in range(8)]
-    return [reply for replies in await asyncio.gather(*map(agent, seeds)) for reply in replies]
-
-
-async def one_stream(ask: Ask, rng: random.Random) -> list[Reply]:
-    """W3."""
-    return [await ask(tokens(rng, 64), 128)]
-
-
-async def short_requests(ask: Ask, rng: random.Random) -> list[Reply]:
-    """W4."""
-    return await asyncio.gather(*(ask(tokens(rng, 32), 32) for _ in range(64)))
-
-
-WORKLOADS = {"W1": group_sampling, "W2": agents, "W3": one_stream, "W4": short_requests}
+    workload: str
+    server: str
+    found: Result
 
 
 async def request(
@@ -135,42 +115,12 @@ async def request(
     return Reply(tuple(ids), tuple(times))
 
 
-async def measure(target: Target, name: str, seed: int) -> Result:
-    """One run of a workload."""
+async def measure_server(target: Target, name: str) -> Row:
+    """One workload over HTTP."""
     timeout = aiohttp.ClientTimeout(total=1800)
     async with aiohttp.ClientSession(timeout=timeout, read_bufsize=2**20) as http:
-
-        async def ask(prompt: Sequence[int], new: int) -> Reply:
-            return await request(http, target, prompt, new)
-
-        before = _cpu_s(target.process)
-        started = time.perf_counter()
-        replies = await WORKLOADS[name](ask, random.Random(f"{name} {seed}"))
-        seconds = time.perf_counter() - started
-        after = _cpu_s(target.process)
-    return Result(
-        seconds=seconds,
-        new_tokens=sum(len(reply.token_ids) for reply in replies),
-        first_token_s=tuple(reply.times[0] for reply in replies),
-        cpu_s=None if before is None or after is None else after - before,
-        peak_mib=_peak_mib(target.process),
-    )
-
-
-def _cpu_s(process: psutil.Process | None) -> float | None:
-    if process is None:
-        return None
-    times = process.cpu_times()
-    return times.user + times.system
-
-
-def _peak_mib(process: psutil.Process | None) -> float | None:
-    """The most memory that was resident; Linux only."""
-    status = Path(f"/proc/{process.pid}/status") if process else None
-    if status is None or not status.exists():
-        return None
-    line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
+        found = await measure_twice(partial(request, http, target), name, target.process)
+    return Row(name, target.name, found)
 
 
 def start_ours(model: str) -> tuple[Target, subprocess.Popen]:
@@ -184,41 +134,159 @@ def start_ours(model: str) -> tuple[Target, subprocess.Popen]:
         child.kill()
         raise RuntimeError(f"our server did not start: {line!r}")
     url = line.split(" answers at ")[1].split()[0]
-    return Target("lightning_jax", url, "bench", "policy", psutil.Process(child.pid)), child
+    return Target("lightning_jax", url, "bench", "policy", child.pid), child
 
 
-def row(target: Target, name: str, found: Result, ours: float | None) -> str:
-    """One line of the table."""
-    first = np.array(found.first_token_s)
-    cpu = "-" if found.cpu_s is None else f"{found.cpu_s:.1f}"
-    peak = "-" if found.peak_mib is None else f"{found.peak_mib:.0f}"
-    ratio = "-" if ours is None else f"{found.seconds / ours:.2f}"
-    return (
-        f"{name:4} {target.name:16} {found.seconds:8.2f} {ratio:>6} "
-        f"{found.new_tokens / found.seconds:9.1f} {np.median(first):8.3f} "
-        f"{np.quantile(first, 0.99):8.3f} {cpu:>7} {peak:>9}"
+def measure_ours(model: str, names: Sequence[str]) -> Iterator[Row]:
+    """Our server, which runs only while it is measured."""
+    target, child = start_ours(model)
+    try:
+        for name in names:
+            yield asyncio.run(measure_server(target, name))
+    finally:
+        child.terminate()
+        child.wait(timeout=60)
+
+
+def measure_peer(
+    peer: str, dtype: str, directory: Path, names: Sequence[str], python: Path
+) -> Iterator[Row]:
+    """An engine in its own process, which prints a line a workload. Raises PeerError."""
+    command = [python, HERE / f"peers/run_{peer}.py", directory, "--dtype", dtype, "--only", *names]
+    log = HERE / f".cache/{peer}-{dtype}.log"
+    log.parent.mkdir(exist_ok=True)
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+    ):
+        assert child.stdout is not None, "its output is piped"
+        for line in child.stdout:
+            if not line.startswith("{"):
+                continue  # what a library prints
+            event = json.loads(line)
+            if "versions" in event:
+                print_line(f"{peer}: {as_words(event['versions'])}")
+            else:
+                yield Row(event.pop("workload"), f"{peer} {dtype}", Result(**event))
+    if child.returncode != 0:
+        raise PeerError(
+            f"{peer} {dtype} ended with {child.returncode}; see {log.relative_to(HERE)}"
+        )
+
+
+def hf_directory(model: str) -> Path:
+    """A Hugging Face directory with the model's weights, float32; written where there is none."""
+    if Path(model).is_dir():
+        return Path(model)
+    directory = HERE / ".cache" / Path(model).name
+    if not (directory / "config.json").exists():
+        save_hf(directory, load_model(model))
+    return directory
+
+
+def print_line(text: str) -> None:
+    print(text, flush=True)
+
+
+def as_words(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
+
+
+def print_machine() -> None:
+    """What all that is measured here runs on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "?")
+    print_line(f"CPU: {cpu}, {os.cpu_count()} cores; load {os.getloadavg()[0]:.2f}")
+    source, target = np.ones((THREADS, 2**26), np.float32), np.empty((THREADS, 2**26), np.float32)
+    with ThreadPoolExecutor(THREADS) as threads:
+        copied = median_s(lambda: list(threads.map(np.copyto, target, source)))
+    matrix = np.ones((2048, 2048), np.float32)
+    multiplied = median_s(lambda: matrix @ matrix)
+    print_line(
+        f"copying {source.nbytes / 2**20:.0f} MiB: {2 * source.nbytes / copied / 1e9:.1f} GB/s "
+        f"read and written; float32 matrix product: {2 * 2048**3 / multiplied / 1e9:.0f} GFLOP/s"
     )
+    print_line(f"lightning_jax: {as_words({n: version(n) for n in ('jax', 'jaxlib', 'numpy')})}")
 
 
-async def compare(targets: Sequence[Target], names: Sequence[str]) -> None:
-    """Prints the table; the ratio is that of a peer's seconds to ours."""
-    print(
-        f"{'':4} {'server':16} {'seconds':>8} {'ratio':>6} {'tokens/s':>9} {'ttft p50':>8} "
-        f"{'p99':>8} {'cpu s':>7} {'peak MiB':>9}"
-    )
-    for name in names:
-        ours = None
-        for target in targets:
-            await measure(target, name, seed=0)
-            found = await measure(target, name, seed=1)
-            ours = ours or found.seconds
-            print(row(target, name, found, ours), flush=True)
+def median_s(run: Callable[[], object]) -> float:
+    """Median seconds of five runs after one that does not count."""
+    times = []
+    for _ in range(6):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def head() -> str:
+    return f"{'':4} {'server':18}" + "".join(f"{x:>10}" for x in (*COLUMNS, "peak MiB"))
+
+
+def as_line(row: Row, ours: float | None) -> str:
+    """One line of the table; `ours` are our seconds for the same workload."""
+    found, first = row.found, row.found.first_token_s
+    prefilled = PREFILLED.get(row.workload)
+    cells = [
+        f"{found.seconds:.2f}",
+        "-" if ours is None else f"{found.seconds / ours:.2f}",
+        f"{found.new_tokens / found.seconds:.1f}",
+        f"{quantile(first, 0.5):.3f}",
+        f"{quantile(first, 0.99):.3f}",
+        f"{1e3 * found.decode_s:.1f}",
+        "-" if prefilled is None else f"{prefilled / max(first):.0f}",
+        "-" if found.cpu_s is None else f"{found.cpu_s:.1f}",
+        "-" if found.peak_mib is None else f"{found.peak_mib:.0f}",
+    ]
+    return f"{row.workload:4} {row.server:18}" + "".join(f"{cell:>10}" for cell in cells)
+
+
+def compare(args: argparse.Namespace, servers: Sequence[Target]) -> int:
+    """Prints every line as soon as it is there, then the table; returns how many peers failed."""
+    # Nothing is installed, written or loaded while something is measured.
+    pythons = {
+        peer: environment(HERE / f"peers/requirements-{peer}.txt", HERE / "peers/.venvs")
+        for peer in args.peers
+    }
+    directory = hf_directory(args.model) if args.peers else Path()
+    print_machine()
+    print_line(head())
+    measured: list[Callable[[], Iterator[Row]]] = [partial(measure_ours, args.model, args.only)]
+    measured += [
+        partial(measure_peer, peer, dtype, directory, args.only, pythons[peer])
+        for peer in args.peers
+        for dtype in PEERS[peer]
+    ]
+    for server in servers:
+        measured.append(
+            lambda server=server: (asyncio.run(measure_server(server, n)) for n in args.only)
+        )
+    rows: list[Row] = []
+    ours: dict[str, float] = {}
+    failed = 0
+    for rows_of in measured:
+        try:
+            for row in rows_of():
+                ours.setdefault(row.workload, row.found.seconds)
+                rows.append(row)
+                print_line(as_line(row, ours[row.workload]))
+        except PeerError as error:
+            failed += 1
+            print_line(str(error))
+    print_line(f"\nBy workload; load {os.getloadavg()[0]:.2f}\n{head()}")
+    for row in sorted(rows, key=lambda row: args.only.index(row.workload)):
+        print_line(as_line(row, ours[row.workload]))
+    return failed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare servers on the work of agents.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument(
+        "--peers", nargs="+", choices=PEERS, default=[], help="engines, each in its own process"
+    )
     parser.add_argument(
         "--peer",
         action="append",
@@ -227,7 +295,7 @@ def main() -> None:
         help="another server, its URL with /v1",
     )
     args = parser.parse_args()
-    peers = []
+    servers = []
     for text in args.peer:
         name, equals, place = text.partition("=")
         url, model, key = (*place.split(","), "", "")[:3]
@@ -235,13 +303,9 @@ def main() -> None:
             parser.error(
                 f"--peer is {text!r}; expected NAME=URL, such as vllm=http://HOST:8000/v1."
             )
-        peers.append(Target(name, url.rstrip("/"), key or "none", model or args.model))
-    ours, child = start_ours(args.model)
-    try:
-        asyncio.run(compare([ours, *peers], args.only))
-    finally:
-        child.terminate()
-        child.wait(timeout=60)
+        servers.append(Target(name, url.rstrip("/"), key or "none", model or args.model))
+    if compare(args, servers):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ in `tests/clients/.venvs/`, which is made once. The policy is a tiny random mode
 
 import asyncio
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.app import RolloutSettings
 from lightning_jax.serve.engine import Engine
+from lightning_jax.testing.environments import environment
 from lightning_jax.testing.service import Service, run_service
 from lightning_jax.testing.tiny import tiny_model
 
@@ -31,18 +31,6 @@ def requirements_of(test: Path) -> Path:
         if test.name in named:
             return path
     raise LookupError(f"no requirements-*.txt says on its first line that it is for {test.name}.")
-
-
-def environment(requirements: Path) -> Path:
-    """The Python of the environment with these packages; made where it is not there yet."""
-    place = ENVIRONMENTS / requirements.stem.removeprefix("requirements-")
-    ready = place / requirements.name
-    if not ready.exists() or ready.read_bytes() != requirements.read_bytes():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-        pip = [place / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, "-r", requirements], check=True)
-        ready.write_bytes(requirements.read_bytes())
-    return place / "bin/python"
 
 
 async def main(names: list[str]) -> int:
@@ -61,7 +49,7 @@ async def _run_all(tests: list[Path], service: Service) -> list[str]:
     """The names of the files that failed."""
     gateway, failed = service.gateway, []
     for number, test in enumerate(tests):
-        python = environment(requirements_of(test))
+        python = environment(requirements_of(test), ENVIRONMENTS)
         rollout_id = f"{test.stem}-{number}"
         llm = gateway.open_rollout(RolloutSettings(rollout_id, seed=number))
         variables = {
