@@ -137,28 +137,103 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
+    """From rewards to a loss; docs/algorithms.md says which settings make which algorithm."""
+
+    # Rewards, and the rollouts that are trained on.
     credit: str = (
         "identical"  # identical (the paper's), or per_step (discounted rewards of the calls)
     )
     discount: float = 1.0  # of per_step, between calls
-    normalize_by_std: bool = (
-        True  # GRPO divides by the group's standard deviation; Dr. GRPO does not
-    )
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    overlong_penalty: float = 0.0  # most that a long response costs, in reward units; 0: nothing
+    overlong_max_tokens: int = 1024  # tokens of a response from which it costs all of that
+    overlong_buffer: int = 256  # tokens before there, over which the cost rises from 0
+    # Rounds of rollouts a step may take. In each further one other tasks replace the groups whose
+    # returns are all equal, and such groups are never trained on. 1: no group is replaced.
+    max_sampling_rounds: int = 1
+    # Advantages.
+    baseline: str = "group_mean"  # group_mean, leave_one_out, batch_mean or none
+    normalize: str = "group_std"  # group_std, batch_std or none: what advantages are divided by
+    # What a token's gradient is, and how much it weighs.
+    loss: str = "clip"  # clip (PPO, per token), gspo (per call), cispo or reinforce
+    clip_low: float = 0.2  # below 1; 1 is no lower bound
+    clip_high: float = 0.2  # above 1
+    aggregation: str = "rollout"  # rollout, token, call or constant: what weighs the same
+    token_divisor: float = 1024.0  # of constant: the tokens by which a rollout's sum is divided
+    # Off-policy correction.
+    proximal: str = "behavior"  # the policy in the ratio's denominator: behavior, or old
+    correction: str = "none"  # none, truncate or mask, by the ratio of old to behavior policy
+    correction_level: str = "token"  # token, sequence or sequence_mean: what has one ratio
+    correction_low: float = 0.5  # of mask: the least ratio that is kept
+    correction_high: float = 2.0  # of mask: the largest that is kept; of truncate: the ceiling
+    max_staleness: int = 4  # trainer steps; older transitions are dropped and counted
+    # Terms beside the policy gradient.
     kl_coef: float = 0.0  # of the KL to the reference policy; 0: no reference is kept
-    max_staleness: int = 4  # optimizer steps; older transitions are dropped and counted
+    kl_estimator: str = "k3"  # k1, k2 or k3
+    kl_in: str = "loss"  # loss, or reward (each token's advantage loses the KL still to come)
+    entropy_coef: float = 0.0  # of the bonus for the entropy of each token's distribution, in nats
+    # Updates.
+    num_epochs: int = 1  # passes over the data of a step
+    num_minibatches: int = 1  # optimizer updates of a pass
     skip_zero_advantage: bool = True  # leave out rows that cannot move the weights; same gradient
+    max_nonfinite_steps: int = 5  # in a row without a finite gradient; then the run stops
 
     def __post_init__(self) -> None:
+        self._check_choices()
         _require(
             self,
-            credit=(self.credit in ("identical", "per_step"), "identical or per_step"),
             discount=(0 < self.discount <= 1, "above 0 and at most 1"),
-            clip_low=(0 < self.clip_low < 1, "between 0 and 1"),
+            overlong_penalty=(self.overlong_penalty >= 0, "0 (off) or more"),
+            overlong_buffer=(
+                0 <= self.overlong_buffer <= self.overlong_max_tokens,
+                f"0 to overlong_max_tokens={self.overlong_max_tokens}",
+            ),
+            max_sampling_rounds=(self.max_sampling_rounds >= 1, "at least 1"),
+            clip_low=(0 < self.clip_low <= 1, "above 0 and at most 1"),
             clip_high=(self.clip_high > 0, "a positive number"),
+            token_divisor=(self.token_divisor > 0, "a positive number of tokens"),
+            correction=(
+                self.correction != "truncate" or self.proximal == "old" or self.loss == "reinforce",
+                "none or mask, because the ratio of this loss is to the behavior policy already; "
+                "or set proximal to old",
+            ),
+            correction_low=(self.correction_low >= 0, "0 or more"),
+            correction_high=(
+                self.correction_high > self.correction_low,
+                f"above correction_low={self.correction_low}",
+            ),
+            max_staleness=(self.max_staleness >= 0, "0 or more"),
             kl_coef=(self.kl_coef >= 0, "0 or more"),
+            entropy_coef=(self.entropy_coef >= 0, "0 or more"),
+            num_epochs=(self.num_epochs >= 1, "at least 1"),
+            num_minibatches=(self.num_minibatches >= 1, "at least 1"),
+            max_nonfinite_steps=(self.max_nonfinite_steps >= 1, "at least 1"),
         )
+
+    def _check_choices(self) -> None:
+        for name, choices in {
+            "credit": ("identical", "per_step"),
+            "baseline": ("group_mean", "leave_one_out", "batch_mean", "none"),
+            "normalize": ("group_std", "batch_std", "none"),
+            "loss": ("clip", "gspo", "cispo", "reinforce"),
+            "aggregation": ("rollout", "token", "call", "constant"),
+            "proximal": ("behavior", "old"),
+            "correction": ("none", "truncate", "mask"),
+            "correction_level": ("token", "sequence", "sequence_mean"),
+            "kl_estimator": ("k1", "k2", "k3"),
+            "kl_in": ("loss", "reward"),
+        }.items():
+            expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            _require(self, **{name: (getattr(self, name) in choices, expected)})
+
+    @property
+    def has_only_policy_gradient(self) -> bool:
+        """Whether a token without an advantage has no gradient: no KL and no entropy term."""
+        return self.kl_coef == 0 and self.entropy_coef == 0
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the loss reads the trainer's own log-probs before the step's first update."""
+        return self.proximal == "old" or (self.kl_coef > 0 and self.kl_in == "reward")
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ from lightning_jax.models.sharding import (
 from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.rl import train_step
 from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.losses import is_maximum
 from lightning_jax.rl.optimizer import make_optimizer
 from lightning_jax.rl.train_step import Params, TrainFunctions, TrainState
+from lightning_jax.rl.weights import split_minibatches
 from lightning_jax.types import TrainingSequence
 
 
@@ -35,6 +37,9 @@ class Learner:
     functions: TrainFunctions
     batch: BatchConfig
     skip_zero_advantage: bool
+    num_epochs: int = 1
+    num_minibatches: int = 1
+    needs_old_logprobs: bool = False  # whether the objective tells them from the sampler's
 
     def init(self, params: Params) -> TrainState:
         """A state with fresh moments. Takes over `params`, which move to their places."""
@@ -44,25 +49,66 @@ class Learner:
     def update(
         self, state: TrainState, sequences: Sequence[TrainingSequence], reference: Params | None
     ) -> tuple[TrainState, Metrics]:
-        """One optimizer step on all sequences, and its metrics. Takes over `state`.
+        """The optimizer updates of a step on all sequences, and metrics. Takes over `state`.
 
-        Without a sequence that could move the weights the state comes back as it is, and
-        `train/skipped_updates` is 1.
+        There are `num_epochs` passes of up to `num_minibatches` updates. Without a sequence that
+        could move the weights the state comes back as it is, `train/num_updates` is 0 and
+        `train/skipped_updates` 1; else that counts updates whose gradient was not finite.
         """
         started = time.monotonic()
-        batches, metrics = make_batches(
-            sequences, self.batch, skip_zero_advantage=self.skip_zero_advantage
-        )
-        if not batches:
-            return state, metrics | {"train/skipped_updates": 1.0, "train/num_batches": 0.0}
-        placed = jax.device_put(batches, batch_sharding(self.mesh))
-        state, learned = train_step.update(self.functions, state, placed, reference)
-        seconds = time.monotonic() - started
-        return state, metrics | learned | {
-            "train/num_batches": float(len(batches)),
+        parts = [
+            make_batches(part, self.batch, skip_zero_advantage=self.skip_zero_advantage)
+            for part in split_minibatches(sequences, self.num_minibatches)
+        ]
+        metrics = _merge_packing([stats for _, stats in parts])
+        minibatches = [
+            jax.device_put(batches, batch_sharding(self.mesh)) for batches, _ in parts if batches
+        ]
+        metrics["train/num_batches"] = float(sum(map(len, minibatches)))
+        if not minibatches:
+            return state, metrics | {"train/skipped_updates": 1.0, "train/num_updates": 0.0}
+        # In the only update of a step the old log-probs are the current ones.
+        if self.needs_old_logprobs and self.num_epochs * len(minibatches) > 1:
+            minibatches = [
+                train_step.with_old_logprobs(self.functions, state.params, batches)
+                for batches in minibatches
+            ]
+        updates = []
+        for batches in minibatches * self.num_epochs:
+            state, learned = train_step.update(self.functions, state, batches, reference)
+            updates.append(learned)
+        seconds = (time.monotonic() - started) / self.num_epochs
+        return state, metrics | merge_updates(updates) | {
             "train/tokens_per_s": metrics["train/tokens_naive"] / seconds,
             "train/forest_tokens_per_s": metrics["train/tokens_forest"] / seconds,
         }
+
+
+def merge_updates(updates: Sequence[Metrics]) -> Metrics:
+    """One row of the metrics of a step's updates, at least one: counts are added, maxima stay
+    maxima, the rest are means over the updates.
+
+    The gap of sampler and trainer is that of the first update, whose weights did the sampling.
+    """
+    row = {"train/num_updates": float(len(updates))}
+    for name in updates[0]:
+        values = [update[name] for update in updates]
+        if name == "train/mismatch_kl":
+            row[name] = values[0]
+        elif is_maximum(name):
+            row[name] = max(values)
+        else:
+            count = 1 if name in ("train/skipped_updates", "train/num_tokens") else len(values)
+            row[name] = sum(values) / count
+    return row
+
+
+def _merge_packing(parts: Sequence[Metrics]) -> Metrics:
+    """What packing did to all parts of a step; parts of about one size, so shares are averaged."""
+    return {
+        name: sum(part[name] for part in parts) / (len(parts) if name.endswith("_share") else 1)
+        for name in parts[0]
+    }
 
 
 def make_learner(model: DecoderConfig, config: Config, *, supervised: bool) -> Learner:
@@ -76,11 +122,7 @@ def make_learner(model: DecoderConfig, config: Config, *, supervised: bool) -> L
     if supervised:
         objective = train_step.supervised_objective()
     else:
-        objective = train_step.policy_objective(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            kl_coef=algorithm.kl_coef,
-        )
+        objective = train_step.policy_objective(algorithm)
     optimizer = make_optimizer(config.warmup.optimizer if supervised else config.optimizer)
     functions = train_step.make_train_functions(
         model,
@@ -89,6 +131,7 @@ def make_learner(model: DecoderConfig, config: Config, *, supervised: bool) -> L
         head_chunk=config.batch.head_chunk,
         remat=config.model.remat,
         compute_dtype=jnp.dtype(config.model.dtype),
+        entropy_gradient=not supervised and algorithm.entropy_coef > 0,
     )
     return Learner(
         model=model,
@@ -96,5 +139,8 @@ def make_learner(model: DecoderConfig, config: Config, *, supervised: bool) -> L
         optimizer=optimizer,
         functions=functions,
         batch=config.batch,
-        skip_zero_advantage=algorithm.skip_zero_advantage and algorithm.kl_coef == 0,
+        skip_zero_advantage=algorithm.skip_zero_advantage and algorithm.has_only_policy_gradient,
+        num_epochs=1 if supervised else algorithm.num_epochs,
+        num_minibatches=1 if supervised else algorithm.num_minibatches,
+        needs_old_logprobs=not supervised and algorithm.needs_old_logprobs,
     )

@@ -9,9 +9,10 @@
     run_dir/curves.png      the same as a picture
     run_dir/policy/         the trained policy as a Hugging Face directory
 
-Version s of the weights is what s optimizer steps made. After a crash the loop goes on from the
-newest checkpoint, and the rollouts of the steps it has to do again come from the store: they are
-not sampled twice.
+Version s of the weights is what s trainer steps made. A step makes one optimizer update, or as many
+as `algorithm.num_epochs` and `num_minibatches` say. After a crash the loop goes on from the newest
+checkpoint, and the rollouts of the steps it has to do again come from the store: they are not
+sampled twice.
 """
 
 import asyncio
@@ -36,8 +37,9 @@ from lightning_jax.gateway.app import Gateway
 from lightning_jax.learner import Learner, make_learner
 from lightning_jax.metrics import Metrics, MetricsLog, plot_curves
 from lightning_jax.models.load import LoadedModel, load_model, save_hf
-from lightning_jax.rl.advantages import step_advantages
+from lightning_jax.rl.advantages import equal_groups, step_advantages
 from lightning_jax.rl.batching import drop_stale, make_sequences
+from lightning_jax.rl.credit import punish_overlong
 from lightning_jax.rl.train_step import Params, TrainState
 from lightning_jax.rollout_metrics import eval_metrics, to_trajectories
 from lightning_jax.runner import Runner, load_agent, load_function, make_requests, run_rollouts
@@ -45,7 +47,7 @@ from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.store import Store
 from lightning_jax.tasks import TaskIterator, demonstration_sequences, group_tasks, spread
-from lightning_jax.types import Rollout, Task, TrainingSequence
+from lightning_jax.types import Rollout, Task, TrainingSequence, Trajectory, UserError
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +152,10 @@ def _orchestrator(config: Config) -> Callable[..., Any]:
     return JetStreamLoop
 
 
+class NotFinite(UserError, RuntimeError):
+    """The gradients of many steps in a row were not finite: the run no longer learns."""
+
+
 class Run:
     """The state of one run between steps, and the few things that change it."""
 
@@ -164,7 +170,9 @@ class Run:
         warmup, directory = config.warmup, Path(config.run_dir)
         self.config, self.model, self.store, self.directory = config, model, store, directory
         self.step = 0
+        self.num_nonfinite_steps = 0  # in a row
         self.tasks = TaskIterator(train_tasks, config.rollout.tasks_per_step, config.seed)
+        self.spare_tasks: list[Task] = []  # drawn and not yet tried
         groups = group_tasks(train_tasks, warmup.group_by, warmup.group_size)
         self.demonstrations = TaskIterator(groups, warmup.groups_per_step, config.seed + 1)
         self.demonstrate = load_function(warmup.demonstrations) if warmup.demonstrations else None
@@ -193,8 +201,9 @@ class Run:
         self.loop, self.runner = loop, runner
 
     async def one_step(self) -> Metrics:
-        """The metrics row of one step: evaluation if it is time, an optimizer step, new weights
-        served.
+        """The metrics row of one step: evaluation if it is time, its updates, new weights served.
+
+        Raises NotFinite when the gradients of too many steps in a row were not finite.
         """
         step, row = self.step, await self.evaluate_if_due()
         served = self.runner.gateway.stats()
@@ -246,10 +255,17 @@ class Run:
 
     async def _policy_step(self) -> Metrics:
         started = time.monotonic()
-        rollouts = await self._collect(next(self.tasks), "train", self.config.rollout.group_size)
-        trajectories, metrics = to_trajectories(self.store, rollouts, policy_version=self.step)
+        trajectories, metrics = await self._sample()
         metrics["time/rollout_s"] = time.monotonic() - started
         algorithm = self.config.algorithm
+        if algorithm.overlong_penalty > 0:
+            trajectories, costs = punish_overlong(
+                trajectories,
+                penalty=algorithm.overlong_penalty,
+                max_tokens=algorithm.overlong_max_tokens,
+                buffer=algorithm.overlong_buffer,
+            )
+            metrics |= costs
         advantages, group_metrics = step_advantages(trajectories, algorithm)
         trajectories, advantages, num_stale = drop_stale(
             trajectories,
@@ -257,7 +273,12 @@ class Run:
             policy_version=self.step,
             max_staleness=algorithm.max_staleness,
         )
-        sequences = make_sequences(trajectories, advantages)
+        sequences = make_sequences(
+            trajectories,
+            advantages,
+            aggregation=algorithm.aggregation,
+            token_divisor=algorithm.token_divisor,
+        )
         metrics |= group_metrics | {"train/dropped_stale": float(num_stale)}
         metrics |= await asyncio.to_thread(self._update, sequences)
         if metrics.get("train/mismatch_kl", 0.0) > MISMATCH_ALARM:
@@ -270,8 +291,48 @@ class Run:
             )
         return metrics
 
-    async def _collect(self, tasks: Sequence[Task], phase: str, group_size: int) -> list[Rollout]:
-        requests = make_requests(tasks, phase, self.step, group_size)
+    async def _sample(self) -> tuple[list[Trajectory], Metrics]:
+        """The trajectories of the step's rollouts, and metrics of all of them.
+
+        With `max_sampling_rounds` above 1 groups whose returns are all equal are left out, and
+        while rounds are left as many other tasks are tried (dynamic sampling, DAPO, arXiv
+        2503.14476). What the rollouts earned is measured before any is left out.
+        """
+        algorithm, size = self.config.algorithm, self.config.rollout.group_size
+        wanted, num_rounds = self.config.rollout.tasks_per_step, 0
+        rollouts: list[Rollout] = []
+        num_tasks = num_useful = 0
+        while True:
+            tasks = self._next_tasks(wanted - num_useful)
+            rollouts += await self._collect(tasks, "train", size, first_place=num_tasks)
+            num_rounds, num_tasks = num_rounds + 1, num_tasks + len(tasks)
+            trajectories, metrics = to_trajectories(self.store, rollouts, policy_version=self.step)
+            if algorithm.max_sampling_rounds == 1:
+                return trajectories, metrics
+            equal = equal_groups(trajectories, algorithm)
+            useful = [each for each in trajectories if each.group_id not in equal]
+            num_useful = len({each.group_id for each in useful})
+            if num_useful == wanted or num_rounds == algorithm.max_sampling_rounds:
+                return useful, metrics | {
+                    "rollout/num_sampling_rounds": float(num_rounds),
+                    "rollout/num_groups_left_out": float(num_tasks - num_useful),
+                    "rollout/num_groups_replaced": float(num_tasks - wanted),
+                }
+
+    def _next_tasks(self, number: int) -> list[Task]:
+        while len(self.spare_tasks) < number:
+            self.spare_tasks += next(self.tasks)
+        taken, self.spare_tasks = self.spare_tasks[:number], self.spare_tasks[number:]
+        return taken
+
+    async def _collect(
+        self, tasks: Sequence[Task], phase: str, group_size: int, *, first_place: int = 0
+    ) -> list[Rollout]:
+        """Finished rollouts of the tasks, whose places in the step begin at `first_place`."""
+        requests = [
+            replace(request, place=first_place + request.place)
+            for request in make_requests(tasks, phase, self.step, group_size)
+        ]
         with tqdm(
             total=len(requests), desc=f"{phase} {self.step}", leave=False, disable=None
         ) as bar:
@@ -285,7 +346,25 @@ class Run:
         """Trains on the sequences; metrics. Without any that counts, the weights stay."""
         started = time.monotonic()
         self.state, metrics = self.learner.update(self.state, sequences, self.reference)
+        self._stop_if_never_finite(metrics)
         return metrics | {"time/train_s": time.monotonic() - started}
+
+    def _stop_if_never_finite(self, metrics: Metrics) -> None:
+        """Raises NotFinite after too many steps in a row of which no gradient was finite."""
+        num_updates, limit = metrics["train/num_updates"], self.config.algorithm.max_nonfinite_steps
+        if num_updates == 0:
+            return
+        if metrics["train/skipped_updates"] < num_updates:
+            self.num_nonfinite_steps = 0
+            return
+        self.num_nonfinite_steps += 1
+        if self.num_nonfinite_steps >= limit:
+            raise NotFinite(
+                f"the gradient was not finite in {self.num_nonfinite_steps} steps in a row, the "
+                f"last of them step {self.step}, and the weights did not change; expected fewer "
+                f"than {limit} (algorithm.max_nonfinite_steps). Lower the learning rate, or look "
+                "for rewards and log-probabilities that are not finite."
+            )
 
     def _begin_policy_phase(self) -> None:
         """After the warm-up the optimizer starts afresh, and the reference is what the warm-up
@@ -316,7 +395,11 @@ class Run:
         """Writes a checkpoint of this step, unless there is one."""
         if self.checkpointer.latest_step == self.step:
             return
-        progress = {"tasks": self.tasks.state(), "demonstrations": self.demonstrations.state()}
+        progress = {
+            "tasks": self.tasks.state(),
+            "spare_tasks": self.spare_tasks,
+            "demonstrations": self.demonstrations.state(),
+        }
         self.checkpointer.save(self.step, self.state, progress)
 
     def _restore(self) -> TrainState | None:
@@ -326,6 +409,7 @@ class Run:
         self.step = self.checkpointer.latest_step
         saved = self.checkpointer.restore(self.learner.init(self.model.params))
         self.tasks.restore(saved.progress["tasks"])
+        self.spare_tasks = saved.progress.get("spare_tasks", [])
         self.demonstrations.restore(saved.progress["demonstrations"])
         log.info("going on from the checkpoint of step %d in %s", self.step, self.directory)
         return saved.state

@@ -194,7 +194,7 @@ class TrainingSequence:
     response_token_ids: tuple[int, ...]
     behavior_logprobs: tuple[float, ...]
     advantage: float
-    weight: float  # of each token that is trained; all weights of a step sum to 1
+    weight: float  # of each token that is trained; see rl/weights.py
     loss_mask: tuple[bool, ...] = ()  # False: the token is context only
 
     def __post_init__(self) -> None:
@@ -210,7 +210,8 @@ class Batch:
     Nodes lie in depth-first order. Node i sees node j iff `j <= i < ends[j]`; `positions` is the
     depth in its tree. Padding nodes see only themselves. A target is one sampled token: the model,
     having read the path to `target_nodes`, gave `target_ids`. Two transitions that sampled the same
-    token at the same place share the node, never the target.
+    token at the same place share the node, never the target. The targets of one sequence lie side
+    by side in one row, in order.
     """
 
     tokens: Leaf  # int32 [B, T]
@@ -219,9 +220,12 @@ class Batch:
     target_nodes: Leaf  # int32 [B, R], index into the row of the node that predicts
     target_ids: Leaf  # int32 [B, R]
     target_mask: Leaf  # bool [B, R], True = a sampled token
+    target_calls: Leaf  # int32 [B, R], index of the sequence the target is of; -1 where masked
     behavior_logprobs: Leaf  # float32 [B, R]
     advantages: Leaf  # float32 [B, R]
     weights: Leaf  # float32 [B, R], 0 where masked
+    # float32 [B, R], the trainer's own before the step's first update. None: this is the first.
+    old_logprobs: Leaf = None
 
 
 @dataclass(frozen=True)

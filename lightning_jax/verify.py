@@ -1,6 +1,6 @@
 """Checks a run's record: the weights that sampled a token must give it the stored log-probability.
 
-Version s of the weights is what s optimizer steps made. Those of 0 (the initial model), of the kept
+Version s of the weights is what s trainer steps made. Those of 0 (the initial model), of the kept
 checkpoints and of the exported policy can be had again; calls of other versions are counted.
 """
 
@@ -325,6 +325,7 @@ def _batch(calls: Sequence[StoredCall], num_rows: int, row_len: int) -> Batch:
     ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "target_nodes", "target_ids")}
     positions = np.tile(np.arange(row_len, dtype=np.int32), (num_rows, 1))
     ends, mask, nothing = positions + 1, np.zeros(shape, bool), np.zeros(shape, np.float32)
+    target_calls = np.full(shape, -1, np.int32)
     for row, call in enumerate(calls):
         prompt, response = call.transition.prompt_token_ids, call.transition.response_token_ids
         length, targets = len(prompt) + len(response), len(response)
@@ -334,11 +335,13 @@ def _batch(calls: Sequence[StoredCall], num_rows: int, row_len: int) -> Batch:
         ints["target_nodes"][row, :targets] = len(prompt) - 1 + np.arange(targets)
         ints["target_ids"][row, :targets] = response
         mask[row, :targets] = True
+        target_calls[row, :targets] = row
     return Batch(
         **ints,
         positions=positions,
         ends=ends,
         target_mask=mask,
+        target_calls=target_calls,
         behavior_logprobs=nothing,
         advantages=nothing,
         weights=nothing,

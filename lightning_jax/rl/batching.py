@@ -9,6 +9,7 @@ from jaxtyping import Int
 
 from lightning_jax.config import BatchConfig
 from lightning_jax.rl.packing import Path, PathForest, Row, common_prefix, pack_rows
+from lightning_jax.rl.weights import token_weights
 from lightning_jax.types import Batch, TrainingSequence, Trajectory
 
 DROP_REASONS: tuple[str, ...] = (
@@ -25,7 +26,7 @@ def drop_stale(
 ) -> tuple[list[Trajectory], list[tuple[float, ...]], int]:
     """(trajectories and advantages without the calls that are too old, number of calls dropped).
 
-    A call is as old as its oldest token, in optimizer steps before `policy_version`. Advantages
+    A call is as old as its oldest token, in trainer steps before `policy_version`. Advantages
     come first, because a dropped call still says what its rollout was worth.
     """
     kept_trajectories, kept_advantages, num_dropped = [], [], 0
@@ -44,33 +45,35 @@ def drop_stale(
 
 
 def make_sequences(
-    trajectories: Sequence[Trajectory], advantages: Sequence[tuple[float, ...]]
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[tuple[float, ...]],
+    *,
+    aggregation: str = "rollout",
+    token_divisor: float = 1.0,
 ) -> list[TrainingSequence]:
-    """One sequence per call. All rollouts weigh the same, and all trained tokens of one rollout do.
+    """One sequence per call, its tokens weighed by `weights.token_weights`.
 
-    A token that its grammar forced is not trained: the policy did not choose it. A trained token's
-    weight is 1 / (trained tokens of its rollout * rollouts with any), so the weights of a step sum
-    to 1. Raises ValueError if the advantages do not match the calls.
+    A token that its grammar forced is not trained: the policy did not choose it. Raises ValueError
+    if the advantages do not match the calls.
     """
-    counts = [
-        sum(t.forced.count(False) for t in trajectory.transitions) for trajectory in trajectories
-    ]
-    num_rollouts = sum(count > 0 for count in counts)
+    weights = token_weights(trajectories, aggregation=aggregation, divisor=token_divisor)
     sequences = []
-    for trajectory, values, count in zip(trajectories, advantages, counts, strict=True):
+    for trajectory, values, calls in zip(trajectories, advantages, weights, strict=True):
         if len(values) != len(trajectory.transitions):
             raise ValueError(
                 f"rollout {trajectory.rollout_id!r} has {len(values)} advantages for "
                 f"{len(trajectory.transitions)} calls; expected one each."
             )
-        for transition, advantage in zip(trajectory.transitions, values, strict=True):
+        for transition, advantage, weight in zip(
+            trajectory.transitions, values, calls, strict=True
+        ):
             sequences.append(
                 TrainingSequence(
                     prompt_token_ids=transition.prompt_token_ids,
                     response_token_ids=transition.response_token_ids,
                     behavior_logprobs=transition.behavior_logprobs,
                     advantage=advantage,
-                    weight=1.0 / max(count * num_rollouts, 1),
+                    weight=weight,
                     loss_mask=tuple(not forced for forced in transition.forced),
                 )
             )
@@ -101,21 +104,21 @@ def make_batches(
     many targets for a row, nothing sampled, nothing but forced tokens, and with
     `skip_zero_advantage` those without a policy gradient (right only when no KL term needs them).
     A sequence's last target and what follows it are never read by the model unless another sequence
-    goes on from there.
+    goes on from there. `target_calls` counts places in `sequences`.
     """
     kept, dropped = [], Counter(dict.fromkeys(DROP_REASONS, 0))
     dropped_tokens = 0
-    for sequence in sequences:
+    for index, sequence in enumerate(sequences):
         reason = _why_dropped(sequence, config, skip_zero_advantage)
         if reason is None:
-            kept.append(sequence)
+            kept.append((index, sequence))
         else:
             dropped[reason] += 1
             dropped_tokens += _num_targets(sequence)
     # Paths in order are the trie in depth-first order; see packing.py.
-    kept.sort(key=_read_ids)
-    paths = [np.asarray(_read_ids(sequence), np.int32) for sequence in kept]
-    forest = PathForest(paths, [_num_targets(sequence) for sequence in kept])
+    kept.sort(key=lambda pair: _read_ids(pair[1]))
+    paths = [np.asarray(_read_ids(sequence), np.int32) for _, sequence in kept]
+    forest = PathForest(paths, [_num_targets(sequence) for _, sequence in kept])
     rows = pack_rows(forest, max_nodes=config.row_len, max_targets=config.max_targets)
     # Rows of one batch have about as many targets, so that their empty head chunks coincide.
     rows.sort(key=lambda row: -row.targets)
@@ -159,7 +162,7 @@ def _stats(forest: PathForest, rows: Sequence[Row], *, num_nodes: int) -> dict[s
 
 def _fill_batch(
     rows: Sequence[Row],
-    sequences: Sequence[TrainingSequence],
+    sequences: Sequence[tuple[int, TrainingSequence]],
     paths: Sequence[Path],
     config: BatchConfig,
 ) -> Batch:
@@ -171,7 +174,7 @@ def _fill_batch(
         )
         start = 0
         for i, path_nodes in zip(row.members, nodes, strict=True):
-            sequence = sequences[i]
+            call, sequence = sequences[i]
             trained = np.flatnonzero(sequence.loss_mask)
             size = len(trained)
             where = (b, slice(start, start + size))
@@ -180,6 +183,7 @@ def _fill_batch(
             batch.target_nodes[where] = path_nodes[first + trained]
             batch.target_ids[where] = np.asarray(sequence.response_token_ids)[trained]
             batch.target_mask[where] = True
+            batch.target_calls[where] = call
             batch.behavior_logprobs[where] = np.asarray(sequence.behavior_logprobs)[trained]
             batch.advantages[where] = sequence.advantage
             batch.weights[where] = sequence.weight
@@ -197,6 +201,7 @@ def _empty_batch(config: BatchConfig) -> Batch:
         target_nodes=np.zeros(targets, np.int32),
         target_ids=np.zeros(targets, np.int32),
         target_mask=np.zeros(targets, bool),
+        target_calls=np.full(targets, -1, np.int32),
         behavior_logprobs=np.zeros(targets, np.float32),
         advantages=np.zeros(targets, np.float32),
         weights=np.zeros(targets, np.float32),

@@ -1,7 +1,9 @@
 """Credit assignment: what each LLM call of a rollout is held responsible for."""
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 
 from lightning_jax.types import Trajectory
 
@@ -32,6 +34,36 @@ def rollout_return(trajectory: Trajectory, *, scheme: str, discount: float) -> f
     """What the rollout earned, seen from its first call; its reward alone if it made no call."""
     credits = assign_credit(trajectory, scheme=scheme, discount=discount)
     return credits[0] if credits else trajectory.reward
+
+
+def overlong_penalty(length: int, *, max_tokens: int, buffer: int) -> float:
+    """The share of the penalty that a response of `length` tokens costs, 0 to 1.
+
+    0 up to `max_tokens - buffer` tokens, then a straight line up to 1 at `max_tokens` (DAPO's soft
+    overlong punishment, arXiv 2503.14476).
+    """
+    if buffer == 0:
+        return float(length >= max_tokens)
+    return min(max((length - (max_tokens - buffer)) / buffer, 0.0), 1.0)
+
+
+def punish_overlong(
+    trajectories: Sequence[Trajectory], *, penalty: float, max_tokens: int, buffer: int
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """(the trajectories with the rewards of long calls lowered, metrics of the step).
+
+    A call loses `penalty` times its share; a rollout's own reward stays as it is.
+    """
+    shaped, costs = [], []
+    for trajectory in trajectories:
+        transitions = []
+        for call in trajectory.transitions:
+            size = len(call.response_token_ids)
+            cost = penalty * overlong_penalty(size, max_tokens=max_tokens, buffer=buffer)
+            transitions.append(dataclasses.replace(call, reward=call.reward - cost))
+            costs.append(cost)
+        shaped.append(dataclasses.replace(trajectory, transitions=tuple(transitions)))
+    return shaped, {"train/overlong_penalty_mean": sum(costs) / max(len(costs), 1)}
 
 
 def _discounted_returns(trajectory: Trajectory, discount: float) -> tuple[float, ...]:

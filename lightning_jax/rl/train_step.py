@@ -1,5 +1,6 @@
 """The optimizer step: gradients of microbatches added up on the device, then one update."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from lightning_jax.config import AlgorithmConfig
 from lightning_jax.models.transformer import DecoderConfig, forward, unembed
 from lightning_jax.rl import losses
 from lightning_jax.rl.losses import Metrics
@@ -26,7 +28,7 @@ Objective = Callable[..., tuple[Float[Array, ""], Metrics]]
 class TrainState:
     """What an optimizer step reads and replaces; float32, whatever the model computes in."""
 
-    step: Leaf  # int32 scalar, optimizer steps made
+    step: Leaf  # int32 scalar, optimizer updates made
     params: Any
     opt_state: Any
 
@@ -37,26 +39,23 @@ class TrainFunctions:
 
     `grads_fn(params, grads, metrics, batch, ref_params or None) -> (grads, metrics)` adds one
     microbatch to the accumulators, which it takes over (donated). `apply_fn(state, grads) ->
-    (state, metrics)` updates; it takes over the state.
+    (state, metrics)` updates; it takes over the state. `logprobs_fn(params, batch)` measures the
+    targets, [B, R] in nats.
     """
 
     grads_fn: Callable[..., tuple[Any, Metrics]]
     apply_fn: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    logprobs_fn: Callable[[Params, Batch], Float[Array, "B R"]]
     objective: Objective
 
 
-def policy_objective(*, clip_low: float, clip_high: float, kl_coef: float = 0.0) -> Objective:
-    """`losses.policy_loss` with these settings."""
+def policy_objective(algorithm: AlgorithmConfig | None = None, **changes: Any) -> Objective:
+    """`losses.policy_loss` with these settings, of which `changes` replaces some."""
+    settings = dataclasses.replace(algorithm or AlgorithmConfig(), **changes)
 
     def objective(logprobs: Any, entropy: Any, batch: Batch, ref_logprobs: Any) -> Any:
         return losses.policy_loss(
-            logprobs,
-            batch,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            kl_coef=kl_coef,
-            ref_logprobs=ref_logprobs,
-            entropy=entropy,
+            logprobs, batch, settings, ref_logprobs=ref_logprobs, entropy=entropy
         )
 
     return objective
@@ -83,13 +82,20 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
 
 
 def response_logprobs(
-    params: Params, config: DecoderConfig, batch: Batch, *, remat: bool, head_chunk: int
+    params: Params,
+    config: DecoderConfig,
+    batch: Batch,
+    *,
+    remat: bool,
+    head_chunk: int,
+    entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """(log-probability of each target, entropy of its distribution without a gradient), in nats.
+    """(log-probability of each target, entropy of its distribution), in nats.
 
-    Both are 0 where masked. The LM head sees only nodes that predict a target, `head_chunk` of a
-    row at a time, and skips chunks that hold only padding; logits of [R, V] never exist at once,
-    not in the backward pass either.
+    The entropy has a gradient only with `entropy_gradient`, because it costs one. Both are 0 where
+    masked. The LM head sees only nodes that predict a target, `head_chunk` of a row at a time, and
+    skips chunks that hold only padding; logits of [R, V] never exist at once, not in the backward
+    pass either.
     """
     nodes, _ = forward(params, config, batch.tokens, batch.positions, ends=batch.ends, remat=remat)
     hidden = jnp.take_along_axis(
@@ -100,7 +106,8 @@ def response_logprobs(
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def chunk_logprobs(chunk: Any) -> Any:
         def head(hidden: Any, ids: Any, mask: Any) -> Any:
-            return _token_logprobs(unembed(params, config, hidden), ids, mask)
+            logits = unembed(params, config, hidden)
+            return _token_logprobs(logits, ids, mask, entropy_gradient=entropy_gradient)
 
         def nothing(hidden: Any, ids: Any, mask: Any) -> Any:
             return jnp.zeros(mask.shape, jnp.float32), jnp.zeros(mask.shape, jnp.float32)
@@ -121,18 +128,21 @@ def make_train_functions(
     head_chunk: int,
     remat: bool = False,
     compute_dtype: Any = jnp.float32,
+    entropy_gradient: bool = False,
 ) -> TrainFunctions:
     """Jitted functions for one objective; each compiles once per batch shape and sharding.
 
     `compute_dtype` is that of activations and of the weights as the forward pass reads them;
-    gradients and weights stay float32.
+    gradients and weights stay float32. An objective with an entropy bonus needs `entropy_gradient`.
     """
     measure = functools.partial(
         response_logprobs, config=config, remat=remat, head_chunk=head_chunk
     )
 
     def loss_fn(params: Params, batch: Batch, ref_params: Params | None) -> Any:
-        logprobs, entropy = measure(_cast(params, compute_dtype), batch=batch)
+        logprobs, entropy = measure(
+            _cast(params, compute_dtype), batch=batch, entropy_gradient=entropy_gradient
+        )
         ref_logprobs = None
         if ref_params is not None:
             ref_logprobs, _ = measure(_cast(ref_params, compute_dtype), batch=batch)
@@ -142,14 +152,18 @@ def make_train_functions(
         params: Params, grads: Any, metrics: Metrics, batch: Batch, ref_params: Params | None
     ) -> tuple[Any, Metrics]:
         new, sums = jax.grad(loss_fn, has_aux=True)(params, batch, ref_params)
-        return jax.tree.map(jnp.add, (grads, metrics), (new, sums))
+        return jax.tree.map(jnp.add, grads, new), losses.add_metrics(metrics, sums)
 
     def apply(state: TrainState, grads: Any) -> tuple[TrainState, Metrics]:
         return _apply(optimizer, state, grads)
 
+    def logprobs(params: Params, batch: Batch) -> Float[Array, "B R"]:
+        return measure(_cast(params, compute_dtype), batch=batch)[0]
+
     return TrainFunctions(
         grads_fn=jax.jit(add_grads, donate_argnums=(1, 2)),
         apply_fn=jax.jit(apply, donate_argnums=0),
+        logprobs_fn=jax.jit(logprobs),
         objective=objective,
     )
 
@@ -160,7 +174,7 @@ def update(
     batches: Sequence[Batch],
     ref_params: Params | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
-    """One optimizer step over all microbatches, and its metrics, fetched in one transfer.
+    """One optimizer update over all microbatches, and its metrics, fetched in one transfer.
 
     Takes over `state`. A gradient that is not finite changes nothing but the step count and is
     reported as train/skipped_updates = 1. Raises ValueError without a microbatch.
@@ -175,6 +189,16 @@ def update(
     sums, applied = jax.device_get((metrics, applied))
     means = losses.mean_metrics({name: float(value) for name, value in sums.items()})
     return state, means | {name: float(value) for name, value in applied.items()}
+
+
+def with_old_logprobs(
+    functions: TrainFunctions, params: Params, batches: Sequence[Batch]
+) -> list[Batch]:
+    """The batches with the log-probs of these weights as those before the step's first update."""
+    return [
+        dataclasses.replace(batch, old_logprobs=functions.logprobs_fn(params, batch))
+        for batch in batches
+    ]
 
 
 def zero_accumulators(
@@ -207,14 +231,19 @@ def _apply(
 
 
 def _token_logprobs(
-    logits: Float[Array, "B R V"], ids: Int[Array, "B R"], mask: Bool[Array, "B R"]
+    logits: Float[Array, "B R V"],
+    ids: Int[Array, "B R"],
+    mask: Bool[Array, "B R"],
+    *,
+    entropy_gradient: bool,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     total = jax.nn.logsumexp(logits, axis=-1)
     # A comparison instead of a gather: it fuses with the sums, and splits over a sharded
     # vocabulary.
     chosen = jnp.arange(logits.shape[-1])[None, None, :] == ids[:, :, None]
     logprobs = jnp.where(chosen, logits, 0.0).sum(axis=-1) - total
-    logits, total = jax.lax.stop_gradient((logits, total))
+    if not entropy_gradient:
+        logits, total = jax.lax.stop_gradient((logits, total))
     entropy = total - (jnp.exp(logits - total[:, :, None]) * logits).sum(axis=-1)
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
 
@@ -237,7 +266,7 @@ def _metric_names(objective: Objective, *, with_reference: bool) -> list[str]:
     """What the objective reports, found on shapes alone and without the model."""
     floats, ints = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.int32))
     mask = jax.ShapeDtypeStruct((1, 1), jnp.bool_)
-    batch = Batch(ints, ints, ints, ints, ints, mask, floats, floats, floats)
+    batch = Batch(ints, ints, ints, ints, ints, mask, ints, floats, floats, floats)
     reference = floats if with_reference else None
     return sorted(jax.eval_shape(objective, floats, floats, batch, reference)[1])
 

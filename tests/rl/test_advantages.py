@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_jax.config import AlgorithmConfig
-from lightning_jax.rl.advantages import group_baseline, step_advantages
+from lightning_jax.rl.advantages import baselines_and_scales, equal_groups, step_advantages
 from lightning_jax.testing.records import trajectory, transition
 
 
@@ -22,7 +22,7 @@ def test_advantages_of_a_group_by_hand():
 
 def test_without_std_the_advantage_is_reward_minus_mean():
     advantages, _ = step_advantages(
-        [rollout(1.0), rollout(0.25)], AlgorithmConfig(normalize_by_std=False)
+        [rollout(1.0), rollout(0.25)], AlgorithmConfig(normalize="none")
     )
     assert advantages == [(0.375,), (-0.375,)]
 
@@ -30,14 +30,14 @@ def test_without_std_the_advantage_is_reward_minus_mean():
 def test_the_baseline_counts_rollouts_and_not_calls():
     # Over calls the mean would be 3 / 4; over rollouts it is 1 / 2.
     advantages, _ = step_advantages(
-        [rollout(1.0, calls=3), rollout(0.0)], AlgorithmConfig(normalize_by_std=False)
+        [rollout(1.0, calls=3), rollout(0.0)], AlgorithmConfig(normalize="none")
     )
     assert advantages == [(0.5, 0.5, 0.5), (-0.5,)]
 
 
 def test_a_rollout_without_calls_counts_in_the_baseline():
     advantages, _ = step_advantages(
-        [rollout(1.0), rollout(0.0, calls=0)], AlgorithmConfig(normalize_by_std=False)
+        [rollout(1.0), rollout(0.0, calls=0)], AlgorithmConfig(normalize="none")
     )
     assert advantages == [(0.5,), ()]
 
@@ -59,16 +59,73 @@ def test_equal_rewards_and_single_rollouts_give_zeros():
 
 
 def test_equal_up_to_rounding_is_equal():
-    baseline, scale = group_baseline(np.asarray([0.1 + 0.2, 0.3]), normalize_by_std=True)
-    assert (baseline, scale) == (pytest.approx(0.3), 0.0)
+    returns = np.asarray([0.1 + 0.2, 0.3])
+    baselines, scales = baselines_and_scales(
+        returns, ["g", "g"], baseline="group_mean", normalize="group_std"
+    )
+    assert baselines == pytest.approx([0.3, 0.3])
+    assert scales.tolist() == [0.0, 0.0]
 
 
 def test_per_step_subtracts_the_mean_return_of_rollouts_from_every_call():
     # Returns seen from the first call, discount 0.5: 0.5 * 1 = 0.5 and 0; their mean 0.25.
     step = [rollout(1.0, calls=2), rollout(0.0)]
-    config = AlgorithmConfig(credit="per_step", discount=0.5, normalize_by_std=False)
+    config = AlgorithmConfig(credit="per_step", discount=0.5, normalize="none")
     assert step_advantages(step, config)[0] == [(0.25, 0.75), (-0.25,)]
 
 
 def test_no_rollouts_at_all():
     assert step_advantages([], AlgorithmConfig())[0] == []
+
+
+def of_group(*rewards: float, group: str = "g"):
+    return [rollout(reward, group=group) for reward in rewards]
+
+
+def test_leave_one_out_by_hand():
+    # The others' means are 1, 1.5 and 0.5; a rollout alone says nothing.
+    step = [*of_group(1.0, 0.0, 2.0), rollout(5.0, group="single")]
+    config = AlgorithmConfig(baseline="leave_one_out", normalize="none")
+    advantages, _ = step_advantages(step, config)
+    assert advantages == [(0.0,), (-1.5,), (1.5,), (0.0,)]
+
+
+def test_batch_mean_and_std_by_hand():
+    # Returns 3, 1 | 1, 1: mean 1.5, deviations 1.5, -0.5, -0.5, -0.5, of which the square root of
+    # (2.25 + 3 * 0.25) / 4 = 0.75 is the standard deviation. Equal groups keep their advantage.
+    step = [*of_group(3.0, 1.0), *of_group(1.0, 1.0, group="equal")]
+    config = AlgorithmConfig(baseline="batch_mean", normalize="batch_std")
+    (first, *others), metrics = step_advantages(step, config)
+    assert first == (pytest.approx(1.5 / 0.75**0.5),)
+    assert others == [(pytest.approx(-0.5 / 0.75**0.5),)] * 3
+    assert metrics["train/equal_groups_share"] == 0.5
+
+
+def test_group_mean_over_batch_std_by_hand():
+    # Returns less their groups' means: 1, -1, 0.5, -0.5; standard deviation sqrt(2.5 / 4).
+    step = [*of_group(3.0, 1.0), *of_group(1.0, 0.0, group="b")]
+    advantages, _ = step_advantages(step, AlgorithmConfig(normalize="batch_std"))
+    scale = (4 / 2.5) ** 0.5
+    assert [a for (a,) in advantages] == pytest.approx([scale, -scale, scale / 2, -scale / 2])
+
+
+def test_no_baseline_leaves_the_return():
+    config = AlgorithmConfig(baseline="none", normalize="none")
+    assert step_advantages(of_group(1.0, 1.0), config)[0] == [(1.0,), (1.0,)]
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "batch_mean", "none"])
+@pytest.mark.parametrize("normalize", ["group_std", "batch_std", "none"])
+def test_every_choice_is_finite_on_nothing_on_one_and_on_equals(baseline, normalize):
+    config = AlgorithmConfig(baseline=baseline, normalize=normalize)
+    assert step_advantages([], config)[0] == []
+    step = [rollout(0.1 + 0.2, calls=0), rollout(0.3), rollout(7.0, group="single")]
+    advantages, _ = step_advantages(step, config)
+    assert [len(calls) for calls in advantages] == [0, 1, 1]
+    assert np.isfinite([a for calls in advantages for a in calls]).all()
+
+
+def test_equal_groups_are_named():
+    step = [*of_group(1.0, 0.0), *of_group(0.5, 0.5, group="equal"), rollout(1.0, group="single")]
+    assert equal_groups(step, AlgorithmConfig()) == {"equal", "single"}
+    assert equal_groups([], AlgorithmConfig()) == set()

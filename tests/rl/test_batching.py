@@ -215,3 +215,20 @@ def test_every_sampled_token_is_trained_once_in_its_own_context(pairs, rows, ran
     again, _ = make_batches(shuffled, config)
     assert read_back(again) == read_back(batches)
     assert stats["train/tokens_forest"] <= stats["train/tokens_naive"]
+
+
+def test_targets_know_their_sequence_and_lie_side_by_side():
+    # Sorted by path the third comes first; the second is dropped, for it has no target.
+    sequences = [sequence([5, 6], [7, 8]), sequence([1], []), sequence([4], [3, 2, 1])]
+    (batch,), _ = make_batches(sequences, SMALL)
+    assert batch.target_calls[0].tolist() == [2, 2, 2, 0, 0, -1, -1, -1]
+    assert batch.old_logprobs is None
+
+
+def test_a_step_with_an_empty_response_and_a_rollout_without_calls():
+    step = [trajectory(transition([1], [])), trajectory(), trajectory(transition([1], [2]))]
+    for aggregation in ("rollout", "call", "token", "constant"):
+        sequences = make_sequences(step, [(1.0,), (), (1.0,)], aggregation=aggregation)
+        (batch,), stats = make_batches(sequences, SMALL)
+        assert batch.weights[0].tolist() == [1.0] + [0.0] * 7
+        assert stats["train/dropped_empty_response"] == 1.0

@@ -1,6 +1,11 @@
 import pytest
 
-from lightning_jax.rl.credit import assign_credit, rollout_return
+from lightning_jax.rl.credit import (
+    assign_credit,
+    overlong_penalty,
+    punish_overlong,
+    rollout_return,
+)
 from lightning_jax.testing.records import trajectory, transition
 
 
@@ -38,3 +43,23 @@ def test_bad_scheme_and_bad_reward_are_refused():
         assign_credit(trajectory(*calls(0.0)), scheme="magic", discount=1.0)
     with pytest.raises(ValueError, match="reward nan; expected a finite number"):
         assign_credit(trajectory(*calls(float("nan"))), scheme="identical", discount=1.0)
+
+
+def test_overlong_penalty_by_hand():
+    # 10 tokens cost all, 8 to 10 a rising part
+    lengths = (0, 8, 9, 10, 11)
+    shares = [overlong_penalty(length, max_tokens=10, buffer=2) for length in lengths]
+    assert shares == [0.0, 0.0, 0.5, 1.0, 1.0]
+    assert [overlong_penalty(n, max_tokens=10, buffer=0) for n in (9, 10)] == [0.0, 1.0]
+
+
+def test_long_calls_lose_their_part_and_rollouts_keep_their_reward():
+    long, short = transition([1], [2] * 9, reward=0.25), transition([1], [2])
+    (shaped,), metrics = punish_overlong(
+        [trajectory(long, short, reward=1.0)], penalty=0.5, max_tokens=10, buffer=2
+    )
+    assert [call.reward for call in shaped.transitions] == [0.0, 0.0]
+    assert shaped.reward == 1.0
+    assert metrics == {"train/overlong_penalty_mean": 0.125}
+    empty = punish_overlong([trajectory()], penalty=0.5, max_tokens=10, buffer=2)
+    assert empty == ([trajectory()], {"train/overlong_penalty_mean": 0.0})

@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 import math
 
 import jax
@@ -7,18 +6,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lightning_jax.config import AlgorithmConfig
 from lightning_jax.rl.losses import mean_metrics, policy_loss, supervised_loss
 from lightning_jax.types import Batch
 
-clipped_loss = functools.partial(policy_loss, clip_low=0.2, clip_high=0.3)
+CLIP = AlgorithmConfig(clip_low=0.2, clip_high=0.3)
 
 
-def one_row(behavior, advantages, weights, mask=None) -> Batch:
-    """A batch of one row; only what the losses read is filled in."""
+def clipped_loss(logprobs, batch, *, kl_coef: float = 0.0, **measured):
+    return policy_loss(logprobs, batch, dataclasses.replace(CLIP, kl_coef=kl_coef), **measured)
+
+
+def one_row(behavior, advantages, weights, mask=None, calls=None) -> Batch:
+    """A batch of one row, of one call unless told; only what the losses read is filled in."""
     mask = [True] * len(behavior) if mask is None else mask
+    calls = [0] * len(behavior) if calls is None else calls
     empty = jnp.zeros((1, len(behavior)), jnp.int32)
     as_row = [jnp.asarray([values], jnp.float32) for values in (behavior, advantages, weights)]
-    return Batch(empty, empty, empty, empty, empty, jnp.asarray([mask]), *as_row)
+    calls = jnp.asarray([calls], jnp.int32)
+    return Batch(empty, empty, empty, empty, empty, jnp.asarray([mask]), calls, *as_row)
 
 
 def row(*values: float) -> jax.Array:
@@ -125,3 +131,171 @@ def test_mismatch_kl_is_not_rounding_noise_near_zero():
     # k3(1e-4) = 5e-9; exp(x) - 1 - x in float32 would be off by 1e-7
     _, sums = clipped_loss(row(-1e-4), one_row([0.0], [1.0], [1.0]))
     assert sums["train/mismatch_kl"] == pytest.approx(5e-9, rel=1e-2)
+
+
+LN = math.log
+
+
+def loss_of(logprobs, batch, settings=None, **knobs):
+    """Loss, gradient by the log-probs and mean metrics."""
+    algorithm = AlgorithmConfig(**knobs)
+    run = lambda x: policy_loss(x, batch, algorithm, **(settings or {}))  # noqa: E731
+    (loss, sums), gradient = jax.value_and_grad(run, has_aux=True)(logprobs)
+    return loss, gradient, mean_metrics({name: float(value) for name, value in sums.items()})
+
+
+def test_kl_estimators_in_the_loss_by_hand():
+    # log p - log p_ref = ln 2: k1 0.6931, k2 0.2402, k3 0.5 - 1 + 0.6931 = 0.1931;
+    # gradients 1, ln 2 and 1 - 0.5; advantage 0, weight 0.5, coefficient 0.1
+    batch, measured = one_row([-1.0], [0.0], [0.5]), {"ref_logprobs": row(-1.0 - LN(2))}
+    for estimator, value, slope in (("k1", LN(2), 1), ("k2", LN(2) ** 2 / 2, LN(2)),
+                                    ("k3", LN(2) - 0.5, 0.5)):  # fmt: skip
+        loss, gradient, metrics = loss_of(
+            row(-1.0), batch, measured, kl_coef=0.1, kl_estimator=estimator
+        )
+        assert loss == pytest.approx(0.05 * value, abs=1e-6)
+        assert gradient[0, 0] == pytest.approx(0.05 * slope, abs=1e-6)
+        assert metrics["train/kl_to_reference"] == pytest.approx(value, abs=1e-6)
+
+
+def test_kl_in_the_reward_lowers_a_token_by_what_follows_in_its_call():
+    # k1 per token: 0.2, 0.4 | 0.1; still to come 0.6, 0.4 | 0.1; A = 1 - 0.5 * that.
+    # On-policy the gradient is -weight * A, and the KL itself has none.
+    batch = one_row([-1.0] * 3, [1.0] * 3, [1.0] * 3, calls=[0, 0, 1])
+    measured = {"ref_logprobs": row(-1.2, -1.4, -1.1)}
+    loss, gradient, metrics = loss_of(
+        row(-1, -1, -1), batch, measured, kl_coef=0.5, kl_estimator="k1", kl_in="reward"
+    )
+    np.testing.assert_allclose(gradient, [[-0.7, -0.8, -0.95]], atol=1e-6)
+    assert loss == pytest.approx(-2.45, abs=1e-6)
+    assert metrics["train/kl_to_reference"] == pytest.approx(0.7 / 3, abs=1e-6)
+
+
+def test_entropy_bonus_by_hand():
+    # 0.5 * (-1 - 0.1 * 2) and a slope of -0.5 * 0.1 by the entropy
+    batch = one_row([-1.0], [1.0], [0.5])
+    algorithm = AlgorithmConfig(entropy_coef=0.1)
+    run = lambda entropy: policy_loss(row(-1.0), batch, algorithm, entropy=entropy)[0]  # noqa: E731
+    loss, slope = jax.value_and_grad(run)(row(2.0))
+    assert loss == pytest.approx(-0.6, abs=1e-6)
+    assert slope[0, 0] == pytest.approx(-0.05, abs=1e-6)
+    with pytest.raises(ValueError, match=r"entropy_coef is 0\.1 without entropy"):
+        policy_loss(row(-1.0), batch, algorithm)
+
+
+def test_decoupled_ppo_by_hand():
+    # Behavior -> old: 4 and 0.5, truncated to 2 and 0.5. Old -> current: 1.1 and 1.5, clipped to
+    # 1.1 and 1.2. loss = -(2 * 1.1 + 0.5 * 1.2); the clipped token has no gradient.
+    behavior = (-1.0, -1.0)
+    old = (-1.0 + LN(4), -1.0 + LN(0.5))
+    batch = dataclasses.replace(one_row(behavior, [1, 1], [1, 1]), old_logprobs=row(*old))
+    loss, gradient, metrics = loss_of(
+        row(old[0] + LN(1.1), old[1] + LN(1.5)), batch, proximal="old", correction="truncate"
+    )
+    assert loss == pytest.approx(-2.8, abs=1e-5)
+    np.testing.assert_allclose(gradient, [[-2.2, 0.0]], atol=1e-5)
+    assert metrics["train/ratio_mean"] == pytest.approx(1.3, abs=1e-5)
+    assert metrics["train/ratio_max"] == pytest.approx(1.5, abs=1e-5)
+    assert metrics["train/correction_ratio_mean"] == pytest.approx(2.25, abs=1e-5)
+    assert metrics["train/correction_ratio_max"] == pytest.approx(4.0, abs=1e-5)
+    assert metrics["train/correction_truncated_share"] == 0.5
+    # k3 of old to behavior: 4 - 1 - ln 4 and 0.5 - 1 + ln 2
+    assert metrics["train/mismatch_kl"] == pytest.approx((3 - LN(4) + LN(2) - 0.5) / 2, abs=1e-5)
+
+
+def test_in_the_only_update_old_is_current():
+    # r = 1, the correction is the ratio itself: 3 truncated to 2, and 0.5. Gradient -w * A.
+    batch = one_row([-1.0, -1.0], [1.0, -1.0], [1.0, 1.0])
+    knobs = {"proximal": "old", "correction": "truncate"}
+    now = row(-1 + LN(3), -1 + LN(0.5))
+    loss, gradient, metrics = loss_of(now, batch, **knobs)
+    assert loss == pytest.approx(-1.5, abs=1e-6)
+    np.testing.assert_allclose(gradient, [[-2.0, 0.5]], atol=1e-6)
+    assert metrics["train/ratio_max"] == 1.0 and metrics["train/clip_fraction"] == 0.0
+    told = dataclasses.replace(batch, old_logprobs=now)
+    np.testing.assert_array_equal(loss_of(now, told, **knobs)[1], gradient)
+
+
+@pytest.mark.parametrize(
+    ("level", "gradient", "share"),
+    [
+        # Ratios of the tokens 2, 0.5 | 1.5, 2 and bounds 0.6 and 1.8.
+        ("token", [0, 0, -1.5, 0], 0.75),
+        ("sequence", [-1, -1, 0, 0], 0.5),  # 1 and 3 a call
+        ("sequence_mean", [-1, -1, -(3**0.5), -(3**0.5)], 0.0),  # 1 and sqrt 3 = 1.73
+    ],
+)
+def test_masking_by_token_and_by_sequence(level, gradient, share):
+    batch = one_row([-1.0] * 4, [1.0] * 4, [1.0] * 4, calls=[0, 0, 1, 1])
+    _, found, metrics = loss_of(
+        row(*(-1 + LN(r) for r in (2, 0.5, 1.5, 2))),
+        batch,
+        loss="reinforce",
+        correction="mask",
+        correction_level=level,
+        correction_low=0.6,
+        correction_high=1.8,
+    )
+    np.testing.assert_allclose(found, [gradient], atol=1e-5)
+    assert metrics["train/correction_masked_share"] == share
+
+
+def test_a_loss_with_the_behavior_ratio_is_masked_and_not_multiplied():
+    # Ratios 1.5 and 3: the first lies in [0.5, 2] and keeps its own gradient, -1.5.
+    batch = one_row([-1.0, -1.0], [1.0, 1.0], [1.0, 1.0])
+    _, gradient, _ = loss_of(row(-1 + LN(1.5), -1 + LN(3)), batch, clip_high=9.0, correction="mask")
+    np.testing.assert_allclose(gradient, [[-1.5, 0.0]], atol=1e-5)
+
+
+KNOBS = (
+    {},
+    {"loss": "gspo"},
+    {"loss": "cispo", "kl_coef": 0.1, "kl_in": "reward"},
+    {"loss": "reinforce", "correction": "truncate", "correction_level": "sequence"},
+    {"proximal": "old", "correction": "mask", "correction_level": "sequence_mean"},
+)
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=lambda knobs: "-".join(map(str, knobs.values())))
+def test_padding_row_order_and_packing_change_nothing(knobs):
+    """Five calls in one row, and in three rows with padding, against each call by itself."""
+    algorithm = AlgorithmConfig(**knobs)
+    rng, sizes = np.random.default_rng(0), (3, 1, 4, 2, 2)
+    calls = [0.4 * rng.normal(size=(6, size)) for size in sizes]  # six arrays a target
+
+    @jax.jit
+    def measure(logprobs, batch, ref_logprobs):
+        run = lambda x: policy_loss(x, batch, algorithm, ref_logprobs=ref_logprobs)  # noqa: E731
+        (loss, sums), gradient = jax.value_and_grad(run, has_aux=True)(logprobs)
+        return loss, sums, gradient
+
+    def packed(rows):
+        """Loss, metric sums and each call's gradient when `rows` list the calls of each row."""
+        arrays = np.full((6, len(rows), 12), 7.0, np.float32)  # what padding holds must not matter
+        index = np.full((len(rows), 12), -1, np.int32)
+        for b, row_calls in enumerate(rows):
+            start = 0
+            for call in row_calls:
+                where = slice(start, start + sizes[call])
+                arrays[:, b, where], index[b, where] = calls[call], call
+                start += sizes[call]
+        current, reference, old, behavior, advantages, weights = jnp.asarray(arrays)
+        ints, ids = jnp.zeros(index.shape, jnp.int32), jnp.asarray(index)
+        batch = Batch(
+            ints, ints, ints, ints, ints, ids >= 0, ids, behavior, advantages, weights, old
+        )
+        loss, sums, gradient = measure(current, batch, reference)
+        assert not np.asarray(gradient)[index < 0].any()
+        return loss, sums, [np.asarray(gradient)[index == call] for call in range(len(sizes))]
+
+    whole = packed([[0, 1, 2, 3, 4]])
+    others = packed([[4, 2], [], [3, 0, 1]])
+    apart = [packed([[call]]) for call in range(len(sizes))]
+    assert others[0] == pytest.approx(float(whole[0]), abs=1e-5)
+    assert sum(float(loss) for loss, *_ in apart) == pytest.approx(float(whole[0]), abs=1e-5)
+    for name, value in whole[1].items():
+        assert others[1][name] == pytest.approx(float(value), abs=1e-4), name
+    assert sum(np.count_nonzero(gradient) for gradient in whole[2]) > 4
+    for call in range(len(sizes)):
+        np.testing.assert_allclose(others[2][call], whole[2][call], atol=1e-5)
+        np.testing.assert_allclose(apart[call][2][call], whole[2][call], atol=1e-5)

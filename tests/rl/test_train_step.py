@@ -25,6 +25,7 @@ from lightning_jax.rl.train_step import (
     response_logprobs,
     supervised_objective,
     update,
+    with_old_logprobs,
     zero_accumulators,
 )
 from lightning_jax.testing.records import sequence
@@ -102,16 +103,16 @@ def padded(s: TrainingSequence):
     return tokens, len(s.prompt_token_ids) - 1, len(s.response_token_ids)
 
 
-def separate_gradient(sequences: Sequence[TrainingSequence]):
+def separate_gradient(
+    sequences: Sequence[TrainingSequence], loss_and_grad: Any = plain_loss_and_grad
+):
     """(loss, gradient) summed over sequences run one at a time."""
     total = (np.zeros(()), jax.tree.map(np.zeros_like, MODEL.params))
     for s in sequences:
         tokens, first, size = padded(s)
         behavior = np.zeros(MAX_LEN - 1, np.float32)
         behavior[first : first + size] = s.behavior_logprobs
-        one = plain_loss_and_grad(
-            MODEL.params, tokens, first, size, behavior, s.advantage, s.weight
-        )
+        one = loss_and_grad(MODEL.params, tokens, first, size, behavior, s.advantage, s.weight)
         total = jax.tree.map(np.add, total, one)
     return total
 
@@ -203,6 +204,47 @@ pairs = st.tuples(
 def test_any_forest_equals_its_sequences(drawn):
     forest = [sequence(p, r, advantage=a, weight=0.2) for p, r, a in drawn]
     assert_same_gradient(on_policy(forest))
+
+
+@jax.jit
+def plain_gspo_and_grad(params, tokens, first, size, behavior, advantage, weight):
+    """GSPO's loss of one sequence less a tenth of its entropies, and its gradient."""
+
+    def loss_fn(params):
+        index = jnp.arange(MAX_LEN - 1)
+        sampled = (index >= first) & (index < first + size)
+        hidden, _ = forward(params, MODEL.config, tokens[None], jnp.arange(MAX_LEN)[None])
+        whole = jax.nn.log_softmax(unembed(params, MODEL.config, hidden)[0])[:-1]
+        logprobs = jnp.take_along_axis(whole, tokens[1:, None], axis=1)[:, 0]
+        ratio = jnp.exp(jnp.sum(jnp.where(sampled, logprobs - behavior, 0.0)) / size)
+        gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage)
+        entropies = -(jnp.exp(whole) * whole).sum(axis=1)
+        return -weight * jnp.sum(jnp.where(sampled, gain + 0.1 * entropies, 0.0))
+
+    return jax.value_and_grad(loss_fn)(params)
+
+
+def test_gspo_with_an_entropy_bonus_equals_its_calls_run_apart():
+    """Calls that share prefixes, over several rows and microbatches."""
+    calls = on_policy([call for seed in range(4) for call in conversation(seed)], noise=0.1)
+    objective = policy_objective(loss="gspo", clip_low=CLIP, clip_high=CLIP, entropy_coef=0.1)
+    made = make_train_functions(MODEL.config, SGD, objective, head_chunk=4, entropy_gradient=True)
+    batches, _ = make_batches(calls, SHAPE)
+    assert len(batches) > 1
+    grads, sums = zero_accumulators(made, MODEL.params)
+    for batch in batches:
+        grads, sums = made.grads_fn(MODEL.params, grads, sums, batch, None)
+    loss, expected = separate_gradient(calls, plain_gspo_and_grad)
+    np.testing.assert_allclose(sums["train/loss"], loss, atol=1e-5)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    # A maximum over microbatches is a maximum, not a sum.
+    assert 1.0 < float(sums["train/ratio_max"]) < 1.3
+    known = with_old_logprobs(made, MODEL.params, batches)
+    assert [batch.old_logprobs.shape for batch in known] == [(2, 16)] * len(batches)
+    for before, after in zip(batches, known, strict=True):
+        near = np.abs(before.behavior_logprobs - after.old_logprobs)[before.target_mask]
+        assert 0.0 < near.max() < 0.5
 
 
 def test_more_padding_and_other_rows_change_nothing():

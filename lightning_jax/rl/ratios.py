@@ -1,0 +1,79 @@
+"""Functions of the ratio of two policies: estimates of their KL, and off-policy correction.
+
+A log-ratio is the difference of two log-probabilities of one token, in nats. It is 0 where masked.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from lightning_jax.rl.calls import call_means, call_sums
+from lightning_jax.types import Batch
+
+# exp() of more overflows float32. No gradient comes from beyond it: such a token is hopelessly
+# off-policy.
+MAX_LOG_RATIO = 20.0
+
+
+def importance_ratio(log_ratio: Float[Array, "B R"]) -> Float[Array, "B R"]:
+    """exp(log_ratio), kept finite."""
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def kl_estimate(log_ratio: Float[Array, "B R"], estimator: str = "k3") -> Float[Array, "B R"]:
+    """Estimates KL(p, q) from samples of p; takes x = log q - log p (Schulman 2020, "Approximating
+    KL divergence").
+
+    k1 = -x is unbiased, k2 = x^2 / 2 is biased and never negative, k3 = exp(x) - 1 - x is both
+    unbiased and never negative. Raises ValueError for another estimator.
+    """
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return 0.5 * jnp.square(log_ratio)
+    if estimator == "k3":
+        # expm1: near x = 0, where sampler and trainer agree, exp(x) - 1 would be all rounding.
+        log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return jnp.expm1(log_ratio) - log_ratio
+    raise ValueError(f"KL estimator is {estimator!r}; expected k1, k2 or k3.")
+
+
+def level_log_ratio(
+    log_ratio: Float[Array, "B R"], batch: Batch, level: str
+) -> Float[Array, "B R"]:
+    """Of each token itself ("token"), of its whole call ("sequence": the sum over the tokens), or
+    the mean over the call's tokens ("sequence_mean": the geometric mean of their ratios).
+
+    Raises ValueError for another level.
+    """
+    if level == "token":
+        return log_ratio
+    if level == "sequence":
+        return call_sums(log_ratio, batch.target_calls)
+    if level == "sequence_mean":
+        return call_means(log_ratio, batch.target_calls, batch.target_mask)
+    raise ValueError(f"level is {level!r}; expected token, sequence or sequence_mean.")
+
+
+def correction_weights(
+    ratio: Float[Array, "B R"], *, kind: str, low: float, high: float
+) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    """(what each token's policy gradient is multiplied by, without a gradient; metrics per token).
+
+    "truncate": min(ratio, high), truncated importance sampling (V-trace's rho, arXiv 1802.01561).
+    "mask": the ratio where it lies in [low, high], else 0. Raises ValueError for another kind.
+    """
+    ratio = jax.lax.stop_gradient(ratio)
+    metrics = {"train/correction_ratio_mean": ratio, "train/correction_ratio_max": ratio}
+    if kind == "truncate":
+        share = {"train/correction_truncated_share": _as_float(ratio > high)}
+        return jnp.minimum(ratio, high), metrics | share
+    if kind == "mask":
+        inside = (ratio >= low) & (ratio <= high)
+        share = {"train/correction_masked_share": _as_float(~inside)}
+        return jnp.where(inside, ratio, 0.0), metrics | share
+    raise ValueError(f"correction is {kind!r}; expected truncate or mask.")
+
+
+def _as_float(flags: Bool[Array, "B R"]) -> Float[Array, "B R"]:
+    return flags.astype(jnp.float32)

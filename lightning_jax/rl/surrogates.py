@@ -1,0 +1,101 @@
+"""The policy gradient of one token: each function gives a loss whose gradient is an algorithm's.
+
+All take `log_ratio`, the current log-probability less that of the proximal policy (0 where masked),
+and return (token loss, the ratio they used, where no gradient is left because of a bound).
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from lightning_jax.rl.ratios import importance_ratio, level_log_ratio
+from lightning_jax.types import Batch
+
+Values = Float[Array, "B R"]
+Surrogate = tuple[Values, Values, Bool[Array, "B R"]]
+
+
+def clip_surrogate(
+    logprobs: Values,
+    log_ratio: Values,
+    advantages: Values,
+    batch: Batch,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Surrogate:
+    """`-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)` with a ratio r of each token.
+
+    PPO (arXiv 1707.06347), per token as in GRPO (arXiv 2402.03300), with two bounds as in DAPO
+    (arXiv 2503.14476).
+    """
+    return _clipped(importance_ratio(log_ratio), advantages, clip_low, clip_high)
+
+
+def gspo_surrogate(
+    logprobs: Values,
+    log_ratio: Values,
+    advantages: Values,
+    batch: Batch,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Surrogate:
+    """The clipped loss with one ratio a call, the geometric mean over its tokens (GSPO, arXiv
+    2507.18071).
+
+    Tokens that are not trained do not count. Every token of the call carries the same value, so
+    that the weights decide what a call weighs.
+    """
+    ratio = importance_ratio(level_log_ratio(log_ratio, batch, "sequence_mean"))
+    return _clipped(ratio, advantages, clip_low, clip_high)
+
+
+def cispo_surrogate(
+    logprobs: Values,
+    log_ratio: Values,
+    advantages: Values,
+    batch: Batch,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Surrogate:
+    """`-clip(r, 1 - clip_low, 1 + clip_high) * A * logprob`, with no gradient through the clipped
+    ratio (CISPO, arXiv 2506.13585).
+
+    No token loses its gradient: what is reported as clipped only weighs less or more.
+    """
+    ratio = importance_ratio(log_ratio)
+    bounded = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
+    return -bounded * advantages * logprobs, ratio, bounded != ratio
+
+
+def reinforce_surrogate(
+    logprobs: Values,
+    log_ratio: Values,
+    advantages: Values,
+    batch: Batch,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Surrogate:
+    """`-A * logprob` (Williams 1992). The ratio is only reported, and the bounds do not matter."""
+    ratio = importance_ratio(log_ratio)
+    return -advantages * logprobs, ratio, jnp.zeros_like(ratio, dtype=jnp.bool_)
+
+
+SURROGATES: dict[str, Callable[..., Surrogate]] = {
+    "clip": clip_surrogate,
+    "gspo": gspo_surrogate,
+    "cispo": cispo_surrogate,
+    "reinforce": reinforce_surrogate,
+}
+
+
+def _clipped(ratio: Values, advantages: Values, clip_low: float, clip_high: float) -> Surrogate:
+    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    token_loss = -jnp.minimum(ratio * advantages, clipped * advantages)
+    beyond = jnp.where(advantages > 0.0, ratio > 1.0 + clip_high, ratio < 1.0 - clip_low)
+    return token_loss, ratio, beyond

@@ -1,0 +1,90 @@
+"""The table of docs/algorithms.md: each row's settings, from rewards to a loss worked by hand.
+
+Two rollouts of one group, one call each. A earned 1 with one token of ratio 1.5; B earned 0 with
+three tokens of ratios 1, 0.5, 1. All tokens had log-probability -1 when they were sampled, and have
+it under the reference. So log-probs are now -0.594535 and -1, -1.693147, -1.
+"""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.config import BatchConfig, Config, load_config
+from lightning_jax.rl.advantages import step_advantages
+from lightning_jax.rl.batching import make_batches, make_sequences
+from lightning_jax.rl.losses import policy_loss
+from lightning_jax.testing.records import trajectory, transition
+
+DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+RATIOS = {2: 1.5, 3: 1.0, 4: 0.5, 5: 1.0}  # by token id
+
+# A = +1 and -1 unless said. Clipped to [0.8, 1.2]: A 1.2; B -1, -0.8, -1, together -2.8.
+LOSSES = {
+    "GRPO, by rollout (the default)": -1.2 / 2 + 2.8 / 6,
+    # k3 of the ratios: 1.5 is 2/3 - 1 + 0.405465 = 0.072132, 0.5 is 2 - 1 - 0.693147 = 0.306853
+    "GRPO": -1.2 / 2 + 2.8 / 6 + 0.04 * (0.072132 / 2 + 0.306853 / 6),
+    "PPO's clipped loss": -1.2 / 2 + 2.8 / 6,
+    "Dr. GRPO": -(0.6 - 1.4) / (2 * 1024),  # A = +0.5 and -0.5
+    "DAPO": -(1.28 - 2.8) / 4,
+    "GSPO": -(1.0004 - 0.9997) / 2,  # of B the ratio is 0.5^(1/3) = 0.79
+    # -1.28 * -0.594535; B bounded only above: 1 * -1, 0.5 * -1.693147, 1 * -1
+    "CISPO": -(-0.761005 + 1 + 0.846574 + 1) / 4,
+    "RLOO": -(-0.594535 + 1 + 1.693147 + 1) / 2,
+    "REINFORCE": 0.594535 / 2,  # A = 1 and 0
+    # k1 to go: A 0.405465; B -0.693147, -0.693147, 0; a hundredth of it off the advantages
+    "REINFORCE++": -(1.2 * 0.99594535 - 0.99306853 - 0.8 * 0.99306853 - 1) / 4,
+    # k2: 0.405465^2 / 2 = 0.082201 and 0.693147^2 / 2 = 0.240227
+    "REINFORCE++ with baseline": (-1.2 + 2.8 + 0.01 * (0.082201 + 0.240227)) / 4,
+    "decoupled PPO": -1.5 / 2 + 2.5 / 6,  # the correction alone, at most 2
+}
+
+
+def rows() -> dict[str, list[str]]:
+    """The table's settings by algorithm."""
+    table = re.findall(r"^\| ([^|]+) \| [^|]+ \| (?:`([^`|]*)` )?\|$", DOCS.read_text(), re.M)
+    return {
+        name: [f"algorithm.{setting}" for setting in settings.split()]
+        for name, settings in table
+        if name in LOSSES
+    }
+
+
+def test_the_table_is_read_whole():
+    text = DOCS.read_text()
+    first = text[: text.index("`tests/rl/test_algorithms.py`")]
+    assert list(rows()) == list(LOSSES)
+    assert first.count("\n| ") == len(LOSSES) + 1  # with the heading
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_algorithm_by_hand(name):
+    algorithm = load_config(Config, rows()[name]).algorithm
+    step = [
+        trajectory(transition([1], [2]), reward=1.0, rollout="A"),
+        trajectory(transition([1], [3, 4, 5]), reward=0.0, rollout="B"),
+    ]
+    advantages, _ = step_advantages(step, algorithm)
+    sequences = make_sequences(
+        step,
+        advantages,
+        aggregation=algorithm.aggregation,
+        token_divisor=algorithm.token_divisor,
+    )
+    (batch,), _ = make_batches(
+        sequences, BatchConfig(rows=1, row_len=16, max_targets=4, head_chunk=4)
+    )
+    sampled = np.full((1, 4), -1.0, np.float32)
+    ratios = [[RATIOS[token] for token in batch.target_ids[0].tolist()]]
+    batch.behavior_logprobs[:] = sampled
+    batch = jax.tree.map(jnp.asarray, batch)
+    loss, _ = policy_loss(
+        jnp.asarray(sampled + np.log(ratios).astype(np.float32)),
+        batch,
+        algorithm,
+        ref_logprobs=jnp.asarray(sampled) if algorithm.kl_coef else None,
+    )
+    assert loss == pytest.approx(LOSSES[name], abs=2e-6)

@@ -1,0 +1,87 @@
+"""Several updates over the data of one step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.config import AlgorithmConfig, BatchConfig, Config, MeshConfig, OptimizerConfig
+from lightning_jax.learner import Learner, make_learner, merge_updates
+from lightning_jax.rl import train_step
+from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.weights import split_minibatches
+from lightning_jax.testing.records import sequence
+from lightning_jax.testing.tiny import tiny_model
+
+MODEL = tiny_model(num_layers=1)
+SHAPE = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
+STEP = [sequence([1, k], [9, k, 7], advantage=(-1.0) ** k, weight=0.1) for k in range(2, 8)]
+
+
+def learner(**knobs) -> Learner:
+    config = Config(
+        algorithm=AlgorithmConfig(**knobs),
+        batch=SHAPE,
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        mesh=MeshConfig(fsdp=1),
+    )
+    return make_learner(MODEL.config, config, supervised=False)
+
+
+def fresh_state(made: Learner) -> train_step.TrainState:
+    return made.init(jax.tree.map(jnp.copy, MODEL.params))
+
+
+def test_epochs_and_minibatches_keep_the_old_policy_of_the_first_update():
+    made = learner(
+        proximal="old", correction="mask", correction_low=0.0, correction_high=1e9,
+        num_epochs=2, num_minibatches=2,
+    )  # fmt: skip
+    state, metrics = made.update(fresh_state(made), STEP, None)
+    assert metrics["train/num_updates"] == 4.0 and int(state.step) == 4
+    assert metrics["train/num_tokens"] == 2 * 18  # each of two passes
+    assert metrics["train/num_sequences"] == 6.0
+    assert metrics["train/ratio_max"] > 1.01  # the old policy is not the current one any more
+    assert metrics["train/skipped_updates"] == 0.0
+
+    # The same by hand.
+    wanted = fresh_state(made)
+    parts = [make_batches(part, SHAPE)[0] for part in split_minibatches(STEP, 2)]
+    known = [train_step.with_old_logprobs(made.functions, MODEL.params, part) for part in parts]
+    for part in (*known, *known):
+        wanted, _ = train_step.update(made.functions, wanted, part)
+    for got, want in zip(*map(jax.tree.leaves, (state.params, wanted.params)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_one_update_needs_no_old_policy():
+    made = learner(proximal="old")
+    state, metrics = made.update(fresh_state(made), STEP, None)
+    assert int(state.step) == metrics["train/num_updates"] == 1
+    assert metrics["train/ratio_max"] == 1.0
+    assert made.functions.logprobs_fn._cache_size() == 0  # type: ignore[attr-defined]
+
+
+def test_nothing_to_learn_from_is_no_update():
+    made = learner(num_minibatches=2)
+    for step in ([], [sequence([1], []), sequence([1], [2], advantage=0.0)]):
+        state, metrics = made.update(fresh_state(made), step, None)
+        assert int(state.step) == metrics["train/num_updates"] == metrics["train/num_batches"] == 0
+        assert metrics["train/skipped_updates"] == 1.0
+
+
+def test_merged_metrics_by_hand():
+    rows = [
+        {"train/mismatch_kl": 0.1, "train/ratio_max": 2.0, "train/num_tokens": 3.0,
+         "train/skipped_updates": 1.0, "train/loss": 1.0},
+        {"train/mismatch_kl": 0.5, "train/ratio_max": 1.5, "train/num_tokens": 5.0,
+         "train/skipped_updates": 0.0, "train/loss": 2.0},
+    ]  # fmt: skip
+    assert merge_updates(rows) == {
+        "train/num_updates": 2.0,
+        "train/mismatch_kl": 0.1,
+        "train/ratio_max": 2.0,
+        "train/num_tokens": 8.0,
+        "train/skipped_updates": 1.0,
+        "train/loss": pytest.approx(1.5),
+    }
