@@ -46,7 +46,17 @@ class _Request:
     held: Node | None = None  # what is cached of the prompt, while it waits
     slot: int | None = None  # None: waiting
     version: int = -1  # of the weights that it began with
+    num_due: int = 0  # steps it needs yet, if nothing ends it before its limit
     finished: bool = False
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A decode step that the device was told to make, and for whom."""
+
+    requests: Mapping[int, _Request]  # by slot
+    sampled: Sampled  # on the device
+    version: int  # of the weights
 
 
 @dataclass
@@ -78,6 +88,7 @@ class EngineLoop:
         self._scorer = Scorer(engine.config, engine.capacities)
         self._scheduler: Scheduler[_Request] = Scheduler(engine.num_slots)
         self._positions = np.zeros(engine.num_slots, np.int64)  # of the token decoded next
+        self._ahead: _Step | None = None  # its results are still to be handed out
         self._retiring: list[_Request] = []
         self._outgoing: list[Delivery] = []
         self._counts = dict.fromkeys(_COUNTERS, 0)
@@ -212,7 +223,11 @@ class EngineLoop:
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    self._inbox or self._intake.failure or self._scheduler.running or self._retiring
+                    self._inbox
+                    or self._intake.failure
+                    or self._scheduler.running
+                    or self._retiring
+                    or self._ahead
                 )
             )
             if self._intake.failure:
@@ -231,8 +246,7 @@ class EngineLoop:
                 request.held = self._prefixes.hold(request.prompt[:-1])
         while admission := self._scheduler.admit():
             self._begin(admission)
-        if self._scheduler.running:
-            self._step()
+        self._step()
         self._send()
         return True
 
@@ -257,7 +271,7 @@ class EngineLoop:
         self._prefixes.keep(self._state, slot, context, self._version)
         request.version = self._version
         self._positions[slot] = len(context)
-        request.slot = slot
+        request.slot, request.num_due = slot, request.response.limit
         self._counts["requests"] += 1
         self._counts["prefill_tokens"] += len(context) - reuse
         self._counts["prefix_hit_tokens"] += reuse
@@ -268,35 +282,64 @@ class EngineLoop:
         return self._engine.insert(prefix, self._state, slot, start)
 
     def _step(self) -> None:
-        """One token for every running request."""
-        running = dict(self._scheduler.running)
-        slots = np.fromiter(running, np.int64, len(running))
+        """Starts a step, and hands out what the one before it sampled, which the device had ready.
+
+        So the device never waits for the host. A request that the step before ended takes part in
+        one more for nothing. What a request adds to its logits depends on its last token: with
+        such a request each step's results are handed out first.
+        """
+        before, self._ahead = self._ahead, None
+        if any(request.adjuster for request in self._scheduler.running.values()):
+            self._hand_out(before)
+            before = self._dispatch()
+        else:
+            self._ahead = self._dispatch()
+        self._hand_out(before)
+
+    def _dispatch(self) -> _Step | None:
+        """Starts one token for every running request that needs one; None if none does."""
+        requests = {slot: r for slot, r in self._scheduler.running.items() if r.num_due}
+        if not requests:
+            return None
+        slots = np.fromiter(requests, np.int64, len(requests))
         longest = int(self._positions[slots].max()) + 1
-        bias = self._bias(running)
+        bias = self._bias(requests)
         self._state, sampled = self._engine.generate(
-            self._params, self._state, longest, bias, num_slots=max(running) + 1
+            self._params, self._state, longest, bias, num_slots=max(requests) + 1
         )
-        sampled = jax.device_get(sampled)  # the step's one transfer, which waits for it
         self._positions[slots] += 1
+        for request in requests.values():
+            request.num_due -= 1
         self._counts["steps"] += 1
         self._counts["adjusted_steps"] += bias is not None
-        self._counts["tokens_generated"] += len(running)
+        return _Step(requests, sampled, self._version)
+
+    def _hand_out(self, step: _Step | None) -> None:
+        """Gives each request that still runs the token that the step sampled for it."""
+        if step is None:
+            return
+        requests = {slot: r for slot, r in step.requests.items() if not r.finished}
+        self._counts["tokens_past_end"] += len(step.requests) - len(requests)
+        self._counts["tokens_generated"] += len(requests)
+        if not requests:
+            return
+        sampled = jax.device_get(step.sampled)  # the step's one transfer, which waits for it
         tokens, behavior = sampled.tokens.tolist(), sampled.behavior_logprobs.tolist()
         sampling = sampled.sampling_logprobs.tolist()
-        for slot, request in running.items():
+        for slot, request in requests.items():
             token = SampledToken(
                 tokens[slot],
                 behavior[slot],
                 sampling[slot],
-                self._version,
+                step.version,
                 forced=request.adjuster is not None and request.adjuster.forced,
                 top_logprobs=_top_logprobs(sampled, slot, request.sampling.top_logprobs),
             )
             self._push(request, token)
 
-    def _bias(self, running: Mapping[int, _Request]) -> Float32[np.ndarray, "S V"] | None:
+    def _bias(self, requests: Mapping[int, _Request]) -> Float32[np.ndarray, "S V"] | None:
         """What the requests add to their slots' logits; None if all are plain."""
-        adjusters = {slot: r.adjuster for slot, r in running.items() if r.adjuster}
+        adjusters = {slot: r.adjuster for slot, r in requests.items() if r.adjuster}
         if not adjusters:
             return None
         # New every step: the engine may read it in place.
@@ -368,6 +411,6 @@ def _top_logprobs(sampled: Sampled, slot: int, number: int) -> TopLogprobs:
 
 
 _COUNTERS = (
-    "requests", "cancelled", "steps", "adjusted_steps", "tokens_generated", "tokens_forced",
-    "prefill_tokens", "prefix_hit_tokens"
+    "requests", "cancelled", "steps", "adjusted_steps", "tokens_generated", "tokens_past_end",
+    "tokens_forced", "prefill_tokens", "prefix_hit_tokens"
 )  # fmt: skip

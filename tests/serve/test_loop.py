@@ -71,6 +71,21 @@ async def test_stop_strings_and_end_of_turn_end_a_response(bench: Bench):
     assert stopped.token_ids == full.token_ids[: len(stopped.token_ids)]
 
 
+async def test_only_a_stop_nobody_could_foresee_costs_a_step_more(bench: Bench):
+    full = await bench.loop.submit(bench.ids("abc"), greedy(12)).result()
+    assert bench.loop.stats()["serve/steps"] == 12
+    assert bench.loop.stats()["serve/tokens_past_end"] == 0
+    stop = full.text[4:6]
+    stopped, other = await asyncio.gather(
+        bench.loop.submit(bench.ids("abc"), greedy(12, stop=(stop,))).result(),
+        bench.loop.submit(bench.ids("another"), greedy(12)).result(),
+    )
+    assert len(stopped.token_ids) < 12 == len(other.token_ids)
+    stats = bench.loop.stats()
+    assert stats["serve/tokens_past_end"] == 1
+    assert stats["serve/tokens_generated"] == 12 + len(stopped.token_ids) + 12
+
+
 async def test_a_full_row_ends_the_response(bench: Bench):
     ids = bench.ids("y" * 90)
     result = await bench.loop.submit(ids, greedy(50)).result()
