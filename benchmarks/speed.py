@@ -20,6 +20,7 @@ from lightning_jax.config import BatchConfig, ServeConfig
 from lightning_jax.models.load import load_model
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.train_step import (
+    bundle,
     make_train_functions,
     policy_objective,
     zero_accumulators,
@@ -95,7 +96,7 @@ def main() -> None:
     sums = [zero_accumulators(functions, model.params)]
 
     def grads() -> Any:
-        sums[0] = functions.grads_fn(model.params, *sums[0], batch, None)
+        sums[0] = functions.grads_fn(model.params, *sums[0], *bundle([batch]), None)
         return sums[0][1]
 
     nodes = int(stats["train/tokens_forest"])

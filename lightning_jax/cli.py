@@ -9,8 +9,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
-from lightning_jax.config import ModelConfig, ServeConfig
+from lightning_jax import plan
+from lightning_jax.config import Config, ModelConfig, ServeConfig, load_config
 from lightning_jax.gateway.app import Gateway
+from lightning_jax.models.load import load_shape
 from lightning_jax.server import ServerConfig, serve
 from lightning_jax.types import UserError
 from lightning_jax.verify import as_text, verify
@@ -55,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="answer OpenAI's API, and others, with a model"))
     _add_verify(commands.add_parser("verify", help="check a run's calls against its weights"))
+    _add_plan(commands.add_parser("plan", help="what a run will hold in each device's memory"))
     return parser
 
 
@@ -92,6 +95,43 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     tolerance = "nats that a log-prob may be off (default: 0.001, 1 for bfloat16)"
     parser.add_argument("--tolerance", type=float, help=tolerance)
     parser.set_defaults(run=_verify)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Says what a run would hold in the memory of each device. Compiles its training step and "
+        "allocates nothing. Exit code 1 if a device is too small."
+    )
+    parser.add_argument("--config", required=True, help="a YAML file of settings")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="later ones win")
+    devices = "plan for so many simulated devices (default: those of this machine)"
+    parser.add_argument("--devices", type=int, metavar="N", help=devices)
+    memory = "GiB that a device has (default: what the devices of this machine say)"
+    parser.add_argument("--device-gib", type=float, metavar="GIB", help=memory)
+    quick = "estimate what a step needs from shapes instead of compiling it"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    for flag in ("devices", "device_gib"):
+        value = getattr(arguments, flag)
+        if value is not None and not value > 0:
+            name = "--" + flag.replace("_", "-")
+            return _fail(f"error: {name} is {value:g}; expected above 0.", 2)
+    config = load_config(Config, [arguments.config, *arguments.settings])
+    capacity = None
+    if arguments.devices is not None:
+        plan.simulate_devices(arguments.devices)
+    elif arguments.device_gib is None:
+        capacity = plan.device_capacity()
+    if arguments.device_gib is not None:
+        capacity = int(arguments.device_gib * plan.GIB)
+    make = plan.make_plan if arguments.quick else plan.compile_plan
+    made = make(load_shape(config.model.name), config, capacity)
+    print(plan.as_table(made))
+    plan.check_plan(made)
+    return 0
 
 
 def _serve(arguments: argparse.Namespace) -> int:

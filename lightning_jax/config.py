@@ -42,11 +42,23 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     root: str | None = (
-        None  # a folder in Spider's published layout or the compact one; None: generated
+        None  # a folder with the data set as published or in the compact form; None: generated
     )
     max_train_tasks: int | None = None  # None: all
     max_schema_chars: int | None = None  # leave out databases whose schema text is longer; counted
     require_rows: bool = True  # leave out tasks whose gold query returns no row
+    sources: tuple[str, ...] | None = None  # of Calc-X: leave out tasks of others; counted
+    max_question_chars: int | None = None  # of Calc-X: leave out longer questions; counted
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; -1 takes what is left."""
+
+    data: int = 1  # each holds whole weights and a share of the rows
+    fsdp: int = -1  # each holds a share of the weights and of the rows
+    tensor: int = 1  # each computes a share of every layer
+    first_device: int = 0  # those before it are left to another mesh
 
 
 @dataclass(frozen=True)
@@ -56,12 +68,14 @@ class ServeConfig:
     api_key: str | None = None  # None: a random one
     slots: int = 16  # requests decoded at once
     max_len: int = 1024  # tokens of prompt and response together that a slot holds
-    prefill_buckets: tuple[int, ...] = (64, 256, 1024)  # padded prompt lengths, one compile each
+    prefill_buckets: tuple[int, ...] = (32, 128, 512)  # padded prompt lengths, one compile each
     max_queue: int = 1024  # requests waiting for a slot; more are refused with 429
     # Memory for keys and values of past calls, beside the slots'; at most 8 times theirs is taken.
     # SmolLM2-135M in float32 has 46 kB a token: 256 MiB are 5,800 tokens. 0: nothing is kept.
     prefix_cache_mib: float = 256.0
     orchestrator: str = "native"  # native, or jetstream (cannot train: it takes no new weights)
+    # Devices that serve. None: the trainer's; of several processes, all devices of process 0.
+    mesh: MeshConfig | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefill_buckets", tuple(sorted(self.prefill_buckets)))
@@ -140,10 +154,9 @@ class AlgorithmConfig:
     """From rewards to a loss; docs/algorithms.md says which settings make which algorithm."""
 
     # Rewards, and the rollouts that are trained on.
-    credit: str = (
-        "identical"  # identical (the paper's), or per_step (discounted rewards of the calls)
-    )
-    discount: float = 1.0  # of per_step, between calls
+    credit: str = "identical"  # identical, per_step, turn_groups, learned or learned_token
+    discount: float = 1.0  # of all but identical, between calls; of learned_token, between tokens
+    gae_lambda: float = 1.0  # of learned and learned_token; 1: unbiased whatever the values
     overlong_penalty: float = 0.0  # most that a long response costs, in reward units; 0: nothing
     overlong_max_tokens: int = 1024  # tokens of a response from which it costs all of that
     overlong_buffer: int = 256  # tokens before there, over which the cost rises from 0
@@ -171,6 +184,10 @@ class AlgorithmConfig:
     kl_estimator: str = "k3"  # k1, k2 or k3
     kl_in: str = "loss"  # loss, or reward (each token's advantage loses the KL still to come)
     entropy_coef: float = 0.0  # of the bonus for the entropy of each token's distribution, in nats
+    # The value head of learned and learned_token.
+    value_learning_rate: float = 1e-3  # of its own Adam, without a schedule
+    value_clip: float = 0.0  # how far a value learns to move in a step, in reward units; 0: any
+    value_coef: float = 0.0  # of the value loss in the policy's gradient; 0: the head alone learns
     # Updates.
     num_epochs: int = 1  # passes over the data of a step
     num_minibatches: int = 1  # optimizer updates of a pass
@@ -204,6 +221,13 @@ class AlgorithmConfig:
             max_staleness=(self.max_staleness >= 0, "0 or more"),
             kl_coef=(self.kl_coef >= 0, "0 or more"),
             entropy_coef=(self.entropy_coef >= 0, "0 or more"),
+            gae_lambda=(0 <= self.gae_lambda <= 1, "0 to 1"),
+            value_learning_rate=(self.value_learning_rate > 0, "a positive number"),
+            value_clip=(self.value_clip >= 0, "0 (off) or more"),
+            value_coef=(
+                self.value_coef >= 0 and (self.value_coef == 0 or self.has_critic),
+                "0 or more, and 0 unless credit is learned or learned_token",
+            ),
             num_epochs=(self.num_epochs >= 1, "at least 1"),
             num_minibatches=(self.num_minibatches >= 1, "at least 1"),
             max_nonfinite_steps=(self.max_nonfinite_steps >= 1, "at least 1"),
@@ -211,7 +235,7 @@ class AlgorithmConfig:
 
     def _check_choices(self) -> None:
         for name, choices in {
-            "credit": ("identical", "per_step"),
+            "credit": ("identical", "per_step", "turn_groups", "learned", "learned_token"),
             "baseline": ("group_mean", "leave_one_out", "batch_mean", "none"),
             "normalize": ("group_std", "batch_std", "none"),
             "loss": ("clip", "gspo", "cispo", "reinforce"),
@@ -226,9 +250,14 @@ class AlgorithmConfig:
             _require(self, **{name: (getattr(self, name) in choices, expected)})
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a value head is trained."""
+        return self.credit in ("learned", "learned_token")
+
+    @property
     def has_only_policy_gradient(self) -> bool:
-        """Whether a token without an advantage has no gradient: no KL and no entropy term."""
-        return self.kl_coef == 0 and self.entropy_coef == 0
+        """Whether a token without an advantage has no gradient: no KL, entropy or value term."""
+        return self.kl_coef == 0 and self.entropy_coef == 0 and not self.has_critic
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -288,6 +317,28 @@ class EvalConfig:
     num_tasks: int = 64  # of the dev split, always the same ones
     temperature: float = 0.0
     at_start: bool = True  # also before the first step, and after the warm-up
+    by: str | None = None  # a field of the tasks: a result for each of its values, too
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """The search service of experiments whose agent searches paragraphs."""
+
+    retriever: str = "bm25"  # bm25, or dense
+    encoder: str = "all-MiniLM-L6-v2"  # of dense: this one, a directory or a hub id
+    index: str | None = None  # a folder with an index of this corpus; None: made once, and kept
+    top_k: int = 3  # paragraphs a query
+    max_chars: int = 500  # of a paragraph
+    start_timeout_s: float = 3600.0  # the making of a large dense index takes long
+
+    def __post_init__(self) -> None:
+        _require(
+            self,
+            retriever=(self.retriever in ("bm25", "dense"), "bm25 or dense"),
+            top_k=(self.top_k >= 1, "at least 1"),
+            max_chars=(self.max_chars >= 1, "at least 1"),
+            start_timeout_s=(self.start_timeout_s > 0, "a positive number of seconds"),
+        )
 
 
 @dataclass(frozen=True)
@@ -300,12 +351,36 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class MeshConfig:
-    """Devices along each mesh axis; -1 takes what is left."""
+class DistributedConfig:
+    """The processes of one run, each with devices of its own; process 0 runs agents and gateway."""
 
-    data: int = 1
-    fsdp: int = -1
-    tensor: int = 1
+    # none: one process; auto: jax asks the TPU pod, Slurm or MPI; manual: as the other fields say.
+    mode: str = "none"
+    coordinator: str | None = None  # HOST:PORT of process 0, as all others reach it
+    num_processes: int | None = None
+    process_id: int | None = None  # 0, 1, ..., another one in each process
+    timeout_s: int = 300  # for all processes to appear
+
+    def __post_init__(self) -> None:
+        manual = self.mode == "manual"
+        number, place = self.num_processes, self.process_id
+        _require(
+            self,
+            mode=(self.mode in ("none", "auto", "manual"), "none, auto or manual"),
+            coordinator=(
+                not manual or ":" in (self.coordinator or ""),
+                "HOST:PORT of process 0 with distributed.mode manual",
+            ),
+            num_processes=(
+                not manual or (number is not None and number >= 1),
+                "the number of processes with distributed.mode manual",
+            ),
+            process_id=(
+                not manual or (place is not None and 0 <= place < (number or 0)),
+                "0 to num_processes - 1 with distributed.mode manual",
+            ),
+            timeout_s=(self.timeout_s >= 1, "at least 1 second"),
+        )
 
 
 @dataclass(frozen=True)
@@ -324,8 +399,10 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     @property
     def total_steps(self) -> int:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
@@ -13,18 +12,23 @@ from lightning_jax.config import BatchConfig, Config, ConfigError
 from lightning_jax.metrics import Metrics
 from lightning_jax.models.sharding import (
     batch_sharding,
+    make_gather,
     make_mesh,
     num_row_shards,
     param_shardings,
+    place,
+    to_host,
 )
 from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.rl import train_step
 from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.critic import make_critic
 from lightning_jax.rl.losses import is_maximum
 from lightning_jax.rl.optimizer import make_optimizer
 from lightning_jax.rl.train_step import Params, TrainFunctions, TrainState
+from lightning_jax.rl.values import CallValues, state_sequences, values_by_call
 from lightning_jax.rl.weights import split_minibatches
-from lightning_jax.types import TrainingSequence
+from lightning_jax.types import TrainingSequence, Trajectory
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,32 @@ class Learner:
     num_epochs: int = 1
     num_minibatches: int = 1
     needs_old_logprobs: bool = False  # whether the objective tells them from the sampler's
+    values_per_token: bool = False  # the states that a critic values: tokens, or calls
 
     def init(self, params: Params) -> TrainState:
         """A state with fresh moments. Takes over `params`, which move to their places."""
-        shardings = param_shardings(self.model, self.mesh)
-        return train_step.init_state(jax.device_put(params, shardings, donate=True), self.optimizer)
+        placed = place(params, param_shardings(self.model, self.mesh), donate=True)
+        return train_step.init_state(placed, self.optimizer, self.functions.critic)
+
+    def values(
+        self, state: TrainState, trajectories: Sequence[Trajectory]
+    ) -> tuple[list[tuple[CallValues, ...]] | None, Metrics]:
+        """(what the critic says of the states of each call, metrics); (None, {}) without a critic.
+
+        A call that fits no row has None. One forward pass over a forest of the states, which has
+        the shape of the training batches.
+        """
+        if state.critic is None:
+            return None, {}
+        started = time.monotonic()
+        sequences = state_sequences(trajectories, per_token=self.values_per_token)
+        batches, _ = make_batches(sequences, self.batch)
+        measured = [
+            self.functions.values_fn(state.params, state.critic.head, batch)
+            for batch in place(batches, batch_sharding(self.mesh))
+        ]
+        values = values_by_call(trajectories, batches, to_host(measured))
+        return values, {"time/values_s": time.monotonic() - started}
 
     def update(
         self, state: TrainState, sequences: Sequence[TrainingSequence], reference: Params | None
@@ -61,9 +86,8 @@ class Learner:
             for part in split_minibatches(sequences, self.num_minibatches)
         ]
         metrics = _merge_packing([stats for _, stats in parts])
-        minibatches = [
-            jax.device_put(batches, batch_sharding(self.mesh)) for batches, _ in parts if batches
-        ]
+        rows = batch_sharding(self.mesh)
+        minibatches = [place(batches, rows) for batches, _ in parts if batches]
         metrics["train/num_batches"] = float(sum(map(len, minibatches)))
         if not minibatches:
             return state, metrics | {"train/skipped_updates": 1.0, "train/num_updates": 0.0}
@@ -132,6 +156,8 @@ def make_learner(model: DecoderConfig, config: Config, *, supervised: bool) -> L
         remat=config.model.remat,
         compute_dtype=jnp.dtype(config.model.dtype),
         entropy_gradient=not supervised and algorithm.entropy_coef > 0,
+        critic=None if supervised else make_critic(algorithm),
+        gather=make_gather(model, mesh),
     )
     return Learner(
         model=model,
@@ -143,4 +169,5 @@ def make_learner(model: DecoderConfig, config: Config, *, supervised: bool) -> L
         num_epochs=1 if supervised else algorithm.num_epochs,
         num_minibatches=1 if supervised else algorithm.num_minibatches,
         needs_old_logprobs=not supervised and algorithm.needs_old_logprobs,
+        values_per_token=algorithm.credit == "learned_token",
     )

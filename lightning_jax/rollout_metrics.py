@@ -1,7 +1,7 @@
 """From finished rollouts to trajectories, with a count of all that gives no training data."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from lightning_jax.metrics import Metrics
 from lightning_jax.store import Store
 from lightning_jax.tracing.convert import spans_to_transitions, to_trajectory
-from lightning_jax.types import Rollout, Trajectory
+from lightning_jax.types import Rollout, Task, Trajectory
 
 
 def to_trajectories(
@@ -55,6 +55,7 @@ def rollout_metrics(
         "rollout/response_tokens": float(sum(len(call.response_token_ids) for call in calls)),
         "rollout/prompt_tokens": float(sum(len(call.prompt_token_ids) for call in calls)),
     }
+    metrics |= _reported(rollouts, "rollout")
     failures = Counter((r.status, _code(r.reason or "")) for r in rollouts if r.reason)
     metrics |= {f"rollout/{status}_{code}": float(n) for (status, code), n in failures.items()}
     if trajectories:
@@ -91,7 +92,41 @@ def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         spread = np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0
         metrics["eval/reward_mean"] = float(np.mean(rewards))
         metrics["eval/reward_stderr"] = float(spread / len(rewards) ** 0.5)
-    return metrics
+    return metrics | _reported(rollouts, "eval")
+
+
+def eval_metrics_by(
+    field: str | None, tasks: Sequence[Task], rollouts: Sequence[Rollout]
+) -> Metrics:
+    """The evaluation's results for each value of a task field: `eval/reward_mean/source=svamp`.
+
+    `rollouts` are those of `tasks`, in order; `field` None gives nothing. A task without the field
+    counts under `missing`.
+    """
+    if field is None:
+        return {}
+    parts: dict[str, list[Rollout]] = defaultdict(list)
+    for task, rollout in zip(tasks, rollouts, strict=True):
+        parts[f"{field}={task.get(field, 'missing')}"].append(rollout)
+    return {
+        f"{name}/{part}": value
+        for part, members in sorted(parts.items())
+        for name, value in eval_metrics(members).items()
+    }
+
+
+def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
+    """Means of what agents returned beside their rewards, as `eval/agent_f1_mean`.
+
+    They are over the same rollouts as the reward of an evaluation, and a failed agent counts as 0.
+    """
+    finished = [r for r in rollouts if r.status in ("scored", "agent_failure")]
+    names = sorted({name for rollout in finished for name in rollout.metrics})
+    return {
+        f"{area}/agent_{_code(name)}_mean": sum(r.metrics.get(name, 0.0) for r in finished)
+        / len(finished)
+        for name in names
+    }
 
 
 def _code(reason: str) -> str:

@@ -2,7 +2,9 @@
 
 A rollout is *scored* when its agent returned a reward, an *agent failure* when the agent raised,
 ran out of time or returned none, and an *infrastructure failure* when it broke off after a call
-that the server could not answer. Only the last is tried again, and it never counts as a reward.
+that the server could not answer, or raised the built-in ConnectionError because something that it
+stands on, a search service say, is down. Only the last is tried again, and it never counts as a
+reward.
 """
 
 import asyncio
@@ -13,8 +15,8 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ from lightning_jax.types import LLM, Rollout, RolloutStatus, Task, UserError
 
 log = logging.getLogger(__name__)
 
-Agent = Callable[[Task, LLM], Awaitable[float | None]]
+# A reward, or a mapping with "reward" and other numbers, which are kept and averaged.
+Result = float | Mapping[str, float] | None
+Agent = Callable[[Task, LLM], Awaitable[Result]]
 FINISHED = ("scored", "agent_failure")
 
 
@@ -88,8 +92,10 @@ def load_function(reference: str) -> Callable[..., Any]:
         sys.modules[module_name] = module
         try:
             spec.loader.exec_module(module)
-        except BaseException:
+        except BaseException as error:
             del sys.modules[module_name]
+            if isinstance(error, ImportError):  # an agent's framework is not our dependency
+                raise ConfigError(f"{path} cannot be loaded: {error}") from error
             raise
     function = getattr(sys.modules[module_name], name, None)
     if not callable(function):
@@ -156,6 +162,7 @@ class Outcome:
     reward: float | None = None
     reason: str | None = None
     detail: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -214,18 +221,14 @@ class Runner:
         """What the agent itself tells."""
         try:
             async with asyncio.timeout(self.config.timeout_s):
-                reward = await self.agent(dict(task), llm)
+                result = await self.agent(dict(task), llm)
         except TimeoutError:
             return _failure("deadline", f"the agent ran longer than {self.config.timeout_s:g} s")
+        except ConnectionError as error:
+            return Outcome("infrastructure_failure", None, type(error).__name__, str(error)[:500])
         except Exception as error:  # noqa: BLE001  (foreign code: what it raises fails its rollout)
             return _failure(type(error).__name__, str(error)[:500])
-        if reward is None:
-            return _failure("no_reward", "the agent returned None; expected a number")
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            return _failure(
-                "bad_reward", f"the agent returned {reward!r}; expected a finite number"
-            )
-        return Outcome("scored", float(reward))
+        return outcome_of(result)
 
     def _settings(self, rollout: Rollout) -> RolloutSettings:
         greedy = rollout.phase == "eval"
@@ -238,6 +241,30 @@ class Runner:
             max_tokens=self.config.max_tokens,
             call_timeout_s=self.config.call_timeout_s,
         )
+
+
+def outcome_of(result: Any) -> Outcome:
+    """What an agent's return value says: its reward and metrics, or that it cannot be used."""
+    reward = result.get("reward") if isinstance(result, Mapping) else result
+    if reward is None:
+        return _failure("no_reward", f"the agent returned {repr(result)[:200]}; expected a number")
+    numbers = dict(result) if isinstance(result, Mapping) else {"reward": reward}
+    for name, value in numbers.items():
+        if not isinstance(name, str) or not _is_finite(value):
+            return _failure(
+                "bad_reward",
+                f"the agent returned {repr(value)[:200]} as {str(name)[:50]}; expected a finite "
+                "number",
+            )
+    return Outcome(
+        "scored",
+        float(reward),
+        metrics={name: float(value) for name, value in numbers.items() if name != "reward"},
+    )
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _failure(reason: str, detail: str) -> Outcome:

@@ -8,15 +8,16 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_jax.types import Rollout, RolloutStatus, Span, UserError
 
-SCHEMA_VERSION = 1
-SCHEMA = """
+SCHEMA_VERSION = 2
+METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
+SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS rollouts (
     rollout_id TEXT PRIMARY KEY,
     task_id TEXT NOT NULL,
@@ -28,7 +29,8 @@ CREATE TABLE IF NOT EXISTS rollouts (
     status TEXT NOT NULL,
     reward REAL,
     reason TEXT,
-    detail TEXT
+    detail TEXT,
+    {METRICS_COLUMN}
 );
 CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
 CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (phase, step);
@@ -63,7 +65,8 @@ LEGAL_TRANSITIONS: dict[RolloutStatus | None, frozenset[RolloutStatus]] = {
 }
 
 ROLLOUT_COLUMNS = (
-    "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, reason, detail"
+    "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, reason, detail, "
+    "metrics"
 )
 SPAN_COLUMNS = "trace_id, span_id, parent_span_id, name, start_ns, end_ns, attributes, error"
 
@@ -110,11 +113,13 @@ class Store:
             # A killed process loses nothing; only a power cut may lose the last moments.
             self._db.execute("PRAGMA synchronous=NORMAL")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if version not in (0, SCHEMA_VERSION):
+            if version not in (0, 1, SCHEMA_VERSION):
                 raise StoreError(
                     f"store {self.path} has schema version {version}; expected {SCHEMA_VERSION}. "
                     "Use another run_dir, or the release that wrote it."
                 )
+            if version == 1:
+                self._db.execute(f"ALTER TABLE rollouts ADD COLUMN {METRICS_COLUMN}")
             self._db.executescript(SCHEMA)
             self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
@@ -137,7 +142,7 @@ class Store:
         row = (
             *(rollout.rollout_id, rollout.task_id, rollout.group_id, rollout.phase, rollout.step),
             *(rollout.index, rollout.attempt, rollout.status),
-            *(rollout.reward, rollout.reason, rollout.detail),
+            *(rollout.reward, rollout.reason, rollout.detail, json.dumps(rollout.metrics)),
         )
         with self._transaction() as db:
             try:
@@ -155,6 +160,7 @@ class Store:
         reward: float | None = None,
         reason: str | None = None,
         detail: str | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Moves a rollout on. Raises IllegalTransition, or ValueError where a part is missing.
 
@@ -169,9 +175,9 @@ class Store:
                 raise _unknown_rollout(rollout_id)
             _check_transition(rollout_id, row[0], status)
             db.execute(
-                "UPDATE rollouts SET status = ?, reward = ?, reason = ?, detail = ? "
+                "UPDATE rollouts SET status = ?, reward = ?, reason = ?, detail = ?, metrics = ? "
                 "WHERE rollout_id = ?",
-                (status, reward, reason, detail, rollout_id),
+                (status, reward, reason, detail, json.dumps(dict(metrics or {})), rollout_id),
             )
 
     def rollout(self, rollout_id: str) -> Rollout:
@@ -182,7 +188,7 @@ class Store:
             ).fetchone()
         if row is None:
             raise _unknown_rollout(rollout_id)
-        return Rollout(*row)
+        return _rollout(row)
 
     def rollouts(
         self, *, phase: str | None = None, step: int | None = None, group_id: str | None = None
@@ -195,7 +201,7 @@ class Store:
                 "ORDER BY step, group_id, place, attempt",
                 values,
             ).fetchall()
-        return [Rollout(*row) for row in rows]
+        return [_rollout(row) for row in rows]
 
     def counts(self, *, phase: str | None = None, step: int | None = None) -> dict[str, int]:
         """How many rollouts have each status; a status that none has is left out."""
@@ -330,6 +336,11 @@ def _where(**conditions: object) -> tuple[str, list[object]]:
 
 def _marks(row: tuple[object, ...]) -> str:
     return ", ".join("?" * len(row))
+
+
+def _rollout(row: tuple[Any, ...]) -> Rollout:
+    *fields, metrics = row
+    return Rollout(*fields, metrics=json.loads(metrics))
 
 
 def _span(row: tuple[Any, ...]) -> Span:

@@ -1,17 +1,21 @@
 """Tasks in a Grain pipeline whose place can be saved, and demonstrations as training sequences."""
 
+import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import grain
 
 from lightning_jax.gateway.render import ConversationMemory, Generated, render
+from lightning_jax.gateway.request import Function
+from lightning_jax.gateway.tool_formats import ToolFormat, format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.batching import make_supervised_sequences
 from lightning_jax.types import Message, Task, TrainingSequence
 
 Item = TypeVar("Item")
+Conversation = Sequence[Message] | Mapping[str, Any]
 
 
 class TaskIterator:
@@ -26,7 +30,11 @@ class TaskIterator:
             raise ValueError("there are 0 tasks to train on; expected at least 1. Check data.root.")
         pipeline = grain.MapDataset.source(items).seed(seed).shuffle().repeat()
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
-        self._iterator = iter(pipeline.batch(batch_size, batch_fn=list).to_iter_dataset(options))
+        if batch_size > 1:
+            batches = pipeline.batch(batch_size, batch_fn=list)
+        else:  # Grain cannot count endless batches of one
+            batches = pipeline.map(_alone)
+        self._iterator = iter(batches.to_iter_dataset(options))
 
     def __next__(self) -> list[Any]:
         return next(self._iterator)
@@ -36,6 +44,10 @@ class TaskIterator:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._iterator.set_state(state)
+
+
+def _alone(item: Item) -> list[Item]:
+    return [item]
 
 
 def group_tasks(tasks: Sequence[Task], field: str | None, size: int) -> list[list[Task]]:
@@ -62,37 +74,63 @@ def spread(items: Sequence[Item], limit: int) -> list[Item]:
 
 
 def demonstration_sequences(
-    conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer
+    conversations: Sequence[Conversation], tokenizer: Tokenizer
 ) -> list[TrainingSequence]:
     """One sequence per assistant message, with the prompt a gateway would have made for it.
 
-    A message with `"train": False` is context only. A response is the message's tokens and the
-    end-of-turn token; later prompts hold the same ids, so a conversation is one path of the forest.
-    Every token has the same weight, and the weights sum to 1.
+    A conversation is a list of messages or, with tools, OpenAI's fine-tuning record
+    `{"messages": [...], "tools": [...]}`. A message with `"train": False` is context only. A
+    response is the message's tokens, its tool calls written as the model's family writes them, and
+    the end-of-turn token; later prompts hold the same ids, so a conversation is one path of the
+    forest. Every token has the same weight, and the weights sum to 1.
     """
-    pairs = [pair for messages in conversations for pair in _turns(messages, tokenizer)]
+    pairs = [pair for each in conversations for pair in _turns(each, tokenizer)]
     return make_supervised_sequences(pairs)
 
 
 def _turns(
-    messages: Sequence[Message], tokenizer: Tokenizer
+    conversation: Conversation, tokenizer: Tokenizer
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(prompt ids, response ids) of each assistant message to learn, as the gateway would record
     them.
     """
-    memory = ConversationMemory()
+    messages, tools = _messages_and_tools(conversation)
+    memory, form = ConversationMemory(), format_of(tokenizer)
     end = end_of_turn(tokenizer)
     turns = []
     plain = [{key: value for key, value in m.items() if key != "train"} for m in messages]
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render(plain[:index], None, tokenizer, memory)
-        response = (*tokenizer.encode(message["content"], special=False), end)
+        prompt = render(plain[:index], tools, tokenizer, memory, form)
+        text = response_text(message, form)
+        response = (*tokenizer.encode(text, special=False), end)
         memory.add(plain[index], Generated(prompt.token_ids, response, prompt.history))
         if message.get("train", True):
             turns.append((prompt.token_ids, response))
     return turns
+
+
+def _messages_and_tools(conversation: Conversation) -> tuple[Sequence[Message], Any]:
+    if isinstance(conversation, Mapping):
+        tools = [tool["function"] for tool in conversation.get("tools", ())]
+        return conversation["messages"], [_offered(tool) for tool in tools] or None
+    return conversation, None
+
+
+def _offered(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as the gateway shows it to the model: without what only clients read."""
+    description, parameters = function.get("description") or "", function.get("parameters")
+    return Function(function["name"], description, parameters).as_tool()
+
+
+def response_text(message: Message, form: ToolFormat) -> str:
+    """What the model writes to make this assistant message: its text, then its tool calls."""
+    text = message.get("content") or ""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    if not calls:
+        return text
+    return text + form.write([(call["name"], json.loads(call["arguments"])) for call in calls])
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:

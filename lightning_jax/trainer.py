@@ -26,22 +26,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lightning_jax.checkpoint import Checkpointer
+from lightning_jax import distributed, plan
 from lightning_jax.config import Config, ConfigError, changed_keys, save_config
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.learner import Learner, make_learner
 from lightning_jax.metrics import Metrics, MetricsLog, plot_curves
 from lightning_jax.models.load import LoadedModel, load_model, save_hf
-from lightning_jax.rl.advantages import equal_groups, step_advantages
-from lightning_jax.rl.batching import drop_stale, make_sequences
-from lightning_jax.rl.credit import punish_overlong
-from lightning_jax.rl.train_step import Params, TrainState
-from lightning_jax.rollout_metrics import eval_metrics, to_trajectories
+from lightning_jax.models.sharding import num_params
+from lightning_jax.replica import Replica
+from lightning_jax.rl.advantages import equal_groups
+from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.rollout_metrics import eval_metrics, eval_metrics_by, to_trajectories
 from lightning_jax.runner import Runner, load_agent, load_function, make_requests, run_rollouts
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
@@ -52,14 +50,24 @@ from lightning_jax.types import Rollout, Task, TrainingSequence, Trajectory, Use
 log = logging.getLogger(__name__)
 
 # What may change between a crash and going on without making stored rollouts those of another run.
-HARMLESS = ("run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency")
+HARMLESS = (
+    "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency", "mesh.",
+    "distributed."
+)  # fmt: skip
 MISMATCH_ALARM = 1e-3  # nats; sampler and trainer share one forward function, so this is a fault
 
 
 async def train(
     config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
 ) -> list[dict[str, float | int]]:
-    """Runs or resumes a run to its end; the rows of its metrics file."""
+    """Runs or resumes a run to its end; the rows of its metrics file.
+
+    In a run of several processes all call this, and only process 0 returns rows.
+    """
+    distributed.join(config.distributed)
+    if not distributed.is_leader():
+        await asyncio.to_thread(_follow, config)
+        return []
     async with open_run(config, train_tasks, dev_tasks) as run:
         with (
             logging_redirect_tqdm(),
@@ -78,9 +86,18 @@ async def train(
             if final := await run.evaluate_if_due():
                 run.record(run.step, final)
                 log.info("step %d: %s", run.step, summary(final))
-        run.save()
+        await asyncio.to_thread(run.save)
         await asyncio.to_thread(run.export)
     return run.metrics.rows
+
+
+def _follow(config: Config) -> None:
+    """The part of a process other than 0: its share of every update and checkpoint."""
+    replica = Replica(config, load_model(config.model.name, config.model.dtype))
+    try:
+        distributed.follow(replica)
+    finally:
+        replica.close()
 
 
 @asynccontextmanager
@@ -97,6 +114,9 @@ async def open_run(
         if not key.startswith(HARMLESS)
     ]
     model = load_model(config.model.name, config.model.dtype)
+    planned = plan.make_plan(model.config, config, plan.device_capacity())
+    log.info("%s", plan.one_line(planned))
+    plan.check_plan(planned)
     store = Store(directory / "store.sqlite")
     run = Run(config, model, store, train_tasks, dev_tasks)
     save_config(config, directory / "config.yaml")
@@ -109,9 +129,11 @@ async def open_run(
         )
     if abandoned := store.abandon_running():
         log.info("%d rollouts were running when the last process ended; they run again", abandoned)
-    engine = Engine(model.config, config.serve, dtype=config.model.dtype, mesh=run.learner.mesh)
+    mesh = run.replica.serving_mesh
+    engine = Engine(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
     make_loop = _orchestrator(config)
-    loop = make_loop(engine, run.state.params, run.step, model.tokenizer, config.serve)
+    run.leader.tell("publish")
+    loop = make_loop(engine, run.replica.state.params, run.step, model.tokenizer, config.serve)
     gateway = Gateway(loop, model.tokenizer, store, model_name=model.name, serve=config.serve)
     reuse_before = run.step + 1 if changed else config.total_steps + 1
     runner = Runner(agent, gateway, store, config.rollout, config.seed, reuse_before)
@@ -124,6 +146,7 @@ async def open_run(
     finally:
         await gateway.close()
         loop.close()
+        run.leader.dismiss()
         run.close()
         store.close()
 
@@ -169,7 +192,6 @@ class Run:
     ) -> None:
         warmup, directory = config.warmup, Path(config.run_dir)
         self.config, self.model, self.store, self.directory = config, model, store, directory
-        self.step = 0
         self.num_nonfinite_steps = 0  # in a row
         self.tasks = TaskIterator(train_tasks, config.rollout.tasks_per_step, config.seed)
         self.spare_tasks: list[Task] = []  # drawn and not yet tried
@@ -177,24 +199,21 @@ class Run:
         self.demonstrations = TaskIterator(groups, warmup.groups_per_step, config.seed + 1)
         self.demonstrate = load_function(warmup.demonstrations) if warmup.demonstrations else None
         self.dev_tasks = spread(dev_tasks, config.eval.num_tasks)
-        self.checkpointer = Checkpointer(directory / "checkpoints", config.checkpoint)
-        self.references = Checkpointer(directory / "reference", config.checkpoint)
-        self.learners = {
-            "warmup": make_learner(model.config, config, supervised=True),
-            "policy": make_learner(model.config, config, supervised=False),
-        }
-        self.state = self._restore() or self.learner.init(model.params)
-        self.reference = self._first_reference()
+        self.replica = Replica(config, model)
+        self.leader = distributed.Leader(self.replica)
+        if progress := self.replica.progress:
+            self.tasks.restore(progress["tasks"])
+            # As they are now: a path or a URL in a task may not be what it was.
+            present = {task["id"]: task for task in train_tasks}
+            spare: list[Task] = progress.get("spare_tasks", [])
+            self.spare_tasks = [present.get(task["id"], task) for task in spare]
+            self.demonstrations.restore(progress["demonstrations"])
         self.metrics = MetricsLog(directory / "metrics.jsonl", self.step)
 
     @property
-    def phase(self) -> str:
-        return "warmup" if self.step < self.config.warmup.num_steps else "policy"
-
-    @property
-    def learner(self) -> Learner:
-        """Objective and optimizer of the phase that the next step belongs to."""
-        return self.learners[self.phase]
+    def step(self) -> int:
+        """How many steps made the present weights."""
+        return self.replica.step
 
     def connect(self, loop: Any, runner: Runner) -> None:
         """Gives the run its server and what runs agents against it."""
@@ -207,18 +226,12 @@ class Run:
         """
         step, row = self.step, await self.evaluate_if_due()
         served = self.runner.gateway.stats()
-        if self.phase == "warmup":
+        if self.replica.phase == "warmup":
             row |= await self._supervised_step()
         else:
             row |= await self._policy_step()
         row |= _serve_metrics(served, self.runner.gateway.stats())
-        self.step += 1
-        if self.step == self.config.warmup.num_steps:
-            self._begin_policy_phase()
-        started = time.monotonic()
-        self.loop.load_weights(self.state.params, self.step)
-        self.store.add_version(self.step, self.step)
-        row["time/publish_s"] = time.monotonic() - started
+        row |= await asyncio.to_thread(self._publish_next)
         if self.step % self.config.checkpoint.every == 0:
             started = time.monotonic()
             await asyncio.to_thread(self.save)
@@ -240,7 +253,8 @@ class Run:
             return {}
         started = time.monotonic()
         rollouts = await self._collect(self.dev_tasks, "eval", 1)
-        return eval_metrics(rollouts) | {"time/eval_s": time.monotonic() - started}
+        results = eval_metrics(rollouts) | eval_metrics_by(settings.by, self.dev_tasks, rollouts)
+        return results | {"time/eval_s": time.monotonic() - started}
 
     async def _supervised_step(self) -> Metrics:
         assert self.demonstrate is not None, "config checks that a warm-up has demonstrations"
@@ -257,29 +271,11 @@ class Run:
         started = time.monotonic()
         trajectories, metrics = await self._sample()
         metrics["time/rollout_s"] = time.monotonic() - started
-        algorithm = self.config.algorithm
-        if algorithm.overlong_penalty > 0:
-            trajectories, costs = punish_overlong(
-                trajectories,
-                penalty=algorithm.overlong_penalty,
-                max_tokens=algorithm.overlong_max_tokens,
-                buffer=algorithm.overlong_buffer,
-            )
-            metrics |= costs
-        advantages, group_metrics = step_advantages(trajectories, algorithm)
-        trajectories, advantages, num_stale = drop_stale(
-            trajectories,
-            advantages,
-            policy_version=self.step,
-            max_staleness=algorithm.max_staleness,
+        values, of_values = await asyncio.to_thread(self.leader.call, "values", trajectories)
+        sequences, of_data = prepare_step(
+            trajectories, self.config.algorithm, policy_version=self.step, values=values
         )
-        sequences = make_sequences(
-            trajectories,
-            advantages,
-            aggregation=algorithm.aggregation,
-            token_divisor=algorithm.token_divisor,
-        )
-        metrics |= group_metrics | {"train/dropped_stale": float(num_stale)}
+        metrics |= of_values | of_data
         metrics |= await asyncio.to_thread(self._update, sequences)
         if metrics.get("train/mismatch_kl", 0.0) > MISMATCH_ALARM:
             log.warning(
@@ -345,7 +341,7 @@ class Run:
     def _update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
         """Trains on the sequences; metrics. Without any that counts, the weights stay."""
         started = time.monotonic()
-        self.state, metrics = self.learner.update(self.state, sequences, self.reference)
+        metrics = self.leader.call("update", sequences)
         self._stop_if_never_finite(metrics)
         return metrics | {"time/train_s": time.monotonic() - started}
 
@@ -366,53 +362,28 @@ class Run:
                 "for rewards and log-probabilities that are not finite."
             )
 
-    def _begin_policy_phase(self) -> None:
-        """After the warm-up the optimizer starts afresh, and the reference is what the warm-up
-        made.
-        """
-        params = self.state.params
-        del self.state  # its moments would double the memory while the new ones are made
-        self.state = self.learner.init(params)
-        self.reference = self._first_reference()
-
-    def _first_reference(self) -> Params | None:
-        """The frozen copy for the KL term, kept on disk for resumption; None where no term needs
-        it.
-        """
-        if self.config.algorithm.kl_coef == 0 or self.phase == "warmup":
-            return None
-        copy = self.learner.init(jax.tree.map(jnp.copy, self.state.params))
-        if self.references.latest_step is not None:
-            return self.references.restore(copy).state.params
-        self.references.save(self.step, copy, {})
-        return copy.params
+    def _publish_next(self) -> Metrics:
+        """Goes to the next step and has its weights served; how long their way took."""
+        self.leader.call("advance")
+        started = time.monotonic()
+        self.leader.tell("publish")
+        self.loop.load_weights(self.replica.state.params, self.step)
+        seconds = time.monotonic() - started
+        self.store.add_version(self.step, self.step)
+        size = num_params(self.model.config) * jnp.dtype(self.config.model.dtype).itemsize
+        return {"time/publish_s": seconds, "serve/publish_gb_per_s": size / seconds / 1e9}
 
     def close(self) -> None:
-        self.checkpointer.close()
-        self.references.close()
+        self.replica.close()
 
     def save(self) -> None:
         """Writes a checkpoint of this step, unless there is one."""
-        if self.checkpointer.latest_step == self.step:
-            return
         progress = {
             "tasks": self.tasks.state(),
             "spare_tasks": self.spare_tasks,
             "demonstrations": self.demonstrations.state(),
         }
-        self.checkpointer.save(self.step, self.state, progress)
-
-    def _restore(self) -> TrainState | None:
-        """Goes to the newest checkpoint's step; None if there is none."""
-        if self.checkpointer.latest_step is None:
-            return None
-        self.step = self.checkpointer.latest_step
-        saved = self.checkpointer.restore(self.learner.init(self.model.params))
-        self.tasks.restore(saved.progress["tasks"])
-        self.spare_tasks = saved.progress.get("spare_tasks", [])
-        self.demonstrations.restore(saved.progress["demonstrations"])
-        log.info("going on from the checkpoint of step %d in %s", self.step, self.directory)
-        return saved.state
+        self.leader.call("save", progress)
 
     def record(self, step: int, row: Metrics) -> None:
         """Adds a row to the metrics file and draws the curves anew."""
@@ -422,7 +393,7 @@ class Run:
     def export(self) -> Path:
         """Writes the policy as a Hugging Face directory; its path."""
         target = self.directory / "policy"
-        save_hf(target, replace(self.model, params=self.state.params))
+        save_hf(target, replace(self.model, params=self.leader.call("whole_params")))
         return target
 
 

@@ -22,6 +22,7 @@ FinishReason = Literal["stop", "length", "error", "cancelled"]
 RolloutStatus = Literal["queued", "running", "scored", "agent_failure", "infrastructure_failure"]
 Message = dict[str, Any]  # an OpenAI chat message
 TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability), best first
+Advantage = float | tuple[float, ...]  # of all tokens of a call, or of each that is trained
 MAX_TOP_LOGPROBS = 20
 Task = dict[str, Any]  # whatever one line of a task file says; "id" is always there
 
@@ -185,6 +186,22 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
+class StateValues:
+    """The states of one sequence that a critic learns from, at most one a trained token.
+
+    State i is what the policy had read before response token `positions[i]`; 0 is the prompt.
+    """
+
+    positions: tuple[int, ...]
+    values: tuple[float, ...]  # the critic's own, before the step's first update
+    returns: tuple[float, ...]  # what they should have been
+    weight: float = 1.0  # of each state in the loss
+
+    def __post_init__(self) -> None:
+        _same_length(self, "positions", "values", "returns")
+
+
+@dataclass(frozen=True)
 class TrainingSequence:
     """One response to learn from: a prompt, its response and what each of its tokens counts for.
     Left out, `loss_mask` is all True.
@@ -193,13 +210,25 @@ class TrainingSequence:
     prompt_token_ids: tuple[int, ...]
     response_token_ids: tuple[int, ...]
     behavior_logprobs: tuple[float, ...]
-    advantage: float
+    advantage: Advantage
     weight: float  # of each token that is trained; see rl/weights.py
     loss_mask: tuple[bool, ...] = ()  # False: the token is context only
+    states: StateValues | None = None  # for a critic
 
     def __post_init__(self) -> None:
         _fill(self, "loss_mask", True, like="response_token_ids")
         _same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StateBatch:
+    """The states of a batch that a critic learns from, at most one a target and in its place."""
+
+    nodes: Leaf  # int32 [B, R], index into the row of the last node that the state has read
+    values: Leaf  # float32 [B, R], the critic's own before the step's first update
+    returns: Leaf  # float32 [B, R]
+    weights: Leaf  # float32 [B, R], 0 where there is no state
 
 
 @jax.tree_util.register_dataclass
@@ -226,6 +255,7 @@ class Batch:
     weights: Leaf  # float32 [B, R], 0 where masked
     # float32 [B, R], the trainer's own before the step's first update. None: this is the first.
     old_logprobs: Leaf = None
+    states: Leaf = None  # StateBatch, None without a critic
 
 
 @dataclass(frozen=True)
@@ -252,6 +282,7 @@ class Rollout:
     reward: float | None = None
     reason: str | None = None  # a short code: why it failed
     detail: str | None = None  # one sentence for people
+    metrics: dict[str, float] = field(default_factory=dict)  # what else the agent measured
 
 
 class UserError(Exception):

@@ -26,7 +26,8 @@ from lightning_jax.models.sharding import (
     num_row_shards,
     param_shardings,
 )
-from lightning_jax.rl.train_step import Params, response_logprobs
+from lightning_jax.rl.logprobs import response_logprobs
+from lightning_jax.rl.train_step import Params
 from lightning_jax.store import Store
 from lightning_jax.tasks import spread
 from lightning_jax.tracing import attributes as names

@@ -8,15 +8,15 @@ PACKAGE = Path(__file__).parents[1] / "lightning_jax"
 # Rows of the module map from top to bottom; within a row modules may import each other.
 ROWS = (
     ("types",),
-    ("config", "metrics"),
+    ("config", "metrics", "distributed"),
     ("models",),
     ("rl",),
     ("serve",),
     ("store", "tracing"),
     ("gateway",),
-    ("datasets", "tasks", "runner", "rollout_metrics", "checkpoint", "learner"),
+    ("datasets", "tasks", "runner", "rollout_metrics", "checkpoint", "learner", "replica", "plan"),
     ("trainer", "server", "verify"),
-    ("cli", "__main__"),
+    ("cli", "__main__", "experiment", "side_process"),
     ("testing",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

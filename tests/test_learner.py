@@ -5,12 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.config import AlgorithmConfig, BatchConfig, Config, MeshConfig, OptimizerConfig
+from lightning_jax.checkpoint import Checkpointer, CheckpointError
+from lightning_jax.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    MeshConfig,
+    OptimizerConfig,
+)
 from lightning_jax.learner import Learner, make_learner, merge_updates
 from lightning_jax.rl import train_step
 from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rl.weights import split_minibatches
-from lightning_jax.testing.records import sequence
+from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 
 MODEL = tiny_model(num_layers=1)
@@ -85,3 +94,65 @@ def test_merged_metrics_by_hand():
         "train/skipped_updates": 1.0,
         "train/loss": pytest.approx(1.5),
     }
+
+
+def two_rollouts():
+    """Of one group: two calls and a reward, one call and none."""
+    return [
+        trajectory(transition([1, 2], [3]), transition([1, 2, 3], [4, 5]), reward=1.0),
+        trajectory(transition([1, 2], [6]), transition([7] * 99, [8]), rollout="s"),
+    ]
+
+
+@pytest.mark.parametrize("credit", ["learned", "learned_token"])
+def test_a_new_critic_gives_identical_credit_and_then_learns(credit):
+    made = learner(
+        credit=credit, value_learning_rate=0.1, num_epochs=2, num_minibatches=2, value_clip=0.2
+    )
+    algorithm = AlgorithmConfig(credit=credit)
+    state, errors, metrics = fresh_state(made), [], {}
+    for step in range(20):
+        values, timing = made.values(state, two_rollouts())
+        assert (
+            values is not None and values[1][1] is None and list(timing) == ["time/values_s"]
+        )  # too long for a row
+        sequences, metrics = prepare_step(
+            two_rollouts(), algorithm, policy_version=0, values=values
+        )
+        assert metrics["train/calls_without_value"] == 1.0
+        if step == 0:
+            plain, _ = prepare_step(two_rollouts(), AlgorithmConfig(), policy_version=0)
+            wanted = [np.broadcast_to(s.advantage, len(s.response_token_ids)) for s in plain]
+            for got, want in zip(sequences, wanted, strict=True):
+                np.testing.assert_array_equal(np.broadcast_to(got.advantage, want.shape), want)
+        state, metrics = made.update(state, sequences, None)
+        assert metrics["train/num_updates"] == 4.0
+        errors.append(metrics["train/value_loss"])
+    assert errors[-1] < errors[0] / 2
+    assert metrics["train/value_clip_fraction"] <= 1.0
+
+
+def test_the_critic_is_saved_and_is_no_part_of_the_policy(tmp_path):
+    made = learner(credit="learned", value_learning_rate=0.1)
+    rollouts = two_rollouts()
+    values, _ = made.values(fresh_state(made), rollouts)
+    sequences, _ = prepare_step(
+        rollouts, AlgorithmConfig(credit="learned"), policy_version=0, values=values
+    )
+    state, _ = made.update(fresh_state(made), sequences, None)
+    assert np.abs(state.critic.head.kernel).max() > 0
+    assert jax.tree.structure(state.params) == jax.tree.structure(MODEL.params)
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
+    checkpointer.save(1, state, {})
+    again = checkpointer.restore(fresh_state(made)).state
+    for got, want in zip(*map(jax.tree.leaves, (again, state)), strict=True):
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(CheckpointError, match=r"critic.* expected None"):
+        checkpointer.restore(fresh_state(learner()))
+    checkpointer.close()
+
+
+def test_learned_credit_without_values_is_refused():
+    with pytest.raises(ValueError, match="credit learned got no values"):
+        prepare_step(two_rollouts(), AlgorithmConfig(credit="learned"), policy_version=0)
+    assert learner().values(fresh_state(learner()), two_rollouts()) == (None, {})

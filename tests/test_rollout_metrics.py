@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_jax.rollout_metrics import eval_metrics, rollout_metrics, to_trajectories
+from lightning_jax.rollout_metrics import (
+    eval_metrics,
+    eval_metrics_by,
+    rollout_metrics,
+    to_trajectories,
+)
 from lightning_jax.store import Store
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.types import Rollout
@@ -64,3 +69,38 @@ def test_an_evaluation_has_its_standard_error() -> None:
     assert metrics["eval/reward_stderr"] == pytest.approx(0.25)
     assert metrics["eval/num_infrastructure_failures"] == 1
     assert "eval/reward_mean" not in eval_metrics([])
+
+
+def test_what_agents_measured_is_averaged() -> None:
+    rollouts = [
+        _rollout(0, "scored", reward=1.0, metrics={"f1": 1.0, "goldFound": 0.5}),
+        _rollout(1, "scored", reward=0.2, metrics={"f1": 0.25}),
+        _rollout(2, "agent_failure", reason="deadline"),  # counts as 0
+        _rollout(3, "infrastructure_failure", reason="engine_error"),  # no measurement
+    ]
+    metrics = eval_metrics(rollouts)
+    assert metrics["eval/agent_f1_mean"] == pytest.approx(1.25 / 3)
+    assert metrics["eval/agent_gold_found_mean"] == pytest.approx(0.5 / 3)
+    assert rollout_metrics(rollouts, [], 0)["rollout/agent_f1_mean"] == pytest.approx(1.25 / 3)
+    tasks = [{"hops": 2}, {"hops": 3}, {"hops": 2}, {"hops": 2}]
+    parts = eval_metrics_by("hops", tasks, rollouts)
+    assert parts["eval/agent_f1_mean/hops=2"] == 0.5
+    assert parts["eval/agent_f1_mean/hops=3"] == 0.25
+
+
+def test_an_evaluation_by_a_field_of_the_tasks() -> None:
+    tasks = [{"id": "a", "hops": 2}, {"id": "b", "hops": 3}, {"id": "c", "hops": 2}, {"id": "d"}]
+    rollouts = [
+        _rollout(0, "scored", reward=1.0),
+        _rollout(1, "infrastructure_failure", reason="engine_error"),
+        _rollout(2, "agent_failure", reason="deadline"),
+        _rollout(3, "scored", reward=0.5),
+    ]
+    metrics = eval_metrics_by("hops", tasks, rollouts)
+    assert metrics["eval/reward_mean/hops=2"] == 0.5
+    assert metrics["eval/reward_stderr/hops=2"] == pytest.approx(0.5)
+    assert metrics["eval/num_agent_failures/hops=2"] == 1
+    assert metrics["eval/num_infrastructure_failures/hops=3"] == 1
+    assert "eval/reward_mean/hops=3" not in metrics
+    assert metrics["eval/reward_mean/hops=missing"] == 0.5
+    assert eval_metrics_by(None, tasks, rollouts) == {}

@@ -63,9 +63,32 @@ async def test_rollouts_are_scored_and_each_call_is_a_span(tmp_path: Path) -> No
             assert runner.store.rollout(rollout.rollout_id) == rollout
 
 
+async def test_what_else_an_agent_measured_is_kept(tmp_path: Path) -> None:
+    async with _runner(tmp_path, "measured") as runner:
+        rollout = await _one(runner)
+        assert (rollout.status, rollout.reward) == ("scored", 0.5)
+        assert rollout.metrics == {"f1": 0.25, "searches": 2.0}
+        assert runner.store.rollout(rollout.rollout_id) == rollout
+
+
+async def test_a_service_that_is_down_is_infrastructure(tmp_path: Path) -> None:
+    settings = {"max_attempts": 2, "max_infrastructure_failures": 1.0}
+    async with _runner(tmp_path, "cut_off", **settings) as runner:
+        rollout = await _one(runner)
+        assert (rollout.status, rollout.reward) == ("infrastructure_failure", None)
+        assert (rollout.reason, rollout.attempt) == ("ConnectionRefusedError", 2)
+
+
 @pytest.mark.parametrize(
     ("agent", "reason"),
-    [("quiet", "no_reward"), ("odd", "bad_reward"), ("broken", "KeyError"), ("slow", "deadline")],
+    [
+        ("quiet", "no_reward"),
+        ("odd", "bad_reward"),
+        ("not_finite", "bad_reward"),
+        ("without_reward", "no_reward"),
+        ("broken", "KeyError"),
+        ("slow", "deadline"),
+    ],
 )
 async def test_an_agents_fault_is_its_own_and_not_tried_again(
     tmp_path: Path, agent: str, reason: str
@@ -149,3 +172,12 @@ def test_a_wrong_agent_reference_is_explained(reference: str, words: str) -> Non
 
 def test_a_file_is_loaded_once() -> None:
     assert load_function(f"{TOY}:run").__globals__ is load_function(f"{TOY}:odd").__globals__
+
+
+def test_an_agent_whose_framework_is_missing_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text("import no_such_framework\n\nasync def run(task, llm):\n    return 0.0\n")
+    expected = r"agent\.py cannot be loaded: No module named 'no_such_framework'$"
+    for _ in range(2):  # the broken module is not kept
+        with pytest.raises(ConfigError, match=expected):
+            load_agent(f"{path}:run")

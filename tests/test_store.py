@@ -206,8 +206,27 @@ def test_files_that_are_no_store_are_explained(tmp_path: Path) -> None:
     with sqlite3.connect(future) as db:
         db.execute("PRAGMA user_version=99")
     db.close()
-    with pytest.raises(StoreError, match="schema version 99; expected 1"):
+    with pytest.raises(StoreError, match="schema version 99; expected 2"):
         Store(future)
+
+
+def test_a_store_of_version_1_gets_the_column_for_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    store = Store(path)
+    store.add_rollout(QUEUED)
+    store.close()
+    with sqlite3.connect(path) as db:
+        db.execute("ALTER TABLE rollouts DROP COLUMN metrics")
+        db.execute("PRAGMA user_version=1")
+    db.close()
+    store = Store(path)
+    assert store.rollout("r1") == QUEUED
+    store.set_status("r1", "running")
+    store.set_status("r1", "scored", reward=1.0, metrics={"f1": 0.5})
+    store.close()
+    store = Store(path)
+    assert store.rollout("r1").metrics == {"f1": 0.5}
+    store.close()
 
 
 def test_a_damaged_file_is_explained(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from lightning_jax.gateway.render import render
+from lightning_jax.gateway.tool_formats import format_of
 from lightning_jax.tasks import TaskIterator, demonstration_sequences, end_of_turn, group_tasks
 from lightning_jax.testing.tiny import tiny_tokenizer
 
@@ -26,6 +28,17 @@ def test_the_same_batches_follow_a_restored_state() -> None:
     again.restore(state)
     assert [next(again) for _ in range(5)] == expected
     assert [next(TaskIterator(list(range(10)), 4, seed=4)) for _ in range(5)] != expected
+
+
+def test_batches_of_one() -> None:
+    tasks = TaskIterator(list(range(4)), 1, seed=1)
+    next(tasks)
+    state = json.loads(json.dumps(tasks.state()))
+    rest = [next(tasks) for _ in range(3)]
+    assert all(len(batch) == 1 for batch in rest) and len({batch[0] for batch in rest}) == 3
+    again = TaskIterator(list(range(4)), 1, seed=1)
+    again.restore(state)
+    assert [next(again) for _ in range(3)] == rest
 
 
 def test_no_tasks_is_an_error() -> None:
@@ -71,3 +84,30 @@ def test_all_demonstrated_tokens_weigh_the_same() -> None:
 def test_the_end_of_turn_is_the_templates() -> None:
     tokenizer = tiny_tokenizer()
     assert end_of_turn(tokenizer) == tokenizer.token_id("<|im_end|>")
+
+
+def test_a_demonstrated_tool_call_is_written_as_the_model_would() -> None:
+    tokenizer = tiny_tokenizer()
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    strict = tool | {"function": tool["function"] | {"strict": False}}  # the gateway reads no more
+    conversation = {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "so", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "2"},
+            {"role": "assistant", "content": "2"},
+        ],
+        "tools": [strict],
+    }
+    first, second = demonstration_sequences([conversation], tokenizer)
+    form, end = format_of(tokenizer), tokenizer.encode("<|im_end|>")
+    written = f"so{form.write([('f', {'a': 1})])}"
+    assert list(first.response_token_ids) == tokenizer.encode(written) + end
+    assert written == 'so<tool_call>[{"name": "f", "arguments": {"a": 1}}]</tool_call>'
+    prompt = render(conversation["messages"][:1], [tool], tokenizer)
+    assert first.prompt_token_ids == prompt.token_ids
+    assert '"name": "f"' in tokenizer.decode(list(first.prompt_token_ids))
+    # The second prompt goes on from the first response, token for token.
+    path = first.prompt_token_ids + first.response_token_ids
+    assert second.prompt_token_ids[: len(path)] == path

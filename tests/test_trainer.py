@@ -30,6 +30,7 @@ from lightning_jax.config import (
 )
 from lightning_jax.metrics import read_metrics
 from lightning_jax.models.load import load_model, save_hf
+from lightning_jax.models.sharding import num_params
 from lightning_jax.store import Store
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
@@ -199,6 +200,8 @@ def test_no_equal_group_moves_the_weights(model_dir: Path, tmp_path: Path) -> No
     assert row["train/dropped_zero_advantage"] == 8  # 2 tasks, 2 rollouts, 2 calls
     assert row["serve/prefix_breaks"] == row["serve/malformed_tool_calls"] == 0
     assert row["serve/joined_calls"] == 0
+    published = 4 * num_params(tiny_model().config) / row["time/publish_s"] / 1e9
+    assert row["serve/publish_gb_per_s"] == pytest.approx(published)
     trained = load_model(str(tmp_path / "run" / "policy"))
     before = load_model(str(model_dir))
     np.testing.assert_array_equal(

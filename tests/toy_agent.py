@@ -63,6 +63,24 @@ async def odd(task: dict, llm) -> str:
     return "good"
 
 
+async def measured(task: dict, llm) -> dict[str, float]:
+    """A reward, and what else the agent measured."""
+    return {"reward": 0.5, "f1": 0.25, "searches": 2}
+
+
+async def not_finite(task: dict, llm) -> dict[str, float]:
+    return {"reward": 0.5, "f1": float("nan")}
+
+
+async def without_reward(task: dict, llm) -> dict[str, float]:
+    return {"f1": 0.5}
+
+
+async def cut_off(task: dict, llm) -> float:
+    """Stands on a service that is down."""
+    raise ConnectionRefusedError("the search gave no answer")
+
+
 async def broken(task: dict, llm) -> float:
     """A mistake of the agent's own."""
     raise KeyError("no such tool")

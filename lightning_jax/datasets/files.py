@@ -22,12 +22,12 @@ class DatasetError(UserError, ValueError):
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """Each record of a `.jsonl.gz` file or a JSON list, with the words that say where it stands.
+    """Each record of a `.jsonl` or `.jsonl.gz` file or a JSON list, and words for where it stands.
 
     Raises DatasetError for a file that is missing or broken, at the first broken record.
     """
     try:
-        records = _lines(path) if path.suffix == ".gz" else _items(path)
+        records = _lines(path) if path.suffix in (".gz", ".jsonl") else _items(path)
         for where, record in records:
             if not isinstance(record, dict):
                 raise DatasetError(
@@ -41,7 +41,8 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
+    read = gzip.open if path.suffix == ".gz" else open
+    with read(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield f"{path}:{number}", _parse(line, f"{path}:{number}")

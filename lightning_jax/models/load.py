@@ -1,5 +1,6 @@
 """A model by name: a Hugging Face directory or hub id, a GGUF file, or `smollm2-135m-instruct`."""
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -15,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from lightning_jax.models import gguf_format, hf_format, tokenizer
 from lightning_jax.models.names import ModelError
+from lightning_jax.models.shapes import SHAPES
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.models.transformer import DecoderConfig, Params
 
@@ -37,24 +39,47 @@ class LoadedModel:
 
 
 def load_model(name: str, dtype: str = "float32") -> LoadedModel:
-    """The named model in `dtype`. Raises ModelError, with one sentence that says what to do."""
+    """The named model in `dtype`, in the host's memory: one device may be too small for all of it.
+
+    Raises ModelError, with one sentence that says what to do.
+    """
     started = time.monotonic()
     path = _resolve(name)
     try:
         if path.is_dir():
             config = hf_format.read_config(path)
             vocabulary = tokenizer.from_hf(path)
-            params = hf_format.read_params(path, config, dtype)
+            with _on_host():
+                params = hf_format.read_params(path, config, dtype)
         else:
             reader = gguf_format.open_file(path)
             config = gguf_format.read_config(reader)
             vocabulary = tokenizer.from_gguf(reader)
-            params = gguf_format.read_params(reader, config, dtype)
+            with _on_host():
+                params = gguf_format.read_params(reader, config, dtype)
     except tokenizer.TokenizerError as error:
         raise ModelError(str(error)) from error
     jax.block_until_ready(params)
     logger.info("loaded %s from %s in %.1f s", name, path, time.monotonic() - started)
     return LoadedModel(name, config, params, vocabulary)
+
+
+def load_shape(name: str) -> DecoderConfig:
+    """The shape of the named model, without its weights. Raises ModelError."""
+    if name in SHAPES:
+        return SHAPES[name]
+    path = _resolve(name)
+    if path.is_dir():
+        return hf_format.read_config(path)
+    return gguf_format.read_config(gguf_format.open_file(path))
+
+
+def _on_host() -> contextlib.AbstractContextManager[None]:
+    """New arrays go to the host, unless JAX was told to leave it alone."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:
+        return contextlib.nullcontext()
 
 
 def _resolve(name: str) -> Path:

@@ -1,16 +1,22 @@
-"""Which axis of an array lies on which axis of the device mesh: one table for the whole project."""
+"""Which axis of an array lies on which axis of the device mesh: one table for the whole project.
 
+In a run of several processes all of them call `place`, `to_host` and `reshard`, in the same order.
+"""
+
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lightning_jax.config import ConfigError, MeshConfig
+from lightning_jax.config import Config, ConfigError, MeshConfig
 from lightning_jax.models.names import Path, flatten, unflatten
-from lightning_jax.models.transformer import DecoderConfig, Params, init_params
+from lightning_jax.models.transformer import DecoderConfig, Gather, Params, init_params
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -44,11 +50,12 @@ _LOGICAL: dict[Path, tuple[str | None, ...]] = {
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The grid of devices, by default of all; where the sizes need fewer, of the first ones.
+    """The grid of devices, by default of all; where the sizes need fewer, of the first ones from
+    `config.first_device` on.
 
     Raises ConfigError where the sizes do not fit.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = list(jax.devices() if devices is None else devices)[config.first_device :]
     sizes = [getattr(config, axis) for axis in AXES]
     known = math.prod(size for size in sizes if size != -1)
     if sizes.count(-1) == 1 and known > 0 and len(devices) % known == 0:
@@ -57,7 +64,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         wanted = ", ".join(f"{axis}={getattr(config, axis)}" for axis in AXES)
         raise ConfigError(
             f"mesh {wanted} does not fit {len(devices)} devices; expected sizes whose product is "
-            f"at most {len(devices)}, one of them may be -1. Change mesh.* in the config."
+            f"at most {len(devices)}, one of them may be -1. Change mesh.* in the config"
+            f"{', or mesh.first_device' if config.first_device else ''}."
         )
     types = (AxisType.Auto,) * len(AXES)
     if math.prod(sizes) == len(jax.devices()) and devices == jax.devices():
@@ -65,9 +73,33 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), AXES, axis_types=types)
 
 
+@functools.cache
+def param_shapes(config: DecoderConfig) -> Params:
+    """A tree like the parameters, of their shapes in float32; not to be changed."""
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
+def serving_mesh(config: Config) -> Mesh:
+    """The devices that serve: those of `serve.mesh`, by default the trainer's.
+
+    Of several processes only process 0 serves, with all its devices: by default each of them
+    computes a share of every layer. Raises ConfigError where it would not use them all.
+    """
+    if jax.process_count() == 1:
+        return make_mesh(config.serve.mesh or config.mesh)
+    own = [device for device in jax.devices() if device.process_index == 0]
+    mesh = make_mesh(config.serve.mesh or MeshConfig(fsdp=1, tensor=-1), own)
+    if mesh.size != len(own):
+        raise ConfigError(
+            f"serve.mesh takes {mesh.size} devices; expected all {len(own)} of process 0, because "
+            "there are several processes. Change serve.mesh.* in the config."
+        )
+    return mesh
+
+
 def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
     """A tree like the parameters, of their places. An axis that does not divide stays whole."""
-    shapes = flatten(jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
+    shapes = flatten(param_shapes(config))
     units = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     places = {}
     for path, leaf in shapes.items():
@@ -77,6 +109,51 @@ def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
         sizes = [units.get(axis or "", size) for axis, size in pairs]
         places[path] = NamedSharding(mesh, _spec(logical, sizes, mesh))
     return unflatten(places)
+
+
+def make_gather(config: DecoderConfig, mesh: Mesh) -> Gather:
+    """What brings weights together for use, and puts their gradients back.
+
+    Each device gets what the "fsdp" axis split, an all-gather; what "tensor" split stays split. The
+    gradients are added up to where the weights lie, a reduce-scatter. Left alone, the compiler
+    would rather move activations, which are larger.
+    """
+    specs = {
+        path[-2:]: place.spec for path, place in flatten(param_shardings(config, mesh)).items()
+    }
+
+    def gather(params: Params) -> Params:
+        return unflatten(
+            {
+                path: _gather_leaf(leaf, NamedSharding(mesh, specs[path[-2:]]))
+                for path, leaf in flatten(params).items()
+            }
+        )
+
+    return gather
+
+
+def _gather_leaf(leaf: Any, split: NamedSharding) -> Any:
+    gathered = (*MESH_AXES["embed"], MESH_AXES["embed"])  # a spec keeps one name or several
+    parts = [None if part in gathered else part for part in split.spec]
+    whole = NamedSharding(split.mesh, PartitionSpec(*parts))
+
+    @jax.custom_vjp
+    def bring(leaf: Any) -> Any:
+        return jax.lax.with_sharding_constraint(leaf, whole)
+
+    def put_back(_: None, grad: Any) -> tuple[Any]:
+        # In two steps, else the compiler moves activations to where the gradient shall lie.
+        grad = jax.lax.with_sharding_constraint(grad, whole)
+        return (jax.lax.with_sharding_constraint(grad, split),)
+
+    bring.defvjp(lambda leaf: (bring(leaf), None), put_back)
+    return bring(leaf)
+
+
+def num_params(config: DecoderConfig) -> int:
+    """How many numbers the weights are."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -94,6 +171,86 @@ def cache_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
     return NamedSharding(
         mesh, _spec((None, "kv_heads", None, None), [1, config.num_kv_heads, 1, 1], mesh)
     )
+
+
+def place(tree: Any, shardings: Any, *, donate: bool = False) -> Any:
+    """Arrays at their places; in one process, or the same in all processes, or spanning them.
+
+    Of its own arrays each process gives its devices what belongs there, and nothing else travels.
+    `shardings` is one or a tree of them; with `donate` the arrays are used up.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings, donate=donate)
+    leaves, form = jax.tree.flatten(tree)
+    if isinstance(shardings, NamedSharding):
+        places = [shardings] * len(leaves)
+    else:
+        places = jax.tree.leaves(shardings)
+    return form.unflatten(map(_place_here, leaves, places))
+
+
+def _place_here(leaf: Any, sharding: NamedSharding) -> Any:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    here = np.asarray(leaf)
+    return jax.make_array_from_callback(here.shape, sharding, lambda index: here[index])
+
+
+def to_host(tree: Any) -> Any:
+    """The arrays whole, in every process."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
+    """A copy of the weights in `dtype` and at other places, there when this returns.
+
+    `shardings` is one or a tree of them. One `device_put`, between devices only. If `params` span
+    several processes, every process gets the whole on devices of its own, and only those of
+    `shardings` are kept: the result is None in all processes but the one that owns them.
+    """
+    if jax.process_count() == 1:
+        cast = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+        return jax.block_until_ready(jax.device_put(cast, shardings, may_alias=False))
+    targets = jax.tree.leaves(shardings)
+    everywhere = _in_every_process(targets[0].mesh)
+    leaves, form = jax.tree.flatten(_copy(params, dtype))
+    moved = jax.block_until_ready(
+        jax.device_put(leaves, [NamedSharding(everywhere, target.spec) for target in targets])
+    )
+    if not targets[0].is_fully_addressable:
+        return None
+    return form.unflatten(map(_own_part, moved, targets))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _copy(params: Params, dtype: Any) -> Params:
+    """Between processes `device_put` may hand on what lies at its place already."""
+    return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)
+
+
+def _in_every_process(mesh: Mesh) -> Mesh:
+    """The mesh of one process beside meshes alike of all others."""
+    owner = mesh.devices.flat[0].process_index
+    order = [device.id for device in jax.devices() if device.process_index == owner]
+    at = [order.index(device.id) for device in mesh.devices.flat]
+    grids = []
+    for process in range(jax.process_count()):
+        own = [device for device in jax.devices() if device.process_index == process]
+        if len(own) != len(order):
+            raise ConfigError(
+                f"process {process} has {len(own)} devices and process {owner} {len(order)}; "
+                "expected the same number in all."
+            )
+        grids.append(np.array([own[i] for i in at]).reshape(mesh.devices.shape))
+    types = (AxisType.Auto,) * (1 + len(mesh.axis_names))
+    return Mesh(np.stack(grids), ("process", *mesh.axis_names), axis_types=types)
+
+
+def _own_part(moved: Any, target: NamedSharding) -> Any:
+    shards = [shard.data for shard in moved.addressable_shards]
+    return jax.make_array_from_single_device_arrays(moved.shape, target, shards)
 
 
 def _spec(logical: tuple[str | None, ...], sizes: Sequence[Any], mesh: Mesh) -> PartitionSpec:

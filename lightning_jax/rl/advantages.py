@@ -1,18 +1,21 @@
 """Advantages: how much better a call did than rollouts usually do."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from lightning_jax.config import AlgorithmConfig
-from lightning_jax.rl.credit import assign_credit, rollout_return
-from lightning_jax.types import Trajectory
+from lightning_jax.rl.credit import assign_credit, first_credit, rollout_return
+from lightning_jax.rl.values import CallValues
+from lightning_jax.types import Advantage, Trajectory
 
-# Returns of a group that differ by less than this, relative to the largest, count as equal: they
-# differ by rounding, and dividing by their standard deviation would blow the rounding up to
-# advantages of 1.
+# Returns of a group that differ by less than this, relative to the largest, count as equal, and so
+# do a credit and its baseline: they differ by rounding, and dividing by the standard deviation of
+# such returns would blow the rounding up to advantages of 1.
 EQUAL_RETURNS = 1e-6
 
 
@@ -36,15 +39,17 @@ def baselines_and_scales(
     2501.03262) or 0 ("none"). The scale is one over the standard deviation of the group's returns
     ("group_std"), one over that of all returns less their baselines ("batch_std"), or 1 ("none",
     as in Dr. GRPO, arXiv 2503.20783); deviations are those of the population. Against a group's
-    baseline one rollout, or equal returns, say nothing about which call was better: scale 0. So it
-    is wherever the deviation to divide by is 0.
+    baseline one rollout says nothing about which call was better: scale 0. So it is wherever the
+    deviation to divide by is 0. Equal returns by themselves are no reason: under per-step and
+    learned credit their calls can differ, and to leave out the groups in which chance made the
+    returns equal would bias the gradient.
     """
     baselines, scales = np.zeros_like(returns), np.ones_like(returns)
     for members in _groups(group_ids).values():
         group = returns[members]
         if baseline in ("group_mean", "leave_one_out"):
             baselines[members] = group_baselines(group, baseline)
-            scales[members] = 0.0 if are_equal(group) else 1.0
+            scales[members] = 0.0 if len(group) == 1 else 1.0
         if normalize == "group_std":
             scales[members] = 0.0 if are_equal(group) else 1.0 / group.std()
     if baseline == "batch_mean" and len(returns):
@@ -53,6 +58,12 @@ def baselines_and_scales(
         centred = returns - baselines
         scales *= 0.0 if are_equal(centred) else 1.0 / centred.std()
     return baselines, scales
+
+
+def difference(credit: float, baseline: float) -> float:
+    """Their difference, 0 where it is rounding."""
+    apart = credit - baseline
+    return 0.0 if abs(apart) <= EQUAL_RETURNS * max(1.0, abs(credit)) else apart
 
 
 def are_equal(returns: Float[np.ndarray, " N"]) -> bool:
@@ -69,29 +80,36 @@ def equal_groups(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig)
 
 
 def step_advantages(
-    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
-) -> tuple[list[tuple[float, ...]], dict[str, float]]:
+    trajectories: Sequence[Trajectory],
+    algorithm: AlgorithmConfig,
+    values: Sequence[Sequence[CallValues]] | None = None,
+) -> tuple[list[tuple[Advantage, ...]], dict[str, float]]:
     """(one tuple per trajectory with one advantage per transition, metrics of the step).
 
     The baseline is one number per rollout, made of whole rollouts, never of rows: a rollout with
     many calls counts once, and one without calls still counts. It is the same for every call of the
     rollout, so it favours none, also under per_step credit, where later calls have less to earn.
+    Baselines of learned credit are over the credits of first calls, so they only mend what the
+    critic gets wrong at the start; deviations are those of returns. `values` are the critic's, None
+    for 0. Of turn_groups see `turn_advantages`.
     """
-    baselines, scales = baselines_and_scales(
-        _returns(trajectories, algorithm),
-        [trajectory.group_id for trajectory in trajectories],
-        baseline=algorithm.baseline,
-        normalize=algorithm.normalize,
-    )
-    advantages = []
-    for trajectory, baseline, scale in zip(
-        trajectories, baselines.tolist(), scales.tolist(), strict=True
-    ):
-        credits = assign_credit(trajectory, scheme=algorithm.credit, discount=algorithm.discount)
-        advantages.append(tuple((credit - baseline) * scale for credit in credits))
+    knobs = {
+        "scheme": algorithm.credit,
+        "discount": algorithm.discount,
+        "gae_lambda": algorithm.gae_lambda,
+    }
+    known = values or [None] * len(trajectories)
+    credits = [
+        assign_credit(trajectory, values=of_calls, **knobs)
+        for trajectory, of_calls in zip(trajectories, known, strict=True)
+    ]
+    if algorithm.credit == "turn_groups":
+        advantages = turn_advantages(trajectories, credits, algorithm)
+    else:
+        advantages = _rollout_advantages(trajectories, credits, algorithm)
     num_groups = len({trajectory.group_id for trajectory in trajectories})
     num_equal = len(equal_groups(trajectories, algorithm))
-    sizes = [abs(advantage) for calls in advantages for advantage in calls]
+    sizes = [abs(each) for calls in advantages for call in calls for each in _of_tokens(call)]
     return advantages, {
         "train/num_groups": float(num_groups),
         "train/equal_groups_share": num_equal / max(num_groups, 1),
@@ -99,10 +117,72 @@ def step_advantages(
     }
 
 
+def turn_advantages(
+    trajectories: Sequence[Trajectory],
+    credits: Sequence[tuple[Advantage, ...]],
+    algorithm: AlgorithmConfig,
+) -> list[tuple[Advantage, ...]]:
+    """Each call compared with the calls of its group at the same turn, as if they were rollouts of
+    a group of their own.
+
+    Biased where agents choose when to stop, also with `leave_one_out` and without `normalize`: how
+    many rollouts reach a turn is then up to the policy, and a call's own return is a part of what
+    it is compared with (alone at its turn it is all of it, and the advantage is 0). So the later a
+    turn and the fewer get there, the less of its gradient is left. A baseline that is one number
+    for all calls of a rollout shrinks all of them alike.
+    """
+    flat: list[Any] = [credit for calls in credits for credit in calls]
+    turns = [
+        f"{trajectory.group_id}/{turn}"
+        for trajectory, calls in zip(trajectories, credits, strict=True)
+        for turn in range(len(calls))
+    ]
+    baselines, scales = baselines_and_scales(
+        np.asarray(flat, np.float64),
+        turns,
+        baseline=algorithm.baseline,
+        normalize=algorithm.normalize,
+    )
+    rest = iter(
+        [
+            difference(*pair) * scale
+            for *pair, scale in zip(flat, baselines.tolist(), scales.tolist(), strict=True)
+        ]
+    )
+    return [tuple(itertools.islice(rest, len(calls))) for calls in credits]
+
+
+def _rollout_advantages(
+    trajectories: Sequence[Trajectory],
+    credits: Sequence[tuple[Advantage, ...]],
+    algorithm: AlgorithmConfig,
+) -> list[tuple[Advantage, ...]]:
+    group_ids = [trajectory.group_id for trajectory in trajectories]
+    knobs = {"baseline": algorithm.baseline, "normalize": algorithm.normalize}
+    first = [first_credit(*pair) for pair in zip(credits, trajectories, strict=True)]
+    baselines, _ = baselines_and_scales(np.asarray(first, np.float64), group_ids, **knobs)
+    # Of returns, not of first credits: below lambda 1 those hardly differ in a long rollout.
+    _, scales = baselines_and_scales(_returns(trajectories, algorithm), group_ids, **knobs)
+
+    def advantage(credit: Advantage, baseline: float, scale: float) -> Advantage:
+        if isinstance(credit, tuple):
+            return tuple(difference(each, baseline) * scale for each in credit)
+        return difference(credit, baseline) * scale
+
+    return [
+        tuple(advantage(credit, baseline, scale) for credit in calls)
+        for calls, baseline, scale in zip(credits, baselines.tolist(), scales.tolist(), strict=True)
+    ]
+
+
+def _of_tokens(advantage: Advantage) -> tuple[float, ...]:
+    return advantage if isinstance(advantage, tuple) else (advantage,)
+
+
 def _returns(
     trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
 ) -> Float[np.ndarray, " N"]:
-    """What each rollout earned, float64."""
+    """What each rollout earned, float64, whatever a critic thinks of it."""
     scheme, discount = algorithm.credit, algorithm.discount
     earned = [rollout_return(each, scheme=scheme, discount=discount) for each in trajectories]
     return np.asarray(earned, np.float64)

@@ -3,14 +3,22 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from lightning_jax.config import BatchConfig
 from lightning_jax.rl.packing import Path, PathForest, Row, common_prefix, pack_rows
-from lightning_jax.rl.weights import token_weights
-from lightning_jax.types import Batch, TrainingSequence, Trajectory
+from lightning_jax.rl.weights import token_weights, weigh_states
+from lightning_jax.types import (
+    Advantage,
+    Batch,
+    StateBatch,
+    StateValues,
+    TrainingSequence,
+    Trajectory,
+)
 
 DROP_REASONS: tuple[str, ...] = (
     "too_long", "too_many_targets", "empty_response", "all_forced", "zero_advantage"
@@ -19,12 +27,13 @@ DROP_REASONS: tuple[str, ...] = (
 
 def drop_stale(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[tuple[float, ...]],
+    advantages: Sequence[tuple[Any, ...]],
     *,
     policy_version: int,
     max_staleness: int,
-) -> tuple[list[Trajectory], list[tuple[float, ...]], int]:
-    """(trajectories and advantages without the calls that are too old, number of calls dropped).
+) -> tuple[list[Trajectory], list[tuple[Any, ...]], int]:
+    """(trajectories and advantages, or whatever there is one of a call, without the calls that are
+    too old, number of calls dropped).
 
     A call is as old as its oldest token, in trainer steps before `policy_version`. Advantages
     come first, because a dropped call still says what its rollout was worth.
@@ -46,26 +55,31 @@ def drop_stale(
 
 def make_sequences(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[tuple[float, ...]],
+    advantages: Sequence[tuple[Advantage, ...]],
     *,
+    states: Sequence[tuple[StateValues | None, ...]] | None = None,
     aggregation: str = "rollout",
     token_divisor: float = 1.0,
 ) -> list[TrainingSequence]:
-    """One sequence per call, its tokens weighed by `weights.token_weights`.
+    """One sequence per call, its tokens weighed by `weights.token_weights`, and all states that a
+    critic learns from by the same, together 1.
 
     A token that its grammar forced is not trained: the policy did not choose it. Raises ValueError
     if the advantages do not match the calls.
     """
     weights = token_weights(trajectories, aggregation=aggregation, divisor=token_divisor)
     sequences = []
-    for trajectory, values, calls in zip(trajectories, advantages, weights, strict=True):
+    states = weigh_states(states or [(None,) * len(values) for values in advantages])
+    for trajectory, values, calls, of_calls in zip(
+        trajectories, advantages, weights, states, strict=True
+    ):
         if len(values) != len(trajectory.transitions):
             raise ValueError(
                 f"rollout {trajectory.rollout_id!r} has {len(values)} advantages for "
                 f"{len(trajectory.transitions)} calls; expected one each."
             )
-        for transition, advantage, weight in zip(
-            trajectory.transitions, values, calls, strict=True
+        for transition, advantage, weight, of_call in zip(
+            trajectory.transitions, values, calls, of_calls, strict=True
         ):
             sequences.append(
                 TrainingSequence(
@@ -75,6 +89,7 @@ def make_sequences(
                     advantage=advantage,
                     weight=weight,
                     loss_mask=tuple(not forced for forced in transition.forced),
+                    states=of_call,
                 )
             )
     return sequences
@@ -122,8 +137,11 @@ def make_batches(
     rows = pack_rows(forest, max_nodes=config.row_len, max_targets=config.max_targets)
     # Rows of one batch have about as many targets, so that their empty head chunks coincide.
     rows.sort(key=lambda row: -row.targets)
+    has_states = any(sequence.states is not None for sequence in sequences)
     batches = [
-        _fill_batch(rows[start : start + config.rows], kept, paths, config)
+        _fill_batch(
+            _empty_batch(config, has_states), rows[start : start + config.rows], kept, paths
+        )
         for start in range(0, len(rows), config.rows)
     ]
     stats = _stats(forest, rows, num_nodes=len(batches) * config.rows * config.row_len)
@@ -161,13 +179,12 @@ def _stats(forest: PathForest, rows: Sequence[Row], *, num_nodes: int) -> dict[s
 
 
 def _fill_batch(
+    batch: Batch,
     rows: Sequence[Row],
     sequences: Sequence[tuple[int, TrainingSequence]],
     paths: Sequence[Path],
-    config: BatchConfig,
 ) -> Batch:
-    """One microbatch; rows that are missing stay padding."""
-    batch = _empty_batch(config)
+    """Writes one microbatch into an empty batch; rows that are missing stay padding."""
     for b, row in enumerate(rows):
         nodes = _lay_out(
             [paths[i] for i in row.members], batch.tokens[b], batch.positions[b], batch.ends[b]
@@ -187,11 +204,17 @@ def _fill_batch(
             batch.behavior_logprobs[where] = np.asarray(sequence.behavior_logprobs)[trained]
             batch.advantages[where] = sequence.advantage
             batch.weights[where] = sequence.weight
+            if sequence.states is not None:
+                at = (b, slice(start, start + len(sequence.states.positions)))
+                batch.states.nodes[at] = path_nodes[first + np.asarray(sequence.states.positions)]
+                batch.states.values[at] = sequence.states.values
+                batch.states.returns[at] = sequence.states.returns
+                batch.states.weights[at] = sequence.states.weight
             start += size
     return batch
 
 
-def _empty_batch(config: BatchConfig) -> Batch:
+def _empty_batch(config: BatchConfig, has_states: bool) -> Batch:
     """All padding: each node is a tree by itself."""
     nodes, targets = (config.rows, config.row_len), (config.rows, config.max_targets)
     return Batch(
@@ -205,7 +228,14 @@ def _empty_batch(config: BatchConfig) -> Batch:
         behavior_logprobs=np.zeros(targets, np.float32),
         advantages=np.zeros(targets, np.float32),
         weights=np.zeros(targets, np.float32),
+        states=_empty_states(targets) if has_states else None,
     )
+
+
+def _empty_states(shape: tuple[int, int]) -> StateBatch:
+    return StateBatch(
+        np.zeros(shape, np.int32), *(np.zeros(shape, np.float32) for _ in range(3))
+    )  # fmt: skip
 
 
 def _lay_out(

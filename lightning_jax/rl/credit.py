@@ -5,16 +5,29 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from lightning_jax.types import Trajectory
+from lightning_jax.rl.values import CallValues, rollout_gae
+from lightning_jax.types import Advantage, Trajectory
 
 
-def assign_credit(trajectory: Trajectory, *, scheme: str, discount: float) -> tuple[float, ...]:
+def assign_credit(
+    trajectory: Trajectory,
+    *,
+    scheme: str,
+    discount: float,
+    gae_lambda: float = 1.0,
+    values: Sequence[CallValues] | None = None,
+) -> tuple[Advantage, ...]:
     """One credit per transition, in reward units; `()` for a rollout without calls.
 
     "identical": every call gets the whole return, the rollout's reward plus all call rewards
     (arXiv 2508.03680). "per_step": call t gets `sum_k discount^(k-t) * r_k` over k >= t, where the
-    reward of the rollout is earned at its last call. Raises ValueError for another scheme or a call
-    reward that is not finite.
+    reward of the rollout is earned at its last call; "turn_groups" too, for `advantages` to compare
+    with the other calls of that turn. "learned": generalized advantage estimation over the calls
+    (arXiv 1506.02438) with `values` of the prompts, None for 0. "learned_token": the same over
+    trained tokens, which have a credit each; a call without any has one. With `gae_lambda` 1 and
+    values of 0, "learned" is "per_step", and "identical" too where nothing is discounted and no
+    call has a reward of its own. Raises ValueError for another scheme or a call reward that is not
+    finite.
     """
     for transition in trajectory.transitions:
         if not math.isfinite(transition.reward):
@@ -25,15 +38,30 @@ def assign_credit(trajectory: Trajectory, *, scheme: str, discount: float) -> tu
     if scheme == "identical":
         whole = trajectory.reward + math.fsum(t.reward for t in trajectory.transitions)
         return (whole,) * len(trajectory.transitions)
-    if scheme == "per_step":
+    if scheme in ("per_step", "turn_groups"):
         return _discounted_returns(trajectory, discount)
-    raise ValueError(f"credit scheme is {scheme!r}; expected identical or per_step.")
+    if scheme in ("learned", "learned_token"):
+        per_token = scheme == "learned_token"
+        calls = rollout_gae(
+            trajectory, values, per_token=per_token, discount=discount, lam=gae_lambda
+        )
+        return tuple(advantages if per_token else advantages[0] for advantages, _ in calls)
+    raise ValueError(
+        f"credit scheme is {scheme!r}; expected identical, per_step, turn_groups, learned or "
+        "learned_token."
+    )
 
 
 def rollout_return(trajectory: Trajectory, *, scheme: str, discount: float) -> float:
     """What the rollout earned, seen from its first call; its reward alone if it made no call."""
-    credits = assign_credit(trajectory, scheme=scheme, discount=discount)
-    return credits[0] if credits else trajectory.reward
+    return first_credit(assign_credit(trajectory, scheme=scheme, discount=discount), trajectory)
+
+
+def first_credit(credits: Sequence[Advantage], trajectory: Trajectory) -> float:
+    """That of the rollout's first call, or of its first token; its reward if it made no call."""
+    if not credits:
+        return trajectory.reward
+    return credits[0][0] if isinstance(credits[0], tuple) else credits[0]
 
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer: int) -> float:

@@ -22,7 +22,9 @@ from lightning_jax.types import Batch
 
 Metrics = dict[str, Float[Array, ""]]
 TokenMetrics = dict[str, Float[Array, "B R"]]
-_SUMS = frozenset({"train/loss", "train/num_tokens"})  # metrics that are no mean over tokens
+_SUMS = frozenset(  # metrics that are no mean over tokens
+    {"train/loss", "train/num_tokens", "train/value_loss", "train/value_clip_fraction"}
+)
 
 
 def policy_loss(

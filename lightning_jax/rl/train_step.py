@@ -8,17 +8,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int32
 
 from lightning_jax.config import AlgorithmConfig
-from lightning_jax.models.transformer import DecoderConfig, forward, unembed
+from lightning_jax.models.transformer import DecoderConfig, Gather
 from lightning_jax.rl import losses
+from lightning_jax.rl.critic import (
+    Critic,
+    CriticState,
+    ValueHead,
+    init_critic,
+    scale_gradient,
+    state_values,
+    value_loss,
+)
+from lightning_jax.rl.logprobs import (
+    head_params,
+    node_logprobs,
+    read_nodes,
+    response_logprobs,
+)
 from lightning_jax.rl.losses import Metrics
-from lightning_jax.types import Batch, Leaf
+from lightning_jax.types import Batch, Leaf, StateBatch
 
 Params = dict[str, Any]
+BUNDLE = 8  # a program takes a multiple of this many microbatches, some of which may be padding
 # (logprobs, entropy, batch, ref_logprobs or None) -> (loss, metric sums)
 Objective = Callable[..., tuple[Float[Array, ""], Metrics]]
 
@@ -31,22 +48,27 @@ class TrainState:
     step: Leaf  # int32 scalar, optimizer updates made
     params: Any
     opt_state: Any
+    critic: Any = None  # CriticState, None without a critic
 
 
 @dataclass(frozen=True)
 class TrainFunctions:
     """The jitted halves of a step.
 
-    `grads_fn(params, grads, metrics, batch, ref_params or None) -> (grads, metrics)` adds one
-    microbatch to the accumulators, which it takes over (donated). `apply_fn(state, grads) ->
-    (state, metrics)` updates; it takes over the state. `logprobs_fn(params, batch)` measures the
-    targets, [B, R] in nats.
+    `grads_fn(params, grads, metrics, bundle, count, ref_params or None, value_head or None) ->
+    (grads, metrics)` adds the first `count` microbatches of a bundle, one after the other, to the
+    accumulators, which it takes over (donated); `grads` is the pair of those of the params and of
+    the value head. `apply_fn(state, grads) -> (state, metrics)`
+    updates; it takes over the state. `logprobs_fn(params, batch)` measures the targets, [B, R] in
+    nats, and `values_fn(params, value_head, batch)` the states that they were chosen in.
     """
 
     grads_fn: Callable[..., tuple[Any, Metrics]]
     apply_fn: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
     logprobs_fn: Callable[[Params, Batch], Float[Array, "B R"]]
+    values_fn: Callable[[Params, ValueHead, Batch], Float[Array, "B R"]]
     objective: Objective
+    critic: Critic | None = None
 
 
 def policy_objective(algorithm: AlgorithmConfig | None = None, **changes: Any) -> Objective:
@@ -70,57 +92,26 @@ def supervised_objective() -> Objective:
     return objective
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """A state at step 0; the moments lie where the weights lie, scalars on all their devices.
+def init_state(
+    params: Params, optimizer: optax.GradientTransformation, critic: Critic | None = None
+) -> TrainState:
+    """A state at step 0; the moments lie where the weights lie, scalars and the critic on all
+    their devices.
 
     The first update donates `params`: whoever else needs them keeps a copy.
     """
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     scalars = functools.partial(_place_scalar, params)
     opt_state = jax.tree.map(scalars, optimizer.init(params))
-    return TrainState(scalars(jnp.zeros((), jnp.int32)), params, opt_state)
+    made = None
+    if critic is not None:
+        embed_dim = params["final_norm"]["scale"].shape[0]
+        whole = functools.partial(_replicate, params)
+        made = jax.tree.map(whole, init_critic(critic, embed_dim))
+    return TrainState(scalars(jnp.zeros((), jnp.int32)), params, opt_state, made)
 
 
-def response_logprobs(
-    params: Params,
-    config: DecoderConfig,
-    batch: Batch,
-    *,
-    remat: bool,
-    head_chunk: int,
-    entropy_gradient: bool = False,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """(log-probability of each target, entropy of its distribution), in nats.
-
-    The entropy has a gradient only with `entropy_gradient`, because it costs one. Both are 0 where
-    masked. The LM head sees only nodes that predict a target, `head_chunk` of a row at a time, and
-    skips chunks that hold only padding; logits of [R, V] never exist at once, not in the backward
-    pass either.
-    """
-    nodes, _ = forward(params, config, batch.tokens, batch.positions, ends=batch.ends, remat=remat)
-    hidden = jnp.take_along_axis(
-        nodes, batch.target_nodes[:, :, None], axis=1, mode="promise_in_bounds"
-    )
-
-    # Under the checkpoint the branches keep nothing for the backward pass but their inputs.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def chunk_logprobs(chunk: Any) -> Any:
-        def head(hidden: Any, ids: Any, mask: Any) -> Any:
-            logits = unembed(params, config, hidden)
-            return _token_logprobs(logits, ids, mask, entropy_gradient=entropy_gradient)
-
-        def nothing(hidden: Any, ids: Any, mask: Any) -> Any:
-            return jnp.zeros(mask.shape, jnp.float32), jnp.zeros(mask.shape, jnp.float32)
-
-        return jax.lax.cond(chunk[2].any(), head, nothing, *chunk)
-
-    parts = (hidden, batch.target_ids, batch.target_mask)
-    chunks = jax.tree.map(lambda part: _split(part, head_chunk), parts)
-    logprobs, entropy = jax.lax.map(chunk_logprobs, chunks)
-    return _join(logprobs), _join(entropy)
-
-
-def make_train_functions(
+def make_train_functions(  # noqa: PLR0913  (each is a choice of its own)
     config: DecoderConfig,
     optimizer: optax.GradientTransformation,
     objective: Objective,
@@ -129,42 +120,80 @@ def make_train_functions(
     remat: bool = False,
     compute_dtype: Any = jnp.float32,
     entropy_gradient: bool = False,
+    critic: Critic | None = None,
+    gather: Gather | None = None,
 ) -> TrainFunctions:
     """Jitted functions for one objective; each compiles once per batch shape and sharding.
 
     `compute_dtype` is that of activations and of the weights as the forward pass reads them;
     gradients and weights stay float32. An objective with an entropy bonus needs `entropy_gradient`.
+    With a critic a batch needs its `states`. Weights that are split need `sharding.make_gather`.
     """
+    read = functools.partial(read_nodes, config=config, gather=gather)
     measure = functools.partial(
-        response_logprobs, config=config, remat=remat, head_chunk=head_chunk
+        response_logprobs, config=config, remat=remat, head_chunk=head_chunk, gather=gather
     )
 
-    def loss_fn(params: Params, batch: Batch, ref_params: Params | None) -> Any:
-        logprobs, entropy = measure(
-            _cast(params, compute_dtype), batch=batch, entropy_gradient=entropy_gradient
+    def loss_fn(
+        trained: tuple[Params, ValueHead | None], batch: Batch, ref_params: Params | None
+    ) -> Any:
+        params, head = _cast(trained[0], compute_dtype), trained[1]
+        nodes = read(params, batch=batch, remat=remat)
+        logprobs, entropy = node_logprobs(
+            head_params(params, gather),
+            config,
+            batch,
+            nodes,
+            head_chunk=head_chunk,
+            entropy_gradient=entropy_gradient,
         )
         ref_logprobs = None
         if ref_params is not None:
             ref_logprobs, _ = measure(_cast(ref_params, compute_dtype), batch=batch)
-        return objective(logprobs, entropy, batch, ref_logprobs)
+        loss, sums = objective(logprobs, entropy, batch, ref_logprobs)
+        if critic is None or head is None:
+            return loss, sums
+        nodes = scale_gradient(nodes, critic.trunk_coef)
+        values = state_values(head, nodes, batch.states.nodes)
+        error, more = value_loss(values, batch.states, clip=critic.clip)
+        return loss + error, sums | more
 
     def add_grads(
-        params: Params, grads: Any, metrics: Metrics, batch: Batch, ref_params: Params | None
+        params: Params,
+        grads: Any,
+        metrics: Metrics,
+        bundle: tuple[Batch, ...],
+        count: Int32[Array, ""],
+        ref_params: Params | None,
+        head: ValueHead | None = None,
     ) -> tuple[Any, Metrics]:
-        new, sums = jax.grad(loss_fn, has_aux=True)(params, batch, ref_params)
-        return jax.tree.map(jnp.add, grads, new), losses.add_metrics(metrics, sums)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *bundle)
+
+        def add_one(index: Any, added: tuple[Any, Metrics]) -> tuple[Any, Metrics]:
+            batch = jax.tree.map(lambda leaf: leaf[index], stacked)
+            new, sums = jax.grad(loss_fn, has_aux=True)((params, head), batch, ref_params)
+            return jax.tree.map(jnp.add, added[0], new), losses.add_metrics(added[1], sums)
+
+        # One program for all: on a CPU each run gets gigabytes of fresh memory, page by page.
+        return jax.lax.fori_loop(0, count, add_one, (grads, metrics))
 
     def apply(state: TrainState, grads: Any) -> tuple[TrainState, Metrics]:
-        return _apply(optimizer, state, grads)
+        return _apply(optimizer, critic, state, grads)
 
     def logprobs(params: Params, batch: Batch) -> Float[Array, "B R"]:
         return measure(_cast(params, compute_dtype), batch=batch)[0]
+
+    def values(params: Params, head: ValueHead, batch: Batch) -> Float[Array, "B R"]:
+        nodes = read(_cast(params, compute_dtype), batch=batch, remat=False)
+        return jnp.where(batch.target_mask, state_values(head, nodes, batch.target_nodes), 0.0)
 
     return TrainFunctions(
         grads_fn=jax.jit(add_grads, donate_argnums=(1, 2)),
         apply_fn=jax.jit(apply, donate_argnums=0),
         logprobs_fn=jax.jit(logprobs),
+        values_fn=jax.jit(values),
         objective=objective,
+        critic=critic,
     )
 
 
@@ -181,14 +210,23 @@ def update(
     """
     if not batches:
         raise ValueError("update got 0 microbatches; expected at least 1, skip the step instead.")
-    with_reference = ref_params is not None
-    grads, metrics = zero_accumulators(functions, state.params, with_reference=with_reference)
-    for batch in batches:
-        grads, metrics = functions.grads_fn(state.params, grads, metrics, batch, ref_params)
+    head = None if state.critic is None else state.critic.head
+    grads, metrics = zero_accumulators(
+        functions, state.params, with_reference=ref_params is not None, head=head
+    )
+    grads, metrics = functions.grads_fn(
+        state.params, grads, metrics, *bundle(batches), ref_params, head
+    )
     state, applied = functions.apply_fn(state, grads)
     sums, applied = jax.device_get((metrics, applied))
     means = losses.mean_metrics({name: float(value) for name, value in sums.items()})
     return state, means | {name: float(value) for name, value in applied.items()}
+
+
+def bundle(batches: Sequence[Batch]) -> tuple[tuple[Batch, ...], Int32[np.ndarray, ""]]:
+    """(microbatches in a number that few programs are compiled for, how many of them count)."""
+    padding = [batches[-1]] * (-len(batches) % BUNDLE)
+    return (*batches, *padding), np.asarray(len(batches), np.int32)
 
 
 def with_old_logprobs(
@@ -202,73 +240,67 @@ def with_old_logprobs(
 
 
 def zero_accumulators(
-    functions: TrainFunctions, params: Params, *, with_reference: bool = False
+    functions: TrainFunctions,
+    params: Params,
+    *,
+    with_reference: bool = False,
+    head: ValueHead | None = None,
 ) -> tuple[Any, Metrics]:
-    """Gradients, placed like the weights, and metric sums before the first microbatch."""
-    names = _metric_names(functions.objective, with_reference=with_reference)
+    """Gradients of params and value head, placed like them, and metric sums before the first
+    microbatch.
+    """
+    names = metric_names(
+        functions.objective, functions.critic if head is not None else None, with_reference
+    )
     return (
-        jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), params),
+        jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), (params, head)),
         {name: _place_scalar(params, jnp.zeros((), jnp.float32)) for name in names},
     )
 
 
 def _apply(
-    optimizer: optax.GradientTransformation, state: TrainState, grads: Any
+    optimizer: optax.GradientTransformation,
+    critic: Critic | None,
+    state: TrainState,
+    grads: tuple[Any, Any],
 ) -> tuple[TrainState, Metrics]:
-    grad_norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(grad_norm)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old),
-        (params, opt_state),
-        (state.params, state.opt_state),
-    )
-    return TrainState(state.step + 1, params, opt_state), {
+    """`grads` are those of the weights and of the value head."""
+    grad_norm, value_grad_norm = map(optax.tree.norm, grads)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(value_grad_norm)
+    updates, opt_state = optimizer.update(grads[0], state.opt_state, state.params)
+    made = state.critic
+    metrics = {
         "train/grad_norm": grad_norm,
         "train/skipped_updates": 1.0 - finite.astype(jnp.float32),
     }
-
-
-def _token_logprobs(
-    logits: Float[Array, "B R V"],
-    ids: Int[Array, "B R"],
-    mask: Bool[Array, "B R"],
-    *,
-    entropy_gradient: bool,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    total = jax.nn.logsumexp(logits, axis=-1)
-    # A comparison instead of a gather: it fuses with the sums, and splits over a sharded
-    # vocabulary.
-    chosen = jnp.arange(logits.shape[-1])[None, None, :] == ids[:, :, None]
-    logprobs = jnp.where(chosen, logits, 0.0).sum(axis=-1) - total
-    if not entropy_gradient:
-        logits, total = jax.lax.stop_gradient((logits, total))
-    entropy = total - (jnp.exp(logits - total[:, :, None]) * logits).sum(axis=-1)
-    return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
-
-
-def _split(x: Array, size: int) -> Array:
-    """[B, N * size, ...] as [N, B, size, ...]."""
-    return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
-
-
-def _join(x: Float[Array, "N B R"]) -> Float[Array, "B T"]:
-    """The inverse of `_split`."""
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1)
+    if critic is not None and made is not None:
+        moved, moments = critic.optimizer.update(grads[1], made.opt_state, made.head)
+        made = CriticState(optax.apply_updates(made.head, moved), moments)
+        metrics["train/value_grad_norm"] = value_grad_norm
+    kept = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
+        (optax.apply_updates(state.params, updates), opt_state, made),
+        (state.params, state.opt_state, state.critic),
+    )
+    return TrainState(state.step + 1, *kept), metrics
 
 
 def _cast(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def _metric_names(objective: Objective, *, with_reference: bool) -> list[str]:
-    """What the objective reports, found on shapes alone and without the model."""
+def metric_names(objective: Objective, critic: Critic | None, with_reference: bool) -> list[str]:
+    """What objective and critic report, found on shapes alone and without the model."""
     floats, ints = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.int32))
     mask = jax.ShapeDtypeStruct((1, 1), jnp.bool_)
     batch = Batch(ints, ints, ints, ints, ints, mask, ints, floats, floats, floats)
     reference = floats if with_reference else None
-    return sorted(jax.eval_shape(objective, floats, floats, batch, reference)[1])
+    reported = jax.eval_shape(objective, floats, floats, batch, reference)[1]
+    if critic is not None:
+        states = StateBatch(ints, floats, floats, floats)
+        error = functools.partial(value_loss, clip=critic.clip)
+        reported |= jax.eval_shape(error, floats, states)[1]
+    return sorted(reported)
 
 
 def _place_scalar(params: Params, value: Any) -> Any:
@@ -276,7 +308,12 @@ def _place_scalar(params: Params, value: Any) -> Any:
 
     Arrays with axes come back as they are.
     """
+    return _replicate(params, value) if jnp.ndim(value) == 0 else value
+
+
+def _replicate(params: Params, value: Any) -> Any:
+    """An array whole on every device of the weights."""
     sharding = jax.tree.leaves(params)[0].sharding
-    if jnp.ndim(value) == 0 and isinstance(sharding, NamedSharding):
+    if isinstance(sharding, NamedSharding):
         return jax.device_put(value, NamedSharding(sharding.mesh, PartitionSpec()))
     return value

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from lightning_jax.types import TrainingSequence, Trajectory, Transition
+from lightning_jax.types import StateValues, TrainingSequence, Trajectory, Transition
 
 
 def token_weights(
@@ -39,6 +39,17 @@ def token_weights(
     return [tuple(1.0 / max(share, 1) for share in calls) for calls in shares]
 
 
+def weigh_states(
+    states: Sequence[tuple[StateValues | None, ...]],
+) -> list[tuple[StateValues | None, ...]]:
+    """All states of the step with the same weight, together 1."""
+    number = sum(len(each.positions) for calls in states for each in calls if each is not None)
+    return [
+        tuple(each and dataclasses.replace(each, weight=1.0 / max(number, 1)) for each in calls)
+        for calls in states
+    ]
+
+
 def num_trained(transition: Transition) -> int:
     """Tokens of the call that the policy chose; a grammar forced the others."""
     return transition.forced.count(False)
@@ -55,9 +66,13 @@ def split_minibatches(
     number = max(min(number, len(sequences)), 1)
     cuts = [k * len(sequences) // number for k in range(number + 1)]
     return [
-        [
-            dataclasses.replace(sequence, weight=sequence.weight * number)
-            for sequence in sequences[start:end]
-        ]
+        [_grown(sequence, number) for sequence in sequences[start:end]]
         for start, end in itertools.pairwise(cuts)
     ]
+
+
+def _grown(sequence: TrainingSequence, factor: int) -> TrainingSequence:
+    states = sequence.states
+    if states is not None:
+        states = dataclasses.replace(states, weight=states.weight * factor)
+    return dataclasses.replace(sequence, weight=sequence.weight * factor, states=states)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from lightning_jax.config import ConfigError, ServeConfig
 from lightning_jax.models.cache import KVCache, join, segment_lengths
-from lightning_jax.models.sharding import cache_sharding, param_shardings
+from lightning_jax.models.sharding import cache_sharding, param_shardings, reshard
 from lightning_jax.models.transformer import DecoderConfig, forward, init_cache, unembed
 from lightning_jax.serve.pages import PageCopier
 from lightning_jax.serve.sampling import Sampled, likeliest, sample
@@ -130,12 +130,13 @@ class Engine:
         )
 
     def place(self, params: Params) -> Params:
-        """A copy of the weights as the engine computes with them; the originals may be donated."""
+        """A copy of the weights as the engine computes with them, there when this returns; the
+        originals may be donated.
+        """
         targets: Any = self._plain
         if self.mesh is not None:
             targets = param_shardings(self.config, self.mesh)
-        cast = jax.tree.map(lambda leaf: jnp.asarray(leaf, self._dtype), params)
-        return jax.device_put(cast, targets, may_alias=False)
+        return reshard(params, targets, self._dtype)
 
     def init_state(self) -> DecodeState:
         """All slots empty and inactive."""
@@ -272,13 +273,12 @@ def start_of(token: int, position: int, sampling: SamplingParams, seed: int) -> 
 
 
 def _slot_counts(slots: int) -> tuple[int, ...]:
-    """How many slots decode programs are compiled for: 16 gives 1, 4, 16."""
-    fewer = []
-    count = 1
-    while count < slots:
-        fewer.append(count)
-        count *= 4
-    return (*fewer, slots)
+    """How many slots decode programs are compiled for: 16 gives 1, 4, 8, 16.
+
+    Up to four the weights are what a step waits for, so that one program serves 2 to 4.
+    """
+    counts = [1, *(2**power for power in range(2, slots.bit_length()))]
+    return (*(count for count in counts if count < slots), slots)
 
 
 def _shardings(mesh: jax.sharding.Mesh | None, config: DecoderConfig) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """Short ways to write records in tests."""
 
-from lightning_jax.types import TrainingSequence, Trajectory, Transition
+from lightning_jax.types import Advantage, TrainingSequence, Trajectory, Transition
 
 
 def transition(
@@ -39,7 +39,7 @@ def sequence(
     prompt: list[int],
     response: list[int],
     *,
-    advantage: float = 1.0,
+    advantage: Advantage = 1.0,
     weight: float = 0.1,
     loss_mask: tuple[bool, ...] = (),
 ) -> TrainingSequence:

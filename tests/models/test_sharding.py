@@ -1,18 +1,44 @@
 """One device and eight simulated ones compute the same."""
 
+import dataclasses
+import functools
+import re
+from collections import Counter
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from lightning_jax.config import MeshConfig
+from lightning_jax.config import (
+    BatchConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ServeConfig,
+)
+from lightning_jax.learner import Learner, make_learner
 from lightning_jax.models.sharding import (
     batch_sharding,
     cache_sharding,
     make_mesh,
     param_shardings,
+    place,
+    reshard,
 )
-from lightning_jax.models.transformer import forward, init_cache, unembed
+from lightning_jax.models.transformer import (
+    DecoderConfig,
+    forward,
+    init_cache,
+    init_params,
+    unembed,
+)
+from lightning_jax.plan import lower_step
+from lightning_jax.serve.engine import Engine
+from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 
 
@@ -23,8 +49,8 @@ def _loss(params, config, tokens, positions, ends, remat):
     return -(jax.nn.log_softmax(logits) * targets).sum(axis=-1).mean()
 
 
-@pytest.mark.parametrize(("sizes", "remat"), [((2, 2, 2), False), ((1, 4, 2), True)])
-def test_loss_and_gradient_agree_on_one_and_eight_devices(sizes, remat):
+def test_loss_and_gradient_agree_on_one_and_eight_devices():
+    sizes, remat = (1, 4, 2), True
     model = tiny_model()
     tokens = jax.random.randint(jax.random.key(1), (8, 160), 0, 259)
     positions = jnp.broadcast_to(jnp.arange(160), (8, 160))
@@ -73,3 +99,154 @@ def test_minus_one_takes_what_is_left_and_wrong_sizes_are_refused():
         make_mesh(MeshConfig(3, -1, 1))
     with pytest.raises(ValueError, match="one of them may be -1"):
         make_mesh(MeshConfig(-1, -1, 1))
+
+
+# One layer whose sizes are all different, so that a shape in a compiled program says what it is.
+MESHES = {"data": (8, 1, 1), "fsdp": (1, 8, 1), "tensor": (1, 4, 2), "all": (2, 2, 2)}
+SHAPED = DecoderConfig(
+    vocab_size=272,
+    embed_dim=48,
+    mlp_dim=112,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=24,
+    tie_embeddings=False,
+)
+ROW_LEN, TARGETS, CHUNK = 40, 20, 10
+STEPS = [
+    [
+        sequence([1, k, s], [k + 3, s + 1, k, 2], advantage=(-1.0) ** k, weight=0.01)
+        for k in range(64)
+    ]
+    for s in range(5)
+]
+
+
+def settings(sizes: tuple[int, int, int], *, remat: bool = False) -> Config:
+    return Config(
+        batch=BatchConfig(rows=8, row_len=ROW_LEN, max_targets=TARGETS, head_chunk=CHUNK),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        mesh=MeshConfig(*sizes),
+        model=ModelConfig(remat=remat),
+    )
+
+
+@functools.cache
+def five_steps(sizes: tuple[int, int, int]) -> tuple[list[float], Any, Learner, str, str]:
+    """(losses, state, learner, programs of gradients and of the optimizer) of five updates."""
+    config = settings(sizes)
+    learner = make_learner(SHAPED, config, supervised=False)
+    grads_fn, apply_fn = (program.compile() for program in lower_step(learner, config))
+    functions = dataclasses.replace(learner.functions, grads_fn=grads_fn, apply_fn=apply_fn)
+    learner = dataclasses.replace(learner, functions=functions)
+    state = learner.init(init_params(SHAPED, jax.random.key(0)))
+    losses = []
+    for step in STEPS:
+        state, metrics = learner.update(state, step, None)
+        losses.append(metrics["train/loss"])
+    return losses, state, learner, grads_fn.as_text(), apply_fn.as_text()
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+def test_five_updates_agree_on_one_and_eight_devices(sizes):
+    one_losses, one, *_ = five_steps((1, 1, 1))
+    losses, state, learner, _, _ = five_steps(sizes)
+    assert learner.mesh.size == 8 and len(set(one_losses)) == 5
+    np.testing.assert_allclose(losses, one_losses, atol=1e-5)
+    for got, want in zip(*map(jax.tree.leaves, (state.params, one.params)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_rematerialised_layers_are_gathered_one_by_one():
+    config, model = settings((1, 8, 1), remat=True), dataclasses.replace(SHAPED, num_layers=2)
+    grads_fn, _ = lower_step(make_learner(model, config, supervised=False), config)
+    moved = collectives(grads_fn.compile().as_text())
+    gathered = {shape for op, shape in moved if op == "all-gather"}
+    # A layer of the stack is [1, 48, 112], the whole stack would be [2, 48, 112].
+    assert {shape[-2:] for shape in gathered} == set(matrices((1, 8, 1)))
+    assert {shape[:-2] for shape in gathered} <= {(), (1,)}
+
+
+def collectives(program: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Each array that a compiled program moves between devices, by what moves it."""
+    found = []
+    ops = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    for line in program.splitlines():
+        if moved := re.search(rf"= (.*?) ({ops})(?:-start)?\(", line):
+            for shape in re.findall(r"\w+\[([\d,]*)\]", moved[1]):
+                found.append((moved[2], tuple(int(n) for n in shape.split(",") if n)))
+    return found
+
+
+def matrices(sizes: tuple[int, int, int]) -> Counter[tuple[int, ...]]:
+    """How many matrices a device computes with, by shape: those of the model, split by tensor."""
+    tensor = sizes[2]
+    embed, head, mlp = (272 // tensor, 48), (48, 272 // tensor), (48, 112 // tensor)
+    queries, keys = (48, 96 // tensor), (48, 48 // tensor)
+    return Counter([embed, head, queries, queries[::-1], keys, keys, mlp, mlp, mlp[::-1]])
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+def test_a_program_moves_what_its_mesh_asks_for_and_no_more(sizes):
+    used, (_, fsdp, tensor) = matrices(sizes), sizes
+    _, _, _, program, optimizer = five_steps(sizes)
+    moved = collectives(program)
+    gathered, summed, scattered = (
+        Counter(shape for op, shape in moved if op == wanted)
+        for wanted in ("all-gather", "all-reduce", "reduce-scatter")
+    )
+    # "fsdp" brings each matrix together for the forward pass, and at most once more for the
+    # backward pass; what "tensor" splits stays split, and no activation comes together.
+    assert set(gathered) == (set(used) if fsdp > 1 else set())
+    assert all(count <= 2 * used[shape] for shape, count in gathered.items())
+    # Each gradient is added up over the rows, once, lying or standing. (Compilers for accelerators
+    # make a reduce-scatter of it.)
+    if not scattered:
+        lying = Counter(tuple(sorted(shape)) for shape in used.elements())
+        added = Counter(tuple(sorted(shape)) for shape in summed.elements())
+        assert {shape: added[shape] for shape in lying} == lying
+    # "tensor" adds up activations: 2 rows of 40 nodes or 10 targets on a device.
+    rows = 8 // (sizes[0] * fsdp)
+    activations = {shape for shape in summed if len(shape) > 1} - set(used)
+    assert activations == ({(rows, 40, 48), (rows, 10, 48), (rows, 10)} if tensor > 1 else set())
+    assert not {op for op, _ in moved} & {"all-to-all", "collective-permute"}
+    # The optimizer works where the weights lie: only the norm of the gradient goes round.
+    assert {shape for _, shape in collectives(optimizer)} <= {()}
+
+
+def test_everything_lies_where_the_table_says():
+    _, state, learner, _, _ = five_steps(MESHES["all"])
+    places = jax.tree.leaves(param_shardings(SHAPED, learner.mesh))
+    adam = next(
+        s
+        for s in jax.tree.leaves(state.opt_state, is_leaf=lambda s: hasattr(s, "mu"))
+        if hasattr(s, "mu")
+    )
+    for tree in (state.params, adam.mu, adam.nu):
+        leaves = jax.tree.leaves(tree)
+        assert all(
+            leaf.sharding.is_equivalent_to(place, leaf.ndim)
+            for leaf, place in zip(leaves, places, strict=True)
+        )
+    engine = Engine(SHAPED, ServeConfig(slots=2, max_len=32), mesh=learner.mesh)
+    cache = engine.init_state().cache
+    want = cache_sharding(SHAPED, learner.mesh)
+    assert want.spec == PartitionSpec(None, "tensor", None, None)
+    assert all(leaf.sharding.is_equivalent_to(want, 4) for leaf in jax.tree.leaves(cache))
+    served = engine.place(state.params)
+    assert [leaf.sharding for leaf in jax.tree.leaves(served)] == places
+
+
+def test_weights_move_to_devices_of_their_own():
+    training = make_mesh(MeshConfig(1, 2, 2))
+    serving = make_mesh(MeshConfig(1, 1, 2, first_device=6))
+    params = place(init_params(SHAPED, jax.random.key(0)), param_shardings(SHAPED, training))
+    served = reshard(params, param_shardings(SHAPED, serving), jnp.bfloat16)
+    for before, after in zip(*map(jax.tree.leaves, (params, served)), strict=True):
+        assert after.sharding.device_set == set(jax.devices()[6:])
+        np.testing.assert_array_equal(after, np.asarray(before).astype(jnp.bfloat16))
+    again = reshard(params, param_shardings(SHAPED, training), jnp.float32)
+    jax.tree.map(lambda leaf: leaf.delete(), params)  # as the next update does, which donates them
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(again))

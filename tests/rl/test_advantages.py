@@ -129,3 +129,49 @@ def test_equal_groups_are_named():
     step = [*of_group(1.0, 0.0), *of_group(0.5, 0.5, group="equal"), rollout(1.0, group="single")]
     assert equal_groups(step, AlgorithmConfig()) == {"equal", "single"}
     assert equal_groups([], AlgorithmConfig()) == set()
+
+
+def test_turns_are_compared_with_their_like():
+    # To go from the first turn 4, 2, 0 and from the second 3, 1; the third is alone with its turn.
+    step = [
+        trajectory(*[transition([1], [2], reward=r) for r in (1.0, 1.0)], reward=2.0),
+        trajectory(*[transition([1], [2], reward=r) for r in (1.0, 1.0)]),
+        rollout(0.0),
+        rollout(9.0, calls=2, group="single"),
+    ]
+    config = AlgorithmConfig(credit="turn_groups", normalize="none")
+    advantages, _ = step_advantages(step, config)
+    assert advantages == [(2.0, 1.0), (0.0, -1.0), (-2.0,), (0.0, 0.0)]
+    scaled, _ = step_advantages(step, AlgorithmConfig(credit="turn_groups"))
+    assert scaled[1] == (0.0, -1.0)
+    assert scaled[0] == (pytest.approx(1.5**0.5), 1.0)
+
+
+def test_baselines_of_learned_credit_are_over_first_calls():
+    # Credits 1 - 0.25, 1 - 0.5 and 0 - 0.25; those of first calls are 0.75 and -0.25, mean 0.25.
+    step = [rollout(1.0, calls=2), rollout(0.0)]
+    values = [((0.25,), (0.5,)), ((0.25,),)]
+    config = AlgorithmConfig(credit="learned", normalize="none")
+    assert step_advantages(step, config, values)[0] == [(0.5, 0.25), (-0.5,)]
+    scaled, metrics = step_advantages(step, AlgorithmConfig(credit="learned"), values)
+    assert scaled == [(1.0, 0.5), (-1.0,)]
+    assert metrics["train/advantage_abs_mean"] == pytest.approx(2.5 / 3)
+    # With lambda 0 credits are 0.5 - 0.25, 1 - 0.5 and 0 - 0.25, of the first 0.25 and -0.25, but
+    # the deviation is still 0.5, that of the returns.
+    one_step = AlgorithmConfig(credit="learned", gae_lambda=0.0)
+    assert step_advantages(step, one_step, values)[0] == [(0.5, 1.0), (-0.5,)]
+    # Of tokens: the calls have one each.
+    tokens = AlgorithmConfig(credit="learned_token", normalize="none")
+    assert step_advantages(step, tokens, values)[0] == [((0.5,), (0.25,)), ((-0.5,),)]
+
+
+def test_equal_returns_say_something_of_calls():
+    # Both rollouts earned 1, at the first and at the second call.
+    step = [
+        trajectory(transition([1], [2], reward=1.0), transition([1], [2])),
+        trajectory(transition([1], [2]), transition([1], [2], reward=1.0)),
+    ]
+    config = AlgorithmConfig(credit="per_step", normalize="none")
+    assert step_advantages(step, config)[0] == [(0.0, -1.0), (0.0, 0.0)]
+    identical = AlgorithmConfig(normalize="none")
+    assert step_advantages(step, identical)[0] == [(0.0, 0.0)] * 2

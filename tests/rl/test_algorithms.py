@@ -2,7 +2,8 @@
 
 Two rollouts of one group, one call each. A earned 1 with one token of ratio 1.5; B earned 0 with
 three tokens of ratios 1, 0.5, 1. All tokens had log-probability -1 when they were sampled, and have
-it under the reference. So log-probs are now -0.594535 and -1, -1.693147, -1.
+it under the reference. So log-probs are now -0.594535 and -1, -1.693147, -1. A critic said 0.5 of
+the prompt, and 0.5, 0.25, 0 before the tokens of B.
 """
 
 import re
@@ -21,6 +22,10 @@ from lightning_jax.testing.records import trajectory, transition
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 RATIOS = {2: 1.5, 3: 1.0, 4: 0.5, 5: 1.0}  # by token id
+VALUES = {
+    "learned": [((0.5,),), ((0.5,),)],
+    "learned_token": [((0.5,),), ((0.5, 0.25, 0.0),)],
+}
 
 # A = +1 and -1 unless said. Clipped to [0.8, 1.2]: A 1.2; B -1, -0.8, -1, together -2.8.
 LOSSES = {
@@ -40,6 +45,10 @@ LOSSES = {
     # k2: 0.405465^2 / 2 = 0.082201 and 0.693147^2 / 2 = 0.240227
     "REINFORCE++ with baseline": (-1.2 + 2.8 + 0.01 * (0.082201 + 0.240227)) / 4,
     "decoupled PPO": -1.5 / 2 + 2.5 / 6,  # the correction alone, at most 2
+    # A 1 - 0.5; B from the end 0, -0.25, -0.25 - 0.95 * 0.25 = -0.4875; clipped 0.6, 0.4875, 0.2, 0
+    "PPO, a value per token": -(0.6 - 0.4875 - 0.2) / 4,
+    "a value per call": -0.6 / 2 + 1.4 / 6,  # A = 1 - 0.5 and 0 - 0.5
+    "turn-level groups": -1.2 / 2 + 2.8 / 6,  # of the only turn
 }
 
 
@@ -67,7 +76,7 @@ def test_each_algorithm_by_hand(name):
         trajectory(transition([1], [2]), reward=1.0, rollout="A"),
         trajectory(transition([1], [3, 4, 5]), reward=0.0, rollout="B"),
     ]
-    advantages, _ = step_advantages(step, algorithm)
+    advantages, _ = step_advantages(step, algorithm, VALUES.get(algorithm.credit))
     sequences = make_sequences(
         step,
         advantages,

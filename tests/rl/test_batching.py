@@ -1,3 +1,4 @@
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -12,7 +13,9 @@ from lightning_jax.rl.batching import (
     make_sequences,
     make_supervised_sequences,
 )
+from lightning_jax.rl.weights import split_minibatches
 from lightning_jax.testing.records import sequence, trajectory, transition
+from lightning_jax.types import StateValues
 
 SMALL = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
 
@@ -232,3 +235,47 @@ def test_a_step_with_an_empty_response_and_a_rollout_without_calls():
         (batch,), stats = make_batches(sequences, SMALL)
         assert batch.weights[0].tolist() == [1.0] + [0.0] * 7
         assert stats["train/dropped_empty_response"] == 1.0
+
+
+def test_states_lie_beside_targets():
+    """One state of a call, at its prompt's end, and one of each trained token."""
+    made = [
+        dataclasses.replace(
+            sequence([1, 2], [5, 6, 7], loss_mask=(False, True, True)),
+            states=StateValues(positions, values, returns, weight=0.5),
+        )
+        for positions, values, returns in (
+            ((0,), (0.25,), (1.0,)), ((1, 2), (0.5, 0.75), (2.0, 3.0))
+        )
+    ]  # fmt: skip
+    shape = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
+    (batch,), _ = make_batches(made, shape)
+    # The path 1 2 5 6 once; two targets of each call, predicted by nodes 2 and 3.
+    assert batch.target_nodes[0, :4].tolist() == [2, 3, 2, 3]
+    assert batch.states.nodes[0].tolist() == [1, 0, 2, 3, 0, 0, 0, 0]
+    assert batch.states.weights[0].tolist() == [0.5, 0, 0.5, 0.5, 0, 0, 0, 0]
+    assert batch.states.values[0, :4].tolist() == [0.25, 0, 0.5, 0.75]
+    assert batch.states.returns[0, :4].tolist() == [1, 0, 2, 3]
+    (plain,), _ = make_batches([sequence([1], [2])], shape)
+    assert plain.states is None
+
+
+def test_tokens_may_have_advantages_of_their_own():
+    made = sequence([1], [5, 6, 7], advantage=(0.5, -1.0), loss_mask=(True, False, True))
+    (batch,), _ = make_batches([made], SMALL, skip_zero_advantage=True)
+    assert batch.advantages[0, :3].tolist() == [0.5, -1.0, 0.0]
+
+
+def test_all_states_weigh_the_same():
+    step = [
+        trajectory(transition([1], [2]), transition([1], [3])),
+        trajectory(transition([1], [4])),
+    ]
+    states = [
+        (StateValues((0,), (0.0,), (0.0,)), None),
+        (StateValues((0, 1, 2), (0.0,) * 3, (0.0,) * 3),),
+    ]
+    sequences = make_sequences(step, [(1.0, 1.0), (1.0,)], states=states)
+    assert [each.states and each.states.weight for each in sequences] == [0.25, None, 0.25]
+    first, second = split_minibatches(sequences, 2)
+    assert [each.states and each.states.weight for each in (*first, *second)] == [0.5, None, 0.5]

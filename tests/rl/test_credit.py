@@ -31,7 +31,21 @@ def test_without_discount_and_call_rewards_the_schemes_agree():
     assert schemes == [(0.7, 0.7), (0.7, 0.7)]
 
 
-@pytest.mark.parametrize("scheme", ["identical", "per_step"])
+def test_learned_credit_by_hand():
+    # lambda 0, discount 0.5: 0.25 + 0.5 * 3 - 2 and 1.5 - 3
+    rollout = trajectory(*calls(0.25, 0.5), reward=1.0)
+    knobs = {"discount": 0.5, "gae_lambda": 0.0}
+    values = [(2.0,), (3.0,)]
+    assert assign_credit(rollout, scheme="learned", values=values, **knobs) == (-0.25, -1.5)
+    # The same with a token more in the first call, whose value is 4: 0.5 * 4 - 2, 0.25 + 1.5 - 4
+    longer = trajectory(transition([1], [2, 3], reward=0.25), calls(0.5)[0], reward=1.0)
+    tokens = assign_credit(longer, scheme="learned_token", values=[(2.0, 4.0), (3.0,)], **knobs)
+    assert tokens == ((0.0, -2.25), (-1.5,))
+
+
+@pytest.mark.parametrize(
+    "scheme", ["identical", "per_step", "turn_groups", "learned", "learned_token"]
+)
 def test_a_rollout_without_calls_has_no_credit_but_a_return(scheme):
     rollout = trajectory(reward=0.5)
     assert assign_credit(rollout, scheme=scheme, discount=1.0) == ()
@@ -39,7 +53,7 @@ def test_a_rollout_without_calls_has_no_credit_but_a_return(scheme):
 
 
 def test_bad_scheme_and_bad_reward_are_refused():
-    with pytest.raises(ValueError, match="'magic'; expected identical or per_step"):
+    with pytest.raises(ValueError, match="'magic'; expected identical, per_step, turn_groups"):
         assign_credit(trajectory(*calls(0.0)), scheme="magic", discount=1.0)
     with pytest.raises(ValueError, match="reward nan; expected a finite number"):
         assign_credit(trajectory(*calls(float("nan"))), scheme="identical", discount=1.0)

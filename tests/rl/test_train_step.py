@@ -17,12 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lightning_jax.config import BatchConfig, OptimizerConfig
 from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.logprobs import response_logprobs
 from lightning_jax.rl.optimizer import make_optimizer
 from lightning_jax.rl.train_step import (
+    bundle,
     init_state,
     make_train_functions,
     policy_objective,
-    response_logprobs,
     supervised_objective,
     update,
     with_old_logprobs,
@@ -66,8 +67,7 @@ def forest_gradient(sequences: Sequence[TrainingSequence], shape: BatchConfig = 
     made = functions(head_chunk=shape.head_chunk)
     batches, stats = make_batches(sequences, shape)
     grads, sums = zero_accumulators(made, MODEL.params)
-    for batch in batches:
-        grads, sums = made.grads_fn(MODEL.params, grads, sums, batch, None)
+    grads, sums = made.grads_fn(MODEL.params, grads, sums, *bundle(batches), None)
     return grads, sums, stats
 
 
@@ -232,8 +232,7 @@ def test_gspo_with_an_entropy_bonus_equals_its_calls_run_apart():
     batches, _ = make_batches(calls, SHAPE)
     assert len(batches) > 1
     grads, sums = zero_accumulators(made, MODEL.params)
-    for batch in batches:
-        grads, sums = made.grads_fn(MODEL.params, grads, sums, batch, None)
+    grads, sums = made.grads_fn(MODEL.params, grads, sums, *bundle(batches), None)
     loss, expected = separate_gradient(calls, plain_gspo_and_grad)
     np.testing.assert_allclose(sums["train/loss"], loss, atol=1e-5)
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
@@ -280,7 +279,7 @@ def test_remat_gives_the_same_gradient():
     made = make_train_functions(MODEL.config, SGD, objective, head_chunk=4, remat=True)
     (batch,), _ = make_batches(calls, SHAPE)
     start = zero_accumulators(made, MODEL.params)
-    grads, _ = made.grads_fn(MODEL.params, *start, batch, None)
+    grads, _ = made.grads_fn(MODEL.params, *start, *bundle([batch]), None)
     for got, want in zip(*map(jax.tree.leaves, (grads, forest_gradient(calls)[0])), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-6)
 

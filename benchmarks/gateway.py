@@ -1,0 +1,134 @@
+"""What does the gateway cost a request, and a token, beside the engine?
+
+    python benchmarks/gateway.py [--model smollm2-135m-instruct] [--requests 200]
+
+The gateway runs here, over a loop that answers with ready-made tokens as fast as they are taken,
+and records every call in a store. The client is another process, with 8 calls at a time. What
+counts is the CPU time of this process: per request with one token in the response, and per token
+from what 101 tokens cost more than one. The aim is 1 ms a request and 50 us a token.
+"""
+
+import argparse
+import asyncio
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.gateway.app import Gateway, RolloutSettings
+from lightning_jax.models.load import load_model
+from lightning_jax.serve.generation import Generation
+from lightning_jax.serve.response import Chunk
+from lightning_jax.store import Store
+from lightning_jax.types import Completion, SamplingParams
+
+WORDS = "SELECT count(*) FROM singer WHERE country = 'France' and age > 20 order by name"
+FEW, MANY = 1, 101
+CLIENT = """
+import asyncio, sys, aiohttp
+async def main(url, requests, tokens, stream):
+    places = asyncio.Semaphore(8)
+    body = {"model": "policy", "max_tokens": tokens, "stream": stream, "messages": [
+        {"role": "system", "content": "Answer with one query. " * 20},
+        {"role": "user", "content": "Which singers are from France? " * 20}]}
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer bench"}) as http:
+        async def call(index):
+            async with places, http.post(url + "/chat/completions",
+                    json={**body, "seed": index}) as response:
+                await response.read()
+                assert response.status == 200, await response.text()
+        await asyncio.gather(*map(call, range(requests)))
+asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "stream"))
+"""
+
+
+class ReadyMade:
+    """Answers every request with the same tokens, one a turn of the event loop."""
+
+    status = "ok"
+    version = 0
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """A generation of `sampling.max_tokens` tokens."""
+        generation = Generation(lambda _: None)
+        task = asyncio.create_task(self._answer(generation, sampling.max_tokens))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return generation
+
+    def stats(self) -> dict[str, float]:
+        """Nothing is counted."""
+        return {}
+
+    async def _answer(self, generation: Generation, number: int) -> None:
+        chunks = list(itertools.islice(itertools.cycle(self._chunks), number))
+        for chunk in chunks:
+            generation.receive(chunk, None)
+            await asyncio.sleep(0)
+        ids = tuple(chunk.token_ids[0] for chunk in chunks)
+        zeros, text = (0.0,) * number, "".join(chunk.text for chunk in chunks)
+        generation.receive(None, Completion(ids, text, zeros, zeros, (0,) * number, "length"))
+
+
+async def cpu_s(gateway: Gateway, requests: int, tokens: int, *, stream: bool) -> float:
+    """CPU seconds of this process for one call, in a rollout of its own."""
+    name = f"{tokens}-{stream}-{time.monotonic_ns()}"
+    llm = gateway.open_rollout(RolloutSettings(name, 0))
+    before = time.process_time()
+    client = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", CLIENT, llm.base_url),
+        *(str(requests), str(tokens), "stream" if stream else "whole"),
+    )
+    if await client.wait():
+        raise RuntimeError("the client failed; its message is above.")
+    spent = time.process_time() - before
+    gateway.close_rollout(name)
+    return spent / requests
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--requests", type=int, default=200)
+    args = parser.parse_args()
+    model = load_model(args.model)
+    blank = Chunk("", (0,), (0.0,), (0.0,), (0,), (False,), ((),))
+    chunks = [
+        replace(blank, text=model.tokenizer.decode([token]), token_ids=(token,))
+        for token in model.tokenizer.encode(WORDS)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder) / "store.sqlite")
+        serve = ServeConfig(api_key="bench")
+        gateway = Gateway(
+            ReadyMade(chunks),  # pyright: ignore[reportArgumentType]
+            model.tokenizer,
+            store,
+            model_name=model.name,
+            serve=serve,
+        )
+        await gateway.start()
+        try:
+            print("CPU of the gateway   a request    a token")
+            for stream in (False, True):
+                await cpu_s(gateway, 20, MANY, stream=stream)  # what is loaded at first use
+                few = await cpu_s(gateway, args.requests, FEW, stream=stream)
+                many = await cpu_s(gateway, args.requests, MANY, stream=stream)
+                a_token = (many - few) / (MANY - FEW)
+                kind = "streamed" if stream else "whole"
+                print(f"{kind:18s} {1e3 * few:8.2f} ms {1e6 * a_token:7.1f} us")
+        finally:
+            await gateway.close()
+            store.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

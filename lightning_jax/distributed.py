@@ -1,0 +1,135 @@
+"""Several processes that run one program: how they meet, and how the others follow process 0.
+
+A program that spans the devices of several processes runs when all of them have started it, and all
+must start such programs in the same order. Process 0 runs the loop. Before each such program it
+says which method comes next, with the arguments, and the others call the same on their own object.
+"""
+
+import logging
+import pickle
+from typing import Any
+
+import jax
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.experimental import multihost_utils
+
+from lightning_jax.config import ConfigError, DistributedConfig
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 30
+_SMALLEST = 1 << 16  # bytes sent at once; sizes are rounded up to powers of two, a compile each
+
+
+def join(config: DistributedConfig) -> None:
+    """Meets the other processes, as `config` says; before anything touches a device.
+
+    Raises ConfigError where they do not appear in time. When one process ends, so do the others.
+    """
+    if config.mode == "none" or jax.distributed.is_initialized():
+        return
+    manual = config.mode == "manual"
+    try:
+        jax.distributed.initialize(
+            config.coordinator,
+            config.num_processes,
+            config.process_id,
+            # Slurm's own answer would leave each process but one device.
+            cluster_detection_method="deactivate" if manual else None,
+            initialization_timeout=config.timeout_s,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"the processes of distributed.mode={config.mode} did not meet: {error}. Check that "
+            "all run, that they reach distributed.coordinator, and that this is the first use of "
+            "JAX in the process."
+        ) from error
+    log.info(
+        "process %d of %d, with %d of %d devices",
+        jax.process_index(),
+        jax.process_count(),
+        jax.local_device_count(),
+        jax.device_count(),
+    )
+
+
+def is_leader() -> bool:
+    """Whether this is process 0, or the only one."""
+    return jax.process_index() == 0
+
+
+class Leader:
+    """Process 0's way to call a method of `target` in every process at once."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._sent = 0
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What `target.method(*arguments)` returned here. The arguments must pickle."""
+        self.tell(method, *arguments)
+        return getattr(self._target, method)(*arguments)
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """As `call`, but here the caller does at once what the method does elsewhere."""
+        self._send((method, arguments))
+
+    def dismiss(self) -> None:
+        """Lets the others end."""
+        self._send(None)
+
+    def _send(self, command: tuple[str, tuple[Any, ...]] | None) -> None:
+        if jax.process_count() == 1:
+            return
+        payload = pickle.dumps(command)
+        _journal().key_value_set(_key(self._sent), str(len(payload)))
+        self._sent += 1
+        _broadcast(payload, len(payload))
+
+
+def follow(target: Any) -> None:
+    """Calls on `target` what process 0 calls on its own, until it says that it is over."""
+    received = 0
+    while True:
+        size = _wait_for(_key(received))
+        received += 1
+        command = pickle.loads(_broadcast(b"", size))
+        if command is None:
+            return
+        method, arguments = command
+        getattr(target, method)(*arguments)
+
+
+def _key(number: int) -> str:
+    return f"lightning_jax/command/{number}"
+
+
+def _wait_for(key: str) -> int:
+    """The size of the next command.
+
+    It may take as long as the rollouts of a step, so the wait is on the coordinator's journal: one
+    inside a device program would be taken for a hang.
+    """
+    while True:
+        try:
+            return int(_journal().blocking_key_value_get(key, _POLL_S * 1000))
+        except JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
+def _broadcast(payload: bytes, size: int) -> bytes:
+    """Process 0's `payload` of `size` bytes, in every process."""
+    room = max(_SMALLEST, 1 << (size - 1).bit_length())
+    buffer = np.zeros(room, np.uint8)
+    buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
+    return multihost_utils.broadcast_one_to_all(buffer)[:size].tobytes()
+
+
+def _journal() -> Any:
+    """The key-value store of the coordinator. JAX has no public name for it."""
+    from jax._src.distributed import global_state
+
+    assert global_state.client is not None, "the processes have met"
+    return global_state.client

@@ -1,0 +1,93 @@
+"""What the scripts in experiments/ share: the command line, the two splits, the table at the end.
+
+A script's `main` takes the settings, does what is its own (a server that all rollouts share, say)
+and ends in `train_and_report`; `run_main` calls it.
+"""
+
+import argparse
+import asyncio
+import errno
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from lightning_jax.config import Config, DataConfig, load_config
+from lightning_jax.distributed import is_leader
+from lightning_jax.trainer import train
+from lightning_jax.types import Task, UserError
+
+# (data.root, "train" or "dev", settings, folder for what is made once) -> tasks, and how many were
+# left out for which reason.
+LoadTasks = Callable[[str | None, str, DataConfig, Path], tuple[list[Task], dict[str, int]]]
+
+
+def run_main(
+    main: Callable[[Config], None], doc: str | None, argv: Sequence[str] | None = None
+) -> None:
+    """Calls `main` with the settings that the command line names.
+
+    `doc` is the script's docstring, whose first line is the help's. A mistake of the caller's ends
+    the process with one sentence, and so does Ctrl-C.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("--config", required=True, help="a YAML file of settings")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="later ones win")
+    arguments = parser.parse_args(argv)
+    # force: libraries that were imported above have set up the root logger for themselves.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
+    logging.getLogger("lightning_jax").setLevel(logging.INFO)
+    try:
+        main(load_config(Config, [arguments.config, *arguments.settings]))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        sys.exit(f"error: {error}; free or open the place, then the same command goes on")
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on from the last checkpoint")
+
+
+def cache_dir(config: Config) -> Path:
+    """Where data sets are unpacked or made, once for all runs beside this one."""
+    return Path(config.run_dir).parent / "data"
+
+
+def load_splits(config: Config, load: LoadTasks) -> tuple[list[Task], list[Task]]:
+    """Train and dev tasks; prints how many there are and what was left out."""
+    cache = cache_dir(config)
+    train_tasks, left_out = load(config.data.root, "train", config.data, cache)
+    dev_tasks, dev_left_out = load(config.data.root, "dev", config.data, cache)
+    print(f"{len(train_tasks)} train tasks {left_out}, {len(dev_tasks)} dev tasks {dev_left_out}")
+    return train_tasks, dev_tasks
+
+
+def train_and_report(
+    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+) -> None:
+    """Trains to the end, or goes on with a run that was begun, and prints the evaluations."""
+    directory = Path(config.run_dir)
+    print(f"run directory: {directory}", flush=True)
+    rows = asyncio.run(train(config, train_tasks, dev_tasks))
+    if not is_leader():
+        return
+    print("\n" + result_table(rows, config.eval.by))
+    print(f"\ncurves: {directory / 'curves.png'}   policy: {directory / 'policy'}")
+
+
+def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> str:
+    """A line for each evaluation, and a line below for each value of the task field `by`."""
+    lines = ["step  greedy reward on dev tasks"]
+    for row in rows:
+        if "eval/reward_mean" in row:
+            lines.append(f"{row['step']:4.0f}  {_result(row, '')}")
+            start = f"eval/reward_mean/{by}="
+            values = [name.removeprefix(start) for name in row if name.startswith(start)]
+            lines += [f"      {by}={value}: {_result(row, f'/{by}={value}')}" for value in values]
+    return "\n".join(lines)
+
+
+def _result(row: Mapping[str, float | int], part: str) -> str:
+    mean, error = row[f"eval/reward_mean{part}"], row[f"eval/reward_stderr{part}"]
+    return f"{mean:.3f} ± {error:.3f} (n={row[f'eval/num_tasks{part}']:.0f})"

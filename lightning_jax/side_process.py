@@ -1,0 +1,90 @@
+"""A program that runs beside an experiment and ends with it, however the experiment ends."""
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, Any
+
+from lightning_jax.types import UserError
+
+log = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 5.0
+
+
+class SideProcessError(UserError, RuntimeError):
+    """The program did not start; the message is one sentence."""
+
+
+@contextmanager
+def side_process(arguments: Sequence[str], *, start_timeout_s: float) -> Iterator[dict[str, Any]]:
+    """Runs a Python program; what it says when it is ready, one JSON object on a line of output.
+
+    The program's standard input is a pipe from this process. The system closes it when this process
+    ends, killed or not, and a program that then ends itself is never left behind. Raises
+    SideProcessError with the program's last words if it is not ready in time.
+    """
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for us, who then end it
+        )
+        try:
+            said = _ready(process, errors, arguments[0], start_timeout_s)
+            try:
+                yield said
+            finally:
+                if process.poll() is not None:
+                    log.warning("%s has ended by itself: %s", arguments[0], _last_words(errors))
+        finally:
+            _end(process)
+
+
+def _ready(
+    process: subprocess.Popen[str], errors: IO[str], name: str, timeout_s: float
+) -> dict[str, Any]:
+    lines: list[str] = []
+    assert process.stdout, "it is a pipe"
+    read = process.stdout.readline
+    reader = threading.Thread(target=lambda: lines.append(read()), daemon=True)
+    reader.start()
+    reader.join(timeout_s)
+    if not lines:
+        raise SideProcessError(
+            f"{name} was not ready after {timeout_s:g} s; expected a line of it."
+        )
+    try:
+        return json.loads(lines[0])
+    except ValueError:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_TIMEOUT_S)
+        said = lines[0].strip() or _last_words(errors)
+        raise SideProcessError(f"{name} did not start: {said.removeprefix('error: ')}") from None
+
+
+def _last_words(errors: IO[str]) -> str:
+    errors.seek(0)
+    lines = [line.strip() for line in errors.read()[-4000:].splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Closes its input, and kills it if that does not end it."""
+    assert process.stdin and process.stdout, "they are pipes"
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    try:
+        process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()

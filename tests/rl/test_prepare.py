@@ -1,0 +1,49 @@
+import pytest
+
+from lightning_jax.config import AlgorithmConfig
+from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.testing.records import trajectory, transition
+
+
+def step():
+    """Of one group: a stale call and a fresh one that earned 3, and a fresh one that earned 1."""
+    return [
+        trajectory(
+            transition([1], [2, 3], version=0), transition([1, 2, 3], [4], version=6), reward=3.0
+        ),
+        trajectory(transition([1], [5, 6], version=6), reward=1.0, rollout="s"),
+    ]
+
+
+def test_a_stale_call_counts_in_the_return_and_is_not_trained_on():
+    sequences, metrics = prepare_step(step(), AlgorithmConfig(), policy_version=6)
+    assert [s.response_token_ids for s in sequences] == [(4,), (5, 6)]
+    assert [s.advantage for s in sequences] == [1.0, -1.0]
+    assert [s.weight for s in sequences] == [0.5, 0.25]
+    assert [s.states for s in sequences] == [None, None]
+    assert metrics["train/dropped_stale"] == 1.0
+    assert "train/overlong_penalty_mean" not in metrics
+
+
+def test_a_stale_call_has_a_value_and_teaches_the_critic_nothing():
+    algorithm = AlgorithmConfig(
+        credit="learned", gae_lambda=0.0, baseline="none", normalize="none", max_staleness=2
+    )
+    values = [((1.0,), (2.5,)), ((0.5,),)]
+    sequences, metrics = prepare_step(step(), algorithm, policy_version=6, values=values)
+    assert [s.advantage for s in sequences] == [0.5, 0.5]
+    states = [s.states for s in sequences if s.states is not None]
+    assert [each.returns for each in states] == [(3.0,), (1.0,)]
+    assert [each.weight for each in states] == [0.5, 0.5]
+    assert metrics["train/value_mean"] == pytest.approx(4 / 3)
+
+
+def test_long_responses_cost_before_credit_is_given():
+    algorithm = AlgorithmConfig(
+        overlong_penalty=2.0, overlong_max_tokens=2, overlong_buffer=0, baseline="none",
+        normalize="none",
+    )  # fmt: skip
+    sequences, metrics = prepare_step(step(), algorithm, policy_version=0)
+    # 3 - 2 for both calls of the first rollout, 1 - 2 for the other
+    assert [s.advantage for s in sequences] == [1.0, 1.0, -1.0]
+    assert metrics["train/overlong_penalty_mean"] == pytest.approx(4 / 3)

@@ -1,0 +1,170 @@
+"""The expected gradient of each credit scheme against that of the expected return, by enumeration.
+
+In the process below the agent chooses when to stop: a call answers 0 (stop), 1 or 2 (go on), and
+the third ends the rollout whatever it says. A prompt is all answers so far, so there are 7 states
+and 15 rollouts. Expectations are sums over all pairs of rollouts, which make a group; nothing is
+sampled, and the advantages and weights are what a training step would get.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from lightning_jax.config import AlgorithmConfig
+from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.testing.records import trajectory, transition
+
+START, MAX_CALLS, GROUP_SIZE = 9, 3, 2
+ANSWERS = (0, 1, 2)
+RNG = np.random.default_rng(0)
+State = tuple[int, ...]
+
+
+def endings(state: State = (START,)) -> list[State]:
+    """All rollouts from a state on, as the states they end in."""
+    found = []
+    for answer in ANSWERS:
+        after = (*state, answer)
+        is_end = answer == 0 or len(after) > MAX_CALLS
+        found += [after] if is_end else endings(after)
+    return found
+
+
+ROLLOUTS = endings()
+STATES = sorted({end[: k + 1] for end in ROLLOUTS for k in range(len(end) - 1)})
+LOGITS = RNG.normal(size=(len(STATES), len(ANSWERS)))
+CALL_REWARDS = {end[: k + 2]: RNG.normal() for end in ROLLOUTS for k in range(len(end) - 1)}
+REWARDS = {end: RNG.normal() for end in ROLLOUTS}
+WRONG_VALUES = dict(zip(STATES, 3.0 * RNG.normal(size=len(STATES)), strict=True))
+
+
+def policy(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def probability(end: State, logits: np.ndarray) -> float:
+    chosen = policy(logits)
+    return float(np.prod([chosen[STATES.index(end[:k]), end[k]] for k in range(1, len(end))]))
+
+
+def whole_return(end: State) -> float:
+    return REWARDS[end] + sum(CALL_REWARDS[end[: k + 1]] for k in range(1, len(end)))
+
+
+def true_gradient() -> np.ndarray:
+    """Of the expected return, by central differences."""
+
+    def objective(logits: np.ndarray) -> float:
+        return sum(probability(end, logits) * whole_return(end) for end in ROLLOUTS)
+
+    grad, step = np.zeros_like(LOGITS), 1e-5
+    for at in np.ndindex(*LOGITS.shape):
+        moved = np.zeros_like(LOGITS)
+        moved[at] = step
+        grad[at] = (objective(LOGITS + moved) - objective(LOGITS - moved)) / (2 * step)
+    return grad
+
+
+def true_values() -> dict[State, float]:
+    """What is still to be earned in each state, on average."""
+    values = {}
+    for state in STATES:
+        ways = [end for end in ROLLOUTS if end[: len(state)] == state]
+        odds = np.asarray([probability(end, LOGITS) for end in ways])
+        earned = sum(CALL_REWARDS.get(state[: k + 1], 0.0) for k in range(1, len(state)))
+        to_come = [whole_return(end) - earned for end in ways]
+        values[state] = float(odds @ to_come / odds.sum())
+    return values
+
+
+def record(end: State, rollout: str):
+    calls = [
+        transition(list(end[:k]), [end[k]], reward=CALL_REWARDS[end[: k + 1]])
+        for k in range(1, len(end))
+    ]
+    return trajectory(*calls, reward=REWARDS[end], rollout=rollout)
+
+
+def expected_gradient(values: dict[State, float] | None, **settings) -> np.ndarray:
+    """The mean over groups of the gradient that a step takes, at a ratio of 1."""
+    knobs = {"normalize": "none", "aggregation": "constant", "token_divisor": 1.0} | settings
+    algorithm = AlgorithmConfig(**knobs)
+    chosen, odds = policy(LOGITS), {end: probability(end, LOGITS) for end in ROLLOUTS}
+    grad = np.zeros_like(LOGITS)
+    for group in itertools.product(ROLLOUTS, repeat=GROUP_SIZE):
+        step = [record(end, str(i)) for i, end in enumerate(group)]
+        known = None
+        if values is not None:
+            known = [
+                tuple((values[call.prompt_token_ids],) for call in each.transitions)
+                for each in step
+            ]
+        sequences, _ = prepare_step(step, algorithm, policy_version=0, values=known)
+        likely = np.prod([odds[end] for end in group])
+        for sequence in sequences:
+            state = STATES.index(sequence.prompt_token_ids)
+            (answer,) = sequence.response_token_ids
+            pull = likely * sequence.weight * np.asarray(sequence.advantage).item()
+            grad[state] += pull * (np.eye(len(ANSWERS))[answer] - chosen[state])
+    return grad
+
+
+TRUTH = true_gradient()
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float((a * b).sum() / (np.linalg.norm(a) * np.linalg.norm(b)))
+
+
+@pytest.mark.parametrize("credit", ["identical", "per_step", "learned", "learned_token"])
+@pytest.mark.parametrize("baseline", ["none", "leave_one_out", "group_mean", "batch_mean"])
+def test_a_scheme_whose_gradient_is_right(credit, baseline):
+    """Whatever the values are. A rollout's own return in the mean takes a half off all of it."""
+    values = WRONG_VALUES if credit.startswith("learned") else None
+    got = expected_gradient(values, credit=credit, baseline=baseline)
+    factor = 1 - 1 / GROUP_SIZE if baseline.endswith("_mean") else 1.0
+    np.testing.assert_allclose(got, factor * TRUTH, atol=1e-8)
+
+
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.5])
+def test_below_lambda_1_the_values_must_be_right(gae_lambda):
+    settings = {"credit": "learned", "baseline": "none", "gae_lambda": gae_lambda}
+    np.testing.assert_allclose(expected_gradient(true_values(), **settings), TRUTH, atol=1e-8)
+    assert cosine(expected_gradient(WRONG_VALUES, **settings), TRUTH) < 0.99
+
+
+def reached(turn: int) -> float:
+    """The probability that a rollout has a call at this turn."""
+    return sum(probability(end, LOGITS) for end in ROLLOUTS if len(end) > turn + 1)
+
+
+@pytest.mark.parametrize(("baseline", "factor"), [("leave_one_out", 1.0), ("group_mean", 0.5)])
+def test_groups_of_turns_are_biased(baseline, factor):
+    """A turn's gradient is left only where the other rollout gets there, too."""
+    got = expected_gradient(None, credit="turn_groups", baseline=baseline)
+    turns = np.asarray([[len(state) - 1] for state in STATES])
+    shares = np.vectorize(reached)(turns)
+    assert sorted(set(shares.ravel().round(2))) == [0.59, 0.71, 1.0]
+    np.testing.assert_allclose(got, factor * shares * TRUTH, atol=1e-8)
+    assert cosine(got, TRUTH) < 0.995
+    unbiased = expected_gradient(None, credit="turn_groups", baseline="none")
+    np.testing.assert_allclose(unbiased, TRUTH, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"aggregation": "rollout"},
+        {"aggregation": "call"},
+        {"aggregation": "token"},
+        {"normalize": "group_std"},
+        {"normalize": "batch_std"},
+        {"discount": 0.5},
+    ],
+)
+def test_other_settings_that_are_biased(settings):
+    """Of the same process; whether they help all the same is another question."""
+    got = expected_gradient(None, credit="per_step", baseline="leave_one_out", **settings)
+    assert cosine(got, TRUTH) < 0.995

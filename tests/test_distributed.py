@@ -1,0 +1,143 @@
+"""Two processes run the loop as one does."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from lightning_jax import distributed
+from lightning_jax.checkpoint import Checkpointer
+from lightning_jax.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    DistributedConfig,
+    EvalConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    ServeConfig,
+    WarmupConfig,
+)
+from lightning_jax.learner import make_learner
+from lightning_jax.metrics import read_metrics
+from lightning_jax.models.load import load_model, save_hf
+from lightning_jax.store import Store
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.trainer import train
+from lightning_jax.types import Task
+
+TOY = Path(__file__).with_name("toy_agent.py")
+TASKS: list[Task] = [{"id": f"t{i}", "question": "ab"[i]} for i in range(2)]
+
+
+def config(model_dir: Path, run_dir: Path, place: DistributedConfig) -> Config:
+    """A warm-up step and two steps of GRPO with a reference policy, on four devices. Requests run
+    one at a time, so that the same weights sample the same tokens.
+    """
+    return Config(
+        run_dir=str(run_dir),
+        num_steps=2,
+        model=ModelConfig(name=str(model_dir)),
+        serve=ServeConfig(
+            slots=1, max_len=64, prefill_buckets=(32,), mesh=MeshConfig(fsdp=1, tensor=2)
+        ),
+        rollout=RolloutConfig(agent=f"{TOY}:run", tasks_per_step=2, group_size=4, concurrency=1),
+        algorithm=AlgorithmConfig(kl_coef=0.1),
+        batch=BatchConfig(rows=2, row_len=128, max_targets=32, head_chunk=32),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        warmup=WarmupConfig(num_steps=1, demonstrations=f"{TOY}:demonstrate"),
+        eval=EvalConfig(every=0, num_tasks=2, at_start=False),
+        checkpoint=CheckpointConfig(every=2, keep=2),
+        mesh=MeshConfig(fsdp=2, tensor=2),
+        distributed=place,
+    )
+
+
+def run_process(model_dir: str, run_dir: str, port: str, process_id: str) -> None:
+    """What each of the two processes does."""
+    place = DistributedConfig("manual", f"127.0.0.1:{port}", 2, int(process_id))
+    rows = asyncio.run(train(config(Path(model_dir), Path(run_dir), place), TASKS, TASKS))
+    assert bool(rows) == (process_id == "0")
+    assert jax.process_count() == 2 and jax.device_count() == 4
+
+
+def _start(*arguments: str) -> "subprocess.Popen[str]":
+    code = f"import sys; sys.path.insert(0, {str(TOY.parent)!r}); import test_distributed as t; "
+    code += "t.run_process(*sys.argv[1:])"
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_two_processes_match_one(tmp_path: Path) -> None:
+    model_dir, one, two = tmp_path / "tiny", tmp_path / "one", tmp_path / "two"
+    save_hf(model_dir, tiny_model())
+    port = _free_port()
+    processes = [_start(str(model_dir), str(two), port, str(i)) for i in range(2)]
+    asyncio.run(train(config(model_dir, one, DistributedConfig()), TASKS, TASKS))
+    for process in processes:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    rows = [read_metrics(run / "metrics.jsonl") for run in (one, two)]
+    assert len(rows[0]) == len(rows[1]) == 4
+    for ours, theirs in zip(*rows, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            if not name.startswith(("time/", "serve/publish")) and "per_s" not in name:
+                assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=1e-5), name
+    assert rows[1][1]["train/num_updates"] == 1 and rows[1][1]["train/grad_norm"] > 0
+    # Rollouts, the store and the server are those of process 0 alone.
+    store = Store(two / "store.sqlite")
+    assert store.counts(phase="train") == {"scored": 2 * 8}
+    store.close()
+    _compare_weights(config(model_dir, two, DistributedConfig()), one, two)
+
+
+def _compare_weights(settings: Config, one: Path, two: Path) -> None:
+    """What was exported, and what both processes wrote to the checkpoint, are the same weights."""
+    model, alone = load_model(str(two / "policy")), load_model(str(one / "policy"))
+    learner = make_learner(model.config, settings, supervised=False)
+    checkpointer = Checkpointer(two / "checkpoints", settings.checkpoint)
+    assert checkpointer.steps == [2, 3]
+    saved = checkpointer.restore(learner.init(jax.tree.map(jax.numpy.copy, model.params)))
+    checkpointer.close()
+    initial = load_model(settings.model.name).params
+    triples = (model.params, alone.params, saved.state.params, initial)
+    for got, want, kept, before in zip(*map(jax.tree.leaves, triples), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        np.testing.assert_array_equal(got, kept)
+        assert np.abs(np.asarray(got) - np.asarray(before)).max() > 1e-3
+
+
+def test_one_process_calls_itself() -> None:
+    calls: list[str] = []
+    leader = distributed.Leader(calls)
+    leader.call("append", "here")
+    leader.tell("append", "elsewhere")
+    leader.dismiss()
+    assert calls == ["here"] and distributed.is_leader()
+
+
+def test_a_late_join_is_refused_in_a_sentence() -> None:
+    assert jax.devices()  # JAX is in use
+    with pytest.raises(ConfigError, match=r"did not meet: .*first use of JAX"):
+        distributed.join(DistributedConfig("manual", "127.0.0.1:1", 2, 1))

@@ -1,0 +1,117 @@
+"""What the experiment scripts share."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_jax.config import Config, load_config
+from lightning_jax.experiment import load_splits, result_table, run_main
+from lightning_jax.types import UserError
+
+CONFIGS = Path(__file__).parents[1] / "experiments" / "configs"
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(f"run_dir: {tmp_path}/run\nnum_steps: 3\n")
+    return str(path)
+
+
+def test_settings_come_from_the_file_and_then_the_command_line(config_file: str) -> None:
+    seen: list[Config] = []
+    run_main(
+        seen.append,
+        "Doc.",
+        ["--config", config_file, "num_steps=5", "eval.by=source", "data.sources=[a,b]"],
+    )
+    assert seen[0].data.sources == ("a", "b")
+    assert seen[0].num_steps == 5
+    assert seen[0].eval.by == "source"
+
+
+@pytest.mark.parametrize(
+    "raised, message",
+    [
+        (UserError("x is 1; expected 2."), "error: x is 1; expected 2."),
+        (OSError(errno.ENOSPC, "disk full"), "error: [Errno 28] disk full; free or open"),
+        (KeyboardInterrupt(), "stopped; the same command goes on"),
+    ],
+)
+def test_a_mistake_ends_in_one_sentence(
+    config_file: str, raised: BaseException, message: str
+) -> None:
+    def main(config: Config) -> None:
+        raise raised
+
+    with pytest.raises(SystemExit) as ended:
+        run_main(main, None, ["--config", config_file])
+    assert str(ended.value.code).startswith(message)
+
+
+def test_our_own_faults_keep_their_traceback(config_file: str) -> None:
+    def main(config: Config) -> None:
+        raise OSError(errno.ECONNRESET, "reset")
+
+    with pytest.raises(OSError, match="reset"):
+        run_main(main, None, ["--config", config_file])
+
+
+def test_an_unknown_setting_is_named(config_file: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda config: None, None, ["--config", config_file, "evil.by=source"])
+    assert "evil" in str(ended.value.code)
+
+
+def test_both_splits_are_loaded_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(root: Any, split: str, config: Any, cache: Path) -> Any:
+        assert (root, cache) == ("there", tmp_path / "data")
+        return [{"id": f"{split}{i}"} for i in range(2 + (split == "dev"))], {f"{split}_bad": 1}
+
+    config = Config(run_dir=str(tmp_path / "run"))
+    config = Config(run_dir=config.run_dir, data=type(config.data)(root="there"))
+    train, dev = load_splits(config, load)
+    assert [task["id"] for task in train] == ["train0", "train1"]
+    assert len(dev) == 3
+    assert capsys.readouterr().out == (
+        "2 train tasks {'train_bad': 1}, 3 dev tasks {'dev_bad': 1}\n"
+    )
+
+
+def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
+    rows = [
+        {"step": 0, "eval/reward_mean": 0.25, "eval/reward_stderr": 0.125, "eval/num_tasks": 12.0},
+        {"step": 1, "rollout/reward_mean": 0.5},
+        {
+            "step": 2,
+            "eval/reward_mean": 0.5,
+            "eval/reward_stderr": 0.1,
+            "eval/num_tasks": 12.0,
+            "eval/reward_mean/hops=2": 0.75,
+            "eval/reward_stderr/hops=2": 0.2,
+            "eval/num_tasks/hops=2": 4.0,
+        },
+    ]
+    assert result_table(rows, "hops").splitlines() == [
+        "step  greedy reward on dev tasks",
+        "   0  0.250 ± 0.125 (n=12)",
+        "   2  0.500 ± 0.100 (n=12)",
+        "      hops=2: 0.750 ± 0.200 (n=4)",
+    ]
+    assert len(result_table(rows).splitlines()) == 3
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_configs_load_and_name_their_run(path: Path) -> None:
+    config = load_config(Config, [str(path)])
+    assert config.run_dir == f"runs/{path.stem}"
+    assert config.rollout.agent.startswith("agents/")
+
+
+def test_the_scripts_are_short() -> None:
+    for path in CONFIGS.parent.glob("*.py"):
+        assert len(path.read_text().splitlines()) < 120, path

@@ -1,0 +1,148 @@
+"""What a run holds in memory, by hand and as compiled."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from lightning_jax import plan
+from lightning_jax.cli import main
+from lightning_jax.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    Config,
+    ConfigError,
+    MeshConfig,
+    ModelConfig,
+    ServeConfig,
+    load_config,
+    save_config,
+)
+from lightning_jax.models.load import load_shape, save_hf
+from lightning_jax.models.shapes import SHAPES
+from lightning_jax.models.sharding import num_params
+from lightning_jax.testing.tiny import tiny_model
+
+CONFIGS = Path(__file__).parents[1] / "experiments" / "configs"
+MODEL = tiny_model(num_layers=1)
+EMBEDDING = 259 * 32
+MATRICES = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64  # q, k, v, o; gate, up, down
+NORMS = 3 * 32
+CONFIG = Config(
+    serve=ServeConfig(slots=2, max_len=64, prefill_buckets=(32,), prefix_cache_mib=0.0),
+    batch=BatchConfig(rows=8, row_len=32, max_targets=8, head_chunk=4),
+    mesh=MeshConfig(fsdp=1),
+)
+
+
+def sizes(made: plan.Plan) -> dict[str, int]:
+    return {part.name: part.num_bytes for part in made.parts}
+
+
+def test_one_device_by_hand() -> None:
+    made = plan.make_plan(MODEL.config, CONFIG)
+    weights = 4 * (EMBEDDING + MATRICES + NORMS)
+    assert weights == 4 * num_params(MODEL.config)
+    found = sizes(made)
+    assert made.during == "an update"
+    assert found["weights in float32"] == found["weights that serve"] == weights
+    assert found["gradients"] == weights and found["optimizer moments"] == 2 * weights
+    assert found["keys and values of slots"] == 4 * 2 * 64 * 2 * (2 * 8)  # keys and values, 2 heads
+    assert found["logits"] == 3 * 4 * 8 * 4 * 259  # 8 rows of 4 targets
+    assert found["prefix cache"] == 0 and "reference policy" not in found
+    assert made.total == sum(found.values())
+
+
+def test_eight_devices_by_hand() -> None:
+    config = dataclasses.replace(
+        CONFIG,
+        mesh=MeshConfig(data=1, fsdp=4, tensor=2),
+        algorithm=AlgorithmConfig(kl_coef=0.1),
+        model=ModelConfig(dtype="bfloat16"),
+    )
+    found = sizes(plan.make_plan(MODEL.config, config))
+    # 259 tokens do not divide by two; norms are whole everywhere.
+    numbers = EMBEDDING // 4 + MATRICES // 8 + NORMS
+    assert found["weights in float32"] == found["reference policy"] == 4 * numbers
+    assert found["weights that serve"] == 2 * numbers
+    assert found["keys and values of slots"] == 2 * 2 * 64 * 2 * 8  # a head on each device
+    assert found["logits"] == 3 * 4 * 2 * 4 * 259  # 2 rows
+
+
+def test_devices_of_their_own_hold_no_weights_that_serve() -> None:
+    serve = dataclasses.replace(CONFIG.serve, mesh=MeshConfig(fsdp=1, first_device=1))
+    made = plan.make_plan(MODEL.config, dataclasses.replace(CONFIG, serve=serve))
+    assert made.during == "an update" and "weights that serve" not in sizes(made)
+    serve = dataclasses.replace(serve, slots=4096)
+    made = plan.make_plan(MODEL.config, dataclasses.replace(CONFIG, serve=serve))
+    assert made.during == "publishing, where it is served"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"serve": ServeConfig(slots=2048, max_len=64, prefix_cache_mib=0.0)},
+            "Lower serve.slots=2048",
+        ),
+        ({"serve": ServeConfig(slots=2048, max_len=64)}, "serve.prefix_cache_mib=256"),
+        ({"batch": BatchConfig(rows=512)}, "Set model.remat to true"),
+        ({"batch": BatchConfig(rows=512), "model": ModelConfig(remat=True)}, "batch.rows=512"),
+        ({"batch": BatchConfig(rows=64, row_len=16, head_chunk=1024)}, "batch.head_chunk=1024"),
+        ({}, "Use more devices .mesh.fsdp."),
+    ],
+)
+def test_too_large_names_the_setting(changes: dict, words: str) -> None:
+    config = dataclasses.replace(CONFIG, batch=BatchConfig(rows=1, row_len=16, head_chunk=1))
+    made = plan.make_plan(MODEL.config, dataclasses.replace(config, **changes), 1000)
+    with pytest.raises(ConfigError, match=words):
+        plan.check_plan(made)
+    plan.check_plan(dataclasses.replace(made, capacity=made.total))
+    plan.check_plan(dataclasses.replace(made, capacity=None))
+
+
+def test_the_command_compiles_and_compares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+) -> None:
+    save_hf(tmp_path / "tiny", MODEL)
+    model = ModelConfig(name=str(tmp_path / "tiny"), remat=True)
+    config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(fsdp=8))
+    save_config(config, tmp_path / "config.yaml")
+    arguments = ["plan", "--config", str(tmp_path / "config.yaml"), "--device-gib"]
+    assert main([*arguments, "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "activations and all else, as compiled" in printed and "logits" in printed
+    assert "1.000 GiB  what a device has" in printed
+    assert main([*arguments, "1e-5", "--quick"]) == 1
+    assert "an update needs" in capsys.readouterr().err
+    assert main([*arguments, "-1"]) == 2
+    # The compiler's figure is what it allocates for one device: at least the new gradients.
+    made = plan.compile_plan(MODEL.config, config)
+    others = sizes(made)["activations and all else, as compiled"] + sizes(made)["logits"]
+    assert others >= sizes(made)["gradients"]
+
+
+def test_the_tpu_settings_fit_their_chips() -> None:
+    config = load_config(Config, [str(CONFIGS / "spider_tpu.yaml")])
+    assert jax.device_count() == 8
+    plan.check_plan(plan.make_plan(load_shape(config.model.name), config, 16 * plan.GIB))
+    # Sixteen devices have to be simulated in a process of their own.
+    command = [sys.executable, "-m", "lightning_jax", "plan", "--quick", "--devices", "16"]
+    command += ["--config", str(CONFIGS / "spider_8b_tpu.yaml"), "--device-gib"]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    for gib, code in (("32", 0), ("16", 1)):
+        done = subprocess.run(
+            [*command, gib], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code, done.stderr
+        assert "on each of 16 x cpu, data=1 fsdp=4 tensor=4" in done.stdout
+    assert "and a device has 16.00 GiB; most of it" in done.stderr
+
+
+def test_known_shapes_have_as_many_parameters_as_published() -> None:
+    assert num_params(SHAPES["Qwen/Qwen2.5-1.5B-Instruct"]) == pytest.approx(1.54e9, rel=0.01)
+    assert num_params(SHAPES["Qwen/Qwen3-8B"]) == pytest.approx(8.2e9, rel=0.01)
