@@ -1,17 +1,20 @@
-# `make spider` and `make test` need Python 3.11+ and nothing else. The set-up runs once, in .venv.
+# `make spider`, `make musique`, `make calcx` and `make test` need Python 3.11+ and nothing else. The
+# set-up runs once, in .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-CONFIG ?= experiments/configs/spider_cpu.yaml
+# make calcx CONFIG=experiments/configs/calcx.yaml ARGS='data.root=DIR run_dir=runs/mine'
+EXPERIMENTS := spider musique calcx
 
-.PHONY: spider test lint clean setup
+.PHONY: $(EXPERIMENTS) test lint clean setup
 
-spider: $(READY)
-	$(BIN)/python experiments/spider.py --config $(CONFIG) $(ARGS)
+$(EXPERIMENTS): $(READY)
+	$(BIN)/python experiments/$@.py --config $(or $(CONFIG),experiments/configs/$@_cpu.yaml) $(ARGS)
 
+# A process for each core, at most four: each takes up to 3 GB.
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

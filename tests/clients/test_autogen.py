@@ -136,7 +136,7 @@ def test_an_assistant_agent() -> None:
         demanding = OpenAIChatCompletionClient(
             model="policy", base_url=URL, api_key=KEY, model_info=INFO, max_tokens=120,
             parallel_tool_calls=False,
-            extra_body={"tool_choice": "required"},
+            extra_body={"tool_choice": "required"},  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
         agent = AssistantAgent("weather", demanding, tools=[get_weather], max_tool_iterations=1)
         result = await agent.run(task="Paris?")

@@ -1,0 +1,63 @@
+"""How well an answer fits the gold one, as MuSiQue measures it: pure functions.
+
+Answers are compared as in SQuAD (Rajpurkar et al., EMNLP 2016): lower case, without punctuation and
+articles. MuSiQue (Trivedi et al., TACL 2022) gives aliases of an answer; the best one counts.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+ANSWER_SHARE = 0.9  # of the reward; the rest is for the format (arXiv 2508.03680)
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def score(reply: str, answer: str, aliases: Sequence[str] = ()) -> dict[str, float]:
+    """A reply's `reward`, 0.9 * f1 + 0.1 * format, and `em`, `f1` and `format` by themselves."""
+    said, golds = extract_answer(reply), (answer, *aliases)
+    f1 = max(token_f1(said, gold) for gold in golds)
+    well_formed = float(has_format(reply))
+    return {
+        "reward": ANSWER_SHARE * f1 + (1 - ANSWER_SHARE) * well_formed,
+        "em": max(exact_match(said, gold) for gold in golds),
+        "f1": f1,
+        "format": well_formed,
+    }
+
+
+def extract_answer(reply: str) -> str:
+    """What stands between the first <answer> and </answer>; the whole reply where none does."""
+    found = _TAGGED.search(reply)
+    return (found[1] if found else reply).strip()
+
+
+def has_format(reply: str) -> bool:
+    """Whether the reply is one answer between tags, and nothing else."""
+    found = _TAGGED.fullmatch(reply.strip())
+    return found is not None and bool(found[1].strip()) and "<answer>" not in found[1]
+
+
+def exact_match(said: str, gold: str) -> float:
+    """1.0 if the two are the same after `normalize`, else 0.0."""
+    return float(normalize(said) == normalize(gold))
+
+
+def token_f1(said: str, gold: str) -> float:
+    """The harmonic mean of precision and recall of the words, each counted as often as it occurs.
+
+    If one of the two has no words left after `normalize`, 1.0 if neither has, else 0.0.
+    """
+    words, gold_words = normalize(said).split(), normalize(gold).split()
+    if not words or not gold_words:
+        return float(words == gold_words)
+    common = (Counter(words) & Counter(gold_words)).total()
+    return 2 * common / (len(words) + len(gold_words))
+
+
+def normalize(text: str) -> str:
+    """Lower case, no punctuation, no articles, single blanks."""
+    plain = text.lower().translate(_NO_PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())

@@ -1,0 +1,269 @@
+"""A word-problem solver: AutoGen's AssistantAgent with a calculator, which is an MCP server.
+
+An ordinary AutoGen program for any OpenAI-compatible server; it knows nothing of training. The
+calculator is one process for all problems that are solved at once. The task is the calculator
+agent's of arXiv 2508.03680, on the data of Calc-X (Kadlcik et al., EMNLP 2023).
+
+    python agents/calcx_math.py --base-url http://127.0.0.1:8000/v1 --question "..."
+
+A task is a dict: `id`, `question`, `result` (the right number as text) and, where there is one,
+`chain`: a solution in Calc-X's markup, for demonstrations.
+"""
+
+import argparse
+import asyncio
+import functools
+import json
+import re
+import ssl
+import sys
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+try:
+    import openai
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_agentchat.base import TaskResult
+    from autogen_agentchat.messages import TextMessage, ToolCallExecutionEvent
+    from autogen_core import CancellationToken
+    from autogen_core.models import ModelInfo
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+    from autogen_ext.tools.mcp import StdioMcpToolAdapter, StdioServerParams
+    from mcp import ClientSession, Tool
+    from pydantic import ValidationError
+except ImportError as error:
+    message = (
+        f"agents/calcx_math.py needs AutoGen and mcp below 2 ({error}); install them with the "
+        "extra calcx: pip install -e '.[calcx]'"
+    )
+    if __name__ == "__main__":
+        sys.exit(message)
+    raise ImportError(message, name=error.name) from error
+
+sys.path.insert(0, str(Path(__file__).parent))  # as `python FILE` does; a loader by path does not
+import calculator_client
+from arithmetic import ArithmeticFault, calculate
+from calculator_client import Calculator, CalculatorBroken, shared_calculator
+from calculator_server import TOOL
+from number_answers import reward
+
+MAX_CALLS = 8  # of the model; a solution has as many calculations and one answer
+MAX_TOKENS = 128  # of one of its replies
+MAX_RESULT_CHARS = 200  # of what the calculator says
+
+SYSTEM = "Solve the problem. Compute with the calculator. End with: The answer is NUMBER."
+SYSTEM_WITHOUT_TOOL = "Solve the problem. End with: The answer is NUMBER."
+
+Task = dict[str, Any]
+Message = dict[str, Any]
+
+INFO = ModelInfo(
+    vision=False,
+    function_calling=True,
+    json_output=False,
+    family="unknown",
+    structured_output=False,
+    multiple_system_messages=False,
+)
+
+
+class CalculatorTool(StdioMcpToolAdapter):
+    """AutoGen's adapter of an MCP tool over the shared session; it says in a few words what it has
+    to say, and keeps what broke.
+    """
+
+    component_provider_override = None  # it is never written to a file
+
+    def __init__(self, tool: Tool, calculator: Calculator | None = None) -> None:
+        parameters = StdioServerParams(command=calculator_client.COMMAND[0])
+        super().__init__(parameters, tool, session=cast(ClientSession, calculator))
+        self.broken: CalculatorBroken | None = None
+
+    async def run_json(
+        self, args: Any, cancellation_token: CancellationToken, call_id: str | None = None
+    ) -> Any:
+        try:
+            return await super().run_json(args, cancellation_token, call_id)
+        except ValidationError:
+            raise ValueError(f"Error: expected one text, {self._argument!r}") from None
+        except CalculatorBroken as error:
+            self.broken = error
+            raise
+
+    def return_value_as_string(self, value: Any) -> str:
+        text = "".join(part.text for part in value if part.type == "text")
+        return text if len(text) <= MAX_RESULT_CHARS else text[:MAX_RESULT_CHARS] + "..."
+
+    @property
+    def _argument(self) -> str:
+        return next(iter(self.schema.get("parameters", {}).get("properties", {})), "")
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()  # 20 ms each, so one for all clients
+
+
+async def solve(task: Task, llm: Any, *, use_tool: bool = True) -> TaskResult:
+    """The finished conversation. `llm`: base_url, api_key and model.
+
+    Raises CalculatorBroken where the calculator failed a call: no answer could be trusted then.
+    """
+    tools: list[Any] = []
+    if use_tool:
+        calculator = shared_calculator()
+        tools = [CalculatorTool(await calculator.tool(), calculator)]
+    async with openai.DefaultAsyncHttpxClient(verify=_tls()) as http:
+        connection: dict[str, Any] = {"http_client": http}  # passed on, though its types omit it
+        client = OpenAIChatCompletionClient(
+            model=llm.model,
+            base_url=llm.base_url,
+            api_key=llm.api_key,
+            model_info=INFO,
+            max_tokens=MAX_TOKENS,
+            include_name_in_message=False,
+            default_headers={"x-agent-name": "solver"},
+            **connection,
+        )
+        agent = AssistantAgent(
+            "solver",
+            client,
+            tools=tools,
+            system_message=SYSTEM if use_tool else SYSTEM_WITHOUT_TOOL,
+            max_tool_iterations=MAX_CALLS,
+        )
+        async with aclosing(agent.run_stream(task=task["question"])) as events:
+            async for event in events:
+                if isinstance(event, TaskResult):
+                    return event
+                if isinstance(event, ToolCallExecutionEvent) and tools and tools[0].broken:
+                    raise tools[0].broken
+    raise AssertionError("AutoGen's last event is the result")
+
+
+def final_reply(result: TaskResult) -> str:
+    """The agent's last words; empty where it was still calculating when its calls were used up."""
+    last = result.messages[-1]
+    return last.content if isinstance(last, TextMessage) else ""
+
+
+async def run(task: Task, llm: Any) -> float:
+    """The reward of one rollout: 1.0 if its answer is the task's number, else 0.0."""
+    return reward(task["result"], final_reply(await solve(task, llm)))
+
+
+async def run_without_tool(task: Task, llm: Any) -> float:
+    """The same without a calculator."""
+    return reward(task["result"], final_reply(await solve(task, llm, use_tool=False)))
+
+
+def usage() -> calculator_client.Usage:
+    """What the calculators of this process did so far."""
+    return calculator_client.USAGE
+
+
+# ---- Demonstrations ----------------------------------------------------------------------------
+
+_GADGET = re.compile(r'<gadget id="calculator">(.*?)</gadget>\s*(?:<output>(.*?)</output>)?', re.S)
+
+
+def steps_of(chain: str) -> tuple[list[tuple[str, str]], str]:
+    """(words before a calculation, its expression) of each one, and the words after the last."""
+    text = re.sub(r"<result>.*?</result>", "", chain, flags=re.S)
+    parts = _GADGET.split(text)  # words, expression, output, words, ..., words
+    words = [part.strip() for part in parts[::3]]
+    return list(zip(words, parts[1::3], strict=False)), words[-1]
+
+
+@functools.cache
+def tool_schema() -> dict[str, Any]:
+    """The tool as AutoGen offers it to the model."""
+    return {"type": "function", "function": {**CalculatorTool(TOOL).schema}}
+
+
+def demonstrate(tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """Conversations the agent should have, in OpenAI's fine-tuning form, one for each task whose
+    chain can be calculated; its assistant messages are what to learn.
+    """
+    found = [_conversation(task) for task in tasks]
+    return [{"messages": each, "tools": [tool_schema()]} for each in found if each]
+
+
+def _conversation(task: Task) -> list[Message]:
+    """The task solved with the calculator; empty where its chain does not say how."""
+    steps, after = steps_of(task.get("chain") or "")
+    if not 1 <= len(steps) < MAX_CALLS:
+        return []
+    messages = _first_messages(task, SYSTEM)
+    for index, (words, expression) in enumerate(steps):
+        try:
+            output = calculate(expression)
+        except ArithmeticFault:
+            return []
+        arguments = json.dumps({"expression": expression})
+        call = {"name": "calculator", "arguments": arguments}
+        calls = [{"id": f"call_{index}", "type": "function", "function": call}]
+        messages += [
+            {"role": "assistant", "content": words, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": f"call_{index}", "content": output},
+        ]
+    return [*messages, {"role": "assistant", "content": _ending(after, task)}]
+
+
+def demonstrate_without_tool(tasks: Sequence[Task]) -> list[list[Message]]:
+    """The same solutions with each calculation written out."""
+    return [messages for task in tasks if (messages := _written_out(task))]
+
+
+def _written_out(task: Task) -> list[Message]:
+    steps, after = steps_of(task.get("chain") or "")
+    lines = []
+    for words, expression in steps:
+        try:
+            lines.append(f"{words}\n{expression} = {calculate(expression)}".strip())
+        except ArithmeticFault:
+            return []
+    if not lines:
+        return []
+    reply = "\n".join([*lines, _ending(after, task)])
+    return [*_first_messages(task, SYSTEM_WITHOUT_TOOL), {"role": "assistant", "content": reply}]
+
+
+def _first_messages(task: Task, system: str) -> list[Message]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": task["question"]}]
+
+
+def _ending(words: str, task: Task) -> str:
+    return f"{words}\nThe answer is {task['result']}.".strip()
+
+
+# ---- By hand -----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Solve a word problem with a calculator.")
+    parser.add_argument(
+        "--base-url", required=True, help="of an OpenAI-compatible server, with /v1"
+    )
+    parser.add_argument("--api-key", default="none")
+    parser.add_argument("--model", default="policy")
+    parser.add_argument("--question", required=True)
+    parser.add_argument("--no-tool", action="store_true", help="without the calculator")
+    args = parser.parse_args()
+    llm = SimpleNamespace(base_url=args.base_url, api_key=args.api_key, model=args.model)
+    task = {"question": args.question}
+    try:
+        result = asyncio.run(solve(task, llm, use_tool=not args.no_tool))
+    except openai.OpenAIError as error:
+        parser.exit(1, f"{args.base_url} gave no answer: {error}\n")
+    except CalculatorBroken as error:
+        parser.exit(1, f"the calculator broke: {error}\n")
+    for message in result.messages:
+        print(f"[{type(message).__name__}] {message.to_text()}")
+
+
+if __name__ == "__main__":
+    main()

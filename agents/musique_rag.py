@@ -1,0 +1,290 @@
+"""A question-answering agent: it searches paragraphs as often as it likes, then answers.
+
+An ordinary program on the OpenAI Agents SDK, with its default model class, for any server that has
+OpenAI's Responses API; it knows nothing of training. The questions need several facts, each of
+which stands in another paragraph, as in MuSiQue (Trivedi et al., TACL 2022); the agent and its
+reward follow the one of arXiv 2508.03680.
+
+    python agents/paragraph_search.py --corpus corpus.jsonl.gz --index runs/index --port 8100
+    python agents/musique_rag.py --base-url http://127.0.0.1:8000/v1 \\
+        --search-url http://127.0.0.1:8100 --question "..."
+
+A task is a dict: `id`, `question`, `answer`, `answer_aliases`, `supporting` (pids of the paragraphs
+that hold the facts), `search_url`; for a demonstration also `decomposition`, for each fact in order
+`question` (with `#1` for the answer of the first), `answer` and `paragraph` (pid, title, text).
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import re
+import ssl
+import sys
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import openai
+
+try:
+    from agents import (
+        Agent,
+        AgentsException,
+        ModelSettings,
+        OpenAIResponsesModel,
+        RunConfig,
+        RunContextWrapper,
+        Runner,
+        UserError,
+        function_tool,
+    )
+except ImportError as error:  # without the SDK, `agents` may be a folder of that name
+    raise ImportError(
+        "agents/musique_rag.py needs openai-agents; install the extra: "
+        "pip install 'lightning-jax[musique]'"
+    ) from error
+
+sys.path.insert(0, str(Path(__file__).parent))  # as `python FILE` does; a loader by path does not
+from answer_score import score
+
+MAX_SEARCHES = 6
+MAX_TOKENS = 80  # of one reply; one that is cut there ends the run with ModelBehaviorError
+SEARCH_TIMEOUT_S = 20.0
+
+SYSTEM = (
+    "Answer the question. Search for one fact after the other. "
+    "Then reply <answer>a few words</answer> and nothing else."
+)
+NOTHING_FOUND = "Nothing found."
+NO_MORE = "No more searches. Reply with the answer."
+logging.getLogger("openai.agents").setLevel(logging.CRITICAL)  # what fails is raised as well
+QUIET = RunConfig(tracing_disabled=True)  # nothing goes to OpenAI, whatever the environment says
+
+Task = dict[str, Any]
+Message = dict[str, Any]
+Paragraph = dict[str, Any]  # pid, title, text
+
+
+@dataclass
+class Library:
+    """Where the agent searches, and what it has found."""
+
+    search_url: str
+    session: aiohttp.ClientSession
+    num_searches: int = 0
+    seen: set[str] = field(default_factory=set)  # pids
+
+    async def find(self, query: str) -> str:
+        """What the model is told of a query. Raises ConnectionError if nothing answers."""
+        if self.num_searches >= MAX_SEARCHES:
+            return NO_MORE
+        self.num_searches += 1
+        try:
+            async with self.session.post(
+                f"{self.search_url}/search", json={"query": query}
+            ) as response:
+                response.raise_for_status()
+                paragraphs = (await response.json())["paragraphs"]
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            # Not the agent's doing: a built-in ConnectionError tells its runner so.
+            raise ConnectionError(
+                f"the search at {self.search_url} gave no answer ({type(error).__name__}: {error})"
+            ) from error
+        self.seen |= {paragraph["pid"] for paragraph in paragraphs}
+        return show(paragraphs)
+
+
+def show(paragraphs: Sequence[Paragraph]) -> str:
+    """Paragraphs as the model reads them, a line each."""
+    lines = [f"{each['title']}: {' '.join(each['text'].split())}" for each in paragraphs]
+    return "\n".join(lines) or NOTHING_FOUND
+
+
+def _on_failure(_: RunContextWrapper[Any], error: Exception) -> str:
+    """What the model is told of a call with wrong arguments; a search that is down is no such."""
+    if isinstance(error, ConnectionError):
+        raise error
+    return 'Error: expected {"query": "..."}.'
+
+
+@function_tool(failure_error_function=_on_failure)
+async def search(context: RunContextWrapper[Library], query: str) -> str:
+    """Find paragraphs of an encyclopedia."""
+    return await context.context.find(query)
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()  # 20 ms each, so one for all clients
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The last reply, the searches before it, and the pids of what they found."""
+
+    reply: str
+    num_searches: int
+    seen: frozenset[str]
+    items: list[Any]  # the conversation, as the SDK gives it
+
+
+async def answer(task: Task, llm: Any) -> Answered:
+    """Answers `question` with the help of `search_url`. `llm`: base_url, api_key and model.
+
+    Raises AgentsException if the model's replies cannot be used, ConnectionError if the search is
+    down, openai.OpenAIError if the model's server fails.
+    """
+    timeout = aiohttp.ClientTimeout(total=SEARCH_TIMEOUT_S)
+    async with (
+        openai.DefaultAsyncHttpxClient(verify=_tls()) as http,
+        aiohttp.ClientSession(timeout=timeout) as session,
+    ):
+        client = openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, http_client=http)
+        library = Library(task["search_url"].rstrip("/"), session)
+        agent = Agent[Library](
+            name="researcher",
+            instructions=SYSTEM,
+            tools=[search],
+            model=OpenAIResponsesModel(model=llm.model, openai_client=client),
+            model_settings=ModelSettings(max_tokens=MAX_TOKENS),
+        )
+        try:
+            result = await Runner.run(
+                agent,
+                task["question"],
+                context=library,
+                max_turns=MAX_SEARCHES + 2,  # one more to be told so, one to answer
+                run_config=QUIET,
+            )
+        except UserError as error:  # the SDK's name for whatever a tool raises
+            if isinstance(error.__cause__, ConnectionError):
+                raise error.__cause__ from None
+            raise
+    return Answered(
+        str(result.final_output),
+        library.num_searches,
+        frozenset(library.seen),
+        result.to_input_list(),
+    )
+
+
+async def run(task: Task, llm: Any) -> dict[str, float]:
+    """One rollout's `reward`, 0.9 * F1 + 0.1 * format, and what else is worth a curve.
+
+    `em`, `f1` and `format` are parts of it; `recall` is the share of the supporting paragraphs that
+    the searches found.
+    """
+    answered = await answer(task, llm)
+    supporting = set(task["supporting"])
+    return score(answered.reply, task["answer"], task["answer_aliases"]) | {
+        "searches": float(answered.num_searches),
+        "recall": len(supporting & answered.seen) / max(len(supporting), 1),
+    }
+
+
+# ---- Demonstrations ----------------------------------------------------------------------------
+
+
+def demonstrate(tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """Conversations the agent should have: a search for each fact, then the answer.
+
+    Each is a dict of `messages` and `tools`, in the form of OpenAI's chat. What a search finds is
+    asked of the tasks' own search; where it misses the paragraph, that takes the last one's place.
+    Raises ConnectionError if the search is down.
+    """
+    return [{"messages": _conversation(task), "tools": [offered()]} for task in tasks]
+
+
+def offered() -> dict[str, Any]:
+    """The tool as a chat request would offer it."""
+    function = {
+        "name": search.name,
+        "description": search.description,
+        "parameters": search.params_json_schema,
+    }
+    return {"type": "function", "function": function}
+
+
+def _conversation(task: Task) -> list[Message]:
+    messages: list[Message] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": task["question"]},
+    ]
+    for number, query in enumerate(queries(task["decomposition"])):
+        function = {"name": search.name, "arguments": json.dumps({"query": query})}
+        call = {"id": f"call_{number}", "type": "function", "function": function}
+        gold = task["decomposition"][number]["paragraph"]
+        found = _with(gold, _find(task["search_url"], query))
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": show(found)},
+        ]
+    return [*messages, {"role": "assistant", "content": f"<answer>{task['answer']}</answer>"}]
+
+
+def queries(decomposition: Sequence[dict[str, Any]]) -> list[str]:
+    """The question of each fact, with the answers it refers to (`#1`) in their places."""
+    answers = [step["answer"] for step in decomposition]
+
+    def known(match: re.Match[str]) -> str:
+        place = int(match[1])
+        return answers[place - 1] if 1 <= place <= len(answers) else match[0]
+
+    return [
+        " ".join(re.sub(r"#(\d+)", known, step["question"]).replace(">>", " ").split())
+        for step in decomposition
+    ]
+
+
+def _with(gold: Paragraph, found: list[Paragraph]) -> list[Paragraph]:
+    if any(each["pid"] == gold["pid"] for each in found):
+        return found
+    return [*found[:-1], gold]
+
+
+def _find(search_url: str, query: str) -> list[Paragraph]:
+    request = urllib.request.Request(
+        f"{search_url.rstrip('/')}/search",
+        json.dumps({"query": query}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=SEARCH_TIMEOUT_S) as response:
+            return json.load(response)["paragraphs"]
+    except (OSError, ValueError, LookupError) as error:
+        raise ConnectionError(f"the search at {search_url} gave no answer ({error})") from error
+
+
+# ---- By hand -----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Answer a question from paragraphs.")
+    parser.add_argument("--base-url", required=True, help="of a server with OpenAI's /v1/responses")
+    parser.add_argument("--api-key", default="none")
+    parser.add_argument("--model", default="policy")
+    parser.add_argument("--search-url", required=True, help="of agents/paragraph_search.py")
+    parser.add_argument("--question", required=True)
+    args = parser.parse_args()
+    task = {"question": args.question, "search_url": args.search_url}
+    llm = SimpleNamespace(base_url=args.base_url, api_key=args.api_key, model=args.model)
+    try:
+        answered = asyncio.run(answer(task, llm))
+    except (openai.OpenAIError, AgentsException, ConnectionError) as error:
+        parser.exit(1, f"no answer: {type(error).__name__}: {error}\n")
+    for item in answered.items:
+        if item.get("type") == "function_call":
+            print(f"[search] {item['arguments']}")
+        elif item.get("type") == "function_call_output":
+            print(f"[found] {item['output']}")
+    print(f"\n{answered.reply}")
+
+
+if __name__ == "__main__":
+    main()

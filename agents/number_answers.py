@@ -1,0 +1,84 @@
+"""A number in a reply, and whether it is the right one."""
+
+import re
+from fractions import Fraction
+
+_NUMBER = re.compile(
+    r"""(?P<sign>(?<![\d)])[-\u2212]\s?)?(?:US\$|[$\u20ac\u00a3])?\s?(?P<minus>(?<!\d)-)?
+        (?:(?P<whole>\d+)[ _](?=\d+/\d))?  # of a mixed number, as in 3 1/2
+        (?:(?P<over>\d+)\s?/\s?(?P<under>\d+)
+          |(?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?P<exponent>[eE][+-]?\d{1,3})?)
+        (?P<percent>\s?(?:%|percent\b))?""",
+    re.X,
+)
+_MARK = re.compile(r"(?:answer|result)\b[\s*:]*(?:is|are|was|equals|=|:)?|<result>|####", re.I)
+_EXACT = Fraction(1, 10_000)  # relative
+_INTEGER = Fraction(1, 100)  # absolute, at most, where the right number is an integer
+
+
+def reward(gold: str, reply: str) -> float:
+    """1.0 if the number that the reply ends on is the gold one, else 0.0."""
+    found, right = last_number(reply), _parse(gold)
+    if right is None:
+        raise ValueError(f"the task's result is {gold!r}; expected a number.")
+    return float(found is not None and _same(right, found))
+
+
+def last_number(reply: str) -> re.Match[str] | None:
+    """The number that a reply gives as its answer: the first one after its last "answer is" (of an
+    equation there, the one after the last "="), else the last one in the reply.
+    """
+    marks = list(_MARK.finditer(reply))
+    while marks:
+        rest = reply[marks.pop().end() :]
+        sentence = re.split(r"\n|[.!?](?=\s|$)", rest.strip(), maxsplit=1)[0]
+        found = _NUMBER.search(sentence.rpartition("=")[2]) or _NUMBER.search(rest)
+        if found:
+            return found
+    return next(reversed(list(_NUMBER.finditer(reply))), None)
+
+
+def _parse(text: str) -> re.Match[str] | None:
+    """The number that a task's `result` begins with: `72`, `2/3 = around 0.666667`, `12 km`."""
+    return _NUMBER.search(text)
+
+
+def _same(gold: re.Match[str], found: re.Match[str]) -> bool:
+    right, value = value_of(gold), value_of(found)
+    if right is None or value is None:
+        return False
+    if _close(gold, right, found, value):
+        return True
+    if bool(gold["percent"]) == bool(found["percent"]):
+        return False
+    # 25% may stand for 25 or for 0.25.
+    if found["percent"]:
+        return _close(gold, right, found, value / 100)
+    return _close(gold, right / 100, found, value)
+
+
+def _close(gold: re.Match[str], right: Fraction, found: re.Match[str], value: Fraction) -> bool:
+    difference = abs(right - value)
+    tolerance = _EXACT * abs(right)
+    if right.denominator == 1:
+        return difference <= min(tolerance, _INTEGER)
+    # Two decimals or more are taken for a rounded number.
+    places = min(_decimals(gold), _decimals(found))
+    return difference <= max(tolerance, Fraction(1, 2 * 10**places) if places >= 2 else 0)
+
+
+def value_of(number: re.Match[str]) -> Fraction | None:
+    """The number's value, a percentage by its digits; None where it divides by zero."""
+    if number["under"]:
+        if int(number["under"]) == 0:
+            return None
+        size = int(number["whole"] or 0) + Fraction(int(number["over"]), int(number["under"]))
+    else:
+        size = Fraction(number["digits"].replace(",", "") + (number["exponent"] or ""))
+    return -size if number["sign"] or number["minus"] else size
+
+
+def _decimals(number: re.Match[str]) -> int:
+    """Decimals as written; a fraction is exact and has as many as anyone."""
+    digits = number["digits"]
+    return 99 if digits is None else len(digits.partition(".")[2])

@@ -1,0 +1,215 @@
+"""An index over paragraphs, made once and kept in a folder: BM25, or dense vectors.
+
+    meta.json         which corpus, which retriever
+    paragraphs.jsonl  the paragraphs, and where each begins (starts.npy)
+    bm25/             the scores of every word in every paragraph (bm25s)
+    vectors.faiss     a unit vector for each paragraph, searched exactly (faiss)
+
+All but meta.json is memory-mapped: processes share the pages, and a start need not read them.
+
+BM25: Robertson and Zaragoza, 2009; bm25s: Lù, arXiv 2407.03618; faiss: Douze et al., arXiv
+2401.08281.
+"""
+
+import gzip
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1  # raise it when the folder's content changes
+RETRIEVERS = ("bm25", "dense")
+MAX_QUERY_CHARS = 1000  # what follows is not read
+
+Paragraph = dict[str, Any]  # pid, title, text
+
+
+class SearchError(ValueError):
+    """The index or its corpus cannot be used; the message is one sentence."""
+
+
+class ParagraphIndex:
+    """An opened index. Any number of threads may search."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
+        self.meta = meta
+        self._starts = np.load(folder / "starts.npy", mmap_mode="r")
+        with (folder / "paragraphs.jsonl").open("rb") as file:
+            self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        make = _Bm25 if meta["retriever"] == "bm25" else _Dense
+        self._scorer = make(folder, meta)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def search(self, query: str, count: int) -> list[Paragraph]:
+        """At most `count` paragraphs, best first; BM25 gives none that shares no word."""
+        found = self._scorer.best(query[:MAX_QUERY_CHARS], min(count, len(self)))
+        return [self.paragraph(place) for place in found]
+
+    def paragraph(self, place: int) -> Paragraph:
+        return json.loads(self._lines[self._starts[place] : self._starts[place + 1]])
+
+
+def open_index(folder: Path, corpus: Path, retriever: str, encoder: str) -> ParagraphIndex:
+    """The index in the folder, made there if there is none.
+
+    Raises SearchError if the folder holds an index of another corpus or retriever.
+    """
+    if retriever not in RETRIEVERS:
+        raise SearchError(f"retriever is {retriever!r}; expected {' or '.join(RETRIEVERS)}.")
+    wanted = {
+        "format": FORMAT,
+        "corpus": corpus_digest(corpus),
+        "retriever": retriever,
+        "encoder": encoder if retriever == "dense" else None,
+    }
+    if not folder.exists():
+        _make(folder, read_corpus(corpus), wanted)
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        different = [key for key in wanted if meta.get(key) != wanted[key]]
+    except (OSError, ValueError, AttributeError) as error:
+        raise SearchError(
+            f"index {folder} is not readable ({error}); delete it, and it is made anew."
+        ) from error
+    if different:
+        key = different[0]
+        raise SearchError(
+            f"index {folder} was made for {key} {meta.get(key)}; expected {wanted[key]} "
+            f"(corpus {corpus}). Name another folder, or delete this one."
+        )
+    return ParagraphIndex(folder, meta)
+
+
+def corpus_digest(corpus: Path) -> str:
+    """The first digits of the file's SHA-256. Raises SearchError."""
+    try:
+        return hashlib.sha256(corpus.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise SearchError(
+            f"corpus {corpus} is not readable ({error.strerror}); expected a .jsonl or .jsonl.gz "
+            "file with pid, title and text."
+        ) from error
+
+
+def read_corpus(corpus: Path) -> list[Paragraph]:
+    """The paragraphs of a `.jsonl` or `.jsonl.gz` file. Raises SearchError at the first bad one."""
+    paragraphs: list[Paragraph] = []
+    try:
+        with gzip.open(corpus, "rt") if corpus.suffix == ".gz" else corpus.open() as lines:
+            for number, line in enumerate(lines, start=1):
+                row = json.loads(line)
+                if not isinstance(row, dict) or not all(
+                    isinstance(row.get(key), str) for key in ("pid", "title", "text")
+                ):
+                    raise SearchError(f"{corpus}:{number} lacks one of the texts pid, title, text.")
+                paragraphs.append({key: row[key] for key in ("pid", "title", "text")})
+    except (OSError, EOFError, zlib.error, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise SearchError(
+            f"corpus {corpus} is not readable ({error}); expected JSON objects, one a line."
+        ) from error
+    if not paragraphs:
+        raise SearchError(f"corpus {corpus} has 0 paragraphs; expected at least 1.")
+    return paragraphs
+
+
+def _make(folder: Path, paragraphs: Sequence[Paragraph], meta: dict[str, Any]) -> None:
+    """Fills the folder under another name first, so that a crash leaves no half of it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        lines = [json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in paragraphs]
+        (unfinished / "paragraphs.jsonl").write_bytes(b"".join(lines))
+        np.save(unfinished / "starts.npy", np.cumsum([0, *map(len, lines)], dtype=np.int64))
+        texts = [f"{each['title']}\n{each['text']}" for each in paragraphs]
+        make = _Bm25.make if meta["retriever"] == "bm25" else _Dense.make
+        make(unfinished, texts, meta)
+        (unfinished / "meta.json").write_text(json.dumps(meta, indent=1))
+        unfinished.chmod(0o755)
+        os.rename(unfinished, folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was quicker
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+class _Bm25:
+    def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
+        self._bm25 = _bm25s().BM25.load(str(folder / "bm25"), mmap=True, show_progress=False)
+
+    def best(self, query: str, count: int) -> list[int]:
+        words = _words([query])
+        if not words[0]:
+            return []
+        places, scores = self._bm25.retrieve(words, k=count, show_progress=False)
+        return [int(p) for p, score in zip(places[0], scores[0], strict=True) if score > 0]
+
+    @staticmethod
+    def make(folder: Path, texts: Sequence[str], meta: dict[str, Any]) -> None:
+        bm25 = _bm25s().BM25()
+        bm25.index(_words(texts), show_progress=False)
+        bm25.save(str(folder / "bm25"))
+
+
+def _words(texts: Sequence[str]) -> list[list[str]]:
+    return _bm25s().tokenize(list(texts), stopwords="en", return_ids=False, show_progress=False)
+
+
+def _bm25s() -> Any:
+    try:
+        import bm25s
+    except ImportError as error:
+        raise SearchError(
+            "the retriever bm25 needs the package bm25s; install the extra: "
+            "pip install 'lightning-jax[musique]'."
+        ) from error
+    return bm25s
+
+
+class _Dense:
+    def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
+        faiss = _faiss()
+        self._encoder = _encoder(meta["encoder"])
+        self._vectors = faiss.read_index(str(folder / "vectors.faiss"), faiss.IO_FLAG_MMAP_IFC)
+
+    def best(self, query: str, count: int) -> list[int]:
+        _, places = self._vectors.search(self._encoder.encode([query]), count)
+        return [int(place) for place in places[0]]
+
+    @staticmethod
+    def make(folder: Path, texts: Sequence[str], meta: dict[str, Any]) -> None:
+        faiss = _faiss()
+        vectors = _encoder(meta["encoder"]).encode(texts)
+        index = faiss.IndexFlatIP(vectors.shape[1])
+        index.add(vectors)
+        faiss.write_index(index, str(folder / "vectors.faiss"))
+
+
+def _encoder(name: str) -> Any:
+    from sentence_encoder import EncoderError, SentenceEncoder, find_encoder
+
+    try:
+        return SentenceEncoder(find_encoder(name))
+    except EncoderError as error:
+        raise SearchError(str(error)) from error
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ImportError as error:
+        raise SearchError(
+            "the retriever dense needs the package faiss-cpu; install the extra: "
+            "pip install 'lightning-jax[musique]'."
+        ) from error
+    return faiss

@@ -1,0 +1,90 @@
+"""How many of the paragraphs that a question needs does a search find? No model is involved.
+
+    python benchmarks/retrieval.py --root DIR [--paragraphs 1500]
+
+DIR is a folder that lightning_jax/datasets/musique.py reads; left out, the generated set. The
+searches of the agent in agents/musique_rag.py are asked in two ways: the whole question once, and
+each hop's own question with the earlier answers filled in, which is what a perfect agent would ask.
+`--paragraphs` keeps the paragraphs that the dev questions need and draws others up to that number,
+because embedding a whole corpus on a CPU takes long. Recall is over the dev questions' hops.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_jax.config import DataConfig
+from lightning_jax.datasets.musique import corpus_of, load_musique, read_corpus
+from lightning_jax.types import Task
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "agents"))
+from musique_rag import queries
+from paragraph_index import RETRIEVERS, ParagraphIndex, open_index
+from sentence_encoder import PACKAGED
+
+COUNTS = (1, 2, 3, 5, 10)
+
+# The queries of a task, each with the pids that it should find.
+Asked = list[tuple[str, list[str]]]
+
+
+def whole_question(task: Task) -> Asked:
+    return [(task["question"], task["supporting"])]
+
+
+def hop_questions(task: Task) -> Asked:
+    asked = queries(task["decomposition"])
+    return [(query, [pid]) for query, pid in zip(asked, task["supporting"], strict=True)]
+
+
+def recall(
+    index: ParagraphIndex, tasks: Sequence[Task], ask: Callable[[Task], Asked]
+) -> dict[int, float]:
+    """For each number of paragraphs a search gives: the share of the needed ones that is found."""
+    hits = dict.fromkeys(COUNTS, 0)
+    needed = 0
+    for query, pids in (pair for task in tasks for pair in ask(task)):
+        found = [each["pid"] for each in index.search(query, max(COUNTS))]
+        needed += len(pids)
+        for count in COUNTS:
+            hits[count] += sum(pid in found[:count] for pid in pids)
+    return {count: hit / needed for count, hit in hits.items()}
+
+
+def write_subset(corpus: Path, tasks: Sequence[Task], number: int, target: Path) -> None:
+    """A corpus of the paragraphs that the tasks need, and others up to that number."""
+    paragraphs = read_corpus(corpus).by_pid
+    needed = {pid for task in tasks for pid in task["supporting"]}
+    others = sorted(paragraphs.keys() - needed)
+    drawn = random.Random("distractors").sample(others, max(number - len(needed), 0))
+    kept = [each for pid, each in paragraphs.items() if pid in needed | set(drawn)]
+    target.write_text("".join(json.dumps(each) + "\n" for each in kept))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--root", help="a data folder; left out: the generated set")
+    parser.add_argument("--paragraphs", type=int, help="left out: the whole corpus")
+    parser.add_argument("--retrievers", nargs="+", choices=RETRIEVERS, default=list(RETRIEVERS))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tasks, _ = load_musique(args.root, "dev", DataConfig(), folder)
+        corpus = corpus_of(args.root, folder)
+        if args.paragraphs:
+            write_subset(corpus, tasks, args.paragraphs, folder / "corpus.jsonl")
+            corpus = folder / "corpus.jsonl"
+        for retriever in args.retrievers:
+            index = open_index(folder / retriever, corpus, retriever, PACKAGED)
+            for ask in (whole_question, hop_questions):
+                shares = recall(index, tasks, ask)
+                shown = "  ".join(f"@{count} {share:.3f}" for count, share in shares.items())
+                print(f"{retriever:5} {ask.__name__:14} {len(index)} paragraphs  {shown}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Does reinforcement learning teach a small model to search for facts before it answers?
+
+The agent is agents/musique_rag.py, on the OpenAI Agents SDK: it searches paragraphs, one fact after
+the other, and answers. Its calls go to the policy in this process; its searches to
+agents/paragraph_search.py, a process of its own that ends with this one. First some supervised
+steps on demonstrated searches, then GRPO on 0.9 * answer F1 + 0.1 * format.
+
+    python experiments/musique.py --config experiments/configs/musique_cpu.yaml [key=value ...]
+
+With no `data.root` the questions and their paragraphs are made here, about an invented world.
+`data.root=DIR` reads MuSiQue as released (musique_ans_v1.0_train.jsonl and _dev.jsonl).
+`search.retriever=dense` searches by meaning instead of words. docs/results.md has the figures. The
+same command goes on after a crash; `run_dir=DIR` starts another run.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_jax.config import Config, SearchConfig
+from lightning_jax.datasets.musique import corpus_of, load_musique
+from lightning_jax.experiment import cache_dir, load_splits, run_main, train_and_report
+from lightning_jax.side_process import side_process
+from lightning_jax.types import Task
+
+SEARCH = Path(__file__).parents[1] / "agents" / "paragraph_search.py"
+
+
+def main(config: Config) -> None:
+    train_tasks, dev_tasks = load_splits(config, load_musique)
+    corpus = corpus_of(config.data.root, cache_dir(config))
+    command = search_command(config.search, corpus, cache_dir(config))
+    with side_process(command, start_timeout_s=config.search.start_timeout_s) as search:
+        print(f"search: {config.search.retriever} over {corpus} at {search['url']}")
+        train_and_report(
+            config, _searching(train_tasks, search["url"]), _searching(dev_tasks, search["url"])
+        )
+
+
+def search_command(search: SearchConfig, corpus: Path, cache: Path) -> list[str]:
+    """The search program and its arguments; an index that is not named lies beside the data."""
+    encoder = [Path(search.encoder).name] if search.retriever == "dense" else []
+    name = "-".join(["index", corpus.parent.name, search.retriever, *encoder])
+    index = search.index or cache / name
+    return [
+        *(str(SEARCH), "--corpus", str(corpus), "--index", str(index)),
+        *("--retriever", search.retriever, "--encoder", search.encoder),
+        *("--top-k", str(search.top_k), "--max-chars", str(search.max_chars), "--end-with-stdin"),
+    ]
+
+
+def _searching(tasks: Sequence[Task], url: str) -> list[Task]:
+    return [task | {"search_url": url} for task in tasks]
+
+
+if __name__ == "__main__":
+    run_main(main, __doc__)

@@ -1,0 +1,183 @@
+"""Word problems with a number for an answer: Calc-X as published, the compact files, or our own.
+
+Calc-X: Kadlcik et al., EMNLP 2023 (arXiv 2305.15017).
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from lightning_jax.config import DataConfig
+from lightning_jax.datasets.files import DatasetError, Record, read_records, require_text
+from lightning_jax.datasets.generated_problems import generated_problems
+from lightning_jax.types import Task
+
+# What the splits are called in the published files. Calc-X's own test part is never read.
+_NAMES = {"train": ("train",), "dev": ("dev", "validation")}
+
+
+def load_calcx(
+    root: str | Path | None, split: str, config: DataConfig, cache_dir: str | Path
+) -> tuple[list[Task], dict[str, int]]:
+    """The split's tasks in file order, and how many were left out for which reason.
+
+    A task has `id`, `question`, `result` (a number as text), `source`, mostly `chain`, and whatever
+    else its row says. `root` None is the generated set; else a folder with the published parquet or
+    jsonl files (`train-*.parquet` there or in `data/`, `validation.jsonl`), or with the compact
+    `train.jsonl.gz`. Nothing is written to `cache_dir`. Raises DatasetError.
+    """
+    if split not in _NAMES:
+        raise DatasetError(f"split is {split!r}; expected 'train' or 'dev'.")
+    if root is None:
+        where, rows = "the generated set", _numbered(generated_problems(split))
+    else:
+        folder = Path(root).expanduser().absolute()
+        where, rows = str(folder), _rows(folder, split)
+    tasks, dropped = _filter(rows, config)
+    limit = config.max_train_tasks
+    if split == "train" and limit is not None and limit < len(tasks):
+        dropped["over_max_train_tasks"] = len(tasks) - limit
+        # Spread over the file, because its beginning knows only one source.
+        tasks = [tasks[i * len(tasks) // limit] for i in range(limit)]
+    if not tasks:
+        raise DatasetError(
+            f"{where} gives 0 {split} tasks (left out: {dict(dropped)}); expected at least 1, "
+            "relax data.sources, data.max_question_chars or data.max_train_tasks."
+        )
+    return tasks, dict(dropped)
+
+
+def plain_number(text: Any) -> str | None:
+    """The number of a `result` field as it is written, without Calc-X's "= around ..."; None if it
+    is not one number.
+    """
+    number = str(text).partition("= around")[0].strip()
+    whole = re.fullmatch(r"(-?\d+)[ _](\d+/\d+)", number)  # a mixed number
+    plain = whole[2] if whole else number.replace(",", "").removesuffix("%").removeprefix("$")
+    try:
+        Fraction(plain)
+    except (ValueError, ZeroDivisionError):
+        return None
+    return number
+
+
+def _filter(
+    rows: Iterator[tuple[str, Record]], config: DataConfig
+) -> tuple[list[Task], Counter[str]]:
+    dropped: Counter[str] = Counter()
+    tasks, seen = [], set()
+    for where, row in rows:
+        task = _task(row, where)
+        reason = _reason_to_drop(task, config)
+        if reason is not None:
+            dropped[reason] += 1
+            continue
+        if task["id"] in seen:
+            raise DatasetError(f"{where}: id {task['id']!r} was used before; expected unique ids.")
+        seen.add(task["id"])
+        tasks.append(task)
+    return tasks, dropped
+
+
+def _task(row: Record, where: str) -> Task:
+    """The row with `source` and a plain `result`; None where that is not a number."""
+    require_text(row, ("id", "question"), where)
+    if "result" not in row:
+        raise DatasetError(f"{where}: result is missing; expected the answer's number, correct it.")
+    source = row.get("source") or row.get("source_ds") or "unknown"
+    return row | {"source": source, "result": plain_number(row["result"])}
+
+
+def _reason_to_drop(task: Task, config: DataConfig) -> str | None:
+    if config.sources is not None and task["source"] not in config.sources:
+        return "other_source"
+    longest = config.max_question_chars
+    if longest is not None and len(task["question"]) > longest:
+        return "question_too_long"
+    return "result_is_no_number" if task["result"] is None else None
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+def _rows(folder: Path, split: str) -> Iterator[tuple[str, Record]]:
+    """The records of the split's files, whichever the layout, each with where it stands."""
+    if not folder.is_dir():
+        raise DatasetError(
+            f"data.root is {str(folder)!r}, which is not a folder; expected Calc-X's files there, "
+            "or data.root=null for the generated set."
+        )
+    files = [path for place in (folder, folder / "data") for path in _files(place, split)]
+    if not files:
+        names = " or ".join(f"{n}*.parquet, {n}*.jsonl or {n}.jsonl.gz" for n in _NAMES[split])
+        raise DatasetError(
+            f"data.root {folder} has no file of the {split} split; expected {names} there or in "
+            "its folder data. Check the path."
+        )
+    for path in files:
+        yield from _read(path)
+    extra = folder / "asdiv_noncommercial.jsonl.gz"  # holds both splits
+    if extra.is_file():
+        yield from ((where, row) for where, row in _read(extra) if row.get("split") == split)
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    found = [
+        path
+        for name in _NAMES[split]
+        for pattern in (f"{name}[-.]*.parquet", f"{name}.parquet", f"{name}*.jsonl")
+        for path in sorted(folder.glob(pattern))
+    ]
+    compact = [folder / f"{name}.jsonl.gz" for name in _NAMES[split]]
+    return found + [path for path in compact if path.is_file()]
+
+
+def _read(path: Path) -> Iterator[tuple[str, Record]]:
+    if path.suffix == ".parquet":
+        return _numbered(_parquet(path), f"{path}: row ")
+    if path.suffix == ".jsonl":
+        return _plain_lines(path)
+    return read_records(path)
+
+
+def _numbered(rows: Any, prefix: str = "row ") -> Iterator[tuple[str, Record]]:
+    return ((f"{prefix}{number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _plain_lines(path: Path) -> Iterator[tuple[str, Record]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DatasetError(
+                    f"{path}:{number} is not JSON ({error.msg}); correct or remove it."
+                ) from error
+            if not isinstance(row, dict):
+                raise DatasetError(
+                    f"{path}:{number} is a {type(row).__name__}; expected an object, correct it."
+                )
+            yield f"{path}:{number}", row
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    """The rows without their empty fields, a batch at a time."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DatasetError(
+            f"{path} is a parquet file, which pyarrow reads ({error}); install it with the extra "
+            "calcx: pip install -e '.[calcx]'"
+        ) from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    yield {name: value for name, value in row.items() if value is not None}
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DatasetError(f"{path} is not readable ({error}); get the file again.") from error

@@ -1,0 +1,142 @@
+"""The shared calculator, ours and broken ones: only a call that breaks its server fails."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("mcp.server.lowlevel", reason="the extra calcx is not installed")
+
+import calculator_client
+from calculator_client import COMMAND, Calculator, CalculatorBroken
+
+AGENTS = Path(str(calculator_client.__file__)).parent
+
+# A server that does what the expression says, on the real one's machinery.
+WILD = f"""
+import os, sys, time
+sys.path.insert(0, {str(AGENTS)!r})
+import calculator_server
+def calculate(expression):
+    if expression == "crash": os._exit(1)
+    if expression == "hang": time.sleep(1000)
+    if expression == "shout": return "9" * 10_000_000
+    if expression == "child":
+        if os.fork() == 0: time.sleep(1000)
+        os._exit(1)
+    time.sleep(0.1)
+    return "fine"
+calculator_server.calculate = calculate
+calculator_server.anyio.run(calculator_server.main)
+"""
+NO_SERVERS = {
+    "exits": "pass",
+    "writes junk for ever": "while True: print('x' * 65536)",
+    "writes one endless line": "import sys\nwhile True: sys.stdout.write('x' * 65536)",
+    "writes bytes": "import os, time\nos.write(1, bytes(range(256))); time.sleep(1000)",
+    "says nothing": "import time; time.sleep(1000)",
+}
+
+
+def processes_of_session(group: int) -> list[str]:
+    found = subprocess.run(["ps", "-o", "pid=", "-s", str(group)], capture_output=True, text=True)
+    return found.stdout.split()
+
+
+@pytest_asyncio.fixture
+async def ours() -> AsyncIterator[Calculator]:
+    calculator = Calculator(COMMAND)
+    yield calculator
+    await calculator.close()
+
+
+async def value(calculator: Calculator, expression: str) -> str:
+    result = await calculator.call_tool("calculator", {"expression": expression})
+    return "".join(part.text for part in result.content if part.type == "text")
+
+
+async def test_many_callers_share_one_server(ours: Calculator) -> None:
+    before = calculator_client.USAGE.starts
+    values = await asyncio.gather(*(value(ours, f"{n} * 2") for n in range(40)))
+    assert values == [str(2 * n) for n in range(40)]
+    assert calculator_client.USAGE.starts == before + 1
+    assert (await ours.tool()).name == "calculator"
+
+
+async def test_a_fault_of_the_expression_is_an_answer(ours: Calculator) -> None:
+    result = await ours.call_tool("calculator", {"expression": "1/0"})
+    assert result.isError
+    assert await value(ours, "1/0") == "Error: division by zero"
+    assert (await ours.call_tool("calculator", {"wrong": "1"})).isError
+    assert (await ours.call_tool("nothing", {"expression": "1"})).isError
+    assert await value(ours, "1 + 1") == "2"
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang", "shout", "child"])
+async def test_a_broken_call_fails_alone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calculator_client, "CALL_LIMIT_S", 1.0)
+    calculator = Calculator([sys.executable, "-c", WILD])
+    await calculator.tool()
+    server = calculator.server
+    assert server is not None
+    group = server.pid
+    calls = [value(calculator, word) for word in ("2", fault, "3", "4")]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(results[1], CalculatorBroken)
+    assert [results[0], *results[2:]] == ["fine"] * 3
+    assert await value(calculator, "5") == "fine"
+    await calculator.close()
+    assert processes_of_session(group) == []
+
+
+@pytest.mark.parametrize("code", NO_SERVERS.values(), ids=NO_SERVERS.keys())
+async def test_what_is_no_server_is_said(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calculator_client, "START_LIMIT_S", 1.0)
+    calculator = Calculator([sys.executable, "-c", code])
+    started = time.monotonic()
+    with pytest.raises(CalculatorBroken, match=r"did not start|no answer within 1 s"):
+        await calculator.call_tool("calculator", {"expression": "1"})
+    assert time.monotonic() - started < 5
+    await calculator.close()
+
+
+async def test_a_missing_program_is_said() -> None:
+    with pytest.raises(CalculatorBroken, match="FileNotFoundError"):
+        await Calculator(["/nowhere/python"]).tool()
+
+
+async def test_a_caller_that_is_cancelled_leaves_the_others(ours: Calculator) -> None:
+    first = asyncio.create_task(value(ours, "1 + 1"))
+    second = asyncio.create_task(value(ours, "2 + 2"))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second == "4"
+
+
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)", "raise SystemExit(3)"])
+def test_no_process_outlives_its_user(end: str) -> None:
+    program = f"""
+import asyncio, os, sys
+sys.path.insert(0, {str(AGENTS)!r})
+from calculator_client import shared_calculator
+async def main():
+    calculator = shared_calculator()
+    await calculator.tool()
+    print(calculator.server.pid, flush=True)
+    {end}
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    group = int(done.stdout)
+    deadline = time.monotonic() + 5
+    while processes_of_session(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_of_session(group) == []
+    assert os.getpid() != group

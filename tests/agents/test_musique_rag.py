@@ -1,0 +1,320 @@
+"""The search agent, against a scripted model and a scripted search, and its demonstrations."""
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from lightning_jax.config import ConfigError
+from lightning_jax.runner import load_agent
+
+pytest.importorskip("agents.run", reason="needs openai-agents, of the extra musique")
+
+import musique_rag
+from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError
+
+PROGRAM = str(musique_rag.__file__)
+FOUND = [
+    {"pid": "p1", "title": "Lap Engine", "text": "It was made\nby James Watt."},
+    {"pid": "p2", "title": "Rotative engine", "text": "A kind of engine."},
+]
+TASK: dict[str, Any] = {
+    "id": "q1",
+    "question": "Where was the maker of the Lap Engine educated?",
+    "answer": "University of Glasgow",
+    "answer_aliases": ["Glasgow"],
+    "supporting": ["p1", "p3"],
+    "decomposition": [
+        {"question": "Who made the Lap Engine?", "answer": "James Watt", "paragraph": FOUND[0]},
+        {
+            "question": "#1 >> educated at",
+            "answer": "University of Glasgow",
+            "paragraph": {"pid": "p3", "title": "James Watt", "text": "He went to Glasgow."},
+        },
+    ],
+}
+
+
+@dataclass
+class Search:
+    """A double of agents/paragraph_search.py."""
+
+    answer: Any = field(default_factory=lambda: {"paragraphs": FOUND})  # None: never
+    url: str = ""
+    queries: list[Any] = field(default_factory=list)
+
+    async def find(self, request: web.Request) -> web.Response:
+        self.queries.append((await request.json())["query"])
+        if self.answer is None:
+            await asyncio.Event().wait()
+        if isinstance(self.answer, int):
+            return web.json_response({}, status=self.answer)
+        return web.json_response(self.answer)
+
+
+@dataclass
+class Model:
+    """A double of a server with OpenAI's /v1/responses.
+
+    A reply is a text, ("search", arguments), ("cut", text) for one that the token limit cut, an
+    HTTP status, or None: never.
+    """
+
+    replies: list[Any]
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    other_paths: list[str] = field(default_factory=list)
+
+    async def respond(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.json())
+        number = len(self.bodies) - 1
+        reply = self.replies[min(number, len(self.replies) - 1)]
+        if reply is None:
+            await asyncio.Event().wait()
+        assert reply is not None
+        if isinstance(reply, int):
+            body = {"error": {"message": "scripted failure", "type": "server_error", "code": None}}
+            return web.json_response(body, status=reply, headers={"x-should-retry": "false"})
+        kind, text = ("text", reply) if isinstance(reply, str) else reply
+        item: dict[str, Any] = {"id": f"msg_{number:032x}_0", "status": "completed"}
+        if kind in ("text", "cut"):
+            part = {"type": "output_text", "text": text, "annotations": []}
+            item |= {"type": "message", "role": "assistant", "content": [part]}
+        else:
+            item |= {"type": "function_call", "call_id": f"call_{number}", "name": kind}
+            item["arguments"] = text
+        cut = {"reason": "max_output_tokens"} if kind == "cut" else None
+        return web.json_response(
+            {
+                "id": f"resp_{number}",
+                "object": "response",
+                "created_at": 1,
+                "model": "policy",
+                "status": "incomplete" if cut else "completed",
+                "incomplete_details": cut,
+                "output": [item],
+                "parallel_tool_calls": True,
+                "tool_choice": "auto",
+                "tools": [],
+            }
+        )
+
+    async def elsewhere(self, request: web.Request) -> web.Response:
+        self.other_paths.append(request.path)
+        return web.json_response({}, status=404)
+
+
+def query(text: str) -> tuple[str, str]:
+    return "search", json.dumps({"query": text})
+
+
+@asynccontextmanager
+async def serving(
+    replies: Sequence[Any], search: Search | None = None
+) -> AsyncIterator[tuple[Model, Search, dict[str, Any], Any]]:
+    """(model, search, task, llm), with both servers running."""
+    model, search = Model(list(replies)), search or Search()
+    app = web.Application()
+    app.router.add_post("/rollout/r1/v1/responses", model.respond)
+    app.router.add_post("/search", search.find)
+    app.router.add_route("*", "/{rest:.*}", model.elsewhere)
+    async with TestServer(app, handler_cancellation=True) as server:
+        search.url = str(server.make_url("/")).rstrip("/")
+        llm = SimpleNamespace(
+            base_url=f"{search.url}/rollout/r1/v1", api_key="secret", model="policy"
+        )
+        yield model, search, TASK | {"search_url": search.url}, llm
+
+
+async def test_it_searches_and_answers() -> None:
+    replies = [query("maker of Lap Engine"), query("James Watt"), "<answer>Glasgow!</answer>"]
+    async with serving(replies) as (model, search, task, llm):
+        result = await musique_rag.run(task, llm)
+    assert result == {
+        "reward": pytest.approx(1.0), "em": 1.0, "f1": 1.0, "format": 1.0, "searches": 2.0,
+        "recall": 0.5,
+    }  # fmt: skip
+    assert search.queries == ["maker of Lap Engine", "James Watt"]
+    first, second, _ = model.bodies
+    assert first["instructions"] == musique_rag.SYSTEM
+    assert first["input"] == [{"role": "user", "content": TASK["question"]}]
+    assert (first["model"], first["max_output_tokens"]) == ("policy", musique_rag.MAX_TOKENS)
+    assert "temperature" not in first  # the run decides, not the agent
+    assert second["input"][-1]["output"] == (
+        "Lap Engine: It was made by James Watt.\nRotative engine: A kind of engine."
+    )
+    assert model.other_paths == []  # no traces are sent anywhere
+
+
+async def test_a_half_right_answer_without_tags() -> None:
+    async with serving(["University of Oslo"]) as (_, _, task, llm):
+        result = await musique_rag.run(task, llm)
+    # 2 of 3 words are among the 3 gold ones: F1 = 2 * 2 / 6, and no format.
+    assert result["reward"] == pytest.approx(0.9 * 2 / 3)
+    assert (result["em"], result["searches"], result["recall"]) == (0.0, 0.0, 0.0)
+
+
+async def test_searches_have_a_limit() -> None:
+    limit = musique_rag.MAX_SEARCHES
+    replies = [query(str(number)) for number in range(limit + 1)] + ["<answer>x</answer>"]
+    async with serving(replies) as (model, search, task, llm):
+        result = await musique_rag.run(task, llm)
+    assert result["searches"] == len(search.queries) == limit
+    assert model.bodies[-1]["input"][-1]["output"] == musique_rag.NO_MORE
+
+
+async def test_an_agent_that_loops_for_ever_is_ended() -> None:
+    async with serving([query("again")]) as (model, search, task, llm):
+        with pytest.raises(MaxTurnsExceeded):
+            await musique_rag.run(task, llm)
+    assert len(search.queries) == musique_rag.MAX_SEARCHES
+    assert len(model.bodies) == musique_rag.MAX_SEARCHES + 2
+
+
+async def test_a_cut_reply_ends_the_rollout_with_a_reason() -> None:
+    async with serving([query("a"), ("cut", "<answer>Univ")]) as (_, _, task, llm):
+        with pytest.raises(ModelBehaviorError):
+            await musique_rag.run(task, llm)
+
+
+async def test_a_tool_that_does_not_exist_ends_the_rollout_with_a_reason() -> None:
+    async with serving([("browse", "{}")]) as (_, _, task, llm):
+        with pytest.raises(ModelBehaviorError, match="browse"):
+            await musique_rag.run(task, llm)
+
+
+@pytest.mark.parametrize("arguments", ['{"q": "Watt"}', '{"query": 7}', "{not JSON", "[]"])
+async def test_wrong_arguments_are_told_to_the_model(arguments: str) -> None:
+    async with serving([("search", arguments), "<answer>Glasgow</answer>"]) as parts:
+        model, search, task, llm = parts
+        assert (await musique_rag.run(task, llm))["em"] == 1.0
+    assert search.queries == []
+    assert model.bodies[1]["input"][-1]["output"].startswith("Error: expected")
+
+
+async def test_nothing_found_is_told_to_the_model() -> None:
+    async with serving([query("zzz"), "x"], Search({"paragraphs": []})) as (model, _, task, llm):
+        await musique_rag.run(task, llm)
+    assert model.bodies[1]["input"][-1]["output"] == musique_rag.NOTHING_FOUND
+
+
+@pytest.mark.parametrize("answer", [500, {"no": "paragraphs"}, [], "text"])
+async def test_a_broken_search_is_not_the_agents_doing(answer: Any) -> None:
+    async with serving([query("a"), "x"], Search(answer)) as (_, _, task, llm):
+        with pytest.raises(ConnectionError, match=r"the search at http.* gave no answer"):
+            await musique_rag.run(task, llm)
+
+
+async def test_a_search_that_is_gone_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving([query("a"), "x"]) as (_, _, task, llm):
+        with pytest.raises(ConnectionError, match="gave no answer"):
+            await musique_rag.run(task | {"search_url": "http://127.0.0.1:9"}, llm)
+    monkeypatch.setattr(musique_rag, "SEARCH_TIMEOUT_S", 0.2)
+    async with serving([query("a"), "x"], Search(None)) as (_, search, task, llm):
+        with pytest.raises(ConnectionError, match="TimeoutError"):
+            await musique_rag.run(task, llm)
+    assert search.queries == ["a"]
+
+
+async def test_a_failing_server_fails_the_rollout() -> None:
+    async with serving([query("a"), 500]) as (_, _, task, llm):
+        with pytest.raises(openai.InternalServerError, match="scripted failure"):
+            await musique_rag.run(task, llm)
+
+
+async def test_a_deadline_ends_a_rollout_that_waits() -> None:
+    async with serving([None]) as (model, _, task, llm):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(musique_rag.run(task, llm), timeout=1)
+    assert len(model.bodies) == 1
+
+
+def test_queries_hold_the_answers_they_refer_to() -> None:
+    assert musique_rag.queries(TASK["decomposition"]) == [
+        "Who made the Lap Engine?",
+        "James Watt educated at",
+    ]
+    odd = [{"question": "#2 and #0 of #1  >> x", "answer": "a"}]
+    assert musique_rag.queries(odd) == ["#2 and #0 of a x"]
+
+
+async def test_demonstrations_search_for_each_fact() -> None:
+    async with serving([]) as (_, search, task, _):
+        (record,) = await asyncio.to_thread(musique_rag.demonstrate, [task])
+    assert search.queries == ["Who made the Lap Engine?", "James Watt educated at"]
+    assert [message["role"] for message in record["messages"]] == [
+        "system", "user", "assistant", "tool", "assistant", "tool", "assistant"
+    ]  # fmt: skip
+    _, _, call, found, _, second, last = record["messages"]
+    assert call["tool_calls"][0]["function"] == {
+        "name": "search",
+        "arguments": '{"query": "Who made the Lap Engine?"}',
+    }
+    assert found["tool_call_id"] == call["tool_calls"][0]["id"]
+    # The second search misses the paragraph, which takes the place of the last one found.
+    assert found["content"].splitlines()[1] == "Rotative engine: A kind of engine."
+    assert second["content"].splitlines()[1] == "James Watt: He went to Glasgow."
+    assert last["content"] == "<answer>University of Glasgow</answer>"
+
+
+async def test_demonstrations_show_what_a_rollout_shows() -> None:
+    replies = [query(text) for text in musique_rag.queries(TASK["decomposition"])]
+    async with serving([*replies, "<answer>x</answer>"]) as (model, _, task, llm):
+        await musique_rag.run(task, llm)
+        (record,) = await asyncio.to_thread(musique_rag.demonstrate, [task])
+    body = model.bodies[-1]
+    (tool,) = body["tools"]
+    offered = record["tools"][0]["function"]
+    assert {key: tool[key] for key in ("name", "description", "parameters")} == offered
+    system, user, _, found, *_ = record["messages"]
+    assert (system["content"], user["content"]) == (body["instructions"], TASK["question"])
+    assert found["content"] == body["input"][2]["output"]
+
+
+async def test_a_demonstration_without_search_says_so() -> None:
+    with pytest.raises(ConnectionError, match=r"the search at http://127\.0\.0\.1:9 gave no ans"):
+        musique_rag.demonstrate([TASK | {"search_url": "http://127.0.0.1:9"}])
+
+
+def test_without_its_framework_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copy = shutil.copy(PROGRAM, tmp_path)
+    monkeypatch.setitem(sys.modules, "agents", None)
+    with pytest.raises(ConfigError, match=r"needs openai-agents; .*lightning-jax\[musique\]"):
+        load_agent(f"{copy}:run")
+
+
+async def _by_hand(*arguments: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        PROGRAM,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "OPENAI_API_KEY": "not-to-be-used"},
+    )
+    out, err = await process.communicate()
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+async def test_by_hand() -> None:
+    async with serving([query("Lap Engine"), "<answer>Glasgow</answer>"]) as (_, search, _, llm):
+        where = ("--base-url", llm.base_url, "--search-url", search.url, "--question", "Where?")
+        code, out, err = await _by_hand(*where)
+        assert (code, err) == (0, "")
+        assert out.splitlines()[0] == '[search] {"query": "Lap Engine"}'
+        assert out.endswith("\n<answer>Glasgow</answer>\n")
+    code, _, err = await _by_hand(*where)  # nobody is there any more
+    assert code == 1 and err.startswith("no answer: APIConnectionError") and err.count("\n") == 1
