@@ -27,11 +27,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, TypedDict
 
-import openai
-from langchain_openai import ChatOpenAI
-from langgraph.graph import END, START, StateGraph
-from langgraph.runtime import Runtime
-from langsmith import tracing_context
+try:
+    import openai
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, StateGraph
+    from langgraph.runtime import Runtime
+    from langsmith import tracing_context
+except ImportError as error:
+    message = (
+        f"agents/spider_sql.py needs LangGraph and langchain-openai ({error}); install them with "
+        "the extra spider: pip install -e '.[spider]'"
+    )
+    if __name__ == "__main__":
+        sys.exit(message)
+    raise ImportError(message, name=error.name) from error
 
 sys.path.insert(0, str(Path(__file__).parent))  # as `python FILE` does; a loader by path does not
 from sqlite_sandbox import MAX_ROWS, QueryError, Result, clip, extract_sql, reward, run_query

@@ -313,7 +313,7 @@ class WarmupConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    every: int = 10  # optimizer steps; 0: only at the end
+    every: int = 10  # trainer steps; 0: only at the end
     num_tasks: int = 64  # of the dev split, always the same ones
     temperature: float = 0.0
     at_start: bool = True  # also before the first step, and after the warm-up
@@ -343,7 +343,7 @@ class SearchConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 10  # optimizer steps; the last one is always saved
+    every: int = 10  # trainer steps; the last one is always saved
     keep: int = 1  # newest checkpoints kept
 
     def __post_init__(self) -> None:

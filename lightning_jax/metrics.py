@@ -69,7 +69,7 @@ def plot_curves(rows: Sequence[Mapping[str, float | int]], path: Path, title: st
     ):
         _draw(axes, rows, metrics, log_scale)
         axes.set_title(name, fontsize=9)
-        axes.set_xlabel("optimizer step", fontsize=8)
+        axes.set_xlabel("trainer step", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)
     for axes in figure.axes[len(panels) :]:

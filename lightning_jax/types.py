@@ -275,7 +275,7 @@ class Rollout:
     task_id: str
     group_id: str
     phase: str  # "train" or "eval"
-    step: int  # optimizer step at which it was asked for
+    step: int  # trainer step at which it was asked for
     index: int  # 0 <= index < rollouts of the group
     attempt: int  # 1 for the first try
     status: RolloutStatus

@@ -127,9 +127,10 @@ def test_the_command_compiles_and_compares(
 
 
 def test_the_tpu_settings_fit_their_chips() -> None:
-    config = load_config(Config, [str(CONFIGS / "spider_tpu.yaml")])
     assert jax.device_count() == 8
-    plan.check_plan(plan.make_plan(load_shape(config.model.name), config, 16 * plan.GIB))
+    for name in ("spider", "calcx", "musique"):
+        config = load_config(Config, [str(CONFIGS / f"{name}_tpu.yaml")])
+        plan.check_plan(plan.make_plan(load_shape(config.model.name), config, 16 * plan.GIB))
     # Sixteen devices have to be simulated in a process of their own.
     command = [sys.executable, "-m", "lightning_jax", "plan", "--quick", "--devices", "16"]
     command += ["--config", str(CONFIGS / "spider_8b_tpu.yaml"), "--device-gib"]

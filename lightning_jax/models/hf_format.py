@@ -1,6 +1,7 @@
 """Hugging Face's config.json and safetensors, to and from our config and parameters."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,8 @@ def write(directory: Path, config: DecoderConfig, params: Params, eos_ids: froze
     ends = sorted(eos_ids)
     eos = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
     _dump(directory / "config.json", _config_fields(config) | {"dtype": dtype} | eos)
+    # The library makes it readable for its owner alone.
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")
     _dump(directory / "generation_config.json", eos)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import openai
 import pytest
 import spider_sql
 from scripted_server import serving
+
+from lightning_jax.config import ConfigError
+from lightning_jax.runner import load_agent
 
 GOLD = "SELECT name FROM pet WHERE kind = 'dog'"
 FIRST = [
@@ -259,3 +263,12 @@ async def test_nothing_goes_to_langsmith(task: dict[str, Any]) -> None:
         )
     assert (code, err) == (0, "")
     assert len(server.bodies) == 2 and server.other_paths == []
+
+
+def test_without_its_framework_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copy = shutil.copy(PROGRAM, tmp_path)
+    monkeypatch.setitem(sys.modules, "langgraph.graph", None)
+    with pytest.raises(ConfigError, match=r"needs LangGraph and .*the extra spider"):
+        load_agent(f"{copy}:run")

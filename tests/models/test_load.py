@@ -180,6 +180,7 @@ def test_wrong_directories_and_names_are_refused(tmp_path, monkeypatch):
         load_model(str(tmp_path))
     save_hf(tmp_path / "model", TINY)
     weights = tmp_path / "model" / "model.safetensors"
+    assert weights.stat().st_mode == (tmp_path / "model" / "config.json").stat().st_mode
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ModelError, match="is not a readable safetensors file"):
         load_model(str(tmp_path / "model"))
