@@ -17,6 +17,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests first: of two processes none is left with them at the end."""
+    items.sort(key=lambda item: item.path.name != "test_trainer.py")
+
+
 @pytest.fixture
 def own_logging() -> Iterator[None]:
     """Takes back what a command does to the logging of its process."""

@@ -76,6 +76,21 @@ def test_a_toy_task_is_learned_in_twelve_steps(model_dir: Path, tmp_path: Path) 
     _check_run_directory(tmp_path / "run", config)
 
 
+def test_a_learned_value_goes_on_where_it_was(model_dir: Path, tmp_path: Path) -> None:
+    config = _config(
+        model_dir,
+        tmp_path / "run",
+        num_steps=1,
+        algorithm=AlgorithmConfig(credit="learned", value_learning_rate=0.1),
+        rollout=RolloutConfig(agent=f"{TOY}:run", tasks_per_step=2, group_size=4),
+    )
+    asyncio.run(train(config, TASKS, []))
+    (first, second) = asyncio.run(train(dataclasses.replace(config, num_steps=2), TASKS, []))
+    assert first["train/value_mean"] == 0.0 and first["train/value_loss"] > 0.0
+    assert second["train/value_mean"] != 0.0  # the head came back with the checkpoint
+    assert first["time/values_s"] > 0.0 and first["train/calls_without_value"] == 0.0
+
+
 def _check_run_directory(run: Path, config: Config) -> None:
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(13))
