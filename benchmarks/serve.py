@@ -26,7 +26,6 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -39,6 +38,7 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
+from speed import median_s
 from workloads import (
     MAX_LEN,
     PREFILLED,
@@ -200,24 +200,14 @@ def print_machine() -> None:
     print_line(f"CPU: {cpu}, {os.cpu_count()} cores; load {os.getloadavg()[0]:.2f}")
     source, target = np.ones((THREADS, 2**26), np.float32), np.empty((THREADS, 2**26), np.float32)
     with ThreadPoolExecutor(THREADS) as threads:
-        copied = median_s(lambda: list(threads.map(np.copyto, target, source)))
+        copied = median_s(lambda: list(threads.map(np.copyto, target, source)), 5)
     matrix = np.ones((2048, 2048), np.float32)
-    multiplied = median_s(lambda: matrix @ matrix)
+    multiplied = median_s(lambda: matrix @ matrix, 5)
     print_line(
         f"copying {source.nbytes / 2**20:.0f} MiB: {2 * source.nbytes / copied / 1e9:.1f} GB/s "
         f"read and written; float32 matrix product: {2 * 2048**3 / multiplied / 1e9:.0f} GFLOP/s"
     )
     print_line(f"lightning_jax: {as_words({n: version(n) for n in ('jax', 'jaxlib', 'numpy')})}")
-
-
-def median_s(run: Callable[[], object]) -> float:
-    """Median seconds of five runs after one that does not count."""
-    times = []
-    for _ in range(6):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
 
 
 def head() -> str:

@@ -35,6 +35,10 @@ from lightning_jax.serve.radix import PAGE
 from lightning_jax.types import TrainingSequence
 
 GIB = 2**30
+_MORE_DEVICES = "Use more devices (mesh.fsdp), or a smaller model.name"
+_SPLIT_SERVING = (
+    "Split them further (serve.mesh.tensor, or mesh.tensor where there is no serve.mesh)"
+)
 
 
 @dataclass(frozen=True)
@@ -150,8 +154,8 @@ def simulate_devices(number: int) -> None:
 
 
 def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
-    """The programs of an update, lowered from shapes alone: gradients of a microbatch, and the
-    optimizer's step.
+    """The programs of an update, lowered from shapes alone: gradients of a bundle of
+    microbatches, and the optimizer's step.
     """
     functions: Any = learner.functions
     whole = NamedSharding(learner.mesh, PartitionSpec())
@@ -193,10 +197,9 @@ def _scalar(dtype: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def _state_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
     weights = _weight_bytes(model, mesh, jnp.float32)
-    more_devices = "Use more devices (mesh.fsdp), or a smaller model.name"
     parts = [
-        Part("weights in float32", weights, more_devices),
-        Part("optimizer moments", 2 * weights, more_devices),
+        Part("weights in float32", weights, _MORE_DEVICES),
+        Part("optimizer moments", 2 * weights, _MORE_DEVICES),
     ]
     if config.algorithm.kl_coef > 0:
         parts.append(Part("reference policy", weights, "Set algorithm.kl_coef to 0"))
@@ -213,7 +216,7 @@ def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Par
         Part(
             "weights that serve",
             _weight_bytes(model, mesh, dtype),
-            "Split them further (serve.mesh.tensor, or mesh.tensor where there is no serve.mesh)",
+            _SPLIT_SERVING,
         ),
         Part(
             "keys and values of slots",
@@ -234,7 +237,7 @@ def _step_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
     weights = _weight_bytes(model, mesh, jnp.float32)
     rows = -(-batch.rows // num_row_shards(mesh))
     return [
-        Part("gradients", weights, "Use more devices (mesh.fsdp), or a smaller model.name"),
+        Part("gradients", weights, _MORE_DEVICES),
         Part(
             "gradients of a microbatch and weights as used",
             weights + _used_weight_bytes(model, config, mesh),
@@ -266,7 +269,7 @@ def _cheaper_step(config: Config) -> str:
         return "Set model.remat to true"
     if config.model.dtype != "bfloat16":
         return "Set model.dtype to bfloat16"
-    return "Use more devices (mesh.fsdp), or a smaller model.name"
+    return _MORE_DEVICES
 
 
 def _smaller_rows(config: Config, rows: int) -> str:
@@ -288,7 +291,7 @@ def _publish_parts(
         Part(
             "new weights beside the old",
             _weight_bytes(model, serving, dtype),
-            "Split them further (serve.mesh.tensor, or mesh.tensor where there is no serve.mesh)",
+            _SPLIT_SERVING,
         ),
     )
 

@@ -92,10 +92,11 @@ def load_function(reference: str) -> Callable[..., Any]:
         sys.modules[module_name] = module
         try:
             spec.loader.exec_module(module)
-        except BaseException as error:
+        except ImportError as error:  # an agent's framework is not our dependency
             del sys.modules[module_name]
-            if isinstance(error, ImportError):  # an agent's framework is not our dependency
-                raise ConfigError(f"{path} cannot be loaded: {error}") from error
+            raise ConfigError(f"{path} cannot be loaded: {error}") from error
+        except BaseException:
+            del sys.modules[module_name]
             raise
     function = getattr(sys.modules[module_name], name, None)
     if not callable(function):

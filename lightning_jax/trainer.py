@@ -271,9 +271,11 @@ class Run:
         started = time.monotonic()
         trajectories, metrics = await self._sample()
         metrics["time/rollout_s"] = time.monotonic() - started
-        values, of_values = await asyncio.to_thread(self.leader.call, "values", trajectories)
+        algorithm, values, of_values = self.config.algorithm, None, {}
+        if algorithm.has_critic:  # else all trajectories would go to all processes for nothing
+            values, of_values = await asyncio.to_thread(self.leader.call, "values", trajectories)
         sequences, of_data = prepare_step(
-            trajectories, self.config.algorithm, policy_version=self.step, values=values
+            trajectories, algorithm, policy_version=self.step, values=values
         )
         metrics |= of_values | of_data
         metrics |= await asyncio.to_thread(self._update, sequences)

@@ -3,7 +3,6 @@
 Calc-X: Kadlcik et al., EMNLP 2023 (arXiv 2305.15017).
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_jax.config import DataConfig
-from lightning_jax.datasets.files import DatasetError, Record, read_records, require_text
+from lightning_jax.datasets.files import (
+    DatasetError,
+    Record,
+    check_split,
+    limit_tasks,
+    read_records,
+    require_text,
+)
 from lightning_jax.datasets.generated_problems import generated_problems
 from lightning_jax.types import Task
 
@@ -30,19 +36,14 @@ def load_calcx(
     jsonl files (`train-*.parquet` there or in `data/`, `validation.jsonl`), or with the compact
     `train.jsonl.gz`. Nothing is written to `cache_dir`. Raises DatasetError.
     """
-    if split not in _NAMES:
-        raise DatasetError(f"split is {split!r}; expected 'train' or 'dev'.")
+    check_split(split)
     if root is None:
         where, rows = "the generated set", _numbered(generated_problems(split))
     else:
         folder = Path(root).expanduser().absolute()
         where, rows = str(folder), _rows(folder, split)
     tasks, dropped = _filter(rows, config)
-    limit = config.max_train_tasks
-    if split == "train" and limit is not None and limit < len(tasks):
-        dropped["over_max_train_tasks"] = len(tasks) - limit
-        # Spread over the file, because its beginning knows only one source.
-        tasks = [tasks[i * len(tasks) // limit] for i in range(limit)]
+    tasks = limit_tasks(tasks, split, config.max_train_tasks, dropped)
     if not tasks:
         raise DatasetError(
             f"{where} gives 0 {split} tasks (left out: {dict(dropped)}); expected at least 1, "
@@ -139,29 +140,11 @@ def _files(folder: Path, split: str) -> list[Path]:
 def _read(path: Path) -> Iterator[tuple[str, Record]]:
     if path.suffix == ".parquet":
         return _numbered(_parquet(path), f"{path}: row ")
-    if path.suffix == ".jsonl":
-        return _plain_lines(path)
     return read_records(path)
 
 
 def _numbered(rows: Any, prefix: str = "row ") -> Iterator[tuple[str, Record]]:
     return ((f"{prefix}{number}", row) for number, row in enumerate(rows, start=1))
-
-
-def _plain_lines(path: Path) -> Iterator[tuple[str, Record]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DatasetError(
-                    f"{path}:{number} is not JSON ({error.msg}); correct or remove it."
-                ) from error
-            if not isinstance(row, dict):
-                raise DatasetError(
-                    f"{path}:{number} is a {type(row).__name__}; expected an object, correct it."
-                )
-            yield f"{path}:{number}", row
 
 
 def _parquet(path: Path) -> Iterator[Record]:

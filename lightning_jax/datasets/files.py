@@ -8,11 +8,13 @@ import shutil
 import tarfile
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.types import UserError
+from lightning_jax.tasks import spread
+from lightning_jax.types import Task, UserError
 
 Record = dict[str, Any]
 
@@ -31,7 +33,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         for where, record in records:
             if not isinstance(record, dict):
                 raise DatasetError(
-                    f"{where} is a {type(record).__name__}; expected a JSON object, correct it."
+                    f"{where} is a {type(record).__name__}; expected an object, correct it."
                 )
             yield where, record
     except FileNotFoundError:
@@ -76,6 +78,24 @@ def require_text(record: Record, names: tuple[str, ...], where: str) -> None:
             raise DatasetError(
                 f"{where}: {name} is {value!r}; expected a non-empty text, correct the row."
             )
+
+
+def check_split(split: str) -> None:
+    """Raises DatasetError unless it is one that data sets have."""
+    if split not in ("train", "dev"):
+        raise DatasetError(f"split is {split!r}; expected 'train' or 'dev'.")
+
+
+def limit_tasks(
+    tasks: list[Task], split: str, limit: int | None, dropped: Counter[str]
+) -> list[Task]:
+    """At most `limit` tasks of the train split, spread over the file, whose beginning may know only
+    one kind; those left out are counted in `dropped`. All of another split, or without a limit.
+    """
+    if split != "train" or limit is None or limit >= len(tasks):
+        return tasks
+    dropped["over_max_train_tasks"] = len(tasks) - limit
+    return spread(tasks, limit)
 
 
 def make_directory(target: Path, fill: Callable[[Path], None]) -> Path:

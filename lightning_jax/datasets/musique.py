@@ -18,6 +18,8 @@ from lightning_jax.config import DataConfig
 from lightning_jax.datasets.files import (
     DatasetError,
     Record,
+    check_split,
+    limit_tasks,
     make_directory,
     read_records,
     require_text,
@@ -40,24 +42,19 @@ def load_musique(
     `decomposition`: for each hop `question`, `answer` and `paragraph` (pid, title, text). `root`
     None is the generated set. What is made is written under `cache_dir`, once. Raises DatasetError.
     """
-    if split not in _RELEASED:
-        raise DatasetError(f"split is {split!r}; expected 'train' or 'dev'.")
+    check_split(split)
     folder, released = _find(root, Path(cache_dir).absolute())
     corpus = read_corpus(corpus_of(root, cache_dir))
     if released:
         read, dropped = _released_tasks(folder / _RELEASED[split], corpus)
     else:
         read, dropped = list(_compact_tasks(folder / f"{split}.jsonl.gz", corpus)), Counter()
-    limit = config.max_train_tasks
-    if split == "train" and limit is not None and limit < len(read):
-        dropped["over_max_train_tasks"] = len(read) - limit
-        # Spread over the file, because it is ordered by the number of hops.
-        read = [read[i * len(read) // limit] for i in range(limit)]
-    if not read:
+    tasks = limit_tasks(read, split, config.max_train_tasks, dropped)
+    if not tasks:
         raise DatasetError(
             f"{folder} gives 0 {split} tasks (left out: {dict(dropped)}); expected at least 1."
         )
-    return read, dict(dropped)
+    return tasks, dict(dropped)
 
 
 def corpus_of(root: str | Path | None, cache_dir: str | Path) -> Path:

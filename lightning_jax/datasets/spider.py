@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_jax.config import DataConfig
-from lightning_jax.datasets.files import DatasetError, Record, read_records, require_text, unpack
+from lightning_jax.datasets.files import (
+    DatasetError,
+    Record,
+    check_split,
+    limit_tasks,
+    read_records,
+    require_text,
+    unpack,
+)
 from lightning_jax.datasets.generated_sql import generated_root
 from lightning_jax.types import Task
 
@@ -40,23 +48,19 @@ def load_spider(
     for a prompt) and whatever else its row says. `root` None is the generated set. Archives are
     unpacked, and the generated set is written, under `cache_dir`, once. Raises DatasetError.
     """
-    if split not in _PUBLISHED:
-        raise DatasetError(f"split is {split!r}; expected 'train' or 'dev'.")
+    check_split(split)
     cache = Path(cache_dir).absolute()
     folder = generated_root(cache) if root is None else Path(root).expanduser().absolute()
     read = list(_tasks(_find(folder, split, cache), split))
     tasks, dropped = _filter(read, config)
-    limit = config.max_train_tasks
-    if split == "train" and limit is not None and limit < len(tasks):
-        dropped["over_max_train_tasks"] = len(tasks) - limit
-        # Spread over the file, because its beginning knows only a few databases.
-        tasks = [tasks[i * len(tasks) // limit] for i in range(limit)]
+    tasks = limit_tasks(tasks, split, config.max_train_tasks, dropped)
     if not tasks:
         raise DatasetError(
-            f"{folder} gives 0 of its {len(read)} {split} tasks (left out: {dropped}); expected "
-            "at least 1, relax data.max_schema_chars, data.max_train_tasks or data.require_rows."
+            f"{folder} gives 0 of its {len(read)} {split} tasks (left out: {dict(dropped)}); "
+            "expected at least 1, relax data.max_schema_chars, data.max_train_tasks or "
+            "data.require_rows."
         )
-    return tasks, dropped
+    return tasks, dict(dropped)
 
 
 def schema_text(record: Record) -> str:
@@ -144,7 +148,7 @@ def _read_schemas(path: Path) -> dict[str, str]:
     return schemas
 
 
-def _filter(tasks: list[Task], config: DataConfig) -> tuple[list[Task], dict[str, int]]:
+def _filter(tasks: list[Task], config: DataConfig) -> tuple[list[Task], Counter[str]]:
     dropped: Counter[str] = Counter()
     kept = []
     for task in tasks:
@@ -153,7 +157,7 @@ def _filter(tasks: list[Task], config: DataConfig) -> tuple[list[Task], dict[str
             kept.append(task)
         else:
             dropped[reason] += 1
-    return kept, dict(dropped)
+    return kept, dropped
 
 
 def _reason_to_drop(task: Task, config: DataConfig) -> str | None:

@@ -243,9 +243,9 @@ def forward(
     `ends`); `positions` only turn queries and keys. With a cache, which may have more rows, row b
     goes to cache row b at index = position, and each token sees the indices up to its own. A
     position of C or more marks padding: nothing is written and its hidden state means nothing.
-    Donate the cache at the jit boundary. `remat` keeps less for the
-    backward pass and computes the layers once more instead, and then `gather` sees one layer
-    at a time. It comes from `sharding.make_gather`.
+    Donate the cache at the jit boundary. `remat` keeps less for the backward pass and computes the
+    layers once more instead, and then `gather` sees one layer at a time. It comes from
+    `sharding.make_gather`.
     """
     gather = gather or _as_it_is
     if remat and cache is None:

@@ -58,9 +58,9 @@ class TrainFunctions:
     `grads_fn(params, grads, metrics, bundle, count, ref_params or None, value_head or None) ->
     (grads, metrics)` adds the first `count` microbatches of a bundle, one after the other, to the
     accumulators, which it takes over (donated); `grads` is the pair of those of the params and of
-    the value head. `apply_fn(state, grads) -> (state, metrics)`
-    updates; it takes over the state. `logprobs_fn(params, batch)` measures the targets, [B, R] in
-    nats, and `values_fn(params, value_head, batch)` the states that they were chosen in.
+    the value head. `apply_fn(state, grads) -> (state, metrics)` updates; it takes over the state.
+    `logprobs_fn(params, batch)` measures the targets, [B, R] in nats, and `values_fn(params,
+    value_head, batch)` the states that they were chosen in.
     """
 
     grads_fn: Callable[..., tuple[Any, Metrics]]
