@@ -17,6 +17,19 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """What one test has compiled no other compiles again, in whatever process it runs."""
+    assert config.cache is not None, "pytest's cache is switched off"
+    settings = {
+        "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # for processes that tests start
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests first: of two processes none is left with them at the end."""
     items.sort(key=lambda item: item.path.name != "test_trainer.py")
