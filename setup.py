@@ -7,6 +7,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["lightning_jax", "lightning_jax.*"]),
+    package_data={"lightning_jax.view": ["*.jinja"]},
     install_requires=[
         "jax>=0.10",
         "flax>=0.12",
@@ -21,12 +22,14 @@ setup(
         "jinja2>=3.1",
         "llguidance>=1.9",
         "openai>=2.50",
+        "opentelemetry-proto>=1.38",
         "opentelemetry-sdk>=1.38",
         "aiohttp>=3.12",
         "prometheus-client>=0.21",
         "omegaconf>=2.3",
         "jaxtyping>=0.3.3",
         "matplotlib>=3.10",
+        "rich>=14.0",
         "tqdm>=4.67",
     ],
     entry_points={"console_scripts": ["lightning-jax = lightning_jax.cli:main"]},
@@ -41,11 +44,14 @@ setup(
             "mcp>=1.11,<2",
             "pyarrow>=20",
         ],
+        "ollama": ["ollama>=0.6"],  # agents/ollama_chat.py
         # google-jetstream itself is installed with --no-deps, see requirements-nodeps.txt
         "jetstream": ["grpcio", "protobuf", "prometheus-client", "shortuuid", "tiktoken"],
         "dev": [
             "beartype>=0.21",
             "hypothesis>=6.140",
+            "ipykernel>=7.0",
+            "nbclient>=0.10",
             "pytest>=8.4",
             "pytest-asyncio>=1.2",
             "pytest-xdist>=3.8",

@@ -8,7 +8,7 @@ no well-formed call by itself), then GRPO on whether the answer is the right num
 
 With no `data.root` the problems are made here; see docs/results.md for what comes out.
 `data.root=DIR` reads Calc-X as published. Without the calculator:
-`rollout.agent=agents/calcx_math.py:run_without_tool`
+`agent.function=agents/calcx_math.py:run_without_tool`
 `warmup.demonstrations=agents/calcx_math.py:demonstrate_without_tool`. The same command goes on
 after a crash; `run_dir=DIR` starts another run.
 """
@@ -22,12 +22,17 @@ from lightning_jax.runner import load_function
 
 
 def main(config: Config) -> None:
-    agent_file = config.rollout.agent.rpartition(":")[0]
-    usage = load_function(f"{agent_file}:usage")  # says first what is not installed
+    agent = config.agent
+    usage = None
+    if agent.command is None and agent.python is None:
+        file = agent.function.rpartition(":")[0]
+        usage = load_function(f"{file}:usage")  # says first what is not installed
     train_tasks, dev_tasks = load_splits(config, load_calcx)
     print(f"{sum('chain' in task for task in train_tasks)} train tasks have a solution to show")
     started = time.monotonic()
     train_and_report(config, train_tasks, dev_tasks)
+    if usage is None:
+        return  # each rollout has a process and a calculator of its own, which count for themselves
     used, seconds = usage(), time.monotonic() - started
     print(
         f"calculator: {used.calls} calls of {1000 * used.call_s / max(used.calls, 1):.1f} ms, "

@@ -16,6 +16,9 @@ from lightning_jax.models.load import load_shape
 from lightning_jax.server import ServerConfig, serve
 from lightning_jax.types import UserError
 from lightning_jax.verify import as_text, verify
+from lightning_jax.view.command import show
+from lightning_jax.view.load import DEFAULT_LIMIT
+from lightning_jax.view.terminal import DEFAULT_CHARS
 
 # Flags of `serve` that are fields of ServeConfig, which has their defaults.
 SERVE_FLAGS = {
@@ -57,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="answer OpenAI's API, and others, with a model"))
     _add_verify(commands.add_parser("verify", help="check a run's calls against its weights"))
+    _add_view(commands.add_parser("view", help="show a run's rollouts, or one of them in time"))
     _add_plan(commands.add_parser("plan", help="what a run will hold in each device's memory"))
     return parser
 
@@ -95,6 +99,25 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     tolerance = "nats that a log-prob may be off (default: 0.001, 1 for bfloat16)"
     parser.add_argument("--tolerance", type=float, help=tolerance)
     parser.set_defaults(run=_verify)
+
+
+def _add_view(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Shows a table of a run's rollouts, newest step first; or one rollout as a waterfall of "
+        "its agent, LLM and tool spans, with prompts, responses, credit and advantages."
+    )
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
+    rollout = "show this one (default: a table of them)"
+    parser.add_argument("rollout_id", metavar="ROLLOUT", nargs="?", help=rollout)
+    parser.add_argument("--phase", choices=("train", "eval"), help="only rollouts of this phase")
+    parser.add_argument("--step", type=int, help="only rollouts of this step")
+    limit = "rollouts to show at most (default: %(default)s)"
+    parser.add_argument("--limit", type=int, default=DEFAULT_LIMIT, help=limit)
+    chars = "characters of one text to print, 0 for all (default: %(default)s)"
+    parser.add_argument("--chars", type=int, default=DEFAULT_CHARS, help=chars)
+    page = "write a page that needs no network, with all rollouts shown in detail"
+    parser.add_argument("--html", metavar="FILE", type=Path, help=page)
+    parser.set_defaults(run=_view)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -162,6 +185,25 @@ def _verify(arguments: argparse.Namespace) -> int:
     found = verify(arguments.run_dir, limit=arguments.limit, tolerance=arguments.tolerance)
     print(as_text(found))
     return 1 if found.off else 0
+
+
+def _view(arguments: argparse.Namespace) -> int:
+    for flag, lowest in (("step", 0), ("limit", 1), ("chars", 0)):
+        value = getattr(arguments, flag)
+        if value is not None and value < lowest:
+            return _fail(f"error: --{flag} is {value}; expected at least {lowest}.", 2)
+    if arguments.rollout_id and (arguments.phase or arguments.step is not None):
+        return _fail("error: --phase and --step choose among rollouts; name one, or choose.", 2)
+    show(
+        arguments.run_dir,
+        arguments.rollout_id,
+        phase=arguments.phase,
+        step=arguments.step,
+        limit=arguments.limit,
+        chars=arguments.chars,
+        html=arguments.html,
+    )
+    return 0
 
 
 def _fail(message: str, code: int) -> int:

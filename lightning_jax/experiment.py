@@ -10,10 +10,12 @@ import errno
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from lightning_jax.config import Config, DataConfig, load_config
 from lightning_jax.distributed import is_leader
+from lightning_jax.store import Store
 from lightning_jax.trainer import train
 from lightning_jax.types import Task, UserError
 
@@ -73,6 +75,8 @@ def train_and_report(
     if not is_leader():
         return
     print("\n" + result_table(rows, config.eval.by))
+    with closing(Store(directory / "store.sqlite")) as store:
+        print("\n" + failure_table(store))
     print(f"\ncurves: {directory / 'curves.png'}   policy: {directory / 'policy'}")
 
 
@@ -85,6 +89,27 @@ def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = Non
             start = f"eval/reward_mean/{by}="
             values = [name.removeprefix(start) for name in row if name.startswith(start)]
             lines += [f"      {by}={value}: {_result(row, f'/{by}={value}')}" for value in values]
+    return "\n".join(lines)
+
+
+def failure_table(store: Store) -> str:
+    """How all rollouts and calls of a run ended, a line for each reason of a failure."""
+    counts = store.counts()
+    failures = store.failures()
+    num_calls, failed = store.num_calls(), sum(f.number for f in failures if f.kind == "call")
+    lines = [
+        f"rollouts: {counts.get('scored', 0)} scored, {counts.get('agent_failure', 0)} failed by "
+        f"the agent, {counts.get('infrastructure_failure', 0)} by the infrastructure; "
+        f"calls: {num_calls - failed} answered, {failed} failed"
+    ]
+    words = {
+        "agent_failure": "agent",
+        "infrastructure_failure": "infrastructure",
+        "call": "call",
+    }
+    for each in failures:
+        example = f", such as in {each.example}" if each.example else ""
+        lines.append(f"  {words[each.kind]}: {each.number} {each.reason}{example}")
     return "\n".join(lines)
 
 

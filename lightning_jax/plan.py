@@ -212,7 +212,7 @@ def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Par
     pages = PageCopier(model, serve, dtype, place).num_pages * _cache_bytes(
         model, 1, PAGE, place, dtype
     )
-    return [
+    parts = [
         Part(
             "weights that serve",
             _weight_bytes(model, mesh, dtype),
@@ -229,6 +229,12 @@ def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Par
             f"Lower serve.prefix_cache_mib={serve.prefix_cache_mib:g}",
         ),
     ]
+    frozen = [name for name, role in config.roles.items() if role.served_by == "initial"]
+    if frozen:
+        total = sum(part.num_bytes for part in parts)
+        setting = f"Set roles.{frozen[0]}.served_by to policy"
+        parts.append(Part("initial weights and their keys and values", total, setting))
+    return parts
 
 
 def _step_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:

@@ -2,37 +2,105 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from lightning_jax.config import RewardRule
 from lightning_jax.metrics import Metrics
 from lightning_jax.store import Store
 from lightning_jax.tracing.convert import spans_to_transitions, to_trajectory
-from lightning_jax.types import Rollout, Task, Trajectory
+from lightning_jax.tracing.rewards import Decode, apply_rules
+from lightning_jax.tracing.roles import Roles, assign_roles, only_trained
+from lightning_jax.tracing.tree import placed
+from lightning_jax.types import Rollout, Span, Task, Trajectory, Transition
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How spans are read: who plays what part, and what calls earn by what they bring about."""
+
+    roles: Roles = field(default_factory=dict)
+    rules: Mapping[str, RewardRule] = field(default_factory=dict)
+    decode: Decode = str  # token ids to text, for the rules' patterns
+
+    def transitions(
+        self, spans: Sequence[Span]
+    ) -> tuple[tuple[Transition, ...], dict[str, int], dict[str, int]]:
+        """(the calls, how many spans give none by reason, how often each rule applied)."""
+        spans = placed(spans)
+        transitions, reasons = spans_to_transitions(spans)
+        transitions = assign_roles(spans, transitions, self.roles)
+        transitions, applied = apply_rules(spans, transitions, self.rules, self.decode)
+        return transitions, reasons, applied
 
 
 def to_trajectories(
-    store: Store, rollouts: Sequence[Rollout], *, policy_version: int
+    store: Store,
+    rollouts: Sequence[Rollout],
+    *,
+    policy_version: int,
+    reading: Reading | None = None,
 ) -> tuple[list[Trajectory], Metrics]:
-    """(trajectories of the rewarded rollouts that made calls, metrics of all rollouts).
+    """(trajectories of the rewarded rollouts, with the calls that train; metrics of all rollouts).
 
-    Rollouts without a reward and spans without tokens are left out, each under
-    `rollout/dropped_<reason>`.
+    Rollouts without a reward, spans without tokens and calls that do not train are left out, each
+    under `rollout/dropped_<reason>`.
     """
     trajectories = []
     dropped: Counter[str] = Counter()
+    rules: Counter[str] = Counter(dict.fromkeys(reading.rules, 0) if reading else {})
     for rollout in rollouts:
         if rollout.reward is None:
             dropped["no_reward"] += 1
             continue
-        transitions, reasons = spans_to_transitions(store.spans(rollout.rollout_id))
+        spans = store.spans(rollout.rollout_id)
+        transitions, reasons, applied = (reading or Reading()).transitions(spans)
         dropped.update(reasons)
+        rules.update(applied)
         if not transitions:
             dropped["no_calls"] += 1
         trajectories.append(to_trajectory(rollout, transitions))
     counts = {f"rollout/dropped_{_code(reason)}": float(n) for reason, n in dropped.items()}
-    return trajectories, counts | rollout_metrics(rollouts, trajectories, policy_version)
+    counts |= {f"rollout/rule_{_code(name)}": float(n) for name, n in rules.items()}
+    counts |= rollout_metrics(rollouts, trajectories, policy_version)
+    counts |= agent_metrics(trajectories)
+    trained = [only_trained(trajectory) for trajectory in trajectories]
+    num_frozen = sum(len(t.transitions) for t in trajectories)
+    num_frozen -= sum(len(t.transitions) for t in trained)
+    if num_frozen:
+        counts["rollout/dropped_frozen_calls"] = float(num_frozen)
+    return trained, counts
+
+
+def agent_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Of each sub-agent that calls of a step name: `rollout/calls_mean/agent=writer`, and so on.
+
+    Means are over the rollouts for `calls_mean`, over those in which it called for `reward_mean`,
+    and over its calls for the rest. Nothing where no call names an agent.
+    """
+    calls: dict[str, list[Transition]] = defaultdict(list)
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for call in trajectory.transitions:
+            calls[call.agent or "unnamed"].append(call)
+        for agent in {call.agent or "unnamed" for call in trajectory.transitions}:
+            rewards[agent].append(trajectory.reward)
+    if set(calls) <= {"unnamed"}:
+        return {}
+    metrics = {}
+    for agent, mine in sorted(calls.items()):
+        lengths = [len(call.response_token_ids) for call in mine]
+        values = {
+            "calls_mean": len(mine) / len(trajectories),
+            "reward_mean": sum(rewards[agent]) / len(rewards[agent]),
+            "call_reward_mean": sum(call.reward for call in mine) / len(mine),
+            "response_tokens_mean": sum(lengths) / len(mine),
+            "cut_short_share": sum(call.finish_reason == "length" for call in mine) / len(mine),
+        }
+        metrics |= {f"rollout/{name}/agent={agent}": value for name, value in values.items()}
+    return metrics
 
 
 def rollout_metrics(

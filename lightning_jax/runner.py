@@ -14,6 +14,7 @@ import inspect
 import logging
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from lightning_jax.config import ConfigError, RolloutConfig
 from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.gateway.rollouts import derive_seed
 from lightning_jax.store import Store
+from lightning_jax.tracing.tracer import below_root, root_span
 from lightning_jax.types import LLM, Rollout, RolloutStatus, Task, UserError
 
 log = logging.getLogger(__name__)
@@ -202,8 +204,9 @@ class Runner:
         self.store.add_rollout(rollout)
         llm = self.gateway.open_rollout(self._settings(rollout))
         self.store.set_status(rollout.rollout_id, "running")
+        start_ns = time.time_ns()
         try:
-            outcome = await self._outcome(request.task, llm)
+            outcome = await self._outcome(rollout.rollout_id, request.task, llm)
         except BaseException:
             self.gateway.close_rollout(rollout.rollout_id)
             raise
@@ -215,21 +218,26 @@ class Runner:
                 )
             else:
                 outcome = replace(outcome, reward=self.config.agent_failure_reward)
+        told = {"lightning.status": outcome.status, "lightning.task_id": rollout.task_id}
+        error = outcome.detail or outcome.reason
+        span = root_span(rollout.rollout_id, start_ns, time.time_ns(), told, error)
+        self.store.add_span(rollout.rollout_id, span)
         self.store.set_status(rollout.rollout_id, **vars(outcome))
         return replace(rollout, **vars(outcome))
 
-    async def _outcome(self, task: Task, llm: LLM) -> Outcome:
-        """What the agent itself tells."""
+    async def _outcome(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
+        """What the agent itself tells. Spans that it makes go below the rollout's root."""
         try:
             async with asyncio.timeout(self.config.timeout_s):
-                result = await self.agent(dict(task), llm)
+                with below_root(rollout_id):
+                    result = await self.agent(dict(task), llm)
         except TimeoutError:
             return _failure("deadline", f"the agent ran longer than {self.config.timeout_s:g} s")
         except ConnectionError as error:
             return Outcome("infrastructure_failure", None, type(error).__name__, str(error)[:500])
         except Exception as error:  # noqa: BLE001  (foreign code: what it raises fails its rollout)
             return _failure(type(error).__name__, str(error)[:500])
-        return outcome_of(result)
+        return outcome_of(result, self.gateway.posted_reward(rollout_id))
 
     def _settings(self, rollout: Rollout) -> RolloutSettings:
         greedy = rollout.phase == "eval"
@@ -244,12 +252,18 @@ class Runner:
         )
 
 
-def outcome_of(result: Any) -> Outcome:
-    """What an agent's return value says: its reward and metrics, or that it cannot be used."""
+def outcome_of(result: Any, posted: float | None = None) -> Outcome:
+    """What an agent's return value says: its reward and metrics, or that it cannot be used. Without
+    a reward in it the `posted` one counts.
+    """
     reward = result.get("reward") if isinstance(result, Mapping) else result
+    reward = posted if reward is None else reward
     if reward is None:
-        return _failure("no_reward", f"the agent returned {repr(result)[:200]}; expected a number")
-    numbers = dict(result) if isinstance(result, Mapping) else {"reward": reward}
+        return _failure(
+            "no_reward",
+            f"the agent returned {repr(result)[:200]} and posted no reward; expected a number",
+        )
+    numbers = (dict(result) if isinstance(result, Mapping) else {}) | {"reward": reward}
     for name, value in numbers.items():
         if not isinstance(name, str) or not _is_finite(value):
             return _failure(
@@ -265,7 +279,10 @@ def outcome_of(result: Any) -> Outcome:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 def _failure(reason: str, detail: str) -> Outcome:

@@ -88,21 +88,39 @@ class WeightsVersion:
     time_s: float
 
 
+@dataclass(frozen=True)
+class Failures:
+    """Rollouts, or calls, that failed alike."""
+
+    kind: str  # agent_failure, infrastructure_failure, or call
+    reason: str | None
+    number: int
+    example: str | None  # a rollout's id; None for a call outside of rollouts
+
+
 class Store:
     """The SQLite file of one run. Any thread may call any method; each call is one transaction."""
 
-    def __init__(self, path: Path | str) -> None:
-        """Opens the file, or makes it. Raises StoreError if it is not ours or cannot be written."""
+    def __init__(self, path: Path | str, *, read_only: bool = False) -> None:
+        """Opens the file, or makes it. Raises StoreError if it is not ours or cannot be written.
+
+        `read_only` neither makes nor changes it, so it may belong to a run that goes on; a file of
+        an older schema is read into memory and brought up to date there.
+        """
         self.path = Path(path)
         self._lock = threading.Lock()
         if not self.path.parent.is_dir():
             raise StoreError(
                 f"store {self.path} has no directory to lie in; create {self.path.parent} first."
             )
+        where = f"{self.path.resolve().as_uri()}?mode=ro" if read_only else str(self.path)
         with _one_sentence(self.path):
-            self._db = sqlite3.connect(self.path, timeout=30.0, check_same_thread=False)
+            self._db = sqlite3.connect(where, timeout=30.0, check_same_thread=False, uri=read_only)
         try:
-            self._prepare()
+            if read_only:
+                self._take_copy_if_old()
+            else:
+                self._prepare()
         except BaseException:
             self._db.close()
             raise
@@ -122,6 +140,16 @@ class Store:
                 self._db.execute(f"ALTER TABLE rollouts ADD COLUMN {METRICS_COLUMN}")
             self._db.executescript(SCHEMA)
             self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+    def _take_copy_if_old(self) -> None:
+        with _one_sentence(self.path):
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version == SCHEMA_VERSION:
+                return
+            with contextlib.closing(self._db) as file:
+                self._db = sqlite3.connect(":memory:", check_same_thread=False)
+                file.backup(self._db)
+        self._prepare()
 
     def close(self) -> None:
         """Ends the connection; calls after it raise StoreError. Closing twice is allowed."""
@@ -237,8 +265,10 @@ class Store:
 
     # Spans
 
-    def add_span(self, rollout_id: str | None, span: Span) -> None:
-        """Records an ended span; `rollout_id` None is a call of no rollout. Ids must be new."""
+    def add_span(self, rollout_id: str | None, span: Span, *, again: bool = False) -> None:
+        """Records an ended span; `rollout_id` None is a call of no rollout. Ids must be new, unless
+        `again` says that a span may be sent twice; then the first stays.
+        """
         attributes = json.dumps(dict(span.attributes), separators=(",", ":"), ensure_ascii=False)
         row = (
             *(span.trace_id, span.span_id, span.parent_span_id, span.name),
@@ -250,6 +280,8 @@ class Store:
                     f"INSERT INTO spans ({SPAN_COLUMNS}, rollout_id) VALUES ({_marks(row)})", row
                 )
             except sqlite3.IntegrityError as error:
+                if again:
+                    return
                 raise ValueError(
                     f"span {span.span_id!r} of trace {span.trace_id!r} is in the store already; "
                     "expected a new span id."
@@ -263,6 +295,29 @@ class Store:
                 (rollout_id,),
             ).fetchall()
         return [_span(row) for row in rows]
+
+    def failures(self) -> list[Failures]:
+        """Failed rollouts and failed calls to the policy by reason, the most frequent first."""
+        with self._transaction() as db:
+            rows = db.execute(
+                "SELECT status, reason, COUNT(*) AS number, MIN(rollout_id) FROM rollouts "
+                "WHERE reason IS NOT NULL GROUP BY status, reason UNION ALL "
+                "SELECT 'call', json_extract(attributes, '$.\"error.type\"'), COUNT(*) AS number, "
+                "MIN(rollout_id) FROM spans WHERE error IS NOT NULL AND "
+                "json_extract(attributes, '$.\"lightning.policy\"') IS NOT NULL GROUP BY 2 "
+                "ORDER BY number DESC, 1, 2"
+            ).fetchall()
+        return [Failures(*row) for row in rows]
+
+    def num_calls(self) -> int:
+        """Calls to the policy on record, failed ones too; the choices of one call are one."""
+        with self._transaction() as db:
+            (number,) = db.execute(
+                "SELECT COUNT(*) FROM spans WHERE "
+                "json_extract(attributes, '$.\"lightning.policy\"') IS NOT NULL AND "
+                "json_extract(attributes, '$.\"lightning.choice_index\"') IS NULL"
+            ).fetchone()
+        return number
 
     # Weights
 

@@ -16,36 +16,30 @@ sampled twice.
 """
 
 import asyncio
-import contextlib
-import ctypes
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lightning_jax import distributed, plan
 from lightning_jax.config import Config, ConfigError, changed_keys, save_config
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.metrics import Metrics, MetricsLog, plot_curves
-from lightning_jax.models.load import LoadedModel, load_model, save_hf
-from lightning_jax.models.sharding import num_params
+from lightning_jax.models.load import LoadedModel, load_model
+from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.program import make_agent
 from lightning_jax.replica import Replica
-from lightning_jax.rl.advantages import equal_groups
-from lightning_jax.rl.prepare import prepare_step
-from lightning_jax.rollout_metrics import eval_metrics, eval_metrics_by, to_trajectories
-from lightning_jax.runner import Runner, load_agent, load_function, make_requests, run_rollouts
+from lightning_jax.run import NotFinite, Run, summary
+from lightning_jax.runner import Runner
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.store import Store
-from lightning_jax.tasks import TaskIterator, demonstration_sequences, group_tasks, spread
-from lightning_jax.types import Rollout, Task, TrainingSequence, Trajectory, UserError
+from lightning_jax.types import Task
+
+__all__ = ["NotFinite", "Run", "open_run", "train"]
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +48,6 @@ HARMLESS = (
     "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency", "mesh.",
     "distributed."
 )  # fmt: skip
-MISMATCH_ALARM = 1e-3  # nats; sampler and trainer share one forward function, so this is a fault
 
 
 async def train(
@@ -105,7 +98,7 @@ async def open_run(
     config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
 ) -> AsyncIterator["Run"]:
     """A run at the step its directory has reached, its server up; closes all of it at the end."""
-    agent = load_agent(config.rollout.agent)
+    agent = make_agent(config.agent)
     directory = Path(config.run_dir)
     directory.mkdir(parents=True, exist_ok=True)
     changed = [
@@ -113,11 +106,15 @@ async def open_run(
         for key in changed_keys(directory / "config.yaml", config)
         if not key.startswith(HARMLESS)
     ]
-    model = load_model(config.model.name, config.model.dtype)
-    planned = plan.make_plan(model.config, config, plan.device_capacity())
-    log.info("%s", plan.one_line(planned))
-    plan.check_plan(planned)
+    model = _model_that_fits(config)
     store = Store(directory / "store.sqlite")
+    mesh = serving_mesh(config)
+    engine = Engine(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
+    make_loop = _orchestrator(config)
+    initial = None
+    if any(role.served_by == "initial" for role in config.roles.values()):
+        # Before the run, which takes the weights over. Both loops run the engine's programs.
+        initial = make_loop(engine, model.params, 0, model.tokenizer, config.serve)
     run = Run(config, model, store, train_tasks, dev_tasks)
     save_config(config, directory / "config.yaml")
     if changed:
@@ -129,35 +126,43 @@ async def open_run(
         )
     if abandoned := store.abandon_running():
         log.info("%d rollouts were running when the last process ended; they run again", abandoned)
-    mesh = run.replica.serving_mesh
-    engine = Engine(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
-    make_loop = _orchestrator(config)
     run.leader.tell("publish")
     loop = make_loop(engine, run.replica.state.params, run.step, model.tokenizer, config.serve)
-    gateway = Gateway(loop, model.tokenizer, store, model_name=model.name, serve=config.serve)
+    loops = [loop] if initial is None else [loop, initial]
+    gateway = Gateway(
+        loop,
+        model.tokenizer,
+        store,
+        model_name=model.name,
+        serve=config.serve,
+        roles=config.roles,
+        initial=initial,
+    )
     reuse_before = run.step + 1 if changed else config.total_steps + 1
     runner = Runner(agent, gateway, store, config.rollout, config.seed, reuse_before)
     try:
         await gateway.start()
-        await asyncio.to_thread(loop.warmup)
-        loop.start()
+        for each in loops:
+            await asyncio.to_thread(each.warmup)
+            each.start()
         run.connect(loop, runner)
         yield run
     finally:
         await gateway.close()
-        loop.close()
+        for each in loops:
+            each.close()
         run.leader.dismiss()
         run.close()
         store.close()
 
 
-def _return_freed_memory() -> None:
-    """Gives memory that was freed back to the system; glibc keeps blocks of a few MB by itself.
-
-    A step frees thousands of them, in an order that leaves gigabytes of holes. Elsewhere a no-op.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+def _model_that_fits(config: Config) -> LoadedModel:
+    """Loads the model. Raises ConfigError where the run would not fit in a device's memory."""
+    model = load_model(config.model.name, config.model.dtype)
+    planned = plan.make_plan(model.config, config, plan.device_capacity())
+    log.info("%s", plan.one_line(planned))
+    plan.check_plan(planned)
+    return model
 
 
 def _orchestrator(config: Config) -> Callable[..., Any]:
@@ -173,255 +178,3 @@ def _orchestrator(config: Config) -> Callable[..., Any]:
     from lightning_jax.serve.jetstream_loop import JetStreamLoop  # an optional package
 
     return JetStreamLoop
-
-
-class NotFinite(UserError, RuntimeError):
-    """The gradients of many steps in a row were not finite: the run no longer learns."""
-
-
-class Run:
-    """The state of one run between steps, and the few things that change it."""
-
-    def __init__(
-        self,
-        config: Config,
-        model: LoadedModel,
-        store: Store,
-        train_tasks: Sequence[Task],
-        dev_tasks: Sequence[Task],
-    ) -> None:
-        warmup, directory = config.warmup, Path(config.run_dir)
-        self.config, self.model, self.store, self.directory = config, model, store, directory
-        self.num_nonfinite_steps = 0  # in a row
-        self.tasks = TaskIterator(train_tasks, config.rollout.tasks_per_step, config.seed)
-        self.spare_tasks: list[Task] = []  # drawn and not yet tried
-        groups = group_tasks(train_tasks, warmup.group_by, warmup.group_size)
-        self.demonstrations = TaskIterator(groups, warmup.groups_per_step, config.seed + 1)
-        self.demonstrate = load_function(warmup.demonstrations) if warmup.demonstrations else None
-        self.dev_tasks = spread(dev_tasks, config.eval.num_tasks)
-        self.replica = Replica(config, model)
-        self.leader = distributed.Leader(self.replica)
-        if progress := self.replica.progress:
-            self.tasks.restore(progress["tasks"])
-            # As they are now: a path or a URL in a task may not be what it was.
-            present = {task["id"]: task for task in train_tasks}
-            spare: list[Task] = progress.get("spare_tasks", [])
-            self.spare_tasks = [present.get(task["id"], task) for task in spare]
-            self.demonstrations.restore(progress["demonstrations"])
-        self.metrics = MetricsLog(directory / "metrics.jsonl", self.step)
-
-    @property
-    def step(self) -> int:
-        """How many steps made the present weights."""
-        return self.replica.step
-
-    def connect(self, loop: Any, runner: Runner) -> None:
-        """Gives the run its server and what runs agents against it."""
-        self.loop, self.runner = loop, runner
-
-    async def one_step(self) -> Metrics:
-        """The metrics row of one step: evaluation if it is time, its updates, new weights served.
-
-        Raises NotFinite when the gradients of too many steps in a row were not finite.
-        """
-        step, row = self.step, await self.evaluate_if_due()
-        served = self.runner.gateway.stats()
-        if self.replica.phase == "warmup":
-            row |= await self._supervised_step()
-        else:
-            row |= await self._policy_step()
-        row |= _serve_metrics(served, self.runner.gateway.stats())
-        row |= await asyncio.to_thread(self._publish_next)
-        if self.step % self.config.checkpoint.every == 0:
-            started = time.monotonic()
-            await asyncio.to_thread(self.save)
-            row["time/checkpoint_s"] = time.monotonic() - started
-        await asyncio.to_thread(self.record, step, row)
-        await asyncio.to_thread(_return_freed_memory)
-        return row
-
-    async def evaluate_if_due(self) -> Metrics:
-        """Greedy rewards of the present weights on the dev tasks; empty if it is not time yet."""
-        settings, step = self.config.eval, self.step
-        after_warmup = step - self.config.warmup.num_steps
-        due = step == self.config.total_steps or (
-            settings.at_start
-            if step == 0 or after_warmup == 0
-            else after_warmup > 0 and settings.every > 0 and after_warmup % settings.every == 0
-        )
-        if not due or not self.dev_tasks:
-            return {}
-        started = time.monotonic()
-        rollouts = await self._collect(self.dev_tasks, "eval", 1)
-        results = eval_metrics(rollouts) | eval_metrics_by(settings.by, self.dev_tasks, rollouts)
-        return results | {"time/eval_s": time.monotonic() - started}
-
-    async def _supervised_step(self) -> Metrics:
-        assert self.demonstrate is not None, "config checks that a warm-up has demonstrations"
-        started = time.monotonic()
-        tasks = [task for group in next(self.demonstrations) for task in group]
-        conversations = await asyncio.to_thread(self.demonstrate, tasks)
-        sequences = demonstration_sequences(conversations, self.model.tokenizer)
-        prepared = time.monotonic()
-        metrics = await asyncio.to_thread(self._update, sequences)
-        metrics["time/prepare_s"] = prepared - started
-        return {name.replace("train/", "warmup/"): value for name, value in metrics.items()}
-
-    async def _policy_step(self) -> Metrics:
-        started = time.monotonic()
-        trajectories, metrics = await self._sample()
-        metrics["time/rollout_s"] = time.monotonic() - started
-        algorithm, values, of_values = self.config.algorithm, None, {}
-        if algorithm.has_critic:  # else all trajectories would go to all processes for nothing
-            values, of_values = await asyncio.to_thread(self.leader.call, "values", trajectories)
-        sequences, of_data = prepare_step(
-            trajectories, algorithm, policy_version=self.step, values=values
-        )
-        metrics |= of_values | of_data
-        metrics |= await asyncio.to_thread(self._update, sequences)
-        if metrics.get("train/mismatch_kl", 0.0) > MISMATCH_ALARM:
-            log.warning(
-                "train/mismatch_kl is %.2g at step %d; expected below %g, because sampler and "
-                "trainer share their code. The rollouts were not sampled from these weights.",
-                metrics["train/mismatch_kl"],
-                self.step,
-                MISMATCH_ALARM,
-            )
-        return metrics
-
-    async def _sample(self) -> tuple[list[Trajectory], Metrics]:
-        """The trajectories of the step's rollouts, and metrics of all of them.
-
-        With `max_sampling_rounds` above 1 groups whose returns are all equal are left out, and
-        while rounds are left as many other tasks are tried (dynamic sampling, DAPO, arXiv
-        2503.14476). What the rollouts earned is measured before any is left out.
-        """
-        algorithm, size = self.config.algorithm, self.config.rollout.group_size
-        wanted, num_rounds = self.config.rollout.tasks_per_step, 0
-        rollouts: list[Rollout] = []
-        num_tasks = num_useful = 0
-        while True:
-            tasks = self._next_tasks(wanted - num_useful)
-            rollouts += await self._collect(tasks, "train", size, first_place=num_tasks)
-            num_rounds, num_tasks = num_rounds + 1, num_tasks + len(tasks)
-            trajectories, metrics = to_trajectories(self.store, rollouts, policy_version=self.step)
-            if algorithm.max_sampling_rounds == 1:
-                return trajectories, metrics
-            equal = equal_groups(trajectories, algorithm)
-            useful = [each for each in trajectories if each.group_id not in equal]
-            num_useful = len({each.group_id for each in useful})
-            if num_useful == wanted or num_rounds == algorithm.max_sampling_rounds:
-                return useful, metrics | {
-                    "rollout/num_sampling_rounds": float(num_rounds),
-                    "rollout/num_groups_left_out": float(num_tasks - num_useful),
-                    "rollout/num_groups_replaced": float(num_tasks - wanted),
-                }
-
-    def _next_tasks(self, number: int) -> list[Task]:
-        while len(self.spare_tasks) < number:
-            self.spare_tasks += next(self.tasks)
-        taken, self.spare_tasks = self.spare_tasks[:number], self.spare_tasks[number:]
-        return taken
-
-    async def _collect(
-        self, tasks: Sequence[Task], phase: str, group_size: int, *, first_place: int = 0
-    ) -> list[Rollout]:
-        """Finished rollouts of the tasks, whose places in the step begin at `first_place`."""
-        requests = [
-            replace(request, place=first_place + request.place)
-            for request in make_requests(tasks, phase, self.step, group_size)
-        ]
-        with tqdm(
-            total=len(requests), desc=f"{phase} {self.step}", leave=False, disable=None
-        ) as bar:
-
-            def on_done(rollout: Rollout) -> None:
-                bar.update()
-
-            return await run_rollouts(requests, self.runner, on_done=on_done)
-
-    def _update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
-        """Trains on the sequences; metrics. Without any that counts, the weights stay."""
-        started = time.monotonic()
-        metrics = self.leader.call("update", sequences)
-        self._stop_if_never_finite(metrics)
-        return metrics | {"time/train_s": time.monotonic() - started}
-
-    def _stop_if_never_finite(self, metrics: Metrics) -> None:
-        """Raises NotFinite after too many steps in a row of which no gradient was finite."""
-        num_updates, limit = metrics["train/num_updates"], self.config.algorithm.max_nonfinite_steps
-        if num_updates == 0:
-            return
-        if metrics["train/skipped_updates"] < num_updates:
-            self.num_nonfinite_steps = 0
-            return
-        self.num_nonfinite_steps += 1
-        if self.num_nonfinite_steps >= limit:
-            raise NotFinite(
-                f"the gradient was not finite in {self.num_nonfinite_steps} steps in a row, the "
-                f"last of them step {self.step}, and the weights did not change; expected fewer "
-                f"than {limit} (algorithm.max_nonfinite_steps). Lower the learning rate, or look "
-                "for rewards and log-probabilities that are not finite."
-            )
-
-    def _publish_next(self) -> Metrics:
-        """Goes to the next step and has its weights served; how long their way took."""
-        self.leader.call("advance")
-        started = time.monotonic()
-        self.leader.tell("publish")
-        self.loop.load_weights(self.replica.state.params, self.step)
-        seconds = time.monotonic() - started
-        self.store.add_version(self.step, self.step)
-        size = num_params(self.model.config) * jnp.dtype(self.config.model.dtype).itemsize
-        return {"time/publish_s": seconds, "serve/publish_gb_per_s": size / seconds / 1e9}
-
-    def close(self) -> None:
-        self.replica.close()
-
-    def save(self) -> None:
-        """Writes a checkpoint of this step, unless there is one."""
-        progress = {
-            "tasks": self.tasks.state(),
-            "spare_tasks": self.spare_tasks,
-            "demonstrations": self.demonstrations.state(),
-        }
-        self.leader.call("save", progress)
-
-    def record(self, step: int, row: Metrics) -> None:
-        """Adds a row to the metrics file and draws the curves anew."""
-        self.metrics.write(step, row)
-        plot_curves(self.metrics.rows, self.directory / "curves.png", str(self.directory))
-
-    def export(self) -> Path:
-        """Writes the policy as a Hugging Face directory; its path."""
-        target = self.directory / "policy"
-        save_hf(target, replace(self.model, params=self.leader.call("whole_params")))
-        return target
-
-
-def summary(row: Metrics) -> str:
-    """The few numbers of a row that a person watches."""
-    shown = {
-        "eval": "eval/reward_mean",
-        "reward": "rollout/reward_mean",
-        "loss": "warmup/loss",
-        "entropy": "train/entropy",
-        "kl": "train/mismatch_kl",
-    }
-    return " ".join(f"{name} {row[key]:.3g}" for name, key in shown.items() if key in row)
-
-
-def _serve_metrics(before: Metrics, after: Metrics) -> Metrics:
-    """What the server did between two readings of its counters."""
-    did = {name: after[name] - before[name] for name in after if name in before}
-    prompt = did["serve/prefill_tokens"] + did["serve/prefix_hit_tokens"]
-    return {
-        "serve/requests": did["serve/requests"],
-        "serve/steps": did["serve/steps"],
-        "serve/tokens_generated": did["serve/tokens_generated"],
-        "serve/prefix_hit_share": did["serve/prefix_hit_tokens"] / max(prompt, 1.0),
-        "serve/prefix_breaks": did["serve/prefix_breaks"],
-        "serve/malformed_tool_calls": did["serve/malformed_tool_calls"],
-        "serve/joined_calls": did["serve/joined_calls"],
-        "serve/compiles": after["serve/compiles"],
-    }

@@ -152,6 +152,8 @@ class Transition:
     policy: str = "policy"  # the model name it asked for
     reward: float = 0.0  # what this call earned by itself, besides the rollout's reward
     forced: tuple[bool, ...] = ()  # True where a grammar left the sampler no choice
+    role: str = ""  # the part it plays, one of the config's `roles`; "" if none fits
+    trains: bool = True  # False: it is part of the environment
 
     def __post_init__(self) -> None:
         _fill(self, "forced", False, like="response_token_ids")

@@ -28,7 +28,13 @@ def test_later_layers_win(tmp_path: Path) -> None:
         ("algorithm.correction=truncate", ["correction is 'truncate'", "set proximal to old"]),
         ("algorithm.correction_high=0.5", ["correction_high is 0.5", "correction_low=0.5"]),
         ("algorithm.overlong_buffer=9999", ["overlong_buffer is 9999", "1024"]),
-        ("rollout.agent=spider", ["agent is 'spider'", "FILE:FUNCTION"]),
+        ("agent.function=spider", ["function is 'spider'", "FILE:FUNCTION"]),
+        ("agent.command=''", ["command is ()", "a command line"]),
+        ("agent.command=3", ["command is 3", "a command line"]),
+        ('agent.command="say \'it"', ["cannot be split", "No closing quotation"]),
+        ("agent.command='say \\'it'", ["say", "is not readable YAML"]),
+        ("agent.reward=score.py:reward", ["reward is 'score.py:reward'", "beside agent.command"]),
+        ("rollout.agent=a.py:run", ["rollout.agent", "it is agent.function now"]),
         ("missing.yaml", ["missing.yaml", "does not exist"]),
         ("eval=3", ["eval"]),
     ],
@@ -63,3 +69,26 @@ def test_a_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text("num_steps: 3\n")
     assert load_config(Config, [str(path), "seed=7"]) == Config(num_steps=3, seed=7)
+
+
+@pytest.mark.parametrize(
+    "setting", ["agent.command=node 'my agent.mjs' 3", "agent.command=[node, my agent.mjs, 3]"]
+)
+def test_a_command_is_a_line_or_its_words(setting: str, tmp_path: Path) -> None:
+    config = load_config(Config, [setting])
+    assert config.agent.command == ("node", "my agent.mjs", "3")
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(Config, [str(tmp_path / "config.yaml")]) == config
+
+
+def test_an_interpreter_beside_a_command_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"python is 'python3'; expected none beside"):
+        load_config(Config, ["agent.command=node agent.mjs", "agent.python=python3"])
+
+
+def test_sections_that_are_not_asked_for_may_be_of_another_release(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text("model:\n  name: mine\nrollout:\n  no_longer: 1\n")
+    assert load_config(Config, [str(path)], only=["model", "algorithm"]).model.name == "mine"
+    with pytest.raises(ConfigError, match="no_longer"):
+        load_config(Config, [str(path)], only=["model", "rollout"])

@@ -14,6 +14,7 @@ import pytest
 from lightning_jax import distributed
 from lightning_jax.checkpoint import Checkpointer
 from lightning_jax.config import (
+    AgentConfig,
     AlgorithmConfig,
     BatchConfig,
     CheckpointConfig,
@@ -51,7 +52,8 @@ def config(model_dir: Path, run_dir: Path, place: DistributedConfig) -> Config:
         serve=ServeConfig(
             slots=1, max_len=64, prefill_buckets=(32,), mesh=MeshConfig(fsdp=1, tensor=2)
         ),
-        rollout=RolloutConfig(agent=f"{TOY}:run", tasks_per_step=2, group_size=4, concurrency=1),
+        agent=AgentConfig(f"{TOY}:run"),
+        rollout=RolloutConfig(tasks_per_step=2, group_size=4, concurrency=1),
         algorithm=AlgorithmConfig(kl_coef=0.1),
         batch=BatchConfig(rows=2, row_len=128, max_targets=32, head_chunk=32),
         optimizer=OptimizerConfig(learning_rate=1e-2),

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from lightning_jax.config import Config, load_config
-from lightning_jax.experiment import load_splits, result_table, run_main
-from lightning_jax.types import UserError
+from lightning_jax.experiment import failure_table, load_splits, result_table, run_main
+from lightning_jax.store import Store
+from lightning_jax.tracing import attributes as names
+from lightning_jax.types import Rollout, RolloutStatus, Span, UserError
 
 CONFIGS = Path(__file__).parents[1] / "experiments" / "configs"
 
@@ -109,9 +111,39 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
 def test_the_configs_load_and_name_their_run(path: Path) -> None:
     config = load_config(Config, [str(path)])
     assert config.run_dir == f"runs/{path.stem}"
-    assert config.rollout.agent.startswith("agents/")
+    assert config.agent.function.startswith("agents/")
 
 
 def test_the_scripts_are_short() -> None:
     for path in CONFIGS.parent.glob("*.py"):
         assert len(path.read_text().splitlines()) < 120, path
+
+
+def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.sqlite")
+    ends: list[tuple[RolloutStatus, str | None]] = [
+        ("scored", None),
+        ("agent_failure", "deadline"),
+        ("agent_failure", "deadline"),
+    ]
+    for number, (status, reason) in enumerate(ends):
+        rollout = Rollout(f"r{number}", "t", "g", "train", 0, number, 1, "queued")
+        store.add_rollout(rollout)
+        store.set_status(rollout.rollout_id, "running")
+        store.set_status(rollout.rollout_id, status, reward=1.0, reason=reason)
+    call: dict[str, Any] = {names.POLICY: "policy"}
+    spans = [
+        Span("t", "1", None, "chat", 0, 1, call),
+        Span("t", "2", None, "chat", 1, 2, call | {names.ERROR_TYPE: "call_timeout"}, "slow"),
+        Span("t", "3", None, "choice", 1, 2, call | {names.CHOICE_INDEX: 0}),
+        Span("t", "4", None, "tool", 1, 2, {names.ERROR_TYPE: "KeyError"}, "no call of ours"),
+    ]
+    for span in spans:
+        store.add_span("r0", span)
+    assert failure_table(store).splitlines() == [
+        "rollouts: 1 scored, 2 failed by the agent, 0 by the infrastructure; "
+        "calls: 1 answered, 1 failed",
+        "  agent: 2 deadline, such as in r1",
+        "  call: 1 call_timeout, such as in r0",
+    ]
+    store.close()

@@ -18,6 +18,7 @@ from lightning_jax.config import (
     ConfigError,
     MeshConfig,
     ModelConfig,
+    RoleConfig,
     ServeConfig,
     load_config,
     save_config,
@@ -55,6 +56,13 @@ def test_one_device_by_hand() -> None:
     assert found["logits"] == 3 * 4 * 8 * 4 * 259  # 8 rows of 4 targets
     assert found["prefix cache"] == 0 and "reference policy" not in found
     assert made.total == sum(found.values())
+
+
+def test_frozen_roles_of_the_initial_weights_are_served_beside_the_policy() -> None:
+    roles = {"checker": RoleConfig(agent="checker", trains=False, served_by="initial")}
+    found = sizes(plan.make_plan(MODEL.config, dataclasses.replace(CONFIG, roles=roles)))
+    policys = found["weights that serve"] + found["keys and values of slots"]
+    assert found["initial weights and their keys and values"] == policys
 
 
 def test_eight_devices_by_hand() -> None:

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_jax.config import RewardRule, RoleConfig
 from lightning_jax.rollout_metrics import (
+    Reading,
+    agent_metrics,
     eval_metrics,
     eval_metrics_by,
     rollout_metrics,
@@ -12,7 +15,8 @@ from lightning_jax.rollout_metrics import (
 )
 from lightning_jax.store import Store
 from lightning_jax.testing.records import trajectory, transition
-from lightning_jax.types import Rollout
+from lightning_jax.tracing import attributes as names
+from lightning_jax.types import Rollout, Span
 
 
 def _rollout(index: int, status: str, **fields: object) -> Rollout:
@@ -104,3 +108,47 @@ def test_an_evaluation_by_a_field_of_the_tasks() -> None:
     assert "eval/reward_mean/hops=3" not in metrics
     assert metrics["eval/reward_mean/hops=missing"] == 0.5
     assert eval_metrics_by(None, tasks, rollouts) == {}
+
+
+def _call(number: int, agent: str, finish: str = "stop") -> Span:
+    values = {
+        names.OPERATION_NAME: "chat",
+        names.ROLLOUT_ID: "r0",
+        names.POLICY: "policy",
+        names.AGENT: agent,
+        names.PROMPT_TOKEN_IDS: (1,),
+        names.RESPONSE_TOKEN_IDS: (2, 3),
+        names.BEHAVIOR_LOGPROBS: (-1.0, -1.0),
+        names.SAMPLING_LOGPROBS: (-1.0, -1.0),
+        names.POLICY_VERSIONS: (0, 0),
+        names.RESPONSE_FINISH_REASONS: (finish,),
+    }
+    return Span("t", f"s{number}", None, "chat", number, number + 1, values)
+
+
+def test_frozen_agents_are_left_out_and_rules_reach_the_others(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.sqlite")
+    for span in (_call(0, "writer"), _call(1, "checker", "length"), _call(2, "writer")):
+        store.add_span("r0", span)
+    reading = Reading(
+        {"checker": RoleConfig(agent="checker", trains=False)},
+        {"cut_short": RewardRule("cut_short", -0.5), "broke": RewardRule("tool_error", -1.0)},
+    )
+    rollouts = [_rollout(0, "scored", reward=1.0)]
+    (trained,), metrics = to_trajectories(store, rollouts, policy_version=0, reading=reading)
+    store.close()
+    assert [(call.agent, call.reward) for call in trained.transitions] == [
+        ("writer", -0.5),  # what its checker cost
+        ("writer", 0.0),
+    ]
+    assert metrics["rollout/dropped_frozen_calls"] == 1
+    assert metrics["rollout/rule_cut_short"] == 1 and metrics["rollout/rule_broke"] == 0
+    assert metrics["rollout/calls_mean/agent=writer"] == 2
+    assert metrics["rollout/calls_mean/agent=checker"] == 1
+    assert metrics["rollout/call_reward_mean/agent=checker"] == -0.5
+    assert metrics["rollout/cut_short_share/agent=writer"] == 0
+    assert metrics["rollout/reward_mean/agent=checker"] == 1.0
+
+
+def test_calls_without_a_name_have_no_metrics_of_their_own() -> None:
+    assert agent_metrics([trajectory(transition([1], [2]))]) == {}

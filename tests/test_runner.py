@@ -37,8 +37,8 @@ def _model_and_engine() -> tuple[LoadedModel, Engine]:
 @asynccontextmanager
 async def _runner(path: Path, function: str, **settings: object) -> AsyncIterator[Runner]:
     model, engine = _model_and_engine()
-    config = RolloutConfig(agent=f"{TOY}:{function}", **settings)  # type: ignore[arg-type]
-    agent = load_agent(config.agent)
+    config = RolloutConfig(**settings)  # type: ignore[arg-type]
+    agent = load_agent(f"{TOY}:{function}")
     async with run_service(path, model, engine, SERVE) as service:
         yield Runner(agent, service.gateway, service.store, config, seed=0, reuse_before=100)
 
@@ -59,7 +59,9 @@ async def test_rollouts_are_scored_and_each_call_is_a_span(tmp_path: Path) -> No
         assert {r.status for r in rollouts} == {"scored"} and len(done) == 6
         assert len({r.group_id for r in rollouts}) == 3
         for rollout in rollouts:
-            assert len(runner.store.spans(rollout.rollout_id)) == 2
+            root, *calls = runner.store.spans(rollout.rollout_id)
+            assert (root.name, root.parent_span_id, len(calls)) == ("rollout", None, 2)
+            assert {call.parent_span_id for call in calls} == {root.span_id}
             assert runner.store.rollout(rollout.rollout_id) == rollout
 
 
@@ -69,6 +71,25 @@ async def test_what_else_an_agent_measured_is_kept(tmp_path: Path) -> None:
         assert (rollout.status, rollout.reward) == ("scored", 0.5)
         assert rollout.metrics == {"f1": 0.25, "searches": 2.0}
         assert runner.store.rollout(rollout.rollout_id) == rollout
+
+
+async def test_a_posted_reward_counts_where_none_is_returned(tmp_path: Path) -> None:
+    for agent, reward in (("posts_reward", 0.75), ("posts_and_returns", 0.25)):
+        (tmp_path / agent).mkdir()
+        async with _runner(tmp_path / agent, agent) as runner:
+            rollout = await _one(runner)
+            assert (rollout.status, rollout.reward) == ("scored", reward)
+            assert rollout.metrics == {"f1": 0.5}
+
+
+async def test_an_agents_own_spans_are_in_its_rollouts_trace(tmp_path: Path) -> None:
+    async with _runner(tmp_path, "traced", concurrency=3) as runner:
+        rollouts = await run_rollouts(make_requests(TASKS, "train", 0, 1), runner)
+        for rollout in rollouts:
+            root, call, tool = runner.store.spans(rollout.rollout_id)
+            assert tool.name == f"look up {rollout.task_id}"
+            assert tool.parent_span_id == root.span_id == call.parent_span_id
+            assert call.start_ns < tool.start_ns
 
 
 async def test_a_service_that_is_down_is_infrastructure(tmp_path: Path) -> None:
@@ -152,7 +173,7 @@ async def test_a_rollout_repeats_with_its_seed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         async with _runner(tmp_path / name, "run") as runner:
             rollout = await _one(runner)
-            (span,) = runner.store.spans(rollout.rollout_id)
+            _, span = runner.store.spans(rollout.rollout_id)
             responses.append(span.attributes["lightning.response_token_ids"])
     assert responses[0] == responses[1]
 

@@ -249,3 +249,27 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(StoreError, match="closed database"):
         store.counts()
+
+
+def test_a_read_only_store_follows_its_writer_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    with pytest.raises(StoreError, match="cannot be opened"):
+        Store(path, read_only=True)
+    assert not path.exists()
+    writer, reader = Store(path), Store(path, read_only=True)
+    writer.add_rollout(QUEUED)
+    assert reader.rollouts() == [QUEUED]
+    with pytest.raises(StoreError, match="cannot be written"):
+        reader.add_span("r1", SPAN)
+    writer.close()
+    reader.close()
+
+
+def test_a_newer_schema_is_not_read_as_this_one(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    Store(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version=99")
+    db.close()
+    with pytest.raises(StoreError, match="has schema version 99"):
+        Store(path, read_only=True)

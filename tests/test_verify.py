@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_trainer import TASKS, TOY, _config
+from test_trainer import TASKS, _config
 
 from lightning_jax.cli import main
 from lightning_jax.config import CheckpointConfig, EvalConfig, OptimizerConfig, RolloutConfig
@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place / "tiny",
         place / "run",
         num_steps=3,
-        rollout=RolloutConfig(agent=f"{TOY}:run", tasks_per_step=2, group_size=4),
+        rollout=RolloutConfig(tasks_per_step=2, group_size=4),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         eval=EvalConfig(every=0, num_tasks=2, at_start=True),
         checkpoint=CheckpointConfig(every=2, keep=2),

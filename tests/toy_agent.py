@@ -7,7 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import openai
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 GOOD_IDS = range(48)  # of the tiny model's 259 tokens: a random policy earns about 0.19
 
@@ -74,6 +79,46 @@ async def not_finite(task: dict, llm) -> dict[str, float]:
 
 async def without_reward(task: dict, llm) -> dict[str, float]:
     return {"f1": 0.5}
+
+
+async def posts_reward(task: dict, llm) -> dict[str, float]:
+    """Its reward goes another way."""
+    url = f"{llm.base_url.removesuffix('/v1')}/reward"
+    async with aiohttp.ClientSession() as http, http.post(url, json={"reward": 0.75}) as answer:
+        assert answer.status == 200, await answer.text()
+    return {"f1": 0.5}
+
+
+async def posts_and_returns(task: dict, llm) -> dict[str, float]:
+    return await posts_reward(task, llm) | {"reward": 0.25}
+
+
+async def traced(task: dict, llm) -> float:
+    """Instrumented with the SDK of OpenTelemetry; sends what it made over OTLP."""
+    reward = await run(task, llm)
+    memory = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    with provider.get_tracer("agent").start_as_current_span(f"look up {task['id']}"):
+        await asyncio.sleep(0.01)
+    (made,) = memory.get_finished_spans()
+    assert made.context is not None
+    request = ExportTraceServiceRequest()
+    request.resource_spans.add().scope_spans.add().spans.add(
+        trace_id=made.context.trace_id.to_bytes(16, "big"),
+        span_id=made.context.span_id.to_bytes(8, "big"),
+        parent_span_id=made.parent.span_id.to_bytes(8, "big") if made.parent else b"",
+        name=made.name,
+        start_time_unix_nano=made.start_time,
+        end_time_unix_nano=made.end_time,
+    )
+    place, key = llm.base_url.split("/rollout/")[0], {"Authorization": f"Bearer {llm.api_key}"}
+    async with (
+        aiohttp.ClientSession(headers=key) as http,
+        http.post(f"{place}/v1/traces", data=request.SerializeToString()) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+    return reward
 
 
 async def cut_off(task: dict, llm) -> float:

@@ -3,12 +3,10 @@
 import asyncio
 import contextlib
 import hmac
-import ipaddress
-import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from urllib.parse import quote
 
@@ -21,11 +19,23 @@ from lightning_jax.gateway.complete import PolicyLoop
 from lightning_jax.gateway.conversations import SavedConversations
 from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Dialect, Listing, Reply, Sender
+from lightning_jax.gateway.elsewhere import FarCall, pass_on, said_by
 from lightning_jax.gateway.errors import ApiError, GatewayError, invalid
 from lightning_jax.gateway.event_stream import EventStream
-from lightning_jax.gateway.fields import Body, as_object
+from lightning_jax.gateway.fields import Body
+from lightning_jax.gateway.http import (
+    MAX_BODY_BYTES,
+    as_json,
+    check_exposure,
+    key_of,
+    openai_errors,
+    reachable_url,
+    read_body,
+    refusal,
+)
 from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.policy import Policy
+from lightning_jax.gateway.reports import Reports
 from lightning_jax.gateway.request import POLICY
 from lightning_jax.gateway.rollouts import OpenRollout, RolloutSettings, Traffic
 from lightning_jax.gateway.running import (
@@ -37,23 +47,23 @@ from lightning_jax.gateway.running import (
 from lightning_jax.gateway.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.store import Store, StoreError
+from lightning_jax.tracing import otlp
+from lightning_jax.tracing.roles import Roles, find_role
 from lightning_jax.tracing.tracer import make_tracer
 from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 * 2**20
 SHUTDOWN_S = 2.0  # how long calls may go on once the gateway closes
 
 __all__ = ["Gateway", "GatewayError", "RolloutSettings", "Traffic"]
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
     """Answers every dialect with the policy, and records every call in the store.
 
-    Without a store or a tracer calls are answered and leave no record.
+    Without a store or a tracer calls are answered and leave no record. `roles` say which calls the
+    loop `initial` or another server answers instead of `loop`.
     All its methods belong to one event loop's thread, the one that `start` ran in.
     """
 
@@ -66,19 +76,27 @@ class Gateway:
         model_name: str,
         serve: ServeConfig,
         tracer: Tracer | None = None,
+        roles: Roles | None = None,
+        initial: PolicyLoop | None = None,
     ) -> None:
         self._loop = loop
         self._meters = Meters(loop.stats)
+        self._tracer = tracer or (make_tracer(store) if store else NoOpTracer())
         self._policy = Policy(
             loop=loop,
             tokenizer=tokenizer,
-            tracer=tracer or (make_tracer(store) if store else NoOpTracer()),
+            tracer=self._tracer,
             served_model=model_name,
             max_len=serve.max_len,
             tool_format=format_of(tokenizer),
             meters=self._meters,
         )
+        self._roles = roles or {}
+        self._policies = {"policy": self._policy}
+        if initial is not None:
+            self._policies["initial"] = replace(self._policy, loop=initial)
         self._store = store
+        self._reports = Reports(store)
         self._serve = serve
         self._rollouts: dict[str, OpenRollout] = {}
         self._conversations = SavedConversations()
@@ -96,14 +114,17 @@ class Gateway:
 
     async def start(self) -> None:
         """Binds the port and serves. Raises GatewayError when the address cannot be had."""
-        _check_exposure(self._serve)
-        app = web.Application(middlewares=[_openai_errors], client_max_size=MAX_BODY_BYTES)
+        check_exposure(self._serve)
+        app = web.Application(middlewares=[openai_errors], client_max_size=MAX_BODY_BYTES)
         for prefix in ("", "/rollout/{rollout_url}"):
             for dialect in DIALECTS:
                 for path in dialect.paths:
                     app.router.add_post(prefix + path, partial(self._post, dialect))
             for (method, path), listings in _listings().items():
                 app.router.add_route(method, prefix + path, partial(self._list, listings))
+            app.router.add_post(f"{prefix}/v1/traces", self._spans)
+        for path in ("/reward", "/v1/reward"):
+            app.router.add_post("/rollout/{rollout_url}" + path, self._reward)
         # Neither says a secret, so neither asks for a key.
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -122,7 +143,7 @@ class Gateway:
                 "to another one, or to 0 for any."
             ) from error
         self._runner = runner
-        self._url = _reachable_url(runner.addresses[0])
+        self._url = reachable_url(runner.addresses[0])
         log.info("serving %s at %s", self.model_name, self._url)
 
     async def close(self) -> None:
@@ -142,8 +163,13 @@ class Gateway:
             raise ValueError(f"rollout {settings.rollout_id!r} is open already; expected a new id.")
         rollout = OpenRollout(settings)
         self._rollouts[settings.rollout_id] = rollout
+        self._reports.expect(settings.rollout_id)
         place = quote(f"{settings.rollout_id}~{rollout.token}", safe="")
         return LLM(f"{self.url}/rollout/{place}/v1", self.api_key, POLICY)
+
+    def posted_reward(self, rollout_id: str) -> float | None:
+        """What was posted as the open rollout's reward, None if nothing was."""
+        return self._rollouts[rollout_id].reward
 
     def close_rollout(self, rollout_id: str) -> Traffic:
         """What traffic the rollout made. Calls in flight are cancelled, later ones get a 404.
@@ -179,7 +205,7 @@ class Gateway:
                 outcome.status = error.status
                 if stream.is_open:
                     return await stream.fail(dialect.error_event(error))
-                return _refusal(dialect, error)
+                return refusal(dialect, error)
 
     async def _answer(
         self,
@@ -189,8 +215,14 @@ class Gateway:
         stream: EventStream,
     ) -> web.StreamResponse:
         started = time.monotonic()
-        raw = await _read(request)
-        body, sender = _as_json(raw), self._sender(request, rollout)
+        raw = await read_body(request)
+        body, sender = as_json(raw), self._sender(request, rollout)
+        role_name = ""
+        if self._roles:
+            said = said_by(body, request.match_info, request.headers)
+            role_name = find_role(self._roles, **said)
+            if role_name and self._roles[role_name].is_elsewhere:
+                return await self._pass_on(request, body, rollout, role_name, said)
         if dialect.at_once and (said := dialect.at_once(body, sender)) is not None:
             return web.json_response(said)
         parsed, make_reply = dialect.parse(body, sender)
@@ -202,10 +234,13 @@ class Gateway:
             rollout.num_joined += 1
             self._meters.joined_calls.inc()
         else:
-            running = self._policy.start(parsed, rollout, request.headers)
+            served_by = self._roles[role_name].served_by if role_name else "policy"
+            policy = self._policies[served_by]
+            running = policy.start(parsed, rollout, request.headers, role_name)
             self._track(running)
             if rollout:
                 rollout.calls.add(identity, running)
+                self._reports.expect(rollout.settings.rollout_id, request.headers)
         patience = declared_timeout_s(request.headers)
 
         def keep() -> bool:  # the client gave up on time, and will ask again
@@ -217,6 +252,30 @@ class Gateway:
             if parsed.stream:
                 return await _stream(running, reply, stream)
             return web.json_response(reply.body(await running.answers()))
+
+    async def _pass_on(
+        self,
+        request: web.Request,
+        body: Body,
+        rollout: OpenRollout | None,
+        role_name: str,
+        said: dict[str, str],
+    ) -> web.StreamResponse:
+        """Has another server answer, because the call's role says so."""
+
+        def on_failure() -> None:
+            if rollout:
+                rollout.errors["upstream_error"] += 1
+
+        call = FarCall(
+            body,
+            said,
+            role_name,
+            self._roles[role_name],
+            rollout.settings.rollout_id if rollout else None,
+            rollout.settings.call_timeout_s if rollout else None,
+        )
+        return await pass_on(request, call, self._tracer, on_failure)
 
     def _track(self, running: RunningCall) -> None:
         """Keeps hold of the call's task, which may outlive the request."""
@@ -232,10 +291,41 @@ class Gateway:
         try:
             self._authorize(request, dialect)
             rollout = self._find_rollout(request)
-            body = _as_json(await _read(request)) if request.can_read_body else {}
+            body = as_json(await read_body(request)) if request.can_read_body else {}
             return web.json_response(listing.answer(body, self._sender(request, rollout)))
         except ApiError as error:
-            return _refusal(dialect, error)
+            return refusal(dialect, error)
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        """A reward for a rollout or one of its calls. The rollout's URL is all the key it takes."""
+        try:
+            rollout = self._find_rollout(request)
+            assert rollout is not None, "the path holds a rollout"
+            return web.json_response(
+                self._reports.reward(as_json(await read_body(request)), rollout)
+            )
+        except ApiError as error:
+            return web.json_response(error.body, status=error.status)
+
+    async def _spans(self, request: web.Request) -> web.Response:
+        """Spans over OTLP/HTTP: of one rollout, or of those that their traces belong to."""
+        kind = otlp.JSON if request.content_type == otlp.JSON else otlp.PROTOBUF
+        try:
+            rollout = self._find_rollout(request)
+            if rollout is None:
+                self._authorize(request, DIALECTS[0])
+            try:
+                spans = otlp.read_request(await read_body(request), kind)
+            except ValueError as error:
+                raise invalid(f"{error}; expected an ExportTraceServiceRequest.") from error
+        except ApiError as error:
+            return web.json_response(error.body, status=error.status)
+        owner = rollout.settings.rollout_id if rollout else None
+        num_unknown = self._reports.add_spans(spans, owner)
+        self._meters.spans.inc(len(spans) - num_unknown)
+        self._meters.unknown_spans.inc(num_unknown)
+        answer = otlp.write_response(num_unknown, "their traces belong to no rollout", kind)
+        return web.Response(body=answer, content_type=kind)
 
     async def _health(self, request: web.Request) -> web.Response:
         """What a load balancer asks: 200 only while new calls would be answered."""
@@ -255,10 +345,11 @@ class Gateway:
             conversations=rollout.conversations if rollout else self._conversations,
             max_len=self._serve.max_len,
             count_tokens=partial(self._policy.count_tokens, rollout=rollout),
+            other_models=tuple(role.model for role in self._roles.values() if role.model),
         )
 
     def _authorize(self, request: web.Request, dialect: Dialect) -> None:
-        key = _key_of(request)
+        key = key_of(request)
         if key is None and dialect.open_in_rollouts and "rollout_url" in request.match_info:
             return
         # In constant time, so that answers do not tell how much of a key is right.
@@ -309,74 +400,3 @@ async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> we
         await stream.send(reply.delta(delta))
     await stream.send(reply.ending(await running.answers()))
     return await stream.close()
-
-
-async def _read(request: web.Request) -> bytes:
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise ApiError(
-            413,
-            "body_too_large",
-            f"the body is larger than the limit of {MAX_BODY_BYTES} bytes; send less.",
-        ) from error
-
-
-def _as_json(raw: bytes) -> Body:
-    try:
-        body = as_object(json.loads(raw))
-        if b"\\ud" in raw.lower():  # half a surrogate pair is no text to encode, render or store
-            json.dumps(body, ensure_ascii=False).encode()
-        return body
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON ({error}); expected a JSON object.") from error
-
-
-def _key_of(request: web.Request) -> str | None:
-    """The key, wherever the clients of the dialects put it; None where there is none."""
-    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return bearer.strip()
-    for header in ("x-api-key", "x-goog-api-key"):
-        if header in request.headers:
-            return request.headers[header]
-    return request.query.get("key")
-
-
-def _refusal(dialect: Dialect, error: ApiError) -> web.Response:
-    return web.json_response(dialect.error(error), status=error.status, headers=error.headers)
-
-
-def _check_exposure(serve: ServeConfig) -> None:
-    """Raises GatewayError for an address that others can reach, without a key of its owner's."""
-    with contextlib.suppress(ValueError):
-        if not ipaddress.ip_address(serve.host).is_loopback and not serve.api_key:
-            raise GatewayError(
-                f"serve.host is {serve.host!r}, which other machines can reach, and serve.api_key "
-                "is not set; expected a key. Set serve.api_key, or serve.host to 127.0.0.1."
-            )
-
-
-def _reachable_url(address: tuple) -> str:
-    """The URL of a bound address; "all interfaces" is reached through the loopback."""
-    host, port = str(address[0]), address[1]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-@web.middleware
-async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns what no dialect has answered into OpenAI's error body."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        code = "unknown_url" if error.status == 404 else "http_error"
-        failure = ApiError(error.status, code, f"{request.method} {request.path}: {error.reason}.")
-    except ConnectionError:
-        raise  # nobody is there to answer
-    except Exception as error:
-        log.exception("%s %s failed", request.method, request.path)
-        failure = ApiError(
-            500, "internal_error", f"the server failed ({type(error).__name__}); see its log."
-        )
-    return web.json_response(failure.body, status=failure.status, headers=failure.headers)

@@ -22,17 +22,12 @@ from lightning_jax.serve.intake import LoopStatus
 from lightning_jax.serve.response import Chunk
 from lightning_jax.store import StoreError
 from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tracer import (
-    child_context,
-    end_with_error,
-    known,
-    parent_of,
-    rollout_trace,
-)
+from lightning_jax.tracing.tracer import child_context, end_with_error, known, parent_of
 from lightning_jax.types import Completion, SamplingParams
 
 OnAccept = Callable[[], Awaitable[None]]
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
+OnDone = Callable[[], Mapping[str, Any]]
 
 
 class _Unfit(ValueError):
@@ -74,6 +69,7 @@ class Call:
     timeout_s: float | None
     prefix_breaks: int
     headers: Mapping[str, str]
+    role: str = ""  # the part it plays, one of the config's roles
 
 
 async def complete(
@@ -83,15 +79,16 @@ async def complete(
     *,
     on_accept: OnAccept | None = None,
     on_chunk: OnChunk | None = None,
+    on_done: OnDone = dict,
 ) -> tuple[Completion, ...]:
     """One completion per choice; writes the call's one span, however it ends.
 
     A call with several choices writes a child span for each, which hold the tokens. `on_accept`
     runs once the engine has taken the call, `on_chunk` for each piece of text with its choice's
-    index. Raises ApiError.
+    index, and `on_done` after the last; what it returns goes into the span. Raises ApiError.
     """
     try:
-        return await _traced(call, loop, tracer, on_accept, on_chunk)
+        return await _traced(call, loop, tracer, on_accept, on_chunk, on_done)
     except StoreError as error:
         raise _server_error(500, "store_error", f"the call was not recorded: {error}") from error
 
@@ -102,16 +99,16 @@ async def _traced(
     tracer: Tracer,
     on_accept: OnAccept | None,
     on_chunk: OnChunk | None,
+    on_done: OnDone,
 ) -> tuple[Completion, ...]:
     start_ns = time.time_ns()
-    with rollout_trace(call.rollout_id):
-        span = tracer.start_span(
-            f"{call.operation} {call.policy}",
-            context=parent_of(call.headers),
-            kind=SpanKind.SERVER,
-            attributes=_request_attributes(call),
-            start_time=start_ns,
-        )
+    span = tracer.start_span(
+        f"{call.operation} {call.policy}",
+        context=parent_of(call.headers, call.rollout_id),
+        kind=SpanKind.SERVER,
+        attributes=_request_attributes(call),
+        start_time=start_ns,
+    )
     try:
         completions = await _generate(call, loop, on_accept, on_chunk)
     except BaseException as error:
@@ -125,6 +122,7 @@ async def _traced(
             raise
         end_with_error(span, failure.code, failure.message)
         raise failure from error
+    span.set_attributes(on_done())
     _record(call, completions, tracer, span, start_ns)
     return completions
 
@@ -240,7 +238,7 @@ def _identity(call: Call, choice: Choice) -> dict[str, Any]:
         names.AGENT: call.agent,
         names.POLICY: call.policy,
         names.PROMPT_TOKEN_IDS: choice.prompt_ids,
-    }
+    } | ({names.ROLE: call.role} if call.role else {})
 
 
 def _record(

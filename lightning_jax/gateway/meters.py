@@ -65,6 +65,14 @@ class Meters:
             "Repeated requests that shared an earlier one's answer.",
             registry=registry,
         )
+        self.spans = Counter(
+            "lightning_spans", "Spans that agents sent over OTLP.", registry=registry
+        )
+        self.unknown_spans = Counter(
+            "lightning_unknown_spans",
+            "Spans over OTLP that belong to no rollout, and were not kept.",
+            registry=registry,
+        )
         registry.register(_EngineCollector(engine_stats))
 
     @contextmanager
@@ -88,7 +96,9 @@ class Meters:
 
     def totals(self) -> dict[str, float]:
         """The counters that a trainer logs, since the start."""
-        names = ("prefix_breaks", "malformed_tool_calls", "joined_calls")
+        names = (
+            "prefix_breaks", "malformed_tool_calls", "joined_calls", "spans", "unknown_spans"
+        )  # fmt: skip
         read = self._registry.get_sample_value
         return {f"serve/{name}": read(f"lightning_{name}_total") or 0.0 for name in names}
 

@@ -38,7 +38,11 @@ class Policy:
     meters: Meters
 
     def start(
-        self, request: PolicyRequest, rollout: OpenRollout | None, headers: Mapping[str, str]
+        self,
+        request: PolicyRequest,
+        rollout: OpenRollout | None,
+        headers: Mapping[str, str],
+        role: str = "",
     ) -> RunningCall:
         """Begins to answer. Raises ApiError where the request cannot work."""
         rendered = self._render(request, rollout)
@@ -66,6 +70,7 @@ class Policy:
             timeout_s=rollout.settings.call_timeout_s if rollout else None,
             prefix_breaks=breaks,
             headers=dict(headers),
+            role=role,
         )
 
         async def work(accept: Callable[[], None], emit: Emit) -> tuple[Answer, ...]:
@@ -101,12 +106,21 @@ class Policy:
         async def on_chunk(index: int, chunk: Chunk) -> None:
             emit(builders[index].add(parsers[index].push(chunk.text), chunk))
 
+        def on_done() -> dict[str, int]:
+            for parser, builder in zip(parsers, builders, strict=True):
+                if rest := parser.finish():
+                    emit(builder.add(rest, None))
+            malformed = sum(parser.malformed for parser in parsers)
+            return {names.MALFORMED_TOOL_CALLS: malformed} if malformed else {}
+
         completions = await complete(
-            call, self.loop, self.tracer, on_accept=on_accept, on_chunk=on_chunk
+            call,
+            self.loop,
+            self.tracer,
+            on_accept=on_accept,
+            on_chunk=on_chunk,
+            on_done=on_done,
         )
-        for parser, builder in zip(parsers, builders, strict=True):
-            if rest := parser.finish():
-                emit(builder.add(rest, None))
         answers = tuple(
             builder.answer(choice.prompt_ids, completion)
             for builder, choice, completion in zip(builders, call.choices, completions, strict=True)

@@ -1,7 +1,8 @@
 """One request in our own terms, whatever dialect it came in."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from lightning_jax.gateway.errors import ApiError, invalid
@@ -105,23 +106,26 @@ def _check_tools(functions: tuple[Function, ...], choice: ToolChoice) -> None:
         raise invalid("tool_choice asks for a call, but tools is empty; expected tools.", "tools")
 
 
-def check_model(model: str, model_name: str) -> str:
-    """The agent that the model's name holds, "" if none. Raises ApiError for a model not served."""
+def check_model(model: str, accepted: Sequence[str]) -> str:
+    """The agent that the model's name holds, "" if none. Raises ApiError for a model not served,
+    which is neither the policy nor fits one of the accepted patterns.
+    """
     name, colon, agent = model.partition(":")
     if name == POLICY and bool(colon) == bool(agent):
         return "" if agent == "latest" else agent  # Ollama's clients write NAME:latest
-    if model.removesuffix(":latest") == model_name:
+    if any(fnmatchcase(model.removesuffix(":latest"), pattern) for pattern in accepted):
         return ""
-    message = f"model is {model!r}; expected {POLICY!r}, '{POLICY}:AGENT' or {model_name!r}."
+    others = " or ".join(repr(pattern) for pattern in accepted)
+    message = f"model is {model!r}; expected {POLICY!r}, '{POLICY}:AGENT' or {others}."
     raise ApiError(404, "model_not_found", message, param="model")
 
 
 def agent_of(
     model: str,
-    model_name: str,
+    accepted: Sequence[str],
     headers: Mapping[str, str],
     metadata: Mapping[str, Any] | None = None,
 ) -> str:
     """The sub-agent's name: from the header, else from metadata, else from the model's name."""
-    from_model = check_model(model, model_name)
+    from_model = check_model(model, accepted)
     return str(headers.get(AGENT_HEADER) or (metadata or {}).get("agent") or from_model)

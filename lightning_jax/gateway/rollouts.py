@@ -55,6 +55,7 @@ class OpenRollout:
     num_joined: int = 0
     prefix_breaks: int = 0
     malformed_tool_calls: int = 0
+    reward: float | None = None  # as it was posted
     num_cancelled: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,17 @@ def load_shape(name: str) -> DecoderConfig:
     return gguf_format.read_config(gguf_format.open_file(path))
 
 
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of the named model, without its weights. Raises ModelError."""
+    path = _resolve(name)
+    try:
+        if path.is_dir():
+            return tokenizer.from_hf(path)
+        return tokenizer.from_gguf(gguf_format.open_file(path))
+    except tokenizer.TokenizerError as error:
+        raise ModelError(str(error)) from error
+
+
 def _on_host() -> contextlib.AbstractContextManager[None]:
     """New arrays go to the host, unless JAX was told to leave it alone."""
     try:
@@ -121,12 +133,20 @@ def save_hf(directory: Path | str, model: LoadedModel) -> None:
 
     What was in `directory` before is replaced.
     """
-    target = Path(directory)
+    with whole_directory(Path(directory)) as draft:
+        hf_format.write(draft, model.config, model.params, model.tokenizer.eos_ids)
+        model.tokenizer.save(draft)
+
+
+@contextlib.contextmanager
+def whole_directory(target: Path) -> Iterator[Path]:
+    """A new directory to fill, which takes the place of `target` at the end, but not after an
+    error.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        hf_format.write(draft, model.config, model.params, model.tokenizer.eos_ids)
-        model.tokenizer.save(draft)
+        yield draft
         draft.chmod(0o755)
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))

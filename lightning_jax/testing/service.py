@@ -12,6 +12,7 @@ from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.store import Store
+from lightning_jax.tracing.roles import Roles
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,29 @@ async def run_service(
     *,
     version: int = 0,
     tokenizer: Tokenizer | None = None,
+    roles: Roles | None = None,
+    initial: LoadedModel | None = None,
 ) -> AsyncIterator[Service]:
     """Starts it, and ends it afterwards; its store is a file in `folder`.
 
-    One engine may serve many services, one after another: it holds compiled programs and no state.
+    One engine may serve many services, and `initial` beside the model: it holds compiled programs
+    and no state.
     """
     words = tokenizer or model.tokenizer
     loop = EngineLoop(engine, model.params, version, words, serve)
+    frozen = EngineLoop(engine, initial.params, 0, words, serve) if initial else None
     store = Store(folder / "store.sqlite")
-    gateway = Gateway(loop, words, store, model_name=model.name, serve=serve)
-    loop.start()
+    gateway = Gateway(
+        loop, words, store, model_name=model.name, serve=serve, roles=roles, initial=frozen
+    )
+    loops = [loop, frozen] if frozen else [loop]
+    for each in loops:
+        each.start()
     try:
         await gateway.start()
         yield Service(gateway, loop, store, model)
     finally:
         await gateway.close()
-        loop.close()
+        for each in loops:
+            each.close()
         store.close()

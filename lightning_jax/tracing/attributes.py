@@ -19,11 +19,16 @@ REQUEST_TOP_P = gen_ai.GEN_AI_REQUEST_TOP_P
 RESPONSE_FINISH_REASONS = gen_ai.GEN_AI_RESPONSE_FINISH_REASONS
 RESPONSE_ID = gen_ai.GEN_AI_RESPONSE_ID
 RESPONSE_MODEL = gen_ai.GEN_AI_RESPONSE_MODEL
+TOOL_RESULT = gen_ai.GEN_AI_TOOL_CALL_RESULT
 USAGE_INPUT_TOKENS = gen_ai.GEN_AI_USAGE_INPUT_TOKENS
 USAGE_OUTPUT_TOKENS = gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS
 
+INPUT, OUTPUT = "input.value", "output.value"  # of OpenInference: text for people to read
+
 CHAT = gen_ai.GenAiOperationNameValues.CHAT.value
 TEXT_COMPLETION = gen_ai.GenAiOperationNameValues.TEXT_COMPLETION.value
+EXECUTE_TOOL = gen_ai.GenAiOperationNameValues.EXECUTE_TOOL.value
+INVOKE_AGENT = gen_ai.GenAiOperationNameValues.INVOKE_AGENT.value
 GENERATIONS = (CHAT, TEXT_COMPLETION)  # the operations whose spans hold sampled tokens
 
 DIALECT = "lightning.dialect"  # the wire format that the call came in
@@ -37,7 +42,12 @@ SAMPLING_LOGPROBS = "lightning.sampling_logprobs"
 POLICY_VERSIONS = "lightning.policy_versions"
 FORCED = "lightning.forced"  # True where a grammar left no choice; only set if it did so once
 ADJUSTED = "lightning.adjusted"  # True where biases, penalties or a grammar moved the logits
-REWARD = "lightning.reward"  # what this call earned by itself
+REWARD = "lightning.reward"  # what this call earned by itself; of a reward span, what was posted
+REWARD_CALL = "lightning.reward_call"  # the response id of the call that earned it
+REWARD_CHOICE = "lightning.reward_choice"  # which of the call's choices
+ROLE = "lightning.role"  # the first of the config's roles that the call matched
+SERVED_BY = "lightning.served_by"  # the server that answered instead of the policy
+MALFORMED_TOOL_CALLS = "lightning.malformed_tool_calls"  # of the response; set where there are some
 PREFIX_BREAKS = "lightning.prefix_breaks"  # 1 if a replayed response is not a prefix of this prompt
 REQUEST_MIN_P = "lightning.min_p"
 CHOICE_INDEX = "lightning.choice_index"

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.rewards import posted_rewards
 from lightning_jax.types import Rollout, Span, Trajectory, Transition
 
 
@@ -11,19 +12,27 @@ def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...],
     """The calls that can be trained on, in order of start; and how many cannot, by reason.
 
     Reasons are the error codes of failed calls (`call_error` where a span has none),
-    `empty_response` for a call without a prompt or a response, and `no_logprobs` where the server
-    recorded none. Spans that are no LLM call count as neither. A call with several choices gives
-    one Transition each.
+    `served_elsewhere` for one that another server answered, `empty_response` for a call without a
+    prompt or a response, and `no_logprobs` where the server recorded none. Spans that are no call
+    to the gateway count as neither. A call with several choices gives one Transition each. Rewards
+    that were posted for calls are theirs; `reward_without_call` counts those for calls that are
+    not there.
     """
     transitions: list[Transition] = []
     reasons: Counter[str] = Counter()
+    rewards, num_lost = posted_rewards(spans)
+    if num_lost:
+        reasons["reward_without_call"] = num_lost
     for span in sorted(spans, key=_order):
-        if span.attributes.get(names.OPERATION_NAME) not in names.GENERATIONS:
-            continue
+        operation = span.attributes.get(names.OPERATION_NAME)
+        if operation not in names.GENERATIONS or names.POLICY not in span.attributes:
+            continue  # an agent's own instrumentation may tell of the same call once more
         if span.error is not None:
             reasons[str(span.attributes.get(names.ERROR_TYPE, "call_error"))] += 1
         elif _has_choice_spans(span):
             continue
+        elif names.SERVED_BY in span.attributes:
+            reasons["served_elsewhere"] += 1
         elif not (
             span.attributes.get(names.PROMPT_TOKEN_IDS)
             and span.attributes.get(names.RESPONSE_TOKEN_IDS)
@@ -32,7 +41,7 @@ def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...],
         elif names.BEHAVIOR_LOGPROBS not in span.attributes:
             reasons["no_logprobs"] += 1
         else:
-            transitions.append(_transition(span))
+            transitions.append(_transition(span, rewards.get(span.span_id, 0.0)))
     return tuple(transitions), dict(reasons)
 
 
@@ -55,7 +64,7 @@ def _has_choice_spans(span: Span) -> bool:
     return count > 1 and names.CHOICE_INDEX not in span.attributes
 
 
-def _transition(span: Span) -> Transition:
+def _transition(span: Span, posted: float) -> Transition:
     values = span.attributes
     return Transition(
         call_id=span.span_id,
@@ -68,6 +77,6 @@ def _transition(span: Span) -> Transition:
         finish_reason=values[names.RESPONSE_FINISH_REASONS][0],
         agent=str(values.get(names.AGENT, "")),
         policy=str(values.get(names.POLICY, "policy")),
-        reward=float(values.get(names.REWARD, 0.0)),
+        reward=float(values.get(names.REWARD, 0.0)) + posted,
         forced=tuple(values.get(names.FORCED, ())),
     )

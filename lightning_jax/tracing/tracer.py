@@ -8,9 +8,9 @@ import hashlib
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
+from opentelemetry import context as context_api
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.metrics import NoOpMeterProvider
@@ -24,8 +24,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from lightning_jax.store import Store
 from lightning_jax.tracing import attributes as names
 from lightning_jax.types import Span
-
-_trace_id: ContextVar[int | None] = ContextVar("lightning_trace_id", default=None)
 
 
 def make_tracer(store: Store) -> trace.Tracer:
@@ -74,7 +72,7 @@ class _Ids(IdGenerator):
         return secrets.randbelow(2**64 - 1) + 1
 
     def generate_trace_id(self) -> int:
-        return _trace_id.get() or secrets.randbelow(2**128 - 1) + 1
+        return secrets.randbelow(2**128 - 1) + 1
 
 
 def to_span(span: ReadableSpan) -> Span:
@@ -96,25 +94,85 @@ def to_span(span: ReadableSpan) -> Span:
     )
 
 
-def parent_of(headers: Mapping[str, str]) -> Context:
-    """The trace context that a request carries (W3C traceparent), else an empty one."""
-    return TraceContextTextMapPropagator().extract(headers, context=Context())
+def parent_of(headers: Mapping[str, str], rollout_id: str | None) -> Context:
+    """Where a call's span belongs: below the span that the request names (W3C traceparent), else
+    below its rollout's root, else in a trace of its own.
+    """
+    context = TraceContextTextMapPropagator().extract(headers, context=Context())
+    if trace.get_current_span(context).get_span_context().is_valid or rollout_id is None:
+        return context
+    return root_context(rollout_id)
+
+
+def root_context(rollout_id: str) -> Context:
+    """The context of the rollout's root span. Both of its ids follow from the rollout's, so that
+    spans can go below it before it has ended.
+    """
+    root = trace.SpanContext(
+        trace_id=int(trace_id_of(rollout_id), 16),
+        span_id=int(_digest(f"root of {rollout_id}", 8), 16),
+        is_remote=True,
+        trace_flags=trace.TraceFlags(trace.TraceFlags.SAMPLED),
+    )
+    return trace.set_span_in_context(trace.NonRecordingSpan(root), Context())
+
+
+@contextmanager
+def below_root(rollout_id: str) -> Iterator[None]:
+    """Within it, spans that this task makes with any tracer go below the rollout's root."""
+    token = context_api.attach(root_context(rollout_id))
+    try:
+        yield
+    finally:
+        context_api.detach(token)
+
+
+def flush_process_tracer(timeout_ms: int = 5000) -> None:
+    """Has the process's own tracer provider, if it is one of the SDK, send the spans it holds."""
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, TracerProvider):
+        provider.force_flush(timeout_ms)
+
+
+def trace_headers() -> dict[str, str]:
+    """The span that this task is below, as variables for a program to put its own spans there;
+    empty where there is none.
+    """
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return {name.upper(): value for name, value in carrier.items()}
+
+
+def trace_id_of(rollout_id: str) -> str:
+    """The rollout's trace, in hex."""
+    return _digest(rollout_id, 16)
+
+
+def root_span(
+    rollout_id: str, start_ns: int, end_ns: int, attributes: Mapping[str, Any], error: str | None
+) -> Span:
+    """The record of a rollout as a whole, which is the root of its tree."""
+    root = trace.get_current_span(root_context(rollout_id)).get_span_context()
+    return Span(
+        trace_id=trace.format_trace_id(root.trace_id),
+        span_id=trace.format_span_id(root.span_id),
+        parent_span_id=None,
+        name="rollout",
+        start_ns=start_ns,
+        end_ns=end_ns,
+        attributes={names.OPERATION_NAME: names.INVOKE_AGENT, names.ROLLOUT_ID: rollout_id}
+        | dict(attributes),
+        error=error,
+    )
+
+
+def _digest(text: str, size: int) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
 def child_context(span: trace.Span) -> Context:
     """The context in which a new span becomes a child of `span`."""
     return trace.set_span_in_context(span, Context())
-
-
-@contextmanager
-def rollout_trace(rollout_id: str | None) -> Iterator[None]:
-    """Within it, spans without a parent share the rollout's trace; None leaves them alone."""
-    digest = hashlib.blake2b((rollout_id or "").encode(), digest_size=16).digest()
-    token = _trace_id.set(None if rollout_id is None else int.from_bytes(digest, "big"))
-    try:
-        yield
-    finally:
-        _trace_id.reset(token)
 
 
 def end_with_error(span: trace.Span, reason: str, message: str) -> None:

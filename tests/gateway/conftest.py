@@ -17,6 +17,7 @@ from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.engine import Engine
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.tracing.roles import Roles
 from lightning_jax.types import LLM
 
 SERVE = ServeConfig(slots=4, max_len=512, prefill_buckets=(32, 128), api_key="right-key")
@@ -34,14 +35,20 @@ def engine(model: LoadedModel) -> Engine:
 
 @pytest.fixture
 def make_bench(model: LoadedModel, engine: Engine, tmp_path: Path) -> MakeBench:
-    """Starts a gateway; keyword arguments change its ServeConfig, or its tokenizer."""
+    """Starts a gateway; keyword arguments change its ServeConfig, its tokenizer, or who answers."""
 
     @asynccontextmanager
-    async def make(tokenizer: Tokenizer | None = None, **changes: Any) -> AsyncIterator[Bench]:
+    async def make(
+        tokenizer: Tokenizer | None = None,
+        roles: Roles | None = None,
+        initial: LoadedModel | None = None,
+        **changes: Any,
+    ) -> AsyncIterator[Bench]:
         serve = replace(SERVE, **changes)
         places = (tmp_path, model, engine, serve)
+        others = {"tokenizer": tokenizer, "roles": roles, "initial": initial}
         async with (
-            run_service(*places, version=3, tokenizer=tokenizer) as service,
+            run_service(*places, version=3, **others) as service,
             aiohttp.ClientSession() as http,
         ):
             yield Bench(service.gateway, service.loop, service.store, model, http)

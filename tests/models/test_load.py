@@ -13,7 +13,7 @@ import transformers
 
 from lightning_jax.models import load
 from lightning_jax.models.attention import RopeScaling, rope_frequencies
-from lightning_jax.models.load import load_model, save_hf
+from lightning_jax.models.load import load_model, load_tokenizer, save_hf
 from lightning_jax.models.names import ModelError, flatten, places, unflatten
 from lightning_jax.models.transformer import DecoderConfig, init_params
 from lightning_jax.testing.tiny import tiny_model
@@ -226,3 +226,13 @@ def test_weights_may_lie_in_several_files_and_others_are_ignored(tmp_path):
         shard = dict(items[part::3])
         safetensors.numpy.save_file(shard, path.with_name(f"model-{part}.safetensors"))
     _assert_equal(load_model(str(tmp_path / "model")), TINY)
+
+
+def test_a_tokenizer_needs_no_weights(tmp_path):
+    save_hf(tmp_path, TINY)
+    (tmp_path / "model.safetensors").unlink()
+    text = "<|im_end|>é"
+    assert load_tokenizer(str(tmp_path)).encode(text) == TINY.tokenizer.encode(text)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        load_tokenizer(str(tmp_path))

@@ -11,11 +11,14 @@ from opentelemetry.trace import StatusCode
 from lightning_jax.store import Store, StoreError
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.tracer import (
+    below_root,
     child_context,
     end_with_error,
     make_tracer,
     parent_of,
-    rollout_trace,
+    root_span,
+    trace_headers,
+    trace_id_of,
 )
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -59,8 +62,7 @@ def test_a_failed_span_says_why(store: Store) -> None:
 
 def test_the_agents_trace_is_the_parent(store: Store) -> None:
     tracer = make_tracer(store)
-    with rollout_trace("r1"):
-        span = tracer.start_span("chat", context=parent_of({"traceparent": TRACEPARENT}))
+    span = tracer.start_span("chat", context=parent_of({"traceparent": TRACEPARENT}, "r1"))
     tracer.start_span("choice", context=child_context(span)).end()
     span.end()
     call, child = sorted(store.spans(None), key=lambda record: record.name)
@@ -72,12 +74,24 @@ def test_the_agents_trace_is_the_parent(store: Store) -> None:
 def test_calls_of_a_rollout_share_a_trace_without_one(store: Store, header: str) -> None:
     tracer = make_tracer(store)
     for rollout_id in ("r1", "r1", "r2", None, None):
-        with rollout_trace(rollout_id):
-            tracer.start_span("chat", context=parent_of({"traceparent": header})).end()
+        context = parent_of({"traceparent": header}, rollout_id)
+        tracer.start_span("chat", context=context).end()
     first, second, third, *alone = [record.trace_id for record in store.spans(None)]
-    assert first == second != third
+    assert first == second == trace_id_of("r1") and third == trace_id_of("r2")
     assert len({first, third, *alone}) == 4
-    assert all(record.parent_span_id is None for record in store.spans(None))
+    parents = [record.parent_span_id for record in store.spans(None)]
+    roots = [root_span(each, 0, 1, {}, None).span_id for each in ("r1", "r2")]
+    assert parents == [roots[0], roots[0], roots[1], None, None]
+
+
+def test_the_root_of_a_rollout_is_where_its_traceparent_says() -> None:
+    root = root_span("r1", 5, 9, {"a": 1}, "it broke")
+    assert trace_headers() == {}
+    with below_root("r1"):
+        assert trace_headers() == {"TRACEPARENT": f"00-{root.trace_id}-{root.span_id}-01"}
+    assert trace_headers() == {}
+    assert root.parent_span_id is None and root.error == "it broke"
+    assert root.attributes == {"a": 1, names.ROLLOUT_ID: "r1", names.OPERATION_NAME: "invoke_agent"}
 
 
 def test_ids_differ_though_an_agent_seeds_random(store: Store) -> None:

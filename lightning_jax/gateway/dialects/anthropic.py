@@ -76,7 +76,7 @@ def _request(body: fields.Body, sender: Sender, max_tokens: int | None) -> Polic
         dialect="anthropic",
         model=model,
         id_prefix="msg_",
-        agent=agent_of(model, sender.model_name, sender.headers, metadata),
+        agent=agent_of(model, sender.accepted, sender.headers, metadata),
         messages=_messages(body),
         functions=_functions(body),
         tool_choice=choice,
@@ -316,7 +316,7 @@ def _models(body: fields.Body, sender: Sender) -> Any:
 
 
 def _model(body: fields.Body, sender: Sender) -> Any:
-    check_model(sender.path["model"], sender.model_name)
+    check_model(sender.path["model"], sender.accepted)
     return _model_entry(sender.path["model"])
 
 

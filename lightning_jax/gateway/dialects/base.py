@@ -4,6 +4,7 @@ A dialect's file holds no engine, no tracing and no HTTP server: `parse` makes a
 JSON body, and the Reply it returns makes bodies or stream events of Answers and Deltas.
 """
 
+import glob
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,12 @@ class Sender:
     max_len: int = 0  # tokens that a prompt and its response may have together
     # Tokens of a request's prompt, for dialects that tell before they answer. Raises ApiError.
     count_tokens: Callable[[PolicyRequest], int] = _no_policy
+    other_models: tuple[str, ...] = ()  # patterns of names that roles give a meaning
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Patterns of what a request may name besides the policy and its agents."""
+        return (glob.escape(self.model_name), *self.other_models)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         dialect="chat",
         model=model,
         id_prefix="chatcmpl-",
-        agent=agent_of(model, sender.model_name, sender.headers, metadata),
+        agent=agent_of(model, sender.accepted, sender.headers, metadata),
         messages=tuple(messages),
         functions=functions_of(body),
         tool_choice=_tool_choice(body),
@@ -232,7 +232,7 @@ def _models(body: fields.Body, sender: Sender) -> Any:
 
 
 def _model(body: fields.Body, sender: Sender) -> Any:
-    check_model(sender.path["model"], sender.model_name)
+    check_model(sender.path["model"], sender.accepted)
     return _model_entry(sender.path["model"])
 
 

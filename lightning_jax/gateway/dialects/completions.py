@@ -55,7 +55,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         dialect="completions",
         id_prefix="cmpl-",
         model=model,
-        agent=agent_of(model, sender.model_name, sender.headers, metadata),
+        agent=agent_of(model, sender.accepted, sender.headers, metadata),
         prompts=_prompts(body.get("prompt")),
         num_choices=_num_choices(body),
         max_tokens=fields.integer(body, "max_tokens", DEFAULT_MAX_TOKENS),

@@ -87,7 +87,7 @@ def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
     return PolicyRequest(
         dialect="gemini",
         model=model,
-        agent=agent_of(model, sender.model_name, sender.headers),
+        agent=agent_of(model, sender.accepted, sender.headers),
         messages=messages_of(said),
         functions=functions_of(said),
         tool_choice=tool_choice_of(said),
@@ -204,7 +204,7 @@ def _models(body: fields.Body, sender: Sender) -> Any:
 
 
 def _model(body: fields.Body, sender: Sender) -> Any:
-    check_model(sender.path["model"], sender.model_name)
+    check_model(sender.path["model"], sender.accepted)
     return _model_entry(sender.path["model"], sender)
 
 

@@ -98,7 +98,7 @@ def _request(body: fields.Body, sender: Sender, **what: Any) -> PolicyRequest:
     return PolicyRequest(
         dialect="ollama",
         model=model,
-        agent=agent_of(model, sender.model_name, sender.headers),
+        agent=agent_of(model, sender.accepted, sender.headers),
         output_schema=_output_schema(body.get("format")),
         max_tokens=None if limit in (-1, -2) else limit,  # no limit, or as far as the context
         temperature=fields.number(options, "temperature", 1.0),
@@ -243,7 +243,7 @@ def _load(content: dict[str, Any], sign: str) -> Any:
         if body.get(sign) not in (None, "", []):
             return None
         model = fields.text(body, "model")
-        check_model(model, sender.model_name)
+        check_model(model, sender.accepted)
         now, unload = _rfc3339(datetime.now(UTC)), body.get("keep_alive") in (0, "0", "0s")
         end = {"done": True, "done_reason": "unload" if unload else "load"}
         return {"model": model, "created_at": now, **content, **end}
@@ -262,7 +262,7 @@ def _running(body: fields.Body, sender: Sender) -> Any:
 
 
 def _show(body: fields.Body, sender: Sender) -> Any:
-    check_model(fields.text(body, "model") or fields.text(body, "name"), sender.model_name)
+    check_model(fields.text(body, "model") or fields.text(body, "name"), sender.accepted)
     shape = {"general.architecture": POLICY, f"{POLICY}.context_length": sender.max_len}
     return {"details": _DETAILS, "model_info": shape, "capabilities": ["completion", "tools"]}
 

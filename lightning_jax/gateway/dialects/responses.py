@@ -66,7 +66,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         dialect="responses",
         id_prefix="resp_",
         model=settings["model"],
-        agent=agent_of(settings["model"], sender.model_name, sender.headers, settings["metadata"]),
+        agent=agent_of(settings["model"], sender.accepted, sender.headers, settings["metadata"]),
         messages=(*system, *conversation),
         functions=tuple(_functions(body)),
         tool_choice=_tool_choice(body),

@@ -1,0 +1,61 @@
+"""An agent without a framework: a loop of its own around the plain `openai` client.
+
+It asks for a sum. A reply that does not have the form that was asked for is told so, once.
+
+    python agents/from_scratch.py --base-url http://127.0.0.1:8000/v1 --question "What is 17 + 25?"
+"""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+
+sys.path.insert(0, str(Path(__file__).parent))  # as `python FILE` does; a loader by path does not
+from sum_answers import HINT, answer_of, first_messages, reward
+
+MAX_REPLIES = 2
+
+
+async def solve(task: dict[str, Any], llm: Any) -> list[str]:
+    """What the model replied, in order. `llm`: base_url, api_key and model."""
+    messages: list[Any] = first_messages(task["question"])
+    replies: list[str] = []
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        while len(replies) < MAX_REPLIES:
+            completion = await client.chat.completions.create(
+                model=llm.model, messages=messages, max_tokens=32
+            )
+            replies.append(completion.choices[0].message.content or "")
+            if answer_of(replies[-1]) is not None:
+                break
+            messages.append({"role": "assistant", "content": replies[-1]})
+            messages.append({"role": "user", "content": HINT})
+    return replies
+
+
+async def run(task: dict[str, Any], llm: Any) -> dict[str, float]:
+    """The last reply's reward, shared out among all that it took."""
+    replies = await solve(task, llm)
+    return {"reward": reward(task, replies[-1]) / len(replies), "replies": len(replies)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Ask a model for a sum, twice if need be.")
+    parser.add_argument("--base-url", required=True, help="of an OpenAI-compatible server")
+    parser.add_argument("--api-key", default="none")
+    parser.add_argument("--model", default="policy")
+    parser.add_argument("--question", required=True)
+    args = parser.parse_args()
+    llm = SimpleNamespace(base_url=args.base_url, api_key=args.api_key, model=args.model)
+    try:
+        print("\n".join(asyncio.run(solve({"question": args.question}, llm))))
+    except openai.OpenAIError as error:
+        parser.exit(1, f"{args.base_url} gave no answer: {error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Sums of small numbers: how one is asked for, and what a reply earns.
+
+A task is a dict with `question`, such as "What is 17 + 25?", and `answer`, the right number.
+"""
+
+import re
+from typing import Any
+
+HINT = "That has no line such as: Answer: 12. Reply with one."
+
+_ANSWER = re.compile(r"^\W*Answer\W*:\W*?(-?\d+)(?![\d.,]*\d)", re.I | re.M)
+
+
+def first_messages(question: str) -> list[dict[str, Any]]:
+    """A conversation with an example, up to the question."""
+    return [
+        {"role": "system", "content": "You add numbers. Reply with one line: Answer: NUMBER"},
+        {"role": "user", "content": "What is 2 + 3?"},
+        {"role": "assistant", "content": "Answer: 5"},
+        {"role": "user", "content": question},
+    ]
+
+
+def answer_of(reply: str) -> int | None:
+    """The number of the reply's last line `Answer: NUMBER`; None where there is none."""
+    found = _ANSWER.findall(reply)
+    return int(found[-1]) if found and len(found[-1]) < 20 else None
+
+
+def reward(task: dict[str, Any], output: str) -> float:
+    """1.0 for the right number, 0.1 for another one, 0.0 for a reply without one."""
+    answer = answer_of(output)
+    if answer is None:
+        return 0.0
+    return 1.0 if answer == task["answer"] else 0.1

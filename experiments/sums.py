@@ -1,0 +1,30 @@
+"""Does GRPO alone teach a small model to add, whatever its agent is written in?
+
+The agents have no framework: agents/from_scratch.py is a loop around the plain openai client,
+others use the ollama client or are not in Python. There are no demonstrations. docs/agents.md says
+what a program gets.
+
+    python experiments/sums.py --config experiments/configs/sums_cpu.yaml [key=value ...]
+
+Other agents for the same task, as settings (the last one in an environment that has openai and
+nothing else):
+
+    agent.function=agents/ollama_chat.py:run
+    agent.command='node agents/any_program/ask.mjs' agent.reward=agents/sum_answers.py:reward
+    agent.command='sh agents/any_program/ask.sh' agent.reward=agents/sum_answers.py:reward
+    agent.python=OTHER/bin/python
+
+The same command goes on after a crash; `run_dir=DIR` starts another run.
+"""
+
+from lightning_jax.config import Config
+from lightning_jax.datasets.sums import load_sums
+from lightning_jax.experiment import load_splits, run_main, train_and_report
+
+
+def main(config: Config) -> None:
+    train_and_report(config, *load_splits(config, load_sums))
+
+
+if __name__ == "__main__":
+    run_main(main, __doc__)

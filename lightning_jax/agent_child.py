@@ -1,0 +1,85 @@
+"""Runs one agent coroutine in another interpreter; `program.py` starts it as a script.
+
+    python agent_child.py FILE:FUNCTION        loads it, and fails where that cannot be done
+    python agent_child.py FILE:FUNCTION FD     runs it and writes the result to a file descriptor
+
+The task comes as JSON on standard input, the model's URL, key and name in the environment. It needs
+nothing but the standard library, from Python 3.8 on.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # The folder of this script holds modules named like the standard library's (types.py).
+    sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+
+class LLM:
+    """What a coroutine gets in place of `lightning_jax.types.LLM`."""
+
+    def __init__(self) -> None:
+        self.base_url = os.environ["OPENAI_BASE_URL"]
+        self.api_key = os.environ["OPENAI_API_KEY"]
+        self.model = os.environ["OPENAI_MODEL"]
+
+
+def load(reference: str) -> Any:
+    """The coroutine function that FILE:FUNCTION names; ends this process where there is none."""
+    path, _, name = reference.rpartition(":")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # as `python FILE` does
+    spec = importlib.util.spec_from_file_location("_agent", path)
+    if spec is None or spec.loader is None:
+        sys.exit(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["_agent"] = module
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, OSError, SyntaxError) as error:
+        sys.exit(f"{path} cannot be loaded: {error}")
+    function = getattr(module, name, None)
+    if not inspect.iscoroutinefunction(function):
+        sys.exit(f"{path} has no coroutine function {name!r}")
+    return function
+
+
+async def run(function: Any, channel: int) -> None:
+    """Writes what the coroutine returned or raised, and ends this process: threads and tasks that
+    it left behind are not waited for.
+    """
+    try:
+        told = {"result": await function(json.load(sys.stdin), LLM())}
+    except Exception as error:  # noqa: BLE001  (foreign code: `program.py` raises it again)
+        traceback.print_exc()
+        told = {
+            "error": type(error).__name__,
+            "message": str(error)[:2000],
+            "is_connection": isinstance(error, ConnectionError),
+        }
+    with os.fdopen(channel, "w") as file:
+        file.write(as_json(told))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def as_json(told: Any) -> str:
+    """What JSON does not know becomes a text, which is no reward."""
+    try:
+        return json.dumps(told, default=lambda v: dict(v) if isinstance(v, Mapping) else repr(v))
+    except (TypeError, ValueError, RecursionError):  # keys of other types, a loop, ...
+        return json.dumps({"result": repr(told.get("result"))[:2000]})
+
+
+if __name__ == "__main__":
+    FUNCTION = load(sys.argv[1])
+    if len(sys.argv) > 2:
+        asyncio.run(run(FUNCTION, int(sys.argv[2])))

@@ -1,0 +1,88 @@
+"""Settings of who trains and what single calls earn: the parts that the calls of a run play, and
+rules that reward what a call brings about.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from lightning_jax.config_sections import require
+
+FACTS = (
+    "tool_error", "tool_timeout", "tool_output", "observation", "response", "malformed_call",
+    "cut_short"
+)  # fmt: skip
+TEXTS = ("tool_output", "observation", "response")  # they always hold some text
+SERVED_BY = ("policy", "initial")
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """A part that some calls of a run play. A call has the first role all of whose patterns fit it;
+    a call without a role trains.
+    """
+
+    agent: str | None = None  # the sub-agent's name, with * and ? as in file names
+    model: str | None = None  # the model's name that the call asks for, with * and ?
+    system: str | None = None  # a regular expression, found in the system prompt
+    trains: bool = True  # False: the call is part of the environment
+    # policy: the present weights; initial: those that the run began with; else the URL of an
+    # OpenAI-compatible server, whose calls cannot train.
+    served_by: str = "policy"
+    served_model: str | None = None  # of a URL: the model to ask for. None: as the agent asks
+    api_key: str | None = None  # of a URL
+
+    def __post_init__(self) -> None:
+        is_url = urlsplit(self.served_by).scheme in ("http", "https")
+        require(
+            self,
+            agent=(
+                any((self.agent, self.model, self.system)),
+                "a pattern for the agent, the model or the system prompt",
+            ),
+            system=(_compiles(self.system), "a regular expression"),
+            served_by=(
+                self.served_by in SERVED_BY or is_url,
+                "policy, initial or the http(s) URL of a server",
+            ),
+            trains=(
+                not self.trains or self.served_by == "policy",
+                f"false, as served_by is {self.served_by} and only what the policy says can train",
+            ),
+        )
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another server answers."""
+        return self.served_by not in SERVED_BY
+
+
+@dataclass(frozen=True)
+class RewardRule:
+    """A reward for a call, each time it brings something about."""
+
+    fact: str
+    reward: float
+    pattern: str | None = None  # a regular expression, found in the fact's text; None: any
+    agent: str | None = None  # only calls of the sub-agents of this name, with * and ?
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            fact=(self.fact in FACTS, f"one of {', '.join(FACTS)}"),
+            reward=(math.isfinite(self.reward), "a finite number"),
+            pattern=(
+                _compiles(self.pattern) and (self.pattern is not None or self.fact not in TEXTS),
+                "a regular expression"
+                + (f", because the fact is {self.fact}" * (self.fact in TEXTS)),
+            ),
+        )
+
+
+def _compiles(pattern: str | None) -> bool:
+    try:
+        re.compile(pattern or "")
+    except re.error:
+        return False
+    return True

@@ -1,0 +1,235 @@
+"""Sections of the settings: model, data, devices, server, agent, rollouts and what is kept.
+
+`config_learning.py` has those of the learning, `config.py` all of them together.
+"""
+
+import math
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+
+def require(section: object, **conditions: tuple[bool, str]) -> None:
+    """Raises ValueError for the first field whose condition does not hold; the text says what
+    would.
+    """
+    for name, (holds, expected) in conditions.items():
+        if not holds:
+            raise ValueError(f"{name} is {getattr(section, name)!r}; expected {expected}.")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = (
+        "smollm2-135m-instruct"  # a name, a Hugging Face directory or hub id, or a .gguf file
+    )
+    dtype: str = "float32"  # of weights and activations: float32 or bfloat16
+    remat: bool = (
+        False  # recompute activations in the backward pass: less memory, a third more time
+    )
+
+    def __post_init__(self) -> None:
+        require(self, dtype=(self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"))
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    root: str | None = (
+        None  # a folder with the data set as published or in the compact form; None: generated
+    )
+    max_train_tasks: int | None = None  # None: all
+    max_schema_chars: int | None = None  # leave out databases whose schema text is longer; counted
+    require_rows: bool = True  # leave out tasks whose gold query returns no row
+    sources: tuple[str, ...] | None = None  # of Calc-X: leave out tasks of others; counted
+    max_question_chars: int | None = None  # of Calc-X: leave out longer questions; counted
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; -1 takes what is left."""
+
+    data: int = 1  # each holds whole weights and a share of the rows
+    fsdp: int = -1  # each holds a share of the weights and of the rows
+    tensor: int = 1  # each computes a share of every layer
+    first_device: int = 0  # those before it are left to another mesh
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    api_key: str | None = None  # None: a random one
+    slots: int = 16  # requests decoded at once
+    max_len: int = 1024  # tokens of prompt and response together that a slot holds
+    prefill_buckets: tuple[int, ...] = (32, 128, 512)  # padded prompt lengths, one compile each
+    max_queue: int = 1024  # requests waiting for a slot; more are refused with 429
+    # Memory for keys and values of past calls, beside the slots'; at most 8 times theirs is taken.
+    # SmolLM2-135M in float32 has 46 kB a token: 256 MiB are 5,800 tokens. 0: nothing is kept.
+    prefix_cache_mib: float = 256.0
+    orchestrator: str = "native"  # native, or jetstream (cannot train: it takes no new weights)
+    # Devices that serve. None: the trainer's; of several processes, all devices of process 0.
+    mesh: MeshConfig | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefill_buckets", tuple(sorted(self.prefill_buckets)))
+        require(
+            self,
+            slots=(self.slots >= 1, "at least 1"),
+            port=(0 <= self.port < 65536, "0 (any free port) to 65535"),
+            max_len=(self.max_len >= 16, "at least 16 tokens"),
+            prefill_buckets=(
+                bool(self.prefill_buckets) and self.prefill_buckets[0] > 0,
+                "positive lengths",
+            ),
+            prefix_cache_mib=(
+                0 <= self.prefix_cache_mib < math.inf,
+                "a number of MiB, or 0 for no prefix cache",
+            ),
+            orchestrator=(self.orchestrator in ("native", "jetstream"), "native or jetstream"),
+        )
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """The program that is trained; docs/agents.md says what it gets and how it answers."""
+
+    # FILE:FUNCTION, a coroutine function (task, llm) -> reward; it runs in this process...
+    function: str = "agents/spider_sql.py:run"
+    python: str | None = None  # ...or in one of this interpreter's, which has what it imports
+    # A command line, as a string or a list of its words, that runs for each rollout instead of
+    # `function`.
+    command: Any = None
+    # Of a command. FILE:FUNCTION, (task, output) -> reward; None: the output's last line is it.
+    reward: str | None = None
+
+    def __post_init__(self) -> None:
+        command = self.command
+        if isinstance(command, str):
+            object.__setattr__(self, "command", _words(command))
+        elif isinstance(command, list):
+            object.__setattr__(self, "command", tuple(str(word) for word in command))
+        require(
+            self,
+            function=(":" in self.function, "FILE:FUNCTION, such as agents/spider_sql.py:run"),
+            python=(
+                self.python is None or command is None,
+                "none beside agent.command, whose first word is what runs",
+            ),
+            command=(
+                self.command is None or (isinstance(self.command, tuple) and any(self.command[:1])),
+                "a command line, such as 'node agent.mjs', or a list of its words",
+            ),
+            reward=(
+                self.reward is None or (":" in self.reward and command is not None),
+                "FILE:FUNCTION beside agent.command; agent.function returns the reward itself",
+            ),
+        )
+
+
+def _words(line: str) -> tuple[str, ...]:
+    """The words of a command line, as a shell would split them."""
+    try:
+        return tuple(shlex.split(line))
+    except ValueError as error:
+        raise ValueError(f"agent.command {line!r} cannot be split into words: {error}.") from None
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    tasks_per_step: int = 8
+    group_size: int = 4  # rollouts of one task in one step
+    concurrency: int = 16  # rollouts running at once
+    timeout_s: float = 120.0  # of one rollout; over it the agent has failed
+    call_timeout_s: float = 60.0  # of one LLM call; over it the infrastructure has failed
+    max_attempts: int = 3  # tries of a rollout whose infrastructure fails
+    agent_failure_reward: float | None = 0.0  # None: a failed agent's rollout is not trained on
+    max_infrastructure_failures: float = 0.2  # share of a step's rollouts above which the run stops
+    # Sampling of the policy in training rollouts, whatever the agent asks for. None: as the agent
+    # asks.
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    max_tokens: int | None = None  # a ceiling, not an override
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            tasks_per_step=(self.tasks_per_step >= 1, "at least 1"),
+            group_size=(self.group_size >= 1, "at least 1"),
+            concurrency=(self.concurrency >= 1, "at least 1"),
+            max_attempts=(self.max_attempts >= 1, "at least 1"),
+            timeout_s=(self.timeout_s > 0, "a positive number of seconds"),
+            call_timeout_s=(self.call_timeout_s > 0, "a positive number of seconds"),
+        )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = 10  # trainer steps; 0: only at the end
+    num_tasks: int = 64  # of the dev split, always the same ones
+    temperature: float = 0.0
+    at_start: bool = True  # also before the first step, and after the warm-up
+    by: str | None = None  # a field of the tasks: a result for each of its values, too
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """The search service of experiments whose agent searches paragraphs."""
+
+    retriever: str = "bm25"  # bm25, or dense
+    encoder: str = "all-MiniLM-L6-v2"  # of dense: this one, a directory or a hub id
+    index: str | None = None  # a folder with an index of this corpus; None: made once, and kept
+    top_k: int = 3  # paragraphs a query
+    max_chars: int = 500  # of a paragraph
+    start_timeout_s: float = 3600.0  # the making of a large dense index takes long
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            retriever=(self.retriever in ("bm25", "dense"), "bm25 or dense"),
+            top_k=(self.top_k >= 1, "at least 1"),
+            max_chars=(self.max_chars >= 1, "at least 1"),
+            start_timeout_s=(self.start_timeout_s > 0, "a positive number of seconds"),
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 10  # trainer steps; the last one is always saved
+    keep: int = 1  # newest checkpoints kept
+
+    def __post_init__(self) -> None:
+        require(self, every=(self.every >= 1, "at least 1"), keep=(self.keep >= 1, "at least 1"))
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """The processes of one run, each with devices of its own; process 0 runs agents and gateway."""
+
+    # none: one process; auto: jax asks the TPU pod, Slurm or MPI; manual: as the other fields say.
+    mode: str = "none"
+    coordinator: str | None = None  # HOST:PORT of process 0, as all others reach it
+    num_processes: int | None = None
+    process_id: int | None = None  # 0, 1, ..., another one in each process
+    timeout_s: int = 300  # for all processes to appear
+
+    def __post_init__(self) -> None:
+        manual = self.mode == "manual"
+        number, place = self.num_processes, self.process_id
+        require(
+            self,
+            mode=(self.mode in ("none", "auto", "manual"), "none, auto or manual"),
+            coordinator=(
+                not manual or ":" in (self.coordinator or ""),
+                "HOST:PORT of process 0 with distributed.mode manual",
+            ),
+            num_processes=(
+                not manual or (number is not None and number >= 1),
+                "the number of processes with distributed.mode manual",
+            ),
+            process_id=(
+                not manual or (place is not None and 0 <= place < (number or 0)),
+                "0 to num_processes - 1 with distributed.mode manual",
+            ),
+            timeout_s=(self.timeout_s >= 1, "at least 1 second"),
+        )

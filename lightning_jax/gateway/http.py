@@ -1,0 +1,94 @@
+"""What the server does with HTTP itself: bodies, keys, errors and addresses."""
+
+import contextlib
+import ipaddress
+import json
+import logging
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.gateway.dialects.base import Dialect
+from lightning_jax.gateway.errors import ApiError, GatewayError, invalid
+from lightning_jax.gateway.fields import Body, as_object
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 2**20
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Raises ApiError for one that is too large."""
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise ApiError(
+            413,
+            "body_too_large",
+            f"the body is larger than the limit of {MAX_BODY_BYTES} bytes; send less.",
+        ) from error
+
+
+def as_json(raw: bytes) -> Body:
+    """The JSON object. Raises ApiError where it is none."""
+    try:
+        body = as_object(json.loads(raw))
+        if b"\\ud" in raw.lower():  # half a surrogate pair is no text to encode, render or store
+            json.dumps(body, ensure_ascii=False).encode()
+        return body
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not JSON ({error}); expected a JSON object.") from error
+
+
+def key_of(request: web.Request) -> str | None:
+    """The key, wherever the clients of the dialects put it; None where there is none."""
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return bearer.strip()
+    for header in ("x-api-key", "x-goog-api-key"):
+        if header in request.headers:
+            return request.headers[header]
+    return request.query.get("key")
+
+
+def refusal(dialect: Dialect, error: ApiError) -> web.Response:
+    """The error in the shape that the dialect's clients read."""
+    return web.json_response(dialect.error(error), status=error.status, headers=error.headers)
+
+
+def check_exposure(serve: ServeConfig) -> None:
+    """Raises GatewayError for an address that others can reach, without a key of its owner's."""
+    with contextlib.suppress(ValueError):
+        if not ipaddress.ip_address(serve.host).is_loopback and not serve.api_key:
+            raise GatewayError(
+                f"serve.host is {serve.host!r}, which other machines can reach, and serve.api_key "
+                "is not set; expected a key. Set serve.api_key, or serve.host to 127.0.0.1."
+            )
+
+
+def reachable_url(address: tuple) -> str:
+    """The URL of a bound address; "all interfaces" is reached through the loopback."""
+    host, port = str(address[0]), address[1]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@web.middleware
+async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns what no dialect has answered into OpenAI's error body."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        code = "unknown_url" if error.status == 404 else "http_error"
+        failure = ApiError(error.status, code, f"{request.method} {request.path}: {error.reason}.")
+    except ConnectionError:
+        raise  # nobody is there to answer
+    except Exception as error:
+        log.exception("%s %s failed", request.method, request.path)
+        failure = ApiError(
+            500, "internal_error", f"the server failed ({type(error).__name__}); see its log."
+        )
+    return web.json_response(failure.body, status=failure.status, headers=failure.headers)

@@ -1,0 +1,193 @@
+"""Agents that are programs: whatever `agent.*` names becomes a coroutine function like any other.
+
+A command is started once for each rollout. It finds the policy's URL in its environment and the
+task on its standard input; the last line that it prints is the reward, or a function makes one of
+all that it printed. A coroutine function that needs another interpreter runs in a process of that
+one. docs/agents.md says what a program gets and what its exit means.
+"""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lightning_jax.config import AgentConfig, ConfigError
+from lightning_jax.process_group import Ended, run_program
+from lightning_jax.runner import Agent, Result, load_agent, load_function
+from lightning_jax.tracing.tracer import trace_headers
+from lightning_jax.types import LLM, Task
+
+log = logging.getLogger(__name__)
+
+CHILD = Path(__file__).with_name("agent_child.py")
+MAX_VARIABLE = 2**17  # bytes of NAME=value with its end, on Linux; longer ones fail every program
+MAX_RESULT = 2**20  # bytes
+TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h: something that the program stands on is down
+LOAD_TIMEOUT_S = 120.0  # for another interpreter to import the agent's framework
+
+
+class ExitStatus(Exception):
+    """The program ended with another exit status than 0."""
+
+
+class KilledBySignal(Exception):
+    """The program was ended by a signal that we did not send."""
+
+
+class TemporaryFailure(ConnectionError):
+    """The program said that something it stands on is down."""
+
+
+class NotStarted(ConnectionError):
+    """The system could not start the program just now."""
+
+
+def make_agent(config: AgentConfig) -> Agent:
+    """The agent that the settings name. Raises ConfigError for what is not there."""
+    if config.command is not None:
+        return _command_agent(config)
+    if config.python is not None:
+        return _interpreter_agent(config.python, config.function)
+    return load_agent(config.function)
+
+
+def program_environment(task: Task, llm: LLM) -> dict[str, str]:
+    """The variables that a program gets beside those of this process.
+
+    LIGHTNING_TASK is left out where a task is longer than a variable may be.
+    """
+    root = llm.base_url.removesuffix("/v1")  # Ollama's and Anthropic's clients add their own path
+    variables = {
+        "OPENAI_BASE_URL": llm.base_url,
+        "OPENAI_API_KEY": llm.api_key,
+        "OPENAI_MODEL": llm.model,
+        "ANTHROPIC_BASE_URL": root,
+        "ANTHROPIC_API_KEY": llm.api_key,
+        "OLLAMA_HOST": root,
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{root}/v1/traces",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        **trace_headers(),
+    }
+    text = json.dumps(task)
+    if len("LIGHTNING_TASK=") + len(text) < MAX_VARIABLE:
+        variables["LIGHTNING_TASK"] = text
+    return variables
+
+
+def _command_agent(config: AgentConfig) -> Agent:
+    words = (_found(config.command[0], "agent.command"), *config.command[1:])
+    reward = load_function(config.reward) if config.reward else None
+
+    async def agent(task: Task, llm: LLM) -> Result:
+        ended = await _run(words, task, llm)
+        _check_end(ended)
+        return reward(dict(task), ended.output) if reward else _last_line(ended.output)
+
+    return agent
+
+
+def _interpreter_agent(python: str, function: str) -> Agent:
+    words = (_found(python, "agent.python"), str(CHILD), function)
+    _check_loads(words)
+
+    async def agent(task: Task, llm: LLM) -> Result:
+        with tempfile.TemporaryFile() as channel:
+            ended = await _run((*words, str(channel.fileno())), task, llm, channel.fileno())
+            told = os.pread(channel.fileno(), MAX_RESULT, 0)
+        if not told:
+            _check_end(ended)
+            return None
+        return _told(told)
+
+    return agent
+
+
+def _found(program: str, key: str) -> str:
+    path = shutil.which(program)
+    if path is None:
+        raise ConfigError(
+            f"{key} names the program {program!r}, which is not there or may not be run; expected "
+            "one on the PATH, or a file with its execute permission set."
+        )
+    return path
+
+
+def _check_loads(words: tuple[str, ...]) -> None:
+    """Tries once what each rollout will do, so that a missing framework is told before the run."""
+    what = f"agent.function {words[-1]!r} cannot be used with agent.python {words[0]}"
+    try:
+        tried = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            env={
+                **os.environ,
+                **program_environment({}, LLM("http://localhost/v1", "none", "none")),
+            },
+            capture_output=True,
+            timeout=LOAD_TIMEOUT_S,
+            start_new_session=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{what}: it did not load in {LOAD_TIMEOUT_S:g} s.") from None
+    if tried.returncode != 0:
+        raise ConfigError(f"{what}: {_last_words(tried.stderr.decode('utf-8', 'replace'))}")
+
+
+async def _run(words: tuple[str, ...], task: Task, llm: LLM, *keep_open: int) -> Ended:
+    environment = {**os.environ, **program_environment(task, llm)}
+    try:
+        return await run_program(words, environment, json.dumps(task).encode(), keep_open)
+    except OSError as error:  # it was there when the run began: too many processes, no memory, ...
+        raise NotStarted(f"{words[0]} could not be started: {error}") from error
+
+
+def _check_end(ended: Ended) -> None:
+    """Raises for a program that did not end well; the message is its last word."""
+    words = _last_words(ended.errors)
+    if ended.status == TEMPORARY_FAILURE:
+        raise TemporaryFailure(words)
+    if ended.status > 0:
+        raise ExitStatus(f"exit status {ended.status}: {words}")
+    if ended.status < 0:
+        raise KilledBySignal(f"killed by {_signal_name(-ended.status)}: {words}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _last_words(errors: str) -> str:
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    return lines[-1][-400:] if lines else "it said nothing on its standard error"
+
+
+def _last_line(output: str) -> Any:
+    """The last line that is not empty: what it says as JSON, else the line itself; None without."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if not lines:
+        return None
+    try:
+        return json.loads(lines[-1])
+    except ValueError:
+        return lines[-1]
+
+
+def _told(text: bytes) -> Any:
+    """The result that a coroutine returned in another process; raises again what it raised."""
+    try:
+        told = json.loads(text)
+    except ValueError:
+        raise ExitStatus(f"its result is cut or longer than {MAX_RESULT} bytes") from None
+    if "result" in told:
+        return told["result"]
+    base = ConnectionError if told["is_connection"] else Exception
+    raise type(told["error"], (base,), {})(told["message"])

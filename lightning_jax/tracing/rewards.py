@@ -1,0 +1,136 @@
+"""Rewards of single calls: those that were posted while a rollout ran, and those that rules give.
+
+A rule maps what a rollout's spans say (a tool failed, a response was cut short, ...) to a reward of
+the call that brought it about. Pure functions.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from lightning_jax.config import RewardRule
+from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.tree import cause_of, is_tool, tool_output
+from lightning_jax.types import Span, Transition
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a call brought about."""
+
+    fact: str
+    call_id: str
+    text: str = ""
+
+
+def apply_rules(
+    spans: Sequence[Span],
+    transitions: Sequence[Transition],
+    rules: Mapping[str, RewardRule],
+    decode: Decode,
+) -> tuple[tuple[Transition, ...], dict[str, int]]:
+    """(the calls with what the rules give them, how often each rule did so, by its name).
+
+    `transitions` are those of `spans`, in order. A rule applies once for each event that it fits.
+    What a call brought about that is not among them counts as `NAME_without_call`.
+    """
+    calls = {call.call_id: call for call in transitions}
+    counts: Counter[str] = Counter()
+    for event in _events(spans, transitions, {rule.fact for rule in rules.values()}, decode):
+        call = calls.get(event.call_id)
+        for name, rule in rules.items():
+            if not _fits(rule, event, call.agent if call else ""):
+                continue
+            if call is None:
+                counts[f"{name}_without_call"] += 1
+            else:
+                counts[name] += 1
+                call = replace(call, reward=call.reward + rule.reward)
+                calls[event.call_id] = call
+    return tuple(calls[call.call_id] for call in transitions), dict(counts)
+
+
+def posted_rewards(spans: Sequence[Span]) -> tuple[dict[str, float], int]:
+    """(what was posted for calls, added up by the id of the span that holds the call's tokens; how
+    many posts name a call that is not there).
+    """
+    by_response = {span.attributes.get(names.RESPONSE_ID): span for span in spans}
+    choices = {
+        (span.parent_span_id, span.attributes.get(names.CHOICE_INDEX)): span for span in spans
+    }
+    rewards: Counter[str] = Counter()
+    num_lost = 0
+    for span in spans:
+        if names.REWARD_CALL not in span.attributes:
+            continue
+        call = by_response.get(span.attributes[names.REWARD_CALL])
+        if call is None:
+            num_lost += 1
+            continue
+        index = int(span.attributes.get(names.REWARD_CHOICE, 0))
+        holder = choices.get((call.span_id, index), call)
+        rewards[holder.span_id] += span.attributes[names.REWARD]
+    return dict(rewards), num_lost
+
+
+def observation(call: Transition, transitions: Sequence[Transition], decode: Decode) -> str | None:
+    """What the agent told the policy after the call: the text that the first later prompt adds to
+    the call's prompt and response. None where the conversation did not go on.
+    """
+    path = call.prompt_token_ids + call.response_token_ids
+    later = iter(transitions)
+    for each in later:
+        if each.call_id == call.call_id:
+            break
+    for each in later:
+        if each.prompt_token_ids[: len(path)] == path:
+            return decode(each.prompt_token_ids[len(path) :])
+    return None
+
+
+def _events(
+    spans: Sequence[Span], transitions: Sequence[Transition], facts: set[str], decode: Decode
+) -> Iterator[Event]:
+    """Those of the facts that are asked for; finding them costs time."""
+    if facts & {"tool_error", "tool_timeout", "tool_output"}:
+        yield from _tool_events(spans)
+    if "malformed_call" in facts:
+        for span in spans:
+            for _ in range(int(span.attributes.get(names.MALFORMED_TOOL_CALLS, 0))):
+                yield Event("malformed_call", span.span_id)
+    for call in transitions:
+        if call.finish_reason == "length":
+            yield Event("cut_short", call.call_id)
+        if "response" in facts:
+            yield Event("response", call.call_id, decode(call.response_token_ids))
+        if "observation" in facts:
+            said = observation(call, transitions, decode)
+            if said is not None:
+                yield Event("observation", call.call_id, said)
+
+
+def _tool_events(spans: Sequence[Span]) -> Iterator[Event]:
+    for span in spans:
+        if not is_tool(span):
+            continue
+        cause = cause_of(span, spans)
+        call_id = cause.span_id if cause else ""
+        if span.error is not None:
+            reason = f"{span.attributes.get(names.ERROR_TYPE, '')} {span.error}".strip()
+            yield Event("tool_error", call_id, reason)
+            if re.search(r"time[d\s_-]*out", reason, re.I):
+                yield Event("tool_timeout", call_id, reason)
+        elif output := tool_output(span):
+            yield Event("tool_output", call_id, output)
+
+
+def _fits(rule: RewardRule, event: Event, agent: str) -> bool:
+    return (
+        rule.fact == event.fact
+        and (rule.pattern is None or re.search(rule.pattern, event.text, re.M) is not None)
+        and (rule.agent is None or fnmatchcase(agent, rule.agent))
+    )

@@ -1,0 +1,292 @@
+"""From a rollout and its spans to what a view shows of them. Pure functions."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_jax.gateway.tool_calls import CallArguments, CallStart, ToolCallParser
+from lightning_jax.gateway.tool_formats import format_of
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.rl.packing import common_prefix
+from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.tree import is_tool
+from lightning_jax.types import Rollout, Span, Transition
+from lightning_jax.view.records import (
+    CallView,
+    Failure,
+    Kind,
+    RolloutRow,
+    RolloutView,
+    RunView,
+    SpanView,
+    StepCredit,
+    TokenView,
+)
+from lightning_jax.view.text import as_text, printable, split_text, token_texts
+from lightning_jax.view.tree import in_tree_order
+
+INPUTS = (
+    "gen_ai.tool.call.arguments", names.INPUT, "tool.parameters", "gen_ai.input.messages"
+)  # fmt: skip
+OUTPUTS = (names.TOOL_RESULT, names.OUTPUT, "gen_ai.output.messages")
+TOOL_NAMES = ("gen_ai.tool.name", "tool.name")
+KIND = "openinference.span.kind"
+# Attributes with an item a token, and those that a view shows by themselves.
+SHOWN_OTHERWISE = frozenset(
+    {names.PROMPT_TOKEN_IDS, names.RESPONSE_TOKEN_IDS, names.BEHAVIOR_LOGPROBS}
+    | {names.SAMPLING_LOGPROBS, names.POLICY_VERSIONS, names.FORCED, names.ROLLOUT_ID}
+    | {*INPUTS, *OUTPUTS}
+)
+NO_SPANS = "no spans: the agent made no call, or none has ended yet"
+
+
+def view_rollout(
+    rollout: Rollout,
+    spans: Sequence[Span],
+    transitions: Sequence[Transition],
+    tokenizer: Tokenizer | None,
+    credit: StepCredit,
+) -> RolloutView:
+    """The rollout as a tree in time; `transitions` are those of its spans. Without a tokenizer
+    texts are empty.
+    """
+    ordered = in_tree_order(spans)
+    calls = _calls(spans, {call.call_id: call for call in transitions}, tokenizer, credit)
+    # An agent's own instrumentation may send spans without times.
+    origin = min((span.start_ns for span in spans if span.start_ns > 0), default=0)
+    end = max((span.end_ns for span in spans), default=origin)
+    return RolloutView(
+        rollout=_printable(rollout),
+        duration_s=max(end - origin, 0) / 1e9,
+        spans=tuple(_span(span, depth, origin, calls) for span, depth in ordered),
+        notes=(*credit.notes, *(() if spans else (NO_SPANS,))),
+    )
+
+
+def view_run(
+    name: str,
+    matching: Sequence[Rollout],
+    shown: Sequence[tuple[Rollout, Sequence[Span]]],
+) -> RunView:
+    """The table of the `shown` ones; counts and failures are of all `matching` rollouts."""
+    return RunView(
+        name=name,
+        rows=tuple(_row(rollout, spans) for rollout, spans in shown),
+        num_left_out=len(matching) - len(shown),
+        counts=dict(Counter(rollout.status for rollout in matching)),
+        failures=_failures(matching),
+    )
+
+
+def newest_first(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """By step from the last one, and of a step its training before the evaluation that preceded
+    it; else in their own order.
+    """
+    return sorted(rollouts, key=lambda each: (-each.step, each.phase != "train"))
+
+
+def _row(rollout: Rollout, spans: Sequence[Span]) -> RolloutRow:
+    starts = [span.start_ns for span in spans if span.start_ns > 0]
+    took = max((span.end_ns for span in spans), default=0) - min(starts, default=0)
+    return RolloutRow(
+        rollout=_printable(rollout),
+        num_calls=sum(_is_gateway_call(span) for span in spans),
+        duration_s=max(took, 0) / 1e9 if starts else 0.0,
+    )
+
+
+def _failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
+    """The most frequent first, with the newest rollout as example."""
+    counts: Counter[tuple[str, str]] = Counter()
+    examples: dict[tuple[str, str], str] = {}
+    for rollout in sorted(rollouts, key=lambda each: each.step):
+        if rollout.reason is not None:
+            key = (rollout.status, printable(rollout.reason))
+            counts[key] += 1
+            examples[key] = rollout.rollout_id
+    return tuple(Failure(*key, number, examples[key]) for key, number in counts.most_common())
+
+
+def _printable(rollout: Rollout) -> Rollout:
+    """The rollout with what tasks and agents wrote fit to print."""
+    return replace(
+        rollout,
+        task_id=printable(rollout.task_id),
+        reason=None if rollout.reason is None else printable(rollout.reason),
+        detail=None if rollout.detail is None else printable(rollout.detail),
+        metrics={printable(name): value for name, value in rollout.metrics.items()},
+    )
+
+
+# Calls
+
+
+def _is_gateway_call(span: Span) -> bool:
+    """Whether the gateway recorded this call; of a call with several choices the call itself."""
+    return names.POLICY in span.attributes and names.CHOICE_INDEX not in span.attributes
+
+
+def _holds_prompt(span: Span) -> bool:
+    """Whether it is a call that the policy read, or one of several choices that it gave."""
+    values = span.attributes
+    if not values.get(names.PROMPT_TOKEN_IDS):
+        return False
+    several = int(values.get(names.REQUEST_CHOICE_COUNT, 1)) > 1
+    return not several or names.CHOICE_INDEX in values or span.error is not None
+
+
+def _calls(
+    spans: Sequence[Span],
+    transitions: Mapping[str, Transition],
+    tokenizer: Tokenizer | None,
+    credit: StepCredit,
+) -> dict[str, CallView]:
+    """The calls by span id."""
+    holders = sorted(
+        (span for span in spans if _holds_prompt(span)),
+        key=lambda each: (each.start_ns, int(each.attributes.get(names.CHOICE_INDEX, 0))),
+    )
+    paths: list[np.ndarray] = []  # what each call so far read and wrote
+    found = {}
+    for span in holders:
+        prompt = np.asarray(span.attributes[names.PROMPT_TOKEN_IDS], np.int64)
+        response = np.asarray(span.attributes.get(names.RESPONSE_TOKEN_IDS, ()), np.int64)
+        shared = [common_prefix(path, prompt) for path in paths]
+        longest = max(shared, default=0)
+        with_call = len(shared) - shared[::-1].index(longest) if longest else None
+        paths.append(np.concatenate([prompt, response]))
+        texts = _texts(span, longest, tokenizer)
+        call = _call(span, len(paths), texts, transitions.get(span.span_id))
+        found[span.span_id] = replace(
+            call,
+            shares_with=with_call,
+            num_shared_tokens=longest,
+            credit=credit.by_call.get(span.span_id),
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Texts:
+    shared: str  # of the prompt, what an earlier call had
+    new: str
+    tokens: tuple[str, ...]  # of the response
+    tool_calls: tuple[tuple[str, str], ...]
+
+
+def _texts(span: Span, num_shared: int, tokenizer: Tokenizer | None) -> _Texts:
+    response = tuple(span.attributes.get(names.RESPONSE_TOKEN_IDS, ()))
+    if tokenizer is None:
+        return _Texts("", "", ("",) * len(response), ())
+    prompt = tuple(span.attributes[names.PROMPT_TOKEN_IDS])
+    return _Texts(
+        *split_text(prompt, num_shared, tokenizer),
+        token_texts(response, tokenizer),
+        _tool_calls(response, tokenizer),
+    )
+
+
+def _call(span: Span, number: int, texts: _Texts, transition: Transition | None) -> CallView:
+    """Without what it shares and its credit. `transition` is None where the call failed."""
+    values = span.attributes
+    logprobs = tuple(values.get(names.BEHAVIOR_LOGPROBS, ())) or (None,) * len(texts.tokens)
+    forced = tuple(values.get(names.FORCED, ())) or (False,) * len(texts.tokens)
+    known = [logprob for logprob in logprobs if logprob is not None]
+    return CallView(
+        number=number,
+        num_prompt_tokens=len(values[names.PROMPT_TOKEN_IDS]),
+        shared_text=texts.shared,
+        new_text=texts.new,
+        tokens=tuple(map(TokenView, texts.tokens, logprobs, forced)),
+        tool_calls=texts.tool_calls,
+        finish_reason=", ".join(map(as_text, values.get(names.RESPONSE_FINISH_REASONS, ()))),
+        mean_logprob=float(np.mean(known)) if known else None,
+        versions=tuple(sorted(set(values.get(names.POLICY_VERSIONS, ())))),
+        reward=transition.reward if transition else 0.0,
+        agent=printable(transition.agent if transition else str(values.get(names.AGENT, ""))),
+        role=printable(transition.role) if transition else "",
+        trains=transition.trains if transition else False,
+    )
+
+
+def _tool_calls(
+    response: Sequence[int], tokenizer: Tokenizer | None
+) -> tuple[tuple[str, str], ...]:
+    """Those that the gateway reads from such a response where the request offers tools."""
+    if tokenizer is None:
+        return ()
+    parser = ToolCallParser(format_of(tokenizer))
+    calls: list[tuple[str, str]] = []
+    for piece in (*parser.push(tokenizer.decode(response)), *parser.finish()):
+        if isinstance(piece, CallStart):
+            calls.append((printable(piece.name), ""))
+        elif isinstance(piece, CallArguments):
+            name, before = calls[-1]
+            calls[-1] = (name, before + printable(piece.text))
+    return tuple(calls)
+
+
+# Spans
+
+
+def _span(span: Span, depth: int, origin: int, calls: Mapping[str, CallView]) -> SpanView:
+    start = max(span.start_ns, origin)
+    call = calls.get(span.span_id)
+    kind = _kind(span)
+    return SpanView(
+        kind=kind,
+        label=_label(span, kind, call),
+        depth=depth,
+        start_s=(start - origin) / 1e9,
+        duration_s=max(span.end_ns - start, 0) / 1e9,
+        error=_error(span),
+        call=call,
+        input=_first(span, INPUTS),
+        output=_first(span, OUTPUTS),
+        attributes=tuple(
+            (printable(name), as_text(value))
+            for name, value in sorted(span.attributes.items())
+            if name not in SHOWN_OTHERWISE
+        ),
+    )
+
+
+def _kind(span: Span) -> Kind:
+    operation, kind = span.attributes.get(names.OPERATION_NAME), span.attributes.get(KIND)
+    if names.REWARD_CALL in span.attributes:
+        return "reward"
+    if is_tool(span):
+        return "tool"
+    if operation in names.GENERATIONS or kind == "LLM":
+        return "llm"
+    if operation == names.INVOKE_AGENT or kind == "AGENT":
+        return "agent"
+    return "other"
+
+
+def _label(span: Span, kind: Kind, call: CallView | None) -> str:
+    values = span.attributes
+    if call:
+        return f"{call.number} {printable(span.name)}" + f" ({call.agent})" * bool(call.agent)
+    if kind == "tool":
+        return _first(span, TOOL_NAMES) or printable(span.name)
+    if kind == "agent":
+        return printable(str(values.get(names.AGENT_NAME) or span.name))
+    if kind == "reward":
+        return f"reward {float(values.get(names.REWARD, 0.0)):+g}"
+    return printable(span.name)
+
+
+def _error(span: Span) -> str | None:
+    """Its reason and what was said of it; None where nothing failed."""
+    if span.error is None:
+        return None
+    reason = str(span.attributes.get(names.ERROR_TYPE, ""))
+    return printable(f"{reason}: {span.error}" if reason and span.error else span.error or reason)
+
+
+def _first(span: Span, keys: Sequence[str]) -> str:
+    found = (span.attributes[key] for key in keys if span.attributes.get(key) not in (None, ""))
+    return next((as_text(value) for value in found), "")

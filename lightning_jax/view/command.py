@@ -1,0 +1,51 @@
+"""`lightning-jax view`: reads a run, then prints or writes what it shows."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from lightning_jax.view.load import ViewError, open_run
+from lightning_jax.view.page import render_page
+from lightning_jax.view.terminal import render_rollout, render_run
+
+
+def show(
+    run_dir: Path,
+    rollout_id: str | None,
+    *,
+    phase: str | None,
+    step: int | None,
+    limit: int,
+    chars: int,
+    html: Path | None,
+) -> None:
+    """Prints the run's table, or one rollout; with `html` writes a page instead.
+
+    Raises UserError where there is nothing to show or the page cannot be written.
+    """
+    if html is not None and html.suffix not in (".html", ".htm"):  # a run's store, say
+        raise ViewError(f"--html is {str(html)!r}; expected a name that ends in .html.")
+    console = Console(highlight=False)
+    with open_run(run_dir) as reader:
+        if rollout_id is not None:
+            run, ids = None, [rollout_id]
+        else:
+            run = reader.run(phase=phase, step=step, limit=limit)
+            ids = [row.rollout.rollout_id for row in run.rows]
+        if html is not None:
+            _write(html, render_page(run, [reader.rollout(each) for each in ids]))
+            console.print(f"rollouts written to {html}: {len(ids)}", markup=False, soft_wrap=True)
+        elif run is not None:
+            console.print(render_run(run, console.width))
+        else:
+            console.print(render_rollout(reader.rollout(ids[0]), console.width, chars))
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise ViewError(
+            f"--html is {str(path)!r}, which cannot be written ({error.strerror}); expected a file "
+            "in a directory that exists."
+        ) from error

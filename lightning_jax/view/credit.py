@@ -1,0 +1,92 @@
+"""Credit and advantages of a step's calls, computed anew as `rl/prepare.py` does. Pure functions.
+
+They are not stored. What comes out is what the trainer used, as long as the run's settings are
+those of that step.
+"""
+
+from collections.abc import Sequence
+
+from lightning_jax.config import AlgorithmConfig
+from lightning_jax.rl.advantages import equal_groups, step_advantages
+from lightning_jax.rl.batching import drop_stale
+from lightning_jax.rl.credit import assign_credit, punish_overlong
+from lightning_jax.runner import FINISHED
+from lightning_jax.types import Rollout, Trajectory
+from lightning_jax.view.records import CallCredit, StepCredit
+
+EQUAL_GROUP = "not trained: the returns of its group are all equal"
+
+
+def trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Of all attempts at each rollout of a step the newest that has finished, else the newest."""
+    ordered = sorted(rollouts, key=lambda each: (each.status in FINISHED, each.attempt))
+    newest = {(each.group_id, each.index): each for each in ordered}
+    return [newest[key] for key in sorted(newest)]
+
+
+def step_credit(
+    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, *, step: int
+) -> StepCredit:
+    """Of all trajectories of a training step, or of those that have ended so far.
+
+    Nothing but a note where the credit is learned: it needs the values of a critic of that step.
+    """
+    if algorithm.has_critic:
+        return StepCredit(
+            notes=(
+                f"no credit or advantages: algorithm.credit is {algorithm.credit}, and the "
+                "critic's values that they need are not stored",
+            )
+        )
+    by_call: dict[str, CallCredit] = {}
+    notes = []
+    if algorithm.max_sampling_rounds > 1:
+        equal = equal_groups(trajectories, algorithm)
+        left_out = [each for each in trajectories if each.group_id in equal]
+        by_call |= _of_calls(_punished(left_out, algorithm), algorithm, set(), EQUAL_GROUP)
+        trajectories = [each for each in trajectories if each.group_id not in equal]
+    trajectories = _punished(trajectories, algorithm)
+    fresh, _, _ = drop_stale(
+        trajectories,
+        [each.transitions for each in trajectories],
+        policy_version=step,
+        max_staleness=algorithm.max_staleness,
+    )
+    trained = {call.call_id for each in fresh for call in each.transitions}
+    stale = f"not trained: more than {algorithm.max_staleness} steps old"
+    by_call |= _of_calls(trajectories, algorithm, trained, stale)
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+        notes.append("advantages are shown before each token's share of the KL is taken off")
+    return StepCredit(by_call, tuple(notes))
+
+
+def _punished(
+    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
+) -> Sequence[Trajectory]:
+    """The trajectories with the rewards of long calls lowered, where the settings say so."""
+    if algorithm.overlong_penalty == 0:
+        return trajectories
+    return punish_overlong(
+        trajectories,
+        penalty=algorithm.overlong_penalty,
+        max_tokens=algorithm.overlong_max_tokens,
+        buffer=algorithm.overlong_buffer,
+    )[0]
+
+
+def _of_calls(
+    trajectories: Sequence[Trajectory],
+    algorithm: AlgorithmConfig,
+    trained: set[str],
+    otherwise: str,
+) -> dict[str, CallCredit]:
+    """By call id; `otherwise` is the note of the calls that are not `trained`."""
+    advantages, _ = step_advantages(trajectories, algorithm)
+    found = {}
+    for trajectory, of_calls in zip(trajectories, advantages, strict=True):
+        credits = assign_credit(trajectory, scheme=algorithm.credit, discount=algorithm.discount)
+        for call, credit, advantage in zip(trajectory.transitions, credits, of_calls, strict=True):
+            assert not isinstance(credit, tuple) and not isinstance(advantage, tuple), "no critic"
+            note = "" if call.call_id in trained else otherwise
+            found[call.call_id] = CallCredit(float(credit), float(advantage), note)
+    return found

@@ -1,0 +1,155 @@
+"""Reads what a view needs from a run directory: its store, its settings and its tokenizer.
+
+Nothing is written, and the run may go on meanwhile.
+"""
+
+import contextlib
+import difflib
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_jax.config import Config, ConfigError, load_config
+from lightning_jax.models.load import load_tokenizer
+from lightning_jax.models.names import ModelError
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.rollout_metrics import Reading, to_trajectories
+from lightning_jax.store import Store
+from lightning_jax.tracing.tree import placed
+from lightning_jax.types import Rollout, UserError
+from lightning_jax.view.build import newest_first, view_rollout, view_run
+from lightning_jax.view.credit import step_credit, trained_on
+from lightning_jax.view.records import RolloutView, RunView, StepCredit
+
+DEFAULT_LIMIT = 30  # rollouts of a table
+
+
+class ViewError(UserError, ValueError):
+    """There is nothing to show; the message says why."""
+
+
+@contextlib.contextmanager
+def open_run(directory: Path) -> Iterator["RunReader"]:
+    """The run in that directory. Raises ViewError or StoreError where there is none."""
+    path = directory / "store.sqlite"
+    if not path.is_file():
+        missing = "has no store.sqlite" if directory.is_dir() else "is no directory"
+        raise ViewError(f"{directory} {missing}; expected the directory of a run. Check the path.")
+    with contextlib.closing(Store(path, read_only=True)) as store:
+        yield RunReader(directory, store)
+
+
+class RunReader:
+    """An open run. What it cannot read, a view says in a note."""
+
+    def __init__(self, directory: Path, store: Store) -> None:
+        self._directory = directory
+        self._store = store
+        self._credit_of_steps: dict[int, tuple[set[str], StepCredit]] = {}
+
+    def run(
+        self, *, phase: str | None = None, step: int | None = None, limit: int = DEFAULT_LIMIT
+    ) -> RunView:
+        """The table of the newest rollouts that match. Raises ViewError where none does."""
+        matching = newest_first(self._store.rollouts(phase=phase, step=step))
+        if not matching:
+            raise ViewError(self._nothing_matches(phase, step))
+        shown = [(each, self._store.spans(each.rollout_id)) for each in matching[:limit]]
+        return view_run(str(self._directory), matching, shown)
+
+    def rollout(self, rollout_id: str) -> RolloutView:
+        """One rollout with its calls. Raises ViewError for an unknown id."""
+        rollout = self._find(rollout_id)
+        tokenizer, why_no_text = self._tokenizer
+        credit = self._credit(rollout)
+        if why_no_text:
+            credit = replace(credit, notes=(why_no_text, *credit.notes))
+        spans = placed(self._store.spans(rollout_id))
+        transitions, _, _ = self._reading.transitions(spans)
+        return view_rollout(rollout, spans, transitions, tokenizer, credit)
+
+    def _find(self, rollout_id: str) -> Rollout:
+        known = {rollout.rollout_id: rollout for rollout in self._store.rollouts()}
+        if rollout_id in known:
+            return known[rollout_id]
+        close = difflib.get_close_matches(rollout_id, known, n=3, cutoff=0.5)
+        hint = f"the closest are {', '.join(close)}" if close else "leave it out for a list"
+        raise ViewError(f"{self._directory} has no rollout {rollout_id!r}; {hint}.")
+
+    def _nothing_matches(self, phase: str | None, step: int | None) -> str:
+        everything = self._store.rollouts()
+        if not everything:
+            return f"{self._directory} has no rollouts yet; expected a run past its start."
+        wanted = [f"phase {phase}"] * (phase is not None) + [f"step {step}"] * (step is not None)
+        steps = [each.step for each in everything]
+        return (
+            f"none of the {len(everything)} rollouts of {self._directory} has "
+            f"{' and '.join(wanted)}; expected train or eval and a step of {min(steps)} to "
+            f"{max(steps)} in which there were some."
+        )
+
+    # What a rollout's view needs besides
+
+    @functools.cached_property
+    def _tokenizer(self) -> tuple[Tokenizer | None, str]:
+        """(the tokenizer of the run's model, why there is none)."""
+        try:
+            config = load_config(Config, [str(self._directory / "config.yaml")], only=["model"])
+            return load_tokenizer(config.model.name), ""
+        except (ConfigError, ModelError) as error:
+            return None, f"no text of prompts and responses: {error}"
+
+    @functools.cached_property
+    def _config(self) -> tuple[Config | None, str]:
+        """(the settings that shape credit, why they cannot be had)."""
+        sections = ["algorithm", "roles", "reward_rules"]
+        try:
+            config = load_config(Config, [str(self._directory / "config.yaml")], only=sections)
+        except ConfigError as error:
+            return None, f"no credit or advantages: {error}"
+        if config.reward_rules and self._tokenizer[0] is None:
+            return None, "no credit or advantages: the reward rules need the text of the calls"
+        return config, ""
+
+    @functools.cached_property
+    def _reading(self) -> Reading:
+        config, tokenizer = self._config[0], self._tokenizer[0]
+        if config is None or tokenizer is None:
+            return Reading(config.roles if config else {})
+        return Reading(config.roles, config.reward_rules, tokenizer.decode)
+
+    def _credit(self, rollout: Rollout) -> StepCredit:
+        """Of the calls of the rollout's step, or a note that says why it has none."""
+        config, why_not = self._config
+        if rollout.phase != "train":
+            return StepCredit(notes=("an evaluation: it trains nothing, so no credit",))
+        if rollout.reward is None:
+            return StepCredit(
+                notes=(f"no credit: the rollout has no reward, as its status is {rollout.status}",)
+            )
+        if config is None:
+            return StepCredit(notes=(why_not,))
+        if rollout.step not in self._credit_of_steps:
+            self._credit_of_steps[rollout.step] = self._of_step(rollout.step, config)
+        trained, found = self._credit_of_steps[rollout.step]
+        if rollout.rollout_id not in trained:
+            return StepCredit(notes=("not trained on: another attempt took its place",))
+        return found
+
+    def _of_step(self, step: int, config: Config) -> tuple[set[str], StepCredit]:
+        """(the ids of the rollouts that a step trained on, the credit of their calls)."""
+        rollouts = trained_on(self._store.rollouts(phase="train", step=step))
+        ids = {each.rollout_id for each in rollouts}
+        trajectories, _ = to_trajectories(
+            self._store, rollouts, policy_version=step, reading=self._reading
+        )
+        found = step_credit(trajectories, config.algorithm, step=step)
+        num_open = sum(each.status in ("queued", "running") for each in rollouts)
+        if num_open == 0:
+            return ids, found
+        waiting = (
+            f"step {step} still runs: advantages are without {num_open} of its {len(rollouts)} "
+            "rollouts"
+        )
+        return ids, replace(found, notes=(*found.notes, waiting))

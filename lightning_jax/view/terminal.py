@@ -1,0 +1,191 @@
+"""A view as text for a terminal, with rich. Pure functions.
+
+Whatever a model, a tool or a task wrote goes into `Text`, which reads no markup.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from lightning_jax.view.records import CallView, RolloutView, RunView, SpanView
+from lightning_jax.view.text import cut
+
+DEFAULT_CHARS = 2000  # of one text
+MAX_SPANS = 200  # lines of a waterfall
+# Columns from which phase and step, which an id tells too, and the task have their own.
+WIDE = 100
+STYLES = {"agent": "magenta", "llm": "cyan", "tool": "yellow", "reward": "green", "other": ""}
+STATUS_STYLES = {"scored": "green", "agent_failure": "red", "infrastructure_failure": "red"}
+
+
+def render_run(view: RunView, width: int) -> RenderableType:
+    """The table of rollouts, what it leaves out, and the failures by reason."""
+    wide = width >= WIDE
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
+    longest = max((len(row.rollout.rollout_id) for row in view.rows), default=0)
+    table.add_column("rollout", overflow="fold", min_width=min(longest, 24))
+    for name in ("phase", "step", "task") if wide else ():
+        table.add_column(name, overflow="fold")
+    table.add_column("status")
+    for name in ("reward", "calls", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    for row in view.rows:
+        rollout = row.rollout
+        name, task = _text(rollout.rollout_id), _text(rollout.task_id, "" if wide else "dim")
+        which = (name, _text(rollout.phase), _text(rollout.step), task)
+        table.add_row(
+            *(which if wide else (Text("\n").join((name, task)),)),
+            _status(rollout.status),
+            _number(rollout.reward),
+            _text(row.num_calls),
+            _text(f"{row.duration_s:.2f}"),
+            _text(rollout.reason or "", "red"),
+        )
+    return Group(table, "", *_below(view))
+
+
+def _below(view: RunView) -> Iterator[Text]:
+    if view.num_left_out:
+        of = f"{view.num_left_out} of {view.num_left_out + len(view.rows)} rollouts"
+        yield _text(f"not shown: {of}; --phase, --step and --limit choose")
+    counts = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in sorted(view.counts.items()))
+    yield _text(f"in all: {counts}")
+    for each in view.failures:
+        status = each.status.replace("_", " ")
+        yield _text(f"{each.count} {status}: {each.reason}, such as {each.example}", "red")
+
+
+def render_rollout(view: RolloutView, width: int, chars: int = DEFAULT_CHARS) -> RenderableType:
+    """The waterfall, then each call, tool run and error; texts cut to `chars`, 0: whole."""
+    parts: list[RenderableType] = [*_head(view), "", _waterfall(view, width)]
+    shown = view.spans[:MAX_SPANS]
+    if len(view.spans) > len(shown):
+        of = f"{len(view.spans) - len(shown)} of {len(view.spans)} spans"
+        parts.append(_text(f"not shown: {of}", "bold"))
+    for span in shown:
+        parts += _details(span, chars)
+    return Group(*parts)
+
+
+def _head(view: RolloutView) -> Iterator[Text]:
+    rollout = view.rollout
+    line = Text.assemble((rollout.rollout_id, "bold"), "  ", _status(rollout.status))
+    if rollout.reward is not None:
+        line.append(f"  reward {rollout.reward:g}")
+    line.append(f"  {len(view.calls)} calls  {view.duration_s:.2f} s")
+    yield line
+    yield _text(f"task {rollout.task_id}  {rollout.phase} step {rollout.step}")
+    if rollout.metrics:
+        yield _text("  ".join(f"{name} {value:g}" for name, value in rollout.metrics.items()))
+    if rollout.reason is not None:
+        yield _text(f"{rollout.reason}: {rollout.detail or ''}", "red")
+    for note in view.notes:
+        yield _text(f"note: {note}", "yellow")
+
+
+# The waterfall
+
+
+def _waterfall(view: RolloutView, width: int) -> Table:
+    bar_width = max(10, width // 3)
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
+    table.add_column("span", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column(_scale(view.duration_s, bar_width), no_wrap=True, width=bar_width)
+    table.add_column("s", justify="right", no_wrap=True)
+    for span in view.spans[:MAX_SPANS]:
+        style = "red" if span.error is not None else STYLES[span.kind]
+        label = "  " * min(span.depth, 8) + span.label.replace("\n", " ")
+        bar = _bar(span, view.duration_s, bar_width)
+        table.add_row(_text(label, style), _text(bar, style), _text(f"{span.duration_s:.3f}"))
+    return table
+
+
+def _scale(duration_s: float, width: int) -> Text:
+    end = f"{duration_s:.2f} s"
+    return _text("0" + end.rjust(width - 1))
+
+
+def _bar(span: SpanView, duration_s: float, width: int) -> str:
+    """At least one cell, and never past the end: 2 s of 8 s from the fourth on, in 8 cells, is
+    `____##`, with blanks for the `_`.
+    """
+    cells_a_second = width / duration_s if duration_s > 0 else 0.0
+    start = min(round(span.start_s * cells_a_second), width - 1)
+    return " " * start + "█" * min(max(round(span.duration_s * cells_a_second), 1), width - start)
+
+
+# What belongs to a span
+
+
+def _details(span: SpanView, chars: int) -> Iterator[RenderableType]:
+    """Nothing for a span that has neither a call nor an error and is no tool's."""
+    if not (span.call or span.kind == "tool" or span.error is not None):
+        return
+    yield ""
+    style = "red" if span.error is not None else STYLES[span.kind]
+    title = _text(span.label.replace("\n", " "), style)
+    title.truncate(200, overflow="ellipsis")
+    yield Rule(title, align="left", style=style)
+    if span.error is not None:
+        yield _text(cut(f"failed: {span.error}", chars), "bold red")
+    if span.call:
+        yield from _call(span.call, chars)
+    else:
+        for name, text in (("input", span.input), ("output", span.output)):
+            if text:
+                yield from _block(name, text, chars)
+
+
+def _call(call: CallView, chars: int) -> Iterator[RenderableType]:
+    yield _text("  ".join(facts(call)), "dim")
+    shared = ""
+    if call.shares_with is not None:
+        end = call.shared_text[-60:].replace("\n", "⏎")
+        shared = f": {call.num_shared_tokens} tokens as call {call.shares_with} ...{end}, then"
+    yield from _block(f"prompt{shared}", call.new_text, chars)
+    if call.tokens:
+        yield from _block("response", call.response, chars)
+    for name, arguments in call.tool_calls:
+        yield _text(cut(f"calls {name}({arguments})", chars), "yellow")
+
+
+def facts(call: CallView) -> list[str]:
+    """The numbers of a call, each in a few words."""
+    found = [f"{call.num_prompt_tokens} + {len(call.tokens)} tokens"]
+    if call.finish_reason:
+        found.append(f"finish {call.finish_reason}")
+    if call.mean_logprob is not None:
+        found.append(f"log-prob {call.mean_logprob:.3f} a token")
+    if call.versions:
+        found.append(f"weights {', '.join(map(str, call.versions))}")
+    if call.role:
+        found.append(f"role {call.role}" + ("" if call.trains else ", which does not train"))
+    if call.reward:
+        found.append(f"own reward {call.reward:+g}")
+    if call.credit:
+        found.append(f"credit {call.credit.credit:.4g}")
+        found.append(f"advantage {call.credit.advantage:+.4g}")
+        if call.credit.note:
+            found.append(call.credit.note)
+    return found
+
+
+def _block(name: str, text: str, chars: int) -> Sequence[RenderableType]:
+    return _text(name, "bold"), Padding(_text(cut(text, chars)), (0, 0, 0, 2))
+
+
+def _text(value: object, style: str = "") -> Text:
+    return Text(str(value), style=style)
+
+
+def _status(status: str) -> Text:
+    return _text(status.replace("_", " "), STATUS_STYLES.get(status, "yellow"))
+
+
+def _number(value: float | None) -> Text:
+    return _text("" if value is None else f"{value:g}")

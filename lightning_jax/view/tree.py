@@ -1,0 +1,33 @@
+"""The spans of a rollout in the order of their tree. Pure functions."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from lightning_jax.types import Span
+
+
+def in_tree_order(spans: Sequence[Span]) -> list[tuple[Span, int]]:
+    """(span, depth) with parents before children and siblings by start.
+
+    A span whose parent is not there, or is below itself, hangs at the root; each comes once.
+    """
+    by_id = {(span.trace_id, span.span_id): span for span in spans}
+    children: defaultdict[tuple[str, str] | None, list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda each: (each.start_ns, -each.end_ns)):
+        parent = (span.trace_id, span.parent_span_id or "")
+        is_there = parent in by_id and span.parent_span_id != span.span_id
+        children[parent if is_there else None].append(span)
+    placed: dict[tuple[str, str], tuple[Span, int]] = {}
+    roots = children[None]
+    while True:
+        waiting = [(span, 0) for span in reversed(roots)]
+        while waiting:  # not recursive: an agent may nest spans as deep as it likes
+            span, depth = waiting.pop()
+            key = (span.trace_id, span.span_id)
+            if key not in placed:
+                placed[key] = (span, depth)
+                waiting += [(child, depth + 1) for child in reversed(children[key])]
+        circles = [span for key, span in by_id.items() if key not in placed]
+        if not circles:
+            return list(placed.values())
+        roots = [min(circles, key=lambda each: each.start_ns)]

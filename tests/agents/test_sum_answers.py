@@ -1,0 +1,30 @@
+"""Which replies have the form that was asked for, and what they earn."""
+
+import pytest
+from sum_answers import answer_of, reward
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("Answer: 42", 42),
+        ("**Answer:** 42.", 42),
+        ("17 + 25 = 42\nanswer: -3 \n", -3),
+        ("Answer: 1\nAnswer: 2", 2),
+        ("Answer: 42.5", None),
+        ("Answer: 1,000", None),
+        ("Answer: NUMBER", None),
+        ("The answer: 42", None),  # not a line of its own
+        ("Answer: " + "9" * 5000, None),
+        ("42", None),
+        ("", None),
+    ],
+)
+def test_an_answer_is_a_line(reply: str, answer: int | None) -> None:
+    assert answer_of(reply) == answer
+
+
+def test_the_form_alone_earns_a_little() -> None:
+    task = {"question": "What is 17 + 25?", "answer": 42}
+    rewards = [reward(task, reply) for reply in ("Answer: 42", "Answer: 41", "42")]
+    assert rewards == [1.0, 0.1, 0.0]

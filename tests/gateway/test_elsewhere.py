@@ -1,0 +1,171 @@
+"""Roles: who answers a call, what its record says, and what happens when the other server fails."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import web
+from gateway_bench import Bench, Connect, MakeBench
+
+from lightning_jax.config import RoleConfig
+from lightning_jax.gateway.elsewhere import said_by
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.convert import spans_to_transitions
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Say something."}]
+BODY: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "max_tokens": 6, "temperature": 0}
+
+
+@asynccontextmanager
+async def _upstream() -> AsyncIterator[tuple[str, list[Any]]]:
+    """(URL, what it was asked) of a server that is scripted by the model's name."""
+    asked: list[Any] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        asked.append((request.path, request.headers.get("Authorization"), body))
+        if body["model"] == "busy":
+            return web.json_response({"error": {"message": "later"}}, status=503)
+        if body["model"] == "torn":
+            response = web.StreamResponse(headers={"Content-Length": "100"})
+            await response.prepare(request)
+            await response.write(b"half")
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        message = {"role": "assistant", "content": f"I am {body['model']}"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response(
+            {
+                "id": "far-1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": body["model"],
+                "choices": [choice],
+            }
+        )
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", asked
+    finally:
+        await runner.cleanup()
+
+
+def _far(url: str, **more: Any) -> dict[str, RoleConfig]:
+    return {"judge": RoleConfig(model="far*", trains=False, served_by=url, **more)}
+
+
+async def test_another_server_answers_and_the_call_is_recorded(
+    make_bench: MakeBench, connect: Connect
+) -> None:
+    async with _upstream() as (url, asked):
+        roles = _far(url, served_model="big", api_key="its-key")
+        async with make_bench(roles=roles) as bench:
+            client = connect(bench.rollout())
+            said = await client.chat.completions.create(
+                model="far-judge", messages=MESSAGES, extra_headers={"x-agent-name": "judge"}
+            )
+            own = await client.chat.completions.create(**BODY)
+            assert said.choices[0].message.content == "I am big" and own.model == "policy"
+            (path, key, body) = asked[0]
+            assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer its-key", "big")
+            far, _ = bench.store.spans("r1")
+            assert far.attributes[names.SERVED_BY] == url and far.attributes[names.ROLE] == "judge"
+            assert (
+                far.attributes[names.AGENT] == "judge"
+                and "I am big" in far.attributes["output.value"]
+            )
+            assert "its-key" not in str(far)
+            transitions, reasons = spans_to_transitions(bench.store.spans("r1"))
+            assert len(transitions) == 1 and reasons == {"served_elsewhere": 1}
+
+
+async def test_a_server_that_fails_is_infrastructure(make_bench: MakeBench) -> None:
+    async with (
+        _upstream() as (url, _),
+        make_bench(roles=_far(url, served_model="busy")) as bench,
+    ):
+        base = bench.rollout().base_url
+        status, reply, _ = await bench.post(BODY | {"model": "far"}, base=base)
+        assert status == 503 and reply["error"]["message"] == "later"
+        assert bench.gateway.close_rollout("r1").num_errors == {"upstream_error": 1}
+        (span,) = bench.store.spans("r1")
+        assert span.attributes["error.type"] == "upstream_503"
+    async with make_bench(roles=_far(url)) as bench:  # nobody listens there any more
+        base = bench.rollout("r2").base_url
+        status, reply, _ = await bench.post(BODY | {"model": "far"}, base=base)
+        assert status == 502 and "expected the server of role 'judge'" in reply["error"]["message"]
+        assert bench.gateway.close_rollout("r2").num_errors == {"upstream_error": 1}
+
+
+async def test_an_answer_that_breaks_off_breaks_off(
+    make_bench: MakeBench, connect: Connect
+) -> None:
+    async with (
+        _upstream() as (url, _),
+        make_bench(roles=_far(url, served_model="torn")) as bench,
+    ):
+        with pytest.raises(openai.APIError):
+            await connect(bench.rollout()).chat.completions.create(model="far", messages=MESSAGES)
+        (span,) = bench.store.spans("r1")
+        assert span.attributes["error.type"] == "upstream_error"
+
+
+async def test_initial_weights_answer_frozen_roles(make_bench: MakeBench) -> None:
+    roles = {"checker": RoleConfig(agent="checker", trains=False, served_by="initial")}
+    async with make_bench(roles=roles, initial=tiny_model(1)) as bench:
+        base = bench.rollout().base_url
+        for name in ("policy", "policy:checker"):
+            assert (await bench.post(BODY | {"model": name}, base=base))[0] == 200
+        policy, checker = spans_to_transitions(bench.store.spans("r1"))[0]
+        assert policy.prompt_token_ids == checker.prompt_token_ids
+        assert policy.behavior_logprobs != checker.behavior_logprobs
+        assert set(policy.policy_versions) == {3} and set(checker.policy_versions) == {0}
+        roles_noted = [s.attributes.get(names.ROLE) for s in bench.store.spans("r1")]
+        assert roles_noted == [None, "checker"]
+
+
+async def test_a_role_gives_a_models_name_a_meaning(bench: Bench, make_bench: MakeBench) -> None:
+    status, _, _ = await bench.post(BODY | {"model": "gpt-4o"})
+    assert status == 404
+    await bench.gateway.close()
+    async with make_bench(roles={"small": RoleConfig(model="gpt-*")}) as with_role:
+        status, reply, _ = await with_role.post(BODY | {"model": "gpt-4o"})
+        assert status == 200 and reply["model"] == "gpt-4o"
+
+
+TEXT = [{"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "system"),
+    [
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "a"},
+                    {"role": "developer", "content": TEXT},
+                    {"role": "user", "content": "x"},
+                ]
+            },
+            "a\nb",
+        ),
+        ({"system": TEXT, "messages": [{"role": "user", "content": "x"}]}, "b"),
+        ({"instructions": "a", "input": [{"role": "system", "content": "b"}]}, "a\nb"),
+        ({"systemInstruction": {"parts": [{"text": "a"}, {"text": "b"}]}}, "a\nb"),
+        ({"messages": "odd", "system": 3}, ""),
+    ],
+)
+def test_the_system_prompt_is_found_in_each_dialect(body: dict[str, Any], system: str) -> None:
+    said = said_by(body | {"model": "policy:w"}, {}, {})
+    assert said == {"agent": "w", "model": "policy:w", "system": system}
+    assert said_by({}, {"model": "m"}, {"x-agent-name": "a"})["agent"] == "a"

@@ -1,0 +1,357 @@
+"""Agents that are programs: each ends in one status, and nothing that it started outlives it."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_runner import SERVE, TASKS, TOY, _model_and_engine
+
+from lightning_jax import process_group
+from lightning_jax.config import AgentConfig, ConfigError, RolloutConfig
+from lightning_jax.process_group import MAX_OUTPUT, run_program
+from lightning_jax.program import MAX_VARIABLE, make_agent, program_environment
+from lightning_jax.runner import Agent, Runner, load_agent, make_requests, run_rollouts
+from lightning_jax.testing.service import run_service
+from lightning_jax.types import LLM, Rollout
+
+URL = LLM("http://127.0.0.1:1/rollout/r~t/v1", "key", "policy")
+
+
+def shell(script: str, **settings: Any) -> Agent:
+    return make_agent(AgentConfig(command=["sh", "-c", script], **settings))
+
+
+@asynccontextmanager
+async def running(path: Path, agent: Agent, **settings: Any) -> AsyncIterator[Runner]:
+    config = RolloutConfig(max_infrastructure_failures=1.0, max_attempts=2, **settings)
+    async with run_service(path, *_model_and_engine(), SERVE) as service:
+        yield Runner(agent, service.gateway, service.store, config, seed=0)
+
+
+async def rolled_out(path: Path, agent: Agent, **settings: Any) -> Rollout:
+    async with running(path, agent, **settings) as runner:
+        (rollout,) = await run_rollouts(make_requests(TASKS[:1], "train", 0, 1), runner)
+    return rollout
+
+
+def is_running(pid: int) -> bool:
+    """Dead processes that nobody has waited for yet do not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def pids_in(path: Path, number: int) -> list[int]:
+    """The process ids that a program wrote, when all are there."""
+    for _ in range(500):
+        if path.exists() and len(found := path.read_text().split()) == number:
+            return [int(pid) for pid in found]
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{path} never held {number} process ids")
+
+
+# ---- What a program gets -------------------------------------------------------------------------
+
+
+def test_the_environment_names_the_policy_for_each_client() -> None:
+    variables = program_environment({"id": "a", "text": "ä"}, URL)
+    assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:1/rollout/r~t/v1"
+    assert variables["OLLAMA_HOST"] == "http://127.0.0.1:1/rollout/r~t"
+    assert variables["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/rollout/r~t"
+    assert (variables["OPENAI_API_KEY"], variables["OPENAI_MODEL"]) == ("key", "policy")
+    assert json.loads(variables["LIGHTNING_TASK"]) == {"id": "a", "text": "ä"}
+
+
+@pytest.mark.parametrize("over", [0, 1])
+async def test_a_task_too_long_for_a_variable_is_on_standard_input(over: int) -> None:
+    empty = len(f"LIGHTNING_TASK={json.dumps({'id': ''})}") + 1  # the zero byte at its end
+    task = {"id": "x" * (MAX_VARIABLE - empty + over)}
+    assert ("LIGHTNING_TASK" in program_environment(task, URL)) == (not over)
+    agent = shell("test ${LIGHTNING_TASK:+set} && wc -c || wc -c | sed s/^/-/")
+    size = len(json.dumps(task))
+    assert await agent(task, URL) == (-size if over else size)
+
+
+async def test_the_task_is_read_and_the_last_line_is_the_result() -> None:
+    script = """read task; echo "$task" | grep -q '"question": "0?"' || exit 1
+    echo thinking; echo '{"reward": 0.5, "f1": 1}'; echo"""
+    assert await shell(script)(TASKS[0], URL) == {"reward": 0.5, "f1": 1}
+
+
+async def test_a_function_makes_the_reward_of_the_output(tmp_path: Path) -> None:
+    path = tmp_path / "score.py"
+    path.write_text(
+        "def reward(task, output):\n    return {'reward': len(output), 'id': task['id'] == 't0'}\n"
+    )
+    agent = shell("printf 12345", reward=f"{path}:reward")
+    assert await agent(TASKS[0], URL) == {"reward": 5, "id": True}
+
+
+# ---- How it ends ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "detail"),
+    [
+        ("sleep 60", "deadline", "longer than 0.3 s"),
+        ("echo a >&2; echo last word >&2; exit 3", "ExitStatus", "exit status 3: last word"),
+        ("exit 4", "ExitStatus", "exit status 4: it said nothing on its standard error"),
+        ("kill -SEGV $$", "KilledBySignal", "killed by SIGSEGV: it said nothing"),
+        ("printf '\\377\\376' >&2; exit 1", "ExitStatus", "exit status 1: \ufffd\ufffd"),
+        ("true", "no_reward", "returned None"),
+        ("""echo '{"f1": 1}'""", "no_reward", "f1"),
+        ("echo NaN", "bad_reward", "returned nan as reward"),
+        ("echo 1e999", "bad_reward", "returned inf as reward"),
+        ("printf 1%0400d 0", "bad_reward", "returned 1000"),
+        ("echo good", "bad_reward", "returned 'good' as reward"),
+        ("""echo '{"reward": "good"}'""", "bad_reward", "returned 'good' as reward"),
+        ("printf '\\377\\n\\0\\n'", "bad_reward", "returned '\\x00' as reward"),
+    ],
+)
+async def test_a_programs_fault_is_its_own(
+    tmp_path: Path, script: str, reason: str, detail: str
+) -> None:
+    limit_s = 0.3 if reason == "deadline" else 60.0
+    rollout = await rolled_out(
+        tmp_path, shell(script), timeout_s=limit_s, agent_failure_reward=-1.0
+    )
+    assert (rollout.status, rollout.reason) == ("agent_failure", reason)
+    assert (rollout.attempt, rollout.reward) == (1, -1.0)
+    assert detail in (rollout.detail or "")
+
+
+async def test_exit_status_75_is_infrastructure(tmp_path: Path) -> None:
+    rollout = await rolled_out(tmp_path, shell("echo search is down >&2; exit 75"))
+    assert (rollout.status, rollout.attempt) == ("infrastructure_failure", 2)
+    assert (rollout.reason, rollout.detail) == ("TemporaryFailure", "search is down")
+
+
+async def test_a_program_that_is_taken_away_is_infrastructure(tmp_path: Path) -> None:
+    program = tmp_path / "agent"
+    program.write_text("#!/bin/sh\necho 1\n")
+    program.chmod(0o755)
+    agent = make_agent(AgentConfig(command=str(program)))
+    assert await agent(TASKS[0], URL) == 1
+    program.unlink()
+    rollout = await rolled_out(tmp_path, agent)
+    assert (rollout.status, rollout.reason) == ("infrastructure_failure", "NotStarted")
+
+
+@pytest.mark.parametrize("command", ["/nowhere/agent 1", "no-such-program", __file__])
+def test_a_program_that_is_not_there_is_told_at_the_start(command: str) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.command names the program .*not there"):
+        make_agent(AgentConfig(command=command))
+
+
+async def test_megabytes_do_not_block_and_only_the_last_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flood = "head -c 8000000 /dev/zero | tr '\\0' x"
+    ended = await run_program(
+        ["sh", "-c", f"{flood}; {flood} >&2; echo; echo 0.25"], os.environ, b""
+    )
+    assert len(ended.output) == MAX_OUTPUT and ended.output.endswith("x\n0.25\n")
+    assert ended.errors == "x" * process_group.MAX_ERRORS
+    assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [
+        8_000_006 - MAX_OUTPUT,
+        8_000_000 - process_group.MAX_ERRORS,
+    ]
+    assert await shell(f"{flood}; echo; echo 0.25")(TASKS[0], URL) == 0.25
+
+
+async def test_a_program_that_reads_nothing_is_not_waited_for() -> None:
+    task = {"id": "x" * 1_000_000}
+    assert await shell("exec <&-; echo 1")(task, URL) == 1
+
+
+# ---- What it leaves behind -----------------------------------------------------------------------
+
+# A child, one of the child's and one in a session of its own; each says its number.
+CHILDREN = """sh -c 'echo $$ >> {pids}; sleep 1000 & echo $! >> {pids}; wait' &
+setsid sh -c 'echo $$ >> {pids}; exec sleep 1000' &
+"""
+
+
+async def test_at_the_deadline_all_that_it_started_ends(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    agent = shell(CHILDREN.format(pids=pids) + "wait")
+    rollout = await rolled_out(tmp_path, agent, timeout_s=1.0)
+    assert rollout.reason == "deadline"
+    assert [is_running(pid) for pid in await pids_in(pids, 3)] == [False] * 3
+
+
+async def test_what_ignores_the_first_signal_gets_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "GRACE_S", 0.1)
+    pids = tmp_path / "pids"
+    stubborn = "trap '' TERM; while true; do sleep 0.1; done"
+    rollout = asyncio.ensure_future(shell(CHILDREN.format(pids=pids) + stubborn)(TASKS[0], URL))
+    all_pids = await pids_in(pids, 3)
+    rollout.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rollout
+    assert not any(is_running(pid) for pid in all_pids)
+
+
+async def test_what_it_left_behind_ends_with_it(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    until_there = f"while [ $(wc -l < {pids}) -lt 3 ]; do sleep 0.01; done"
+    agent = shell(f"touch {pids}\n{CHILDREN.format(pids=pids)}{until_there}; echo 1")
+    assert await agent(TASKS[0], URL) == 1  # they hold its output open, too
+    assert [is_running(pid) for pid in await pids_in(pids, 3)] == [False] * 3
+
+
+async def test_what_ends_politely_is_not_killed(tmp_path: Path) -> None:
+    pids, said = tmp_path / "pids", tmp_path / "said"
+    agent = shell(f"trap 'echo bye > {said}; exit' TERM; echo $$ > {pids}; sleep 1000 & wait")
+    rollout = asyncio.ensure_future(agent(TASKS[0], URL))
+    (pid,) = await pids_in(pids, 1)
+    rollout.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rollout
+    assert said.read_text() == "bye\n" and not is_running(pid)
+
+
+async def test_a_cancelled_run_leaves_no_process(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    async with running(tmp_path, shell(CHILDREN.format(pids=pids) + "wait")) as runner:
+        run = asyncio.ensure_future(run_rollouts(make_requests(TASKS[:2], "train", 0, 1), runner))
+        all_pids = await pids_in(pids, 6)
+        assert all(is_running(pid) for pid in all_pids)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+    assert not any(is_running(pid) for pid in all_pids)
+
+
+async def test_an_endless_loop_of_calls_ends_at_the_deadline(tmp_path: Path) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(
+        "import json, os, urllib.request\n"
+        "body = {'model': os.environ['OPENAI_MODEL'], 'max_tokens': 1,\n"
+        "        'messages': [{'role': 'user', 'content': '?'}]}\n"
+        "request = urllib.request.Request(\n"
+        "    os.environ['OPENAI_BASE_URL'] + '/chat/completions', json.dumps(body).encode(),\n"
+        "    {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'],\n"
+        "     'Content-Type': 'application/json'})\n"
+        "while True:\n"
+        "    urllib.request.urlopen(request).read()\n"
+    )
+    endless = make_agent(AgentConfig(command=[sys.executable, "-S", str(program)]))
+    async with running(tmp_path, load_agent(f"{TOY}:run"), timeout_s=60.0) as runner:
+        await run_rollouts(make_requests(TASKS[1:2], "train", 0, 1), runner)  # it compiles
+        impatient = replace(runner.config, timeout_s=1.0)
+        runner = replace(runner, agent=endless, config=impatient)
+        (rollout,) = await run_rollouts(make_requests(TASKS[:1], "train", 1, 1), runner)
+        assert (rollout.status, rollout.reason) == ("agent_failure", "deadline")
+        assert len(runner.store.spans(rollout.rollout_id)) > 2
+
+
+# ---- A coroutine in another interpreter ----------------------------------------------------------
+
+ELSEWHERE = """
+import os, subprocess, sys, threading, time, types
+
+async def measured(task, llm):
+    print("words of the agent's own", flush=True)
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    assert "lightning_jax" not in types.__file__
+    urls = llm.base_url == os.environ["OPENAI_BASE_URL"] and llm.model == "policy"
+    return {"reward": float(task["question"] == "0?"), "urls": urls}
+
+async def quiet(task, llm):
+    pass
+
+async def odd(task, llm):
+    return {"reward": object()}
+
+async def not_finite(task, llm):
+    return float("nan")
+
+async def broken(task, llm):
+    raise KeyError("no such tool")
+
+async def cut_off(task, llm):
+    raise ConnectionRefusedError("the search gave no answer")
+
+async def gone(task, llm):
+    print("good bye", file=sys.stderr)
+    os._exit(3)
+
+async def slow(task, llm):
+    subprocess.Popen(["sleep", "1000"])
+    time.sleep(1000)
+
+def not_a_coroutine(task, llm):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    path = tmp_path / "agent.py"
+    path.write_text(ELSEWHERE)
+    return path
+
+
+def there(path: Path, function: str, python: str = sys.executable) -> Agent:
+    return make_agent(AgentConfig(f"{path}:{function}", python=python))
+
+
+async def test_a_coroutine_runs_in_another_interpreter(elsewhere: Path, tmp_path: Path) -> None:
+    rollout = await rolled_out(tmp_path, there(elsewhere, "measured"))
+    assert (rollout.status, rollout.reward, rollout.metrics) == ("scored", 1.0, {"urls": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "reason", "detail"),
+    [
+        ("quiet", "agent_failure", "no_reward", "None"),
+        ("odd", "agent_failure", "bad_reward", "<object object"),
+        ("not_finite", "agent_failure", "bad_reward", "nan"),
+        ("broken", "agent_failure", "KeyError", "'no such tool'"),
+        ("gone", "agent_failure", "ExitStatus", "exit status 3: good bye"),
+        ("slow", "agent_failure", "deadline", "1 s"),
+        ("cut_off", "infrastructure_failure", "ConnectionRefusedError", "gave no answer"),
+    ],
+)
+async def test_its_faults_are_those_of_any_coroutine(
+    elsewhere: Path, tmp_path: Path, function: str, status: str, reason: str, detail: str
+) -> None:
+    limit_s = 1.0 if function == "slow" else 60.0
+    rollout = await rolled_out(tmp_path, there(elsewhere, function), timeout_s=limit_s)
+    assert (rollout.status, rollout.reason) == (status, reason)
+    assert detail in (rollout.detail or "")
+
+
+@pytest.mark.parametrize(
+    ("function", "source", "words"),
+    [
+        ("run", "import no_such_framework", "No module named 'no_such_framework'"),
+        ("run", "1 +", "invalid syntax"),
+        ("run", "raise KeyError('HOME')", "KeyError: 'HOME'"),
+        ("run", "def run(task, llm): pass", "no coroutine function 'run'"),
+    ],
+)
+def test_what_cannot_be_loaded_there_is_told_at_the_start(
+    tmp_path: Path, function: str, source: str, words: str
+) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(source)
+    with pytest.raises(ConfigError, match=r"cannot be used with agent\.python") as caught:
+        there(path, function)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_interpreter_that_is_not_there_is_told_at_the_start(elsewhere: Path) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.python names the program '/nowhere/python'"):
+        there(elsewhere, "measured", "/nowhere/python")

@@ -1,0 +1,93 @@
+"""Agents and tools are found in the tree of a rollout's spans."""
+
+from typing import Any
+
+import pytest
+
+from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.tree import agent_of, cause_of, is_tool, placed, tool_output
+from lightning_jax.types import Span
+
+CALL = {names.OPERATION_NAME: "chat", names.POLICY: "policy", names.RESPONSE_TOKEN_IDS: (1,)}
+TOOL = {names.OPERATION_NAME: "execute_tool"}
+
+
+def _span(name: str, parent: str | None, times: tuple[int, int], **attributes: Any) -> Span:
+    return Span("t", name, parent, name, *times, attributes)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"gen_ai.agent.name": "writer"},
+        {"agent.name": "writer"},
+        {"graph.node.id": "writer"},
+        {"lightning.agent": "writer", "gen_ai.agent.name": "other"},
+    ],
+)
+def test_the_nearest_span_that_names_an_agent_names_it(attributes: dict[str, str]) -> None:
+    spans = [
+        _span("root", None, (0, 9), **{"gen_ai.agent.name": "team"}),
+        _span("node", "root", (1, 8), **attributes),
+        _span("chain", "node", (2, 7)),
+        _span("call", "chain", (3, 4), **{"lightning.agent": ""}),
+        _span("lost", "nowhere", (3, 4)),
+    ]
+    by_id = {span.span_id: span for span in spans}
+    assert agent_of(by_id["call"], by_id) == "writer"
+    assert agent_of(by_id["root"], by_id) == "team"
+    assert agent_of(by_id["lost"], by_id) == ""
+
+
+def test_a_circle_of_parents_ends() -> None:
+    spans = [_span("a", "b", (0, 1)), _span("b", "a", (0, 1))]
+    assert agent_of(spans[0], {span.span_id: span for span in spans}) == ""
+
+
+def test_a_tool_is_known_by_either_convention() -> None:
+    assert is_tool(_span("a", None, (0, 1), **TOOL))
+    other = _span("a", None, (0, 1), **{"openinference.span.kind": "TOOL", "output.value": "4"})
+    assert is_tool(other) and tool_output(other) == "4"
+    assert tool_output(_span("a", None, (0, 1), **TOOL, **{"gen_ai.tool.call.result": "5"})) == "5"
+    assert not is_tool(_span("a", None, (0, 1), **CALL))
+
+
+def test_a_tool_was_asked_for_by_the_last_call_that_had_ended() -> None:
+    tool = _span("tool", None, (10, 12), **TOOL)
+    early, late = _span("early", None, (0, 3), **CALL), _span("late", None, (4, 9), **CALL)
+    running = _span("running", None, (9, 11), **CALL)
+    found = cause_of(tool, [late, tool, running, early])
+    assert found is late
+    assert cause_of(tool, [tool, running]) is None
+
+
+def test_of_agents_side_by_side_each_has_its_own_tools() -> None:
+    spans = [
+        _span("left", None, (0, 20)),
+        _span("right", None, (0, 20)),
+        _span("left call", "left", (1, 3), **CALL),
+        _span("right call", "right", (1, 5), **CALL),
+        _span("step", "left", (5, 9)),
+        _span("left tool", "step", (6, 9), **TOOL),
+        _span("right tool", "right", (6, 9), **TOOL),
+    ]
+    by_id = {span.span_id: span for span in spans}
+    for side in ("left", "right"):
+        assert cause_of(by_id[f"{side} tool"], spans) is by_id[f"{side} call"]
+
+
+def test_a_call_without_a_context_goes_below_the_span_around_it() -> None:
+    ours = {**CALL, "lightning.rollout_id": "r"}
+    spans = [
+        _span("root", None, (0, 99), **{"lightning.rollout_id": "r"}),
+        _span("agent", "root", (1, 50)),
+        _span("generation", "agent", (5, 20)),
+        _span("brief", "agent", (7, 8)),
+        _span("loose", "root", (6, 19), **ours),
+        _span("choice", "loose", (6, 18), **ours),
+        _span("late", "root", (60, 70), **ours),
+        _span("known", "agent", (6, 19), **ours),
+    ]
+    parents = {span.span_id: span.parent_span_id for span in placed(spans)}
+    before = {span.span_id: span.parent_span_id for span in spans}
+    assert parents == before | {"loose": "generation"}

@@ -1,0 +1,174 @@
+"""`lightning-jax view` on run directories, whole and broken."""
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from view_records import add, conversation, make_run, rollout
+
+from lightning_jax.cli import main
+from lightning_jax.config import Config, RewardRule, RoleConfig, load_config, save_config
+from lightning_jax.store import Store
+from lightning_jax.view.load import open_run
+
+pytestmark = pytest.mark.usefixtures("own_logging")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("view"))
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def _fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one sentence of a command that ends with an error."""
+    assert main(["view", *map(str, arguments)]) != 0
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_the_table_is_newest_first_and_limited(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["view", str(run), "--limit", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == (
+        ["rollout", "phase", "step", "task", "status", "reward", "calls", "seconds", "reason"]
+    )
+    assert lines[1].split() == (
+        ["train-00003-000-00-1", "train", "3", "task_0", "scored", "1", "2", "4.00"]
+    )
+    assert lines[4].split()[0] == "train-00003-001-00-1" and "deadline" in lines[4]
+    assert "not shown: 1 of 5 rollouts;" in lines[6]
+    assert lines[7].strip() == "in all: 1 agent failure, 4 scored"
+    assert lines[8].strip() == "1 agent failure: deadline, such as train-00003-001-00-1"
+    assert main(["view", str(run), "--phase", "eval", "--step", "3"]) == 0
+    table = capsys.readouterr().out
+    assert "eval-00003-000-00-1" in table and "train" not in table and "not shown" not in table
+
+
+def test_a_rollout_shows_the_advantages_of_its_group(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rewards 1, 0, 0: mean 1/3, deviation sqrt(2)/3, so the advantage of the first is sqrt(2)."""
+    assert main(["view", str(run), "train-00003-000-00-1"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("credit 1  advantage +1.414") == 2
+    assert "Capital of France?" in text and "Paris<|im_end|>" in text
+    with open_run(run) as reader:
+        other = reader.rollout("train-00003-000-01-1")
+        evaluation = reader.rollout("eval-00003-000-00-1")
+        failed = reader.rollout("train-00003-001-00-1")
+    assert other.calls[0].credit and other.calls[0].credit.advantage == pytest.approx(-0.70710678)
+    assert all(call.credit is None for call in (*evaluation.calls, *failed.calls))
+    assert "evaluation" in evaluation.notes[0] and "agent_failure" in failed.notes[0]
+
+
+def test_the_page_of_the_run_and_of_one_rollout(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "a page.html"
+    assert main(["view", str(run), "--html", str(page), "--phase", "train"]) == 0
+    assert capsys.readouterr().out == f"rollouts written to {page}: 4\n"
+    source = page.read_text(encoding="utf-8")
+    assert source.count('<details class="rollout">') == 4
+    assert source.count("advantage +1.414") == 2
+    assert main(["view", str(run), "eval-00003-000-00-1", "--html", str(page)]) == 0
+    assert page.read_text(encoding="utf-8").count('<details class="rollout" open>') == 1
+
+
+def test_what_is_not_there_is_one_sentence(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "is no directory" in _fails(capsys, tmp_path / "no")
+    assert "has no store.sqlite" in _fails(capsys, tmp_path)
+    unknown = _fails(capsys, run, "train-0003-000-00-1")
+    assert "the closest are train-00003-000-00-1," in unknown
+    assert "leave it out for a list" in _fails(capsys, run, "x")
+    assert "none of the 5 rollouts" in _fails(capsys, run, "--step", "9")
+    assert "--limit is 0; expected at least 1" in _fails(capsys, run, "--limit", "0")
+    assert "name one, or choose" in _fails(capsys, run, "x", "--step", "3")
+    assert "ends in .html" in _fails(capsys, run, "--html", run / "store.sqlite")
+    assert "a directory that exists" in _fails(capsys, run, "--html", tmp_path / "no" / "a.html")
+    (tmp_path / "store.sqlite").write_bytes(b"no database" * 1000)
+    assert "not a SQLite file" in _fails(capsys, tmp_path)
+    (tmp_path / "new").mkdir()
+    Store(tmp_path / "new" / "store.sqlite").close()
+    assert "has no rollouts yet" in _fails(capsys, tmp_path / "new")
+
+
+def test_a_run_that_goes_on_is_read_and_not_touched(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    writer = Store(run / "store.sqlite")
+    add(writer, rollout(3, status="running"), conversation())
+    with open_run(run) as reader:
+        late = reader.rollout("train-00003-000-03-1")
+        first = reader.rollout("train-00003-000-00-1")
+        add(writer, rollout(4, 1.0), conversation())  # no lock is in the way
+        assert len(reader.run().rows) == 7
+        with pytest.raises(Exception, match="readonly"):
+            reader._store.set_status("train-00003-000-03-1", "scored", 1.0)
+    writer.close()
+    assert late.calls and late.calls[0].credit is None
+    assert first.notes == ("step 3 still runs: advantages are without 1 of its 5 rollouts",)
+
+
+def test_the_store_of_an_older_release_stays_as_it_is(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with sqlite3.connect(run / "store.sqlite") as old:
+        old.execute("ALTER TABLE rollouts DROP COLUMN metrics")
+        old.execute("PRAGMA user_version=1")
+    old.close()
+    before = (run / "store.sqlite").read_bytes()
+    with open_run(run) as reader:
+        assert len(reader.run().rows) == 5
+        assert reader.rollout("train-00003-000-00-1").calls[0].credit
+    assert (run / "store.sqlite").read_bytes() == before
+
+
+def test_settings_that_cannot_be_read_cost_only_what_needs_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    path = run / "config.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("rollout:\n", "rollout:\n  agent: of an older release\n"))
+    with open_run(run) as reader:
+        assert reader.rollout("train-00003-000-00-1").calls[0].credit
+    path.write_text(text.replace("algorithm:\n", "algorithm:\n  normalize_by_std: true\n"))
+    with open_run(run) as reader:
+        shown = reader.rollout("train-00003-000-00-1")
+    assert shown.calls[0].response == "search<|im_end|>" and shown.calls[0].credit is None
+    assert "no credit or advantages" in shown.notes[0] and "normalize_by_std" in shown.notes[0]
+    path.write_text(text.replace(str(tmp_path / "model"), str(tmp_path / "gone")))
+    with open_run(run) as reader:
+        shown = reader.rollout("train-00003-000-00-1")
+    assert shown.calls[0].response == "" and shown.calls[0].credit
+    assert "no text" in shown.notes[0] and "gone" in shown.notes[0]
+    path.unlink()
+    assert main(["view", str(run)]) == 0
+    assert "train-00003-000-00-1" in capsys.readouterr().out
+
+
+def test_roles_and_reward_rules_are_the_runs(tmp_path: Path) -> None:
+    """The first call earns -0.5 by the rule, so its credit is 1 - 0.5; a frozen one has none."""
+    run = make_run(tmp_path, credit="per_step")
+    path = run / "config.yaml"
+    config = load_config(Config, [str(path)])
+    rule = RewardRule(fact="response", pattern="^search", reward=-0.5)
+    save_config(replace(config, reward_rules={"searched": rule}), path)
+    with open_run(run) as reader:
+        first, second = reader.rollout("train-00003-000-00-1").calls
+    assert (first.reward, second.reward) == (-0.5, 0.0)
+    assert first.credit and first.credit.credit == pytest.approx(0.5)
+    frozen = RoleConfig(model="policy", trains=False)
+    save_config(replace(config, roles={"checker": frozen}), path)
+    with open_run(run) as reader:
+        first, _ = reader.rollout("train-00003-000-00-1").calls
+    assert (first.role, first.trains, first.credit) == ("checker", False, None)

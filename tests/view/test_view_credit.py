@@ -1,0 +1,110 @@
+"""The credit and advantages that are shown are those that the trainer gives."""
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+from view_records import rollout
+
+from lightning_jax.config import AlgorithmConfig
+from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.testing.records import trajectory, transition
+from lightning_jax.types import Trajectory
+from lightning_jax.view.credit import step_credit, trained_on
+
+
+def _step(seed: int) -> list[Trajectory]:
+    """Three groups of four rollouts of 0 to 3 calls, some of old weights."""
+    draw = random.Random(seed)
+    made = []
+    for index in range(12):
+        calls = [
+            dataclasses.replace(
+                transition(
+                    [1] * draw.randint(1, 3),
+                    [2] * draw.randint(1, 9),
+                    reward=draw.choice((0.0, 0.25)),
+                    version=draw.choice((2, 8)),
+                ),
+                call_id=f"{index}-{turn}",
+            )
+            for turn in range(draw.randint(0, 3))
+        ]
+        reward = draw.choice((0.0, 0.5, 1.0))
+        made.append(trajectory(*calls, reward=reward, group=f"g{index % 3}", rollout=str(index)))
+    return made
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"baseline": "leave_one_out", "normalize": "none"},
+        {"baseline": "batch_mean", "normalize": "batch_std"},
+        {"credit": "per_step", "discount": 0.9},
+        {"credit": "turn_groups", "normalize": "batch_std"},
+        {"overlong_penalty": 0.5, "overlong_max_tokens": 8, "overlong_buffer": 4},
+    ],
+)
+def test_advantages_are_the_trainers(settings: dict[str, Any]) -> None:
+    algorithm = AlgorithmConfig(**settings)
+    for seed in range(5):
+        trajectories = _step(seed)
+        shown = step_credit(trajectories, algorithm, step=8).by_call
+        sequences, metrics = prepare_step(trajectories, algorithm, policy_version=8)
+        calls = [call for each in trajectories for call in each.transitions]
+        assert set(shown) == {call.call_id for call in calls}
+        trained = [shown[call.call_id] for call in calls if not shown[call.call_id].note]
+        assert [each.advantage for each in trained] == [each.advantage for each in sequences]
+        stale = [each.note for each in shown.values() if each.note]
+        assert set(stale) <= {"not trained: more than 4 steps old"}
+        assert len(stale) == metrics["train/dropped_stale"]
+
+
+def test_credit_by_hand() -> None:
+    """per_step: 1 at the last call, 0.5 * 1 + 0.25 before it; the group's mean return is 0.375."""
+    first = dataclasses.replace(transition([1], [2], reward=0.25), call_id="first")
+    last = dataclasses.replace(transition([1], [3]), call_id="last")
+    other = dataclasses.replace(transition([1], [4]), call_id="other")
+    trajectories = [trajectory(first, last, reward=1.0), trajectory(other, rollout="s")]
+    algorithm = AlgorithmConfig(credit="per_step", discount=0.5, normalize="none")
+    shown = step_credit(trajectories, algorithm, step=0).by_call
+    assert {name: (each.credit, each.advantage) for name, each in shown.items()} == {
+        "first": (0.75, 0.375),
+        "last": (1.0, 0.625),
+        "other": (0.0, -0.375),
+    }
+
+
+def test_learned_credit_is_not_made_up() -> None:
+    found = step_credit(_step(0), AlgorithmConfig(credit="learned"), step=8)
+    assert not found.by_call
+    assert "critic" in found.notes[0] and "learned" in found.notes[0]
+
+
+def test_groups_that_were_replaced_are_not_in_the_batch() -> None:
+    """With the equal group in it, the mean over the batch would be 0.75 and not 0.5."""
+    calls = [dataclasses.replace(transition([1], [2]), call_id=name) for name in "abcd"]
+    rewards, groups = (1.0, 0.0, 1.0, 1.0), "ggee"
+    trajectories = [
+        trajectory(call, reward=reward, group=group, rollout=call.call_id)
+        for call, reward, group in zip(calls, rewards, groups, strict=True)
+    ]
+    algorithm = AlgorithmConfig(max_sampling_rounds=2, baseline="batch_mean", normalize="none")
+    shown = step_credit(trajectories, algorithm, step=0).by_call
+    assert [(shown[name].advantage, shown[name].note) for name in "ab"] == [(0.5, ""), (-0.5, "")]
+    assert all("all equal" in shown[name].note for name in "cd")
+
+
+def test_of_several_attempts_the_one_that_ended_counts() -> None:
+    broken: dict[str, Any] = {"status": "infrastructure_failure", "reason": "crash"}
+    attempts = [
+        rollout(0, attempt=1, **broken),
+        rollout(0, 1.0, attempt=2),
+        rollout(1, 0.5, attempt=1),
+        rollout(1, attempt=2, **broken),
+        rollout(2, attempt=1, **broken),
+        rollout(2, attempt=2, **broken),
+    ]
+    assert [(each.index, each.attempt) for each in trained_on(attempts)] == [(0, 2), (1, 1), (2, 2)]

@@ -1,0 +1,163 @@
+"""A small run directory, and spans in it, for the tests of views."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning_jax.config import AlgorithmConfig, Config, ModelConfig, save_config
+from lightning_jax.store import Store
+from lightning_jax.testing.tiny import tiny_tokenizer
+from lightning_jax.tracing import attributes as names
+from lightning_jax.types import Rollout, Span
+
+SECOND = 1_000_000_000
+START = 1_700_000_000 * SECOND
+TOKENIZER = tiny_tokenizer()
+
+
+def span(
+    span_id: str,
+    attributes: dict[str, Any],
+    *,
+    parent: str | None = None,
+    at: float = 0.0,
+    seconds: float = 1.0,
+    name: str = "work",
+    error: str | None = None,
+) -> Span:
+    """A span that begins `at` seconds after the rollout."""
+    start = START + round(at * SECOND)
+    end = start + round(seconds * SECOND)
+    return Span("trace", span_id, parent, name, start, end, attributes, error)
+
+
+def call(
+    span_id: str,
+    prompt: str | list[int],
+    response: str,
+    *,
+    parent: str | None = "root",
+    at: float = 0.0,
+    seconds: float = 1.0,
+    rollout: str = "r",
+    version: int = 3,
+    more: dict[str, Any] | None = None,
+) -> Span:
+    """An LLM call as the gateway records it; log-probs -0.1, -0.2, ..."""
+    ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
+    written = TOKENIZER.encode(response + "<|im_end|>")
+    logprobs = tuple(-0.1 * (i + 1) for i in range(len(written)))
+    attributes = {
+        names.OPERATION_NAME: names.CHAT,
+        names.POLICY: "policy",
+        names.ROLLOUT_ID: rollout,
+        names.PROMPT_TOKEN_IDS: tuple(ids),
+        names.RESPONSE_TOKEN_IDS: tuple(written),
+        names.BEHAVIOR_LOGPROBS: logprobs,
+        names.SAMPLING_LOGPROBS: logprobs,
+        names.POLICY_VERSIONS: (version,) * len(written),
+        names.RESPONSE_FINISH_REASONS: ("stop",),
+    }
+    return span(
+        span_id,
+        attributes | (more or {}),
+        parent=parent,
+        at=at,
+        seconds=seconds,
+        name="chat policy",
+    )
+
+
+def tool(span_id: str, given: Any, got: Any, *, at: float = 1.0, **more: Any) -> Span:
+    """A tool's run as OpenTelemetry's GenAI conventions write it."""
+    attributes = {
+        names.OPERATION_NAME: names.EXECUTE_TOOL,
+        "gen_ai.tool.name": "search",
+        "gen_ai.tool.call.arguments": given,
+        "gen_ai.tool.call.result": got,
+    }
+    where: dict[str, Any] = {"parent": "root", "name": "run"} | more
+    return span(span_id, attributes, at=at, **where)
+
+
+def conversation(rollout: str = "r", *, answer: str = "Paris") -> list[Span]:
+    """An agent that asks, runs a tool and asks again, in 4 seconds."""
+    first = call("a", "Capital of France?", "search", rollout=rollout)
+    path = [*first.attributes[names.PROMPT_TOKEN_IDS], *first.attributes[names.RESPONSE_TOKEN_IDS]]
+    return [
+        span("root", {names.OPERATION_NAME: names.INVOKE_AGENT}, seconds=4.0, name="rollout"),
+        first,
+        tool("t", '{"query": "France"}', "a country", seconds=1.0),
+        call("b", [*path, *TOKENIZER.encode(" It says: ")], answer, at=2.0, rollout=rollout),
+    ]
+
+
+def rollout(
+    index: int = 0,
+    reward: float | None = None,
+    *,
+    phase: str = "train",
+    step: int = 3,
+    place: int = 0,
+    attempt: int = 1,
+    **more: Any,
+) -> Rollout:
+    group = f"{phase}-{step:05d}-{place:03d}"
+    given = {"status": "queued" if reward is None else "scored", "reward": reward} | more
+    rollout_id = f"{group}-{index:02d}-{attempt}"
+    return Rollout(rollout_id, f"task_{place}", group, phase, step, index, attempt, **given)
+
+
+def add(store: Store, done: Rollout, spans: list[Span]) -> None:
+    """Puts a rollout that has ended, or runs, into the store; trace ids are made its own."""
+    store.add_rollout(
+        Rollout(
+            *(done.rollout_id, done.task_id, done.group_id, done.phase, done.step, done.index),
+            *(done.attempt, "queued"),
+        )
+    )
+    for each in spans:
+        named = dict(each.attributes)
+        if names.ROLLOUT_ID in named:
+            named[names.ROLLOUT_ID] = done.rollout_id
+        store.add_span(
+            done.rollout_id,
+            Span(
+                *(f"trace of {done.rollout_id}", f"{each.span_id} of {done.rollout_id}"),
+                each.parent_span_id and f"{each.parent_span_id} of {done.rollout_id}",
+                *(each.name, each.start_ns, each.end_ns, named, each.error),
+            ),
+        )
+    if done.status != "queued":
+        store.set_status(done.rollout_id, "running")
+    if done.status not in ("queued", "running"):
+        store.set_status(
+            done.rollout_id, done.status, done.reward, done.reason, done.detail, done.metrics
+        )
+
+
+def make_run(directory: Path, **algorithm: Any) -> Path:
+    """A run with three rollouts of one task in step 3, one of another that failed, and one
+    evaluation before them. Its model's directory holds a tokenizer and no weights.
+    """
+    model, run = directory / "model", directory / "run"
+    for each in (model, run):
+        each.mkdir(parents=True)
+    TOKENIZER.save(model)
+    config = Config(
+        run_dir=str(run),
+        model=ModelConfig(name=str(model)),
+        algorithm=AlgorithmConfig(**algorithm),
+    )
+    save_config(config, run / "config.yaml")
+    store = Store(run / "store.sqlite")
+    add(store, rollout(0, 0.5, phase="eval"), conversation())
+    for index, reward in enumerate((1.0, 0.0, 0.0)):
+        add(store, rollout(index, reward), conversation())
+    failed: dict[str, Any] = {
+        "status": "agent_failure",
+        "reason": "deadline",
+        "detail": "it took too long",
+    }
+    add(store, rollout(0, place=1, **failed), conversation())
+    store.close()
+    return run
