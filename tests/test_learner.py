@@ -156,3 +156,31 @@ def test_learned_credit_without_values_is_refused():
     with pytest.raises(ValueError, match="credit learned got no values"):
         prepare_step(two_rollouts(), AlgorithmConfig(credit="learned"), policy_version=0)
     assert learner().values(fresh_state(learner()), two_rollouts()) == (None, {})
+
+
+def test_twenty_steps_of_random_data_compile_one_program_for_each_bucket(
+    caplog: pytest.LogCaptureFixture,
+):
+    made, rng = learner(), np.random.default_rng(0)
+    state, buckets = fresh_state(made), set()
+    for _ in range(20):
+        step = [
+            sequence(
+                rng.integers(3, 200, rng.integers(1, 8)).tolist(),
+                rng.integers(3, 200, rng.integers(1, 8)).tolist(),
+                advantage=float(rng.normal()),
+                weight=0.1,
+            )
+            for _ in range(rng.integers(1, 24))
+        ]
+        with jax.log_compiles():
+            state, metrics = made.update(state, step, None)
+        buckets.add(-(-int(metrics["train/num_batches"]) // train_step.BUNDLE))
+    compiled = [
+        record.getMessage().split()[1]
+        for record in caplog.records
+        if record.getMessage().startswith("Compiling ")
+    ]
+    assert len(buckets) > 1
+    assert compiled.count("jit(add_grads)") == len(buckets)
+    assert compiled.count("jit(apply)") == 1
