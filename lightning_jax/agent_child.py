@@ -55,6 +55,7 @@ async def run(function: Any, channel: int) -> None:
     """Writes what the coroutine returned or raised, and ends this process: threads and tasks that
     it left behind are not waited for.
     """
+    join_trace()
     try:
         told = {"result": await function(json.load(sys.stdin), LLM())}
     except Exception as error:  # noqa: BLE001  (foreign code: `program.py` raises it again)
@@ -66,9 +67,26 @@ async def run(function: Any, channel: int) -> None:
         }
     with os.fdopen(channel, "w") as file:
         file.write(as_json(told))
+    flush_spans()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def join_trace() -> None:
+    """Spans that the agent makes with OpenTelemetry, where it uses it, go below the rollout's."""
+    if "opentelemetry" in sys.modules and "TRACEPARENT" in os.environ:
+        from opentelemetry import context, propagate
+
+        context.attach(propagate.extract({"traceparent": os.environ["TRACEPARENT"]}))
+
+
+def flush_spans() -> None:
+    """Has OpenTelemetry, where the agent uses it, send the spans that it still holds."""
+    trace = sys.modules.get("opentelemetry.trace")
+    flush = getattr(trace.get_tracer_provider(), "force_flush", None) if trace else None
+    if flush:
+        flush(5000)
 
 
 def as_json(told: Any) -> str:

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import errno
 import logging
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -30,7 +31,7 @@ def run_main(
     """Calls `main` with the settings that the command line names.
 
     `doc` is the script's docstring, whose first line is the help's. A mistake of the caller's ends
-    the process with one sentence, and so does Ctrl-C.
+    the process with one sentence, and so do Ctrl-C and SIGTERM.
     """
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--config", required=True, help="a YAML file of settings")
@@ -39,6 +40,8 @@ def run_main(
     # force: libraries that were imported above have set up the root logger for themselves.
     logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
     logging.getLogger("lightning_jax").setLevel(logging.INFO)
+    # As Ctrl-C: what stops jobs must not leave the programs of their agents behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main(load_config(Config, [arguments.config, *arguments.settings]))
     except UserError as error:

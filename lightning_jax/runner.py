@@ -186,11 +186,16 @@ class Runner:
         known = [
             r for r in self.store.rollouts(group_id=request.group_id) if r.index == request.index
         ]
-        if request.step < self.reuse_before:
-            for rollout in known:
-                if rollout.status in FINISHED and rollout.task_id == str(request.task["id"]):
-                    return rollout
-        attempt = max((r.attempt for r in known), default=0)
+        newest = max(known, key=lambda rollout: rollout.attempt, default=None)
+        # Only the newest: after a change of settings the ones before it are another run's.
+        if (
+            newest is not None
+            and request.step < self.reuse_before
+            and newest.status in FINISHED
+            and newest.task_id == str(request.task["id"])
+        ):
+            return newest
+        attempt = newest.attempt if newest else 0
         last = attempt + self.config.max_attempts
         while True:
             attempt += 1

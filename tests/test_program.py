@@ -260,6 +260,7 @@ async def test_an_endless_loop_of_calls_ends_at_the_deadline(tmp_path: Path) -> 
 
 ELSEWHERE = """
 import os, subprocess, sys, threading, time, types
+import opentelemetry
 
 async def measured(task, llm):
     print("words of the agent's own", flush=True)
@@ -267,6 +268,11 @@ async def measured(task, llm):
     assert "lightning_jax" not in types.__file__
     urls = llm.base_url == os.environ["OPENAI_BASE_URL"] and llm.model == "policy"
     return {"reward": float(task["question"] == "0?"), "urls": urls}
+
+async def traced(task, llm):
+    from opentelemetry import trace
+    span = trace.get_current_span().get_span_context()
+    return float(f"{span.trace_id:032x}-{span.span_id:016x}" in os.environ["TRACEPARENT"])
 
 async def quiet(task, llm):
     pass
@@ -310,6 +316,11 @@ def there(path: Path, function: str, python: str = sys.executable) -> Agent:
 async def test_a_coroutine_runs_in_another_interpreter(elsewhere: Path, tmp_path: Path) -> None:
     rollout = await rolled_out(tmp_path, there(elsewhere, "measured"))
     assert (rollout.status, rollout.reward, rollout.metrics) == ("scored", 1.0, {"urls": 1.0})
+
+
+async def test_its_spans_go_below_the_rollouts(elsewhere: Path, tmp_path: Path) -> None:
+    rollout = await rolled_out(tmp_path, there(elsewhere, "traced"))
+    assert (rollout.status, rollout.reward) == ("scored", 1.0), rollout.detail
 
 
 @pytest.mark.parametrize(

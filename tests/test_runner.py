@@ -4,6 +4,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,10 +145,13 @@ async def test_a_finished_rollout_is_taken_from_the_store(tmp_path: Path) -> Non
         other = [{"id": "another", "question": "0?"}]  # the same place, but not the same task
         (fresh,) = await run_rollouts(make_requests(other, "train", 0, 1), runner)
         assert (fresh.task_id, fresh.attempt) == ("another", 2)
+        assert await run_rollouts(make_requests(other, "train", 0, 1), runner) == [fresh]
         late = make_requests(TASKS[:1], "train", 100, 1)  # not before `reuse_before`
         await run_rollouts(late, runner)
         (again,) = await run_rollouts(late, runner)
         assert again.attempt == 2
+        later = replace(runner, reuse_before=101)  # resumed once more, with the same settings
+        assert await run_rollouts(late, later) == [again]
 
 
 async def test_at_most_concurrency_run_at_once(tmp_path: Path) -> None:

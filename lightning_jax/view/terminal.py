@@ -16,14 +16,18 @@ from lightning_jax.view.text import cut
 
 DEFAULT_CHARS = 2000  # of one text
 MAX_SPANS = 200  # lines of a waterfall
-# Columns from which phase and step, which an id tells too, and the task have their own.
+# Columns from which task and reason have columns of their own, and phase and step, which an id
+# tells too, have any.
 WIDE = 100
 STYLES = {"agent": "magenta", "llm": "cyan", "tool": "yellow", "reward": "green", "other": ""}
 STATUS_STYLES = {"scored": "green", "agent_failure": "red", "infrastructure_failure": "red"}
 
 
 def render_run(view: RunView, width: int) -> RenderableType:
-    """The table of rollouts, what it leaves out, and the failures by reason."""
+    """The table of rollouts, what it leaves out, and the failures by reason.
+
+    In a narrow terminal a rollout's task and reason lie below its id.
+    """
     wide = width >= WIDE
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
     longest = max((len(row.rollout.rollout_id) for row in view.rows), default=0)
@@ -33,19 +37,18 @@ def render_run(view: RunView, width: int) -> RenderableType:
     table.add_column("status")
     for name in ("reward", "calls", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("reason", overflow="fold")
+    if wide:
+        table.add_column("reason", overflow="fold")
     for row in view.rows:
         rollout = row.rollout
-        name, task = _text(rollout.rollout_id), _text(rollout.task_id, "" if wide else "dim")
-        which = (name, _text(rollout.phase), _text(rollout.step), task)
-        table.add_row(
-            *(which if wide else (Text("\n").join((name, task)),)),
-            _status(rollout.status),
-            _number(rollout.reward),
-            _text(row.num_calls),
-            _text(f"{row.duration_s:.2f}"),
-            _text(rollout.reason or "", "red"),
-        )
+        name, reason = _text(rollout.rollout_id), _text(rollout.reason or "", "red")
+        numbers = (_number(rollout.reward), _text(row.num_calls), _text(f"{row.duration_s:.2f}"))
+        if wide:
+            which = (name, *map(_text, (rollout.phase, rollout.step, rollout.task_id)))
+            table.add_row(*which, _status(rollout.status), *numbers, reason)
+        else:
+            lines = [name, _text(rollout.task_id, "dim")] + [reason] * bool(rollout.reason)
+            table.add_row(Text("\n").join(lines), _status(rollout.status), *numbers)
     return Group(table, "", *_below(view))
 
 

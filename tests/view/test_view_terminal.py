@@ -71,6 +71,8 @@ def test_failed_rollouts_are_red_and_say_why() -> None:
     assert "1 agent failure: deadline, such as train-00003-000-00-1" in _printed(
         render_run(run, 80), 80
     )
+    lines = _printed(render_run(run, 60), 60).splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == [failed.rollout_id, "task_0", "deadline"]
 
 
 def test_megabytes_and_escape_sequences_are_tamed() -> None:
