@@ -1,6 +1,6 @@
 """Orbax checkpoints of a run: params, optimizer state, and the places in the task pipelines."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 
 from lightning_jax.config import CheckpointConfig
 from lightning_jax.rl.train_step import Params, TrainState
-from lightning_jax.types import UserError
+from lightning_jax.types import Leaf, UserError
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -24,10 +24,26 @@ class Saved:
     progress: dict[str, Any]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Kept:
+    """The fields of a TrainState that are on disk: all but the weights that no step changes."""
+
+    step: Leaf
+    params: Any
+    opt_state: Any
+    critic: Any
+
+    @classmethod
+    def of(cls, state: TrainState) -> "_Kept":
+        return cls(state.step, state.params, state.opt_state, state.critic)
+
+
 class Checkpointer:
     """Saves and restores a run's state under `directory`, one folder a step.
 
     A folder gets its name only when it is whole, so a crash during a save leaves the one before it.
+    A state's base is not saved; `restore` takes it from the state that it is given.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig) -> None:
@@ -58,9 +74,10 @@ class Checkpointer:
 
         `progress` is any JSON object.
         """
-        described = {"shapes": _shapes(state), "progress": progress}
+        kept = _Kept.of(state)
+        described = {"shapes": _shapes(kept), "progress": progress}
         arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(described)
+            state=ocp.args.StandardSave(kept), progress=ocp.args.JsonSave(described)
         )
         try:
             self._manager.save(step, args=arguments, force=True)
@@ -83,9 +100,17 @@ class Checkpointer:
                 f"{self.steps}."
             )
         described = self._read(step, progress=ocp.args.JsonRestore())["progress"]
-        self._check_shapes(step, described["shapes"], _shapes(like))
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        state = self._read(step, state=ocp.args.StandardRestore(abstract))["state"]
+        kept = _Kept.of(like)
+        self._check_shapes(step, described["shapes"], _shapes(kept))
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, kept)
+        found = self._read(step, state=ocp.args.StandardRestore(abstract))["state"]
+        state = replace(
+            like,
+            step=found.step,
+            params=found.params,
+            opt_state=found.opt_state,
+            critic=found.critic,
+        )
         return Saved(state, described["progress"])
 
     def restore_params(self, like: Params, step: int) -> Params:
@@ -120,7 +145,7 @@ class Checkpointer:
         self._manager.close()
 
 
-def _shapes(state: TrainState) -> dict[str, list[int]]:
+def _shapes(state: _Kept) -> dict[str, list[int]]:
     """The shape of every array of a state by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): list(leaf.shape) for path, leaf in leaves}

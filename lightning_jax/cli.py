@@ -13,6 +13,7 @@ from lightning_jax import plan
 from lightning_jax.config import Config, ModelConfig, ServeConfig, load_config
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.load import load_shape
+from lightning_jax.models.lora import adapted_shape
 from lightning_jax.server import ServerConfig, serve
 from lightning_jax.types import UserError
 from lightning_jax.verify import as_text, verify
@@ -151,7 +152,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.device_gib is not None:
         capacity = int(arguments.device_gib * plan.GIB)
     make = plan.make_plan if arguments.quick else plan.compile_plan
-    made = make(load_shape(config.model.name), config, capacity)
+    model = adapted_shape(load_shape(config.model.name), config.model.lora)
+    made = make(model, config, capacity)
     print(plan.as_table(made))
     plan.check_plan(made)
     return 0

@@ -5,7 +5,7 @@
 
 import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -18,6 +18,36 @@ def require(section: object, **conditions: tuple[bool, str]) -> None:
             raise ValueError(f"{name} is {getattr(section, name)!r}; expected {expected}.")
 
 
+KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # of each layer of a model
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters, which are trained instead of the model's own weights."""
+
+    rank: int = 0  # of each adapter; 0: none, and all weights are trained
+    alpha: float = 16.0  # an adapter's part in its layer's output is scaled by alpha / rank
+    targets: tuple[str, ...] = KERNELS  # which kernels of every layer have one
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))
+        require(
+            self,
+            rank=(self.rank >= 0, "0 (no adapters) or more"),
+            alpha=(0 < self.alpha < math.inf, "a positive number"),
+            targets=(
+                bool(self.targets)
+                and set(self.targets) <= set(KERNELS)
+                and len(set(self.targets)) == len(self.targets),
+                f"some of {', '.join(KERNELS)}, each once, in model.lora.targets",
+            ),
+        )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     name: str = (
@@ -27,6 +57,7 @@ class ModelConfig:
     remat: bool = (
         False  # recompute activations in the backward pass: less memory, a third more time
     )
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         require(self, dtype=(self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"))

@@ -47,8 +47,11 @@ class Learner:
     values_per_token: bool = False  # the states that a critic values: tokens, or calls
 
     def init(self, params: Params) -> TrainState:
-        """A state with fresh moments. Takes over `params`, which move to their places."""
-        placed = place(params, param_shardings(self.model, self.mesh), donate=True)
+        """A state with fresh moments. Takes over `params`, all weights; they go to their places."""
+        return self.fresh(place(params, param_shardings(self.model, self.mesh), donate=True))
+
+    def fresh(self, placed: Params) -> TrainState:
+        """A state with fresh moments of weights that are at their places."""
         return train_step.init_state(placed, self.optimizer, self.functions.critic)
 
     def values(
@@ -65,7 +68,7 @@ class Learner:
         sequences = state_sequences(trajectories, per_token=self.values_per_token)
         batches, _ = make_batches(sequences, self.batch)
         measured = [
-            self.functions.values_fn(state.params, state.critic.head, batch)
+            self.functions.values_fn(state.policy, state.critic.head, batch)
             for batch in place(batches, batch_sharding(self.mesh))
         ]
         values = values_by_call(trajectories, batches, to_host(measured))
@@ -94,7 +97,7 @@ class Learner:
         # In the only update of a step the old log-probs are the current ones.
         if self.needs_old_logprobs and self.num_epochs * len(minibatches) > 1:
             minibatches = [
-                train_step.with_old_logprobs(self.functions, state.params, batches)
+                train_step.with_old_logprobs(self.functions, state.policy, batches)
                 for batches in minibatches
             ]
         updates = []

@@ -6,7 +6,7 @@ at hand, which may be simulated ones, and takes the compiler's word for what the
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lightning_jax.config import Config, ConfigError
 from lightning_jax.learner import Learner, make_learner
+from lightning_jax.models.lora import frozen_part, pick, trained_part
 from lightning_jax.models.sharding import (
     MESH_AXES,
     batch_sharding,
@@ -159,8 +160,17 @@ def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
     """
     functions: Any = learner.functions
     whole = NamedSharding(learner.mesh, PartitionSpec())
-    places = param_shardings(learner.model, learner.mesh)
-    params = jax.tree.map(_abstract, param_shapes(learner.model), places)
+    everything = param_shardings(learner.model, learner.mesh)
+    shapes = param_shapes(learner.model)
+    places, base = trained_part(everything), frozen_part(shapes)
+    params = jax.tree.map(_abstract, trained_part(shapes), places)
+    if base is not None:
+        dtype = jnp.dtype(config.model.dtype)
+        base = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place),
+            base,
+            pick(everything, base),
+        )
     make_state = jax.eval_shape(learner.optimizer.init, params)
     moments = optax.tree.map_params(
         learner.optimizer,
@@ -178,7 +188,7 @@ def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
     sums = {name: _scalar(jnp.float32, whole) for name in names}
     grads = (params, None)
     return (
-        functions.grads_fn.lower(params, grads, sums, bundle, count, reference, None),
+        functions.grads_fn.lower(params, grads, sums, bundle, count, reference, None, base),
         functions.apply_fn.lower(state, grads),
     )
 
@@ -196,11 +206,13 @@ def _scalar(dtype: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def _state_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
-    weights = _weight_bytes(model, mesh, jnp.float32)
+    weights = _weight_bytes(model, mesh, jnp.float32, trained_part)
     parts = [
         Part("weights in float32", weights, _MORE_DEVICES),
         Part("optimizer moments", 2 * weights, _MORE_DEVICES),
     ]
+    if frozen := _weight_bytes(model, mesh, jnp.dtype(config.model.dtype), frozen_part):
+        parts.append(Part("frozen weights", frozen, _MORE_DEVICES))
     if config.algorithm.kl_coef > 0:
         parts.append(Part("reference policy", weights, "Set algorithm.kl_coef to 0"))
     return parts
@@ -240,7 +252,7 @@ def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Par
 def _step_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
     """What the gradients of one microbatch need; the first is there between microbatches too."""
     batch, dtype = config.batch, jnp.dtype(config.model.dtype)
-    weights = _weight_bytes(model, mesh, jnp.float32)
+    weights = _weight_bytes(model, mesh, jnp.float32, trained_part)
     rows = -(-batch.rows // num_row_shards(mesh))
     return [
         Part("gradients", weights, _MORE_DEVICES),
@@ -291,21 +303,23 @@ def _publish_parts(
 ) -> tuple[Part, Part]:
     """The weights on their way: cast where they were trained, new beside old where they serve."""
     dtype = jnp.dtype(config.model.dtype)
-    cast = 0 if dtype == jnp.float32 else _weight_bytes(model, training, dtype)
+    cast = 0 if dtype == jnp.float32 else _weight_bytes(model, training, dtype, trained_part)
     return (
         Part("weights cast for serving", cast, "Use more devices (mesh.fsdp)"),
         Part(
             "new weights beside the old",
-            _weight_bytes(model, serving, dtype),
+            _weight_bytes(model, serving, dtype, trained_part),
             _SPLIT_SERVING,
         ),
     )
 
 
-def _weight_bytes(model: DecoderConfig, mesh: Mesh, dtype: Any) -> int:
-    """Of all weights, what one device holds."""
-    shapes = jax.tree.leaves(param_shapes(model))
-    places = jax.tree.leaves(param_shardings(model, mesh))
+def _weight_bytes(
+    model: DecoderConfig, mesh: Mesh, dtype: Any, part: Callable[[Any], Any] = lambda tree: tree
+) -> int:
+    """Of all weights, or a part of them, what one device holds."""
+    shapes = jax.tree.leaves(part(param_shapes(model)))
+    places = jax.tree.leaves(part(param_shardings(model, mesh)))
     sizes = (
         math.prod(place.shard_shape(leaf.shape)) for leaf, place in zip(shapes, places, strict=True)
     )
@@ -315,7 +329,11 @@ def _weight_bytes(model: DecoderConfig, mesh: Mesh, dtype: Any) -> int:
 def _used_weight_bytes(model: DecoderConfig, config: Config, mesh: Mesh) -> int:
     """The copy in the dtype of the computation, and what is gathered of it at once."""
     dtype = jnp.dtype(config.model.dtype)
-    copy = _weight_bytes(model, mesh, dtype) if config.model.remat or dtype != jnp.float32 else 0
+    # With `remat` the layers are stacked. Else frozen weights are used as they lie.
+    if config.model.remat:
+        copy = _weight_bytes(model, mesh, dtype)
+    else:
+        copy = 0 if dtype == jnp.float32 else _weight_bytes(model, mesh, dtype, trained_part)
     if mesh.shape["fsdp"] == 1:
         return copy
     tensor_only = Mesh(

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lightning_jax.checkpoint import Checkpointer
+from lightning_jax.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.config import Config
 from lightning_jax.learner import Learner, make_learner
 from lightning_jax.metrics import Metrics
 from lightning_jax.models.load import LoadedModel
+from lightning_jax.models.lora import adapted_facts, overlay, pick
 from lightning_jax.models.sharding import param_shardings, reshard, serving_mesh, to_host
 from lightning_jax.rl.train_step import Params, TrainState
 from lightning_jax.types import TrainingSequence, Trajectory
@@ -35,6 +36,7 @@ class Replica:
         self.step = 0
         self.progress: dict[str, Any] | None = None
         self.serving_mesh = serving_mesh(config)
+        self.adapts = adapted_facts(model)  # now, because the state takes over the weights
         self.checkpointer = Checkpointer(directory / "checkpoints", config.checkpoint)
         self.references = Checkpointer(directory / "reference", config.checkpoint)
         self.learners = {
@@ -69,24 +71,31 @@ class Replica:
         self.step += 1
         if self.step != self.config.warmup.num_steps:
             return
-        params = self.state.params
+        params = self.state.policy
         del self.state  # its moments would double the memory while the new ones are made
         self.state = self.learner.init(params)
         self.reference = self._first_reference()
 
     def publish(self) -> None:
-        """The part of the other processes in `Engine.place` of the present weights."""
-        places = param_shardings(self.model.config, self.serving_mesh)
-        reshard(self.state.params, places, jnp.dtype(self.config.model.dtype))
+        """The part of the other processes in `Engine.place` of the weights that are trained."""
+        self._publish(self.state.params)
+
+    def publish_all(self) -> None:
+        """As `publish`, of all weights."""
+        self._publish(self.state.policy)
+
+    def _publish(self, params: Params) -> None:
+        places = pick(param_shardings(self.model.config, self.serving_mesh), params)
+        reshard(params, places, jnp.dtype(self.config.model.dtype))
 
     def save(self, progress: dict[str, Any]) -> None:
         """Writes a checkpoint of this step, unless there is one."""
         if self.checkpointer.latest_step != self.step:
-            self.checkpointer.save(self.step, self.state, progress)
+            self.checkpointer.save(self.step, self.state, progress | {"adapts": self.adapts})
 
     def whole_params(self) -> Params:
         """The weights, on the host if they span several processes."""
-        return self.state.params if jax.process_count() == 1 else to_host(self.state.params)
+        return self.state.policy if jax.process_count() == 1 else to_host(self.state.policy)
 
     def close(self) -> None:
         self.checkpointer.close()
@@ -99,16 +108,25 @@ class Replica:
         self.step = self.checkpointer.latest_step
         saved = self.checkpointer.restore(self.learner.init(self.model.params))
         self.progress = saved.progress
+        found = saved.progress.get("adapts", {})
+        for name, value in self.adapts.items():
+            if found.get(name) != value:
+                raise CheckpointError(
+                    f"the adapters in the checkpoint of step {self.step} were trained with {name} "
+                    f"{found.get(name)}; expected {value}. Use the model and settings they were "
+                    "trained with, or another run_dir."
+                )
         log.info("going on from the checkpoint of step %d in %s", self.step, self.config.run_dir)
         return saved.state
 
     def _first_reference(self) -> Params | None:
         """The frozen copy for the KL term, kept on disk for resumption; None where no term needs
-        it.
+        it. Of a model with adapters it is a copy of those.
         """
         if self.config.algorithm.kl_coef == 0 or self.phase == "warmup":
             return None
-        copy = self.learner.init(jax.tree.map(jnp.copy, self.state.params))
+        trained = jax.tree.map(jnp.copy, self.state.params)
+        copy = self.learner.fresh(overlay(self.state.base, trained))
         if self.references.latest_step is not None:
             return self.references.restore(copy).state.params
         self.references.save(self.step, copy, {})

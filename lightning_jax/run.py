@@ -13,14 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from tqdm.auto import tqdm
 
 from lightning_jax import distributed
 from lightning_jax.config import Config
 from lightning_jax.metrics import Metrics, MetricsLog, plot_curves
-from lightning_jax.models.load import LoadedModel, save_hf
-from lightning_jax.models.sharding import num_params
+from lightning_jax.models import peft_format
+from lightning_jax.models.load import LoadedModel, save_hf, whole_directory
+from lightning_jax.models.lora import merged
 from lightning_jax.replica import Replica
 from lightning_jax.rl.advantages import equal_groups
 from lightning_jax.rl.prepare import prepare_step
@@ -239,10 +241,12 @@ class Run:
         self.leader.call("advance")
         started = time.monotonic()
         self.leader.tell("publish")
-        self.loop.load_weights(self.replica.state.params, self.step)
+        params = self.replica.state.params
+        self.loop.load_weights(params, self.step)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
-        size = num_params(self.model.config) * jnp.dtype(self.config.model.dtype).itemsize
+        number = sum(leaf.size for leaf in jax.tree.leaves(params))
+        size = number * jnp.dtype(self.config.model.dtype).itemsize
         return {"time/publish_s": seconds, "serve/publish_gb_per_s": size / seconds / 1e9}
 
     def close(self) -> None:
@@ -263,9 +267,15 @@ class Run:
         plot_curves(self.metrics.rows, self.directory / "curves.png", str(self.directory))
 
     def export(self) -> Path:
-        """Writes the policy as a Hugging Face directory; its path."""
+        """Writes the policy as a Hugging Face directory; its path. Adapters are merged there, and
+        lie beside it in the form of `peft`, in `policy_adapter`.
+        """
         target = self.directory / "policy"
-        save_hf(target, replace(self.model, params=self.leader.call("whole_params")))
+        model = replace(self.model, params=self.leader.call("whole_params"))
+        save_hf(target, merged(model))
+        if model.config.lora is not None:
+            with whole_directory(self.directory / "policy_adapter") as draft:
+                peft_format.write(draft, model.config.lora, model.params, model.name)
         return target
 
 

@@ -8,6 +8,7 @@
     run_dir/metrics.jsonl   a row a step: row s is about weights version s and its update
     run_dir/curves.png      the same as a picture
     run_dir/policy/         the trained policy as a Hugging Face directory
+    run_dir/policy_adapter/ its adapters alone, for peft, where model.lora has them
 
 Version s of the weights is what s trainer steps made. A step makes one optimizer update, or as many
 as `algorithm.num_epochs` and `num_minibatches` say. After a crash the loop goes on from the newest
@@ -29,6 +30,7 @@ from lightning_jax import distributed, plan
 from lightning_jax.config import Config, ConfigError, changed_keys, save_config
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.load import LoadedModel, load_model
+from lightning_jax.models.lora import adapted
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.program import make_agent
 from lightning_jax.replica import Replica
@@ -86,7 +88,7 @@ async def train(
 
 def _follow(config: Config) -> None:
     """The part of a process other than 0: its share of every update and checkpoint."""
-    replica = Replica(config, load_model(config.model.name, config.model.dtype))
+    replica = Replica(config, _load(config))
     try:
         distributed.follow(replica)
     finally:
@@ -126,8 +128,8 @@ async def open_run(
         )
     if abandoned := store.abandon_running():
         log.info("%d rollouts were running when the last process ended; they run again", abandoned)
-    run.leader.tell("publish")
-    loop = make_loop(engine, run.replica.state.params, run.step, model.tokenizer, config.serve)
+    run.leader.tell("publish_all")
+    loop = make_loop(engine, run.replica.state.policy, run.step, model.tokenizer, config.serve)
     loops = [loop] if initial is None else [loop, initial]
     gateway = Gateway(
         loop,
@@ -156,9 +158,14 @@ async def open_run(
         store.close()
 
 
+def _load(config: Config) -> LoadedModel:
+    model = load_model(config.model.name, config.model.dtype)
+    return adapted(model, config.model.lora, config.seed)
+
+
 def _model_that_fits(config: Config) -> LoadedModel:
     """Loads the model. Raises ConfigError where the run would not fit in a device's memory."""
-    model = load_model(config.model.name, config.model.dtype)
+    model = _load(config)
     planned = plan.make_plan(model.config, config, plan.device_capacity())
     log.info("%s", plan.one_line(planned))
     plan.check_plan(planned)

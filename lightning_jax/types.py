@@ -216,6 +216,7 @@ class TrainingSequence:
     weight: float  # of each token that is trained; see rl/weights.py
     loss_mask: tuple[bool, ...] = ()  # False: the token is context only
     states: StateValues | None = None  # for a critic
+    adapter: int | None = None  # which one it is read with; None: there is but one, or none
 
     def __post_init__(self) -> None:
         _fill(self, "loss_mask", True, like="response_token_ids")
@@ -258,6 +259,7 @@ class Batch:
     # float32 [B, R], the trainer's own before the step's first update. None: this is the first.
     old_logprobs: Leaf = None
     states: Leaf = None  # StateBatch, None without a critic
+    adapters: Leaf = None  # int32 [B], which one each row is read with; None: there is but one
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from lightning_jax.checkpoint import Checkpointer
 from lightning_jax.config import Config, ConfigError, load_config
 from lightning_jax.models.load import load_model
+from lightning_jax.models.lora import adapted, overlay, trained_part
 from lightning_jax.models.sharding import (
     batch_sharding,
     make_mesh,
@@ -261,14 +262,19 @@ def _sources(run_dir: Path, config: Config, last_version: int) -> dict[int, Sour
     # An exported policy does not say its version. It is the last one's if the run is at its end.
     if last_version == config.total_steps > 0 and (run_dir / "policy").is_dir():
         sources[last_version] = Source(
-            "policy", lambda _: load_model(str(run_dir / "policy"), config.model.dtype).params
+            # Adapters are merged there, and those over it are zero.
+            "policy",
+            lambda initial: overlay(
+                initial, load_model(str(run_dir / "policy"), config.model.dtype).params
+            ),
         )
     directory = run_dir / "checkpoints"
     if directory.is_dir():
 
         def restore(initial: Params, step: int) -> Params:
             with contextlib.closing(Checkpointer(directory, config.checkpoint)) as checkpointer:
-                return checkpointer.restore_params(initial, step)
+                trained = checkpointer.restore_params(trained_part(initial), step)
+                return overlay(initial, trained)
 
         with contextlib.closing(Checkpointer(directory, config.checkpoint)) as checkpointer:
             for step in checkpointer.steps:
@@ -284,6 +290,7 @@ def _compare_all(
 ) -> tuple[VersionReport, ...]:
     """One report a version. The numbers are the trainer's: its own function, dtype and mesh."""
     model, mesh = load_model(config.model.name, config.model.dtype), make_mesh(config.mesh)
+    model = adapted(model, config.model.lora, config.seed)
     shardings = param_shardings(model.config, mesh)
     initial = jax.device_put(model.params, shardings)
     measure = jax.jit(

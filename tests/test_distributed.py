@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from lightning_jax import distributed
 from lightning_jax.checkpoint import Checkpointer
@@ -29,6 +30,7 @@ from lightning_jax.config import (
     ServeConfig,
     WarmupConfig,
 )
+from lightning_jax.config_sections import LoraConfig
 from lightning_jax.learner import make_learner
 from lightning_jax.metrics import read_metrics
 from lightning_jax.models.load import load_model, save_hf
@@ -41,14 +43,14 @@ TOY = Path(__file__).with_name("toy_agent.py")
 TASKS: list[Task] = [{"id": f"t{i}", "question": "ab"[i]} for i in range(2)]
 
 
-def config(model_dir: Path, run_dir: Path, place: DistributedConfig) -> Config:
+def config(model_dir: Path, run_dir: Path, place: DistributedConfig, rank: int = 0) -> Config:
     """A warm-up step and two steps of GRPO with a reference policy, on four devices. Requests run
     one at a time, so that the same weights sample the same tokens.
     """
     return Config(
         run_dir=str(run_dir),
         num_steps=2,
-        model=ModelConfig(name=str(model_dir)),
+        model=ModelConfig(name=str(model_dir), lora=LoraConfig(rank=rank)),
         serve=ServeConfig(
             slots=1, max_len=64, prefill_buckets=(32,), mesh=MeshConfig(fsdp=1, tensor=2)
         ),
@@ -65,10 +67,11 @@ def config(model_dir: Path, run_dir: Path, place: DistributedConfig) -> Config:
     )
 
 
-def run_process(model_dir: str, run_dir: str, port: str, process_id: str) -> None:
+def run_process(model_dir: str, run_dir: str, port: str, process_id: str, rank: str) -> None:
     """What each of the two processes does."""
     place = DistributedConfig("manual", f"127.0.0.1:{port}", 2, int(process_id))
-    rows = asyncio.run(train(config(Path(model_dir), Path(run_dir), place), TASKS, TASKS))
+    settings = config(Path(model_dir), Path(run_dir), place, int(rank))
+    rows = asyncio.run(train(settings, TASKS, TASKS))
     assert bool(rows) == (process_id == "0")
     assert jax.process_count() == 2 and jax.device_count() == 4
 
@@ -90,12 +93,13 @@ def _free_port() -> str:
 
 
 @pytest.mark.slow
-def test_two_processes_match_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapters"])
+def test_two_processes_match_one(rank: int, tmp_path: Path) -> None:
     model_dir, one, two = tmp_path / "tiny", tmp_path / "one", tmp_path / "two"
     save_hf(model_dir, tiny_model())
     port = _free_port()
-    processes = [_start(str(model_dir), str(two), port, str(i)) for i in range(2)]
-    asyncio.run(train(config(model_dir, one, DistributedConfig()), TASKS, TASKS))
+    processes = [_start(str(model_dir), str(two), port, str(i), str(rank)) for i in range(2)]
+    asyncio.run(train(config(model_dir, one, DistributedConfig(), rank), TASKS, TASKS))
     for process in processes:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output
@@ -111,7 +115,14 @@ def test_two_processes_match_one(tmp_path: Path) -> None:
     store = Store(two / "store.sqlite")
     assert store.counts(phase="train") == {"scored": 2 * 8}
     store.close()
-    _compare_weights(config(model_dir, two, DistributedConfig()), one, two)
+    if rank == 0:
+        _compare_weights(config(model_dir, two, DistributedConfig()), one, two)
+    else:
+        name = "policy_adapter/adapter_model.safetensors"
+        adapters = [safetensors.numpy.load_file(run / name) for run in (one, two)]
+        for ours, theirs in zip(*(each.values() for each in adapters), strict=True):
+            np.testing.assert_allclose(theirs, ours, atol=1e-5)
+            assert np.any(ours)
 
 
 def _compare_weights(settings: Config, one: Path, two: Path) -> None:

@@ -23,7 +23,9 @@ from lightning_jax.config import (
     load_config,
     save_config,
 )
+from lightning_jax.config_sections import LoraConfig
 from lightning_jax.models.load import load_shape, save_hf
+from lightning_jax.models.lora import adapted_shape
 from lightning_jax.models.shapes import SHAPES
 from lightning_jax.models.sharding import num_params
 from lightning_jax.testing.tiny import tiny_model
@@ -79,6 +81,27 @@ def test_eight_devices_by_hand() -> None:
     assert found["weights that serve"] == 2 * numbers
     assert found["keys and values of slots"] == 2 * 2 * 64 * 2 * 8  # a head on each device
     assert found["logits"] == 3 * 4 * 2 * 4 * 259  # 2 rows
+
+
+def test_of_a_model_with_adapters_they_alone_have_gradients_and_moments() -> None:
+    lora = LoraConfig(rank=4)
+    config = dataclasses.replace(
+        CONFIG,
+        model=ModelConfig(dtype="bfloat16", lora=lora),
+        algorithm=AlgorithmConfig(kl_coef=0.1),
+    )
+    model = adapted_shape(MODEL.config, lora)
+    found = sizes(plan.make_plan(model, config))
+    # q, o: 32 to 32; k, v: 32 to 16; gate, up, down: 32 and 64
+    adapters = 4 * (2 * 64 + 2 * 48 + 3 * 96)
+    base = EMBEDDING + MATRICES + NORMS
+    assert found["weights in float32"] == found["gradients"] == 4 * adapters
+    assert found["optimizer moments"] == 8 * adapters
+    assert found["reference policy"] == 4 * adapters
+    assert found["frozen weights"] == 2 * base
+    assert found["weights that serve"] == 2 * (base + adapters)
+    # What is cast for a microbatch are the adapters.
+    assert found["gradients of a microbatch and weights as used"] == (4 + 2) * adapters
 
 
 def test_devices_of_their_own_hold_no_weights_that_serve() -> None:

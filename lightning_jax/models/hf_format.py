@@ -136,16 +136,17 @@ def _tensors(files: list[Path], wanted: set[str]) -> Iterator[tuple[str, np.ndar
 
 def write(directory: Path, config: DecoderConfig, params: Params, eos_ids: frozenset[int]) -> None:
     """Writes config.json, generation_config.json and model.safetensors."""
+    assert config.lora is None, "adapters are merged first, or would be lost"
     flat = flatten(params)
     arrays = {place.hf: _to_rows(place, flat[place.path]) for place in places(config)}
     safetensors.numpy.save_file(arrays, directory / "model.safetensors", {"format": "pt"})
     dtype = str(jnp.asarray(flat[("embed", "embedding")]).dtype)
     ends = sorted(eos_ids)
     eos = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
-    _dump(directory / "config.json", _config_fields(config) | {"dtype": dtype} | eos)
+    write_json(directory / "config.json", _config_fields(config) | {"dtype": dtype} | eos)
     # The library makes it readable for its owner alone.
     shutil.copymode(directory / "config.json", directory / "model.safetensors")
-    _dump(directory / "generation_config.json", eos)
+    write_json(directory / "generation_config.json", eos)
 
 
 def _to_rows(place: Place, leaf: Any) -> np.ndarray:
@@ -182,5 +183,6 @@ def _config_fields(config: DecoderConfig) -> dict[str, Any]:
     return fields
 
 
-def _dump(path: Path, fields: dict[str, Any]) -> None:
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    """Writes the fields as an indented file."""
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """Where each parameter lies in our tree, in a Hugging Face file and in a GGUF file: one table."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -60,7 +60,8 @@ _IN_LAYER = {
 
 def places(config: DecoderConfig) -> list[Place]:
     """Every parameter of a model with this config."""
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    base = replace(config, lora=None, num_adapters=None)  # adapters lie in files of their own
+    shapes = jax.eval_shape(lambda: init_params(base, jax.random.key(0)))
     return [_place(path, leaf.shape) for path, leaf in flatten(shapes).items()]
 
 
@@ -70,10 +71,17 @@ def _place(path: Path, shape: tuple[int, ...]) -> Place:
     else:
         layer, part, leaf = path
         number, suffix = layer.removeprefix("layers_"), "bias" if leaf == "bias" else "weight"
-        in_hf, in_gguf = _IN_LAYER[part]
-        hf = f"model.layers.{number}.{in_hf}.{suffix}"
+        _, in_gguf = _IN_LAYER[part]
+        hf = f"{hf_module(layer, part)}.{suffix}"
         gguf = f"blk.{number}.{in_gguf}.{suffix}"
     return Place(path, hf, gguf, shape, transpose=path[-1] == "kernel")
+
+
+def hf_module(layer: str, part: str) -> str:
+    """What Hugging Face calls a part of a layer: of layers_0, q it is
+    model.layers.0.self_attn.q_proj.
+    """
+    return f"model.layers.{layer.removeprefix('layers_')}.{_IN_LAYER[part][0]}"
 
 
 def flatten(params: Params) -> dict[Path, Any]:

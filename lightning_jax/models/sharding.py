@@ -47,6 +47,13 @@ _LOGICAL: dict[Path, tuple[str | None, ...]] = {
     ("k", "bias"): ("kv_heads",),
     ("v", "bias"): ("kv_heads",),
 }
+# An adapter lies as its kernel does, and its rank is whole everywhere.
+_LOGICAL |= {
+    (name, leaf): (axes[0], None) if leaf == "lora_a" else (None, axes[1])
+    for (name, kind), axes in _LOGICAL.items()
+    if kind == "kernel"
+    for leaf in ("lora_a", "lora_b")
+}
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -103,7 +110,8 @@ def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
     units = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     places = {}
     for path, leaf in shapes.items():
-        logical = _LOGICAL.get(path[-2:], (None,) * len(leaf.shape))
+        logical = _LOGICAL.get(path[-2:], ())
+        logical = (None,) * (len(leaf.shape) - len(logical)) + logical  # several adapters
         # Heads are split between devices, never within one.
         pairs = zip(logical, leaf.shape, strict=True)
         sizes = [units.get(axis or "", size) for axis, size in pairs]

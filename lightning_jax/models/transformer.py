@@ -8,6 +8,8 @@ where it lies:
         attn_norm, mlp_norm /scale [E]   q/kernel [E, H*D]   k, v /kernel [E, K*D]
         o/kernel [H*D, E]   gate, up /kernel [E, M]   down/kernel [M, E]
         q, k, v /bias (Qwen2)   q_norm, k_norm /scale [D] (Qwen3)
+        .../lora_a [in, rank], lora_b [rank, out] beside the kernels that have an adapter (lora.py);
+        [N, in, rank], [N, rank, out] where rows of a batch choose among N adapters
 """
 
 import functools
@@ -20,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from lightning_jax.config_sections import LoraConfig
 from lightning_jax.models import attention
 from lightning_jax.models.attention import RopeScaling
 from lightning_jax.models.cache import KVCache, attend_cache, make_cache, write_cache
@@ -47,6 +50,8 @@ class DecoderConfig:
     qk_norm: bool = False  # Qwen3
     max_positions: int = 2048
     family: str = "llama"  # llama, qwen2 or qwen3: the name a saved model carries
+    lora: LoraConfig | None = None  # the adapters that are among its parameters, of rank 1 or more
+    num_adapters: int | None = None  # of each kernel: [N, ...], a row chooses one; None: one, [...]
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -86,19 +91,35 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """`x` times a kernel, plus a bias where asked."""
+    """`x` times a kernel, plus its adapter's part and a bias where asked."""
 
     features: int
     bias: bool = False
+    lora: LoraConfig | None = None
+    num_adapters: int | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T _"]) -> Float[Array, "B T _"]:
+    def __call__(
+        self, x: Float[Array, "B T _"], chosen: Int[Array, " B"] | None = None
+    ) -> Float[Array, "B T _"]:
         init = nn.initializers.normal(0.02)
         out = _matmul(x, self.param("kernel", init, (x.shape[-1], self.features)))
+        if self.lora is not None:
+            out = out + self._adapter(x, self.lora, chosen)
         if not self.bias:
             return out
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         return out + bias[None, None, :]
+
+    def _adapter(self, x: Any, lora: LoraConfig, chosen: Any) -> Any:
+        stack = () if self.num_adapters is None else (self.num_adapters,)
+        init = nn.initializers.normal(x.shape[-1] ** -0.5)  # x A is about as large as x
+        a = self.param("lora_a", init, (*stack, x.shape[-1], lora.rank))
+        b = self.param("lora_b", nn.initializers.zeros, (*stack, lora.rank, self.features))
+        if not stack:
+            return _matmul(lora.scale * _matmul(x, a), b)
+        low = jnp.einsum("bti,bir->btr", x, a[chosen])
+        return jnp.einsum("btr,bro->bto", lora.scale * low, b[chosen])
 
 
 @jax.custom_vjp
@@ -124,28 +145,35 @@ class Layer(nn.Module):
     config: DecoderConfig
 
     @nn.compact
-    def __call__(self, x: Any, rope: Any, ends: Any, cached: Any, at: Any) -> tuple[Any, Any]:
+    def __call__(
+        self, x: Any, rope: Any, ends: Any, cached: Any, at: Any, chosen: Any
+    ) -> tuple[Any, Any]:
         config = self.config
         h = RMSNorm(config.norm_eps, name="attn_norm")(x)
-        queries, keys, values = self._project(h, rope)
+        queries, keys, values = self._project(h, rope, chosen)
         if cached is None:
             mixed = attention.attend_tree(queries, keys, values, ends)
         else:
             cached = write_cache(cached[0], cached[1], keys, values, at)
             mixed = attend_cache(queries, cached[0], cached[1], at)
         mixed = mixed.reshape(*mixed.shape[:2], config.num_heads * config.head_dim)
-        x = x + Linear(config.embed_dim, name="o")(mixed)
+        x = x + self._linear("o", config.embed_dim)(mixed, chosen)
         h = RMSNorm(config.norm_eps, name="mlp_norm")(x)
-        gate, up = Linear(config.mlp_dim, name="gate")(h), Linear(config.mlp_dim, name="up")(h)
-        return x + Linear(config.embed_dim, name="down")(nn.silu(gate) * up), cached
+        gate, up = (self._linear(name, config.mlp_dim)(h, chosen) for name in ("gate", "up"))
+        return x + self._linear("down", config.embed_dim)(nn.silu(gate) * up, chosen), cached
 
-    def _project(self, h: Any, rope: Any) -> tuple[Any, Any, Any]:
+    def _linear(self, name: str, features: int, *, bias: bool = False) -> Linear:
+        lora = self.config.lora
+        adapter = lora if lora is not None and name in lora.targets else None
+        return Linear(features, bias, adapter, self.config.num_adapters, name=name)
+
+    def _project(self, h: Any, rope: Any, chosen: Any) -> tuple[Any, Any, Any]:
         """Queries [B T H D], keys and values [B T K D]; queries and keys turned by position."""
         config = self.config
         heads_of = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         parts = {}
         for name, heads in heads_of.items():
-            flat = Linear(heads * config.head_dim, config.qkv_bias, name=name)(h)
+            flat = self._linear(name, heads * config.head_dim, bias=config.qkv_bias)(h, chosen)
             parts[name] = flat.reshape(*flat.shape[:2], heads, config.head_dim)
         if config.qk_norm:
             parts["q"] = RMSNorm(config.norm_eps, name="q_norm")(parts["q"])
@@ -160,7 +188,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: Any, positions: Any, ends: Any, cache: KVCache | None
+        self, tokens: Any, positions: Any, ends: Any, cache: KVCache | None, chosen: Any
     ) -> tuple[Any, KVCache | None]:
         config = self.config
         init = nn.initializers.normal(0.02)
@@ -169,7 +197,8 @@ class Decoder(nn.Module):
         layers = []
         for i in range(config.num_layers):
             cached = None if cache is None else (cache.keys[i], cache.values[i])
-            x, cached = Layer(config, name=f"layers_{i}")(x, rope, ends, cached, positions)
+            layer = Layer(config, name=f"layers_{i}")
+            x, cached = layer(x, rope, ends, cached, positions, chosen)
             layers.append(cached)
         x = RMSNorm(config.norm_eps, name="final_norm")(x)
         if not config.tie_embeddings and self.is_initializing():
@@ -188,7 +217,13 @@ def _rope(config: DecoderConfig, positions: Any) -> Any:
 
 
 def _forward_recomputing(
-    params: Params, config: DecoderConfig, tokens: Any, positions: Any, ends: Any, gather: Gather
+    params: Params,
+    config: DecoderConfig,
+    tokens: Any,
+    positions: Any,
+    ends: Any,
+    chosen: Any,
+    gather: Gather,
 ) -> Any:
     """What Decoder computes without a cache, keeping only each layer's input for the backward pass.
 
@@ -203,7 +238,7 @@ def _forward_recomputing(
 
     @jax.checkpoint
     def step(x: Any, layer: Params) -> tuple[Any, None]:
-        arrays = (x, rope, ends, None, None)
+        arrays = (x, rope, ends, None, None, chosen)
         return Layer(config).apply({"params": gather(layer)}, *arrays)[0], None
 
     x, _ = jax.lax.scan(step, x, stacked)
@@ -217,7 +252,8 @@ def _as_it_is(params: Params) -> Params:
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _init(config: DecoderConfig, key: Any, dtype: Any) -> Params:
     tokens = jnp.zeros((1, 1), jnp.int32)
-    params = Decoder(config).init(key, tokens, tokens, None, None)["params"]
+    chosen = None if config.num_adapters is None else jnp.zeros(1, jnp.int32)
+    params = Decoder(config).init(key, tokens, tokens, None, None, chosen)["params"]
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
@@ -226,7 +262,7 @@ def init_params(config: DecoderConfig, key: Any, dtype: Any = jnp.float32) -> Pa
     return _init(config, key, dtype)
 
 
-def forward(
+def forward(  # noqa: PLR0913  (each is a choice of its own)
     params: Params,
     config: DecoderConfig,
     tokens: Int[Array, "B T"],
@@ -236,6 +272,7 @@ def forward(
     cache: KVCache | None = None,
     remat: bool = False,
     gather: Gather | None = None,
+    adapters: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T E"], KVCache | None]:
     """Hidden states after the final norm, and the given cache with these tokens written.
 
@@ -245,12 +282,19 @@ def forward(
     position of C or more marks padding: nothing is written and its hidden state means nothing.
     Donate the cache at the jit boundary. `remat` keeps less for the backward pass and computes the
     layers once more instead, and then `gather` sees one layer at a time. It comes from
-    `sharding.make_gather`.
+    `sharding.make_gather`. `adapters` says which of several each row is read with.
     """
+    if (config.num_adapters is None) != (adapters is None):
+        raise ValueError(
+            f"the model has num_adapters={config.num_adapters} and the rows "
+            f"{'choose none' if adapters is None else 'choose one'}; expected a choice for each "
+            "row if, and only if, there are several."
+        )
     gather = gather or _as_it_is
     if remat and cache is None:
-        return _forward_recomputing(params, config, tokens, positions, ends, gather), None
-    arrays = (tokens, positions, ends, cache)
+        arrays = (tokens, positions, ends, adapters)
+        return _forward_recomputing(params, config, *arrays, gather), None
+    arrays = (tokens, positions, ends, cache, adapters)
     return Decoder(config).apply({"params": gather(params)}, *arrays)  # pyright: ignore[reportReturnType]
 
 

@@ -119,7 +119,8 @@ def make_batches(
     many targets for a row, nothing sampled, nothing but forced tokens, and with
     `skip_zero_advantage` those without a policy gradient (right only when no KL term needs them).
     A sequence's last target and what follows it are never read by the model unless another sequence
-    goes on from there. `target_calls` counts places in `sequences`.
+    goes on from there. `target_calls` counts places in `sequences`. Sequences that different
+    adapters read never share a row.
     """
     kept, dropped = [], Counter(dict.fromkeys(DROP_REASONS, 0))
     dropped_tokens = 0
@@ -131,20 +132,23 @@ def make_batches(
             dropped[reason] += 1
             dropped_tokens += _num_targets(sequence)
     # Paths in order are the trie in depth-first order; see packing.py.
-    kept.sort(key=lambda pair: _read_ids(pair[1]))
+    kept.sort(key=lambda pair: (pair[1].adapter or 0, _read_ids(pair[1])))
     paths = [np.asarray(_read_ids(sequence), np.int32) for _, sequence in kept]
-    forest = PathForest(paths, [_num_targets(sequence) for _, sequence in kept])
-    rows = pack_rows(forest, max_nodes=config.row_len, max_targets=config.max_targets)
+    rows = _pack(paths, [sequence for _, sequence in kept], config)
     # Rows of one batch have about as many targets, so that their empty head chunks coincide.
     rows.sort(key=lambda row: -row.targets)
     has_states = any(sequence.states is not None for sequence in sequences)
+    has_adapters = any(sequence.adapter is not None for sequence in sequences)
     batches = [
         _fill_batch(
-            _empty_batch(config, has_states), rows[start : start + config.rows], kept, paths
+            _empty_batch(config, has_states, has_adapters),
+            rows[start : start + config.rows],
+            kept,
+            paths,
         )
         for start in range(0, len(rows), config.rows)
     ]
-    stats = _stats(forest, rows, num_nodes=len(batches) * config.rows * config.row_len)
+    stats = _stats(paths, rows, num_nodes=len(batches) * config.rows * config.row_len)
     stats |= {f"train/dropped_{reason}": float(count) for reason, count in dropped.items()}
     num_forced = sum(sequence.loss_mask.count(False) for sequence in sequences)
     return batches, stats | {
@@ -166,13 +170,28 @@ def _why_dropped(
     return "too_many_targets" if num_targets > config.max_targets else None
 
 
-def _stats(forest: PathForest, rows: Sequence[Row], *, num_nodes: int) -> dict[str, float]:
+def _pack(
+    paths: Sequence[Path], sequences: Sequence[TrainingSequence], config: BatchConfig
+) -> list[Row]:
+    """The rows of each adapter's sequences, which are sorted by it."""
+    counts = Counter(sequence.adapter for sequence in sequences)
+    rows, start = [], 0
+    for count in counts.values():
+        part = slice(start, start + count)
+        forest = PathForest(paths[part], [_num_targets(sequence) for sequence in sequences[part]])
+        packed = pack_rows(forest, max_nodes=config.row_len, max_targets=config.max_targets)
+        rows += [Row([start + i for i in row.members], row.nodes, row.targets) for row in packed]
+        start += count
+    return rows
+
+
+def _stats(paths: Sequence[Path], rows: Sequence[Row], *, num_nodes: int) -> dict[str, float]:
     """Tokens of the separate sequences and of the packed forest, and the share of empty nodes."""
     used = sum(row.nodes for row in rows)
     return {
-        "train/num_sequences": float(len(forest.lengths)),
+        "train/num_sequences": float(len(paths)),
         "train/num_rows": float(len(rows)),
-        "train/tokens_naive": float(forest.lengths.sum()),
+        "train/tokens_naive": float(sum(map(len, paths))),
         "train/tokens_forest": float(used),
         "train/padding_share": 1.0 - used / num_nodes if num_nodes else 0.0,
     }
@@ -189,6 +208,8 @@ def _fill_batch(
         nodes = _lay_out(
             [paths[i] for i in row.members], batch.tokens[b], batch.positions[b], batch.ends[b]
         )
+        if batch.adapters is not None:
+            batch.adapters[b] = sequences[row.members[0]][1].adapter or 0
         start = 0
         for i, path_nodes in zip(row.members, nodes, strict=True):
             call, sequence = sequences[i]
@@ -214,7 +235,7 @@ def _fill_batch(
     return batch
 
 
-def _empty_batch(config: BatchConfig, has_states: bool) -> Batch:
+def _empty_batch(config: BatchConfig, has_states: bool, has_adapters: bool) -> Batch:
     """All padding: each node is a tree by itself."""
     nodes, targets = (config.rows, config.row_len), (config.rows, config.max_targets)
     return Batch(
@@ -229,6 +250,7 @@ def _empty_batch(config: BatchConfig, has_states: bool) -> Batch:
         advantages=np.zeros(targets, np.float32),
         weights=np.zeros(targets, np.float32),
         states=_empty_states(targets) if has_states else None,
+        adapters=np.zeros(config.rows, np.int32) if has_adapters else None,
     )
 
 

@@ -48,8 +48,16 @@ def read_nodes(
     gather: Gather | None = None,
 ) -> Float[Array, "B T E"]:
     """The last hidden state of each node."""
-    arrays = (batch.tokens, batch.positions)
-    return forward(params, config, *arrays, ends=batch.ends, remat=remat, gather=gather)[0]
+    return forward(
+        params,
+        config,
+        batch.tokens,
+        batch.positions,
+        ends=batch.ends,
+        remat=remat,
+        gather=gather,
+        adapters=batch.adapters,
+    )[0]
 
 
 def head_params(params: Params, gather: Gather | None) -> Params:

@@ -90,7 +90,7 @@ def dpo_update(
             f"0 of {len(pairs)} pairs can be trained on; expected responses that are not empty and "
             f"fit rows of batch.row_len={config.row_len} tokens."
         )
-    policy = sequence_logprobs(functions, state.params, batches, len(sequences))
+    policy = sequence_logprobs(functions, state.policy, batches, len(sequences))
     reference = sequence_logprobs(functions, ref_params, batches, len(sequences))
     margins = (policy - reference)[0::2] - (policy - reference)[1::2]
     advantages = dpo_advantages(margins, beta=beta)

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from lightning_jax.config import AlgorithmConfig
-from lightning_jax.models.transformer import DecoderConfig, Gather
+from lightning_jax.models.lora import frozen_part, overlay, trained_part
+from lightning_jax.models.transformer import DecoderConfig, Gather, Params
 from lightning_jax.rl import losses
 from lightning_jax.rl.critic import (
     Critic,
@@ -34,7 +35,6 @@ from lightning_jax.rl.logprobs import (
 from lightning_jax.rl.losses import Metrics
 from lightning_jax.types import Batch, Leaf, StateBatch
 
-Params = dict[str, Any]
 BUNDLE = 8  # a program takes a multiple of this many microbatches, some of which may be padding
 # (logprobs, entropy, batch, ref_logprobs or None) -> (loss, metric sums)
 Objective = Callable[..., tuple[Float[Array, ""], Metrics]]
@@ -43,24 +43,35 @@ Objective = Callable[..., tuple[Float[Array, ""], Metrics]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What an optimizer step reads and replaces; float32, whatever the model computes in."""
+    """What an optimizer step reads and replaces; float32, whatever the model computes in.
+
+    Where the model has adapters (`models/lora.py`) `params` are those alone. The other weights are
+    `base`, in the dtype that they were loaded in; no update changes or donates them.
+    """
 
     step: Leaf  # int32 scalar, optimizer updates made
     params: Any
     opt_state: Any
     critic: Any = None  # CriticState, None without a critic
+    base: Any = None  # None: all weights are trained
+
+    @property
+    def policy(self) -> Params:
+        """All weights that the policy computes with."""
+        return overlay(self.base, self.params)
 
 
 @dataclass(frozen=True)
 class TrainFunctions:
     """The jitted halves of a step.
 
-    `grads_fn(params, grads, metrics, bundle, count, ref_params or None, value_head or None) ->
-    (grads, metrics)` adds the first `count` microbatches of a bundle, one after the other, to the
-    accumulators, which it takes over (donated); `grads` is the pair of those of the params and of
-    the value head. `apply_fn(state, grads) -> (state, metrics)` updates; it takes over the state.
-    `logprobs_fn(params, batch)` measures the targets, [B, R] in nats, and `values_fn(params,
-    value_head, batch)` the states that they were chosen in.
+    `grads_fn(params, grads, metrics, bundle, count, ref_params or None, value_head or None, base
+    or None) -> (grads, metrics)` adds the first `count` microbatches of a bundle, one after the
+    other, to the accumulators, which it takes over (donated); `grads` is the pair of those of the
+    params and of the value head. `apply_fn(state without base, grads) -> (state, metrics)` updates;
+    it takes over the state. `logprobs_fn(policy, batch)` measures the targets, [B, R] in nats, and
+    `values_fn(policy, value_head, batch)` the states that they were chosen in; `policy` are all
+    weights.
     """
 
     grads_fn: Callable[..., tuple[Any, Metrics]]
@@ -98,17 +109,17 @@ def init_state(
     """A state at step 0; the moments lie where the weights lie, scalars and the critic on all
     their devices.
 
-    The first update donates `params`: whoever else needs them keeps a copy.
+    The first update donates what it trains of `params`: whoever else needs it keeps a copy.
     """
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    norms, base = params["final_norm"], frozen_part(params)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained_part(params))
     scalars = functools.partial(_place_scalar, params)
     opt_state = jax.tree.map(scalars, optimizer.init(params))
     made = None
     if critic is not None:
-        embed_dim = params["final_norm"]["scale"].shape[0]
         whole = functools.partial(_replicate, params)
-        made = jax.tree.map(whole, init_critic(critic, embed_dim))
-    return TrainState(scalars(jnp.zeros((), jnp.int32)), params, opt_state, made)
+        made = jax.tree.map(whole, init_critic(critic, norms["scale"].shape[0]))
+    return TrainState(scalars(jnp.zeros((), jnp.int32)), params, opt_state, made, base)
 
 
 def make_train_functions(  # noqa: PLR0913  (each is a choice of its own)
@@ -135,9 +146,12 @@ def make_train_functions(  # noqa: PLR0913  (each is a choice of its own)
     )
 
     def loss_fn(
-        trained: tuple[Params, ValueHead | None], batch: Batch, ref_params: Params | None
+        trained: tuple[Params, ValueHead | None],
+        batch: Batch,
+        ref_params: Params | None,
+        base: Params | None,
     ) -> Any:
-        params, head = _cast(trained[0], compute_dtype), trained[1]
+        params, head = _cast(overlay(base, trained[0]), compute_dtype), trained[1]
         nodes = read(params, batch=batch, remat=remat)
         logprobs, entropy = node_logprobs(
             head_params(params, gather),
@@ -149,7 +163,8 @@ def make_train_functions(  # noqa: PLR0913  (each is a choice of its own)
         )
         ref_logprobs = None
         if ref_params is not None:
-            ref_logprobs, _ = measure(_cast(ref_params, compute_dtype), batch=batch)
+            reference = _cast(overlay(base, ref_params), compute_dtype)
+            ref_logprobs, _ = measure(reference, batch=batch)
         loss, sums = objective(logprobs, entropy, batch, ref_logprobs)
         if critic is None or head is None:
             return loss, sums
@@ -166,12 +181,14 @@ def make_train_functions(  # noqa: PLR0913  (each is a choice of its own)
         count: Int32[Array, ""],
         ref_params: Params | None,
         head: ValueHead | None = None,
+        base: Params | None = None,
     ) -> tuple[Any, Metrics]:
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *bundle)
 
         def add_one(index: Any, added: tuple[Any, Metrics]) -> tuple[Any, Metrics]:
             batch = jax.tree.map(lambda leaf: leaf[index], stacked)
-            new, sums = jax.grad(loss_fn, has_aux=True)((params, head), batch, ref_params)
+            grad_fn = jax.grad(loss_fn, has_aux=True)
+            new, sums = grad_fn((params, head), batch, ref_params, base)
             return jax.tree.map(jnp.add, added[0], new), losses.add_metrics(added[1], sums)
 
         # One program for all: on a CPU each run gets gigabytes of fresh memory, page by page.
@@ -205,8 +222,9 @@ def update(
 ) -> tuple[TrainState, dict[str, float]]:
     """One optimizer update over all microbatches, and its metrics, fetched in one transfer.
 
-    Takes over `state`. A gradient that is not finite changes nothing but the step count and is
-    reported as train/skipped_updates = 1. Raises ValueError without a microbatch.
+    Takes over `state` but for its base, which completes `ref_params`, too. A gradient that is not
+    finite changes nothing but the step count and is reported as train/skipped_updates = 1. Raises
+    ValueError without a microbatch.
     """
     if not batches:
         raise ValueError("update got 0 microbatches; expected at least 1, skip the step instead.")
@@ -215,11 +233,12 @@ def update(
         functions, state.params, with_reference=ref_params is not None, head=head
     )
     grads, metrics = functions.grads_fn(
-        state.params, grads, metrics, *bundle(batches), ref_params, head
+        state.params, grads, metrics, *bundle(batches), ref_params, head, state.base
     )
-    state, applied = functions.apply_fn(state, grads)
+    new, applied = functions.apply_fn(dataclasses.replace(state, base=None), grads)
     sums, applied = jax.device_get((metrics, applied))
     means = losses.mean_metrics({name: float(value) for name, value in sums.items()})
+    state = dataclasses.replace(new, base=state.base)
     return state, means | {name: float(value) for name, value in applied.items()}
 
 

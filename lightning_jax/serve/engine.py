@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from lightning_jax.config import ConfigError, ServeConfig
 from lightning_jax.models.cache import KVCache, join, segment_lengths
+from lightning_jax.models.lora import pick
 from lightning_jax.models.sharding import cache_sharding, param_shardings, reshard
 from lightning_jax.models.transformer import DecoderConfig, forward, init_cache, unembed
 from lightning_jax.serve.pages import PageCopier
@@ -44,6 +45,7 @@ class Start:
     top_p: Leaf  # float32
     top_k: Leaf  # int32
     min_p: Leaf  # float32
+    adapter: Leaf = None  # int32, of several which one; None: the model has at most one
 
 
 @jax.tree_util.register_dataclass
@@ -130,12 +132,12 @@ class Engine:
         )
 
     def place(self, params: Params) -> Params:
-        """A copy of the weights as the engine computes with them, there when this returns; the
-        originals may be donated.
+        """A copy of the weights, or of some of them, as the engine computes with them, there when
+        this returns; the originals may be donated.
         """
         targets: Any = self._plain
         if self.mesh is not None:
-            targets = param_shardings(self.config, self.mesh)
+            targets = pick(param_shardings(self.config, self.mesh), params)
         return reshard(params, targets, self._dtype)
 
     def init_state(self) -> DecodeState:
@@ -160,10 +162,15 @@ class Engine:
         return tuple(b for b in self.buckets if b <= capacity) or self.buckets[:1]
 
     def prefill(
-        self, params: Params, ids: Sequence[int], existing_prefix: Prefix | None = None
+        self,
+        params: Params,
+        ids: Sequence[int],
+        existing_prefix: Prefix | None = None,
+        adapter: int | None = None,
     ) -> Prefix:
         """The prefix extended by `ids`, in chunks of bucket lengths. Donates `existing_prefix`.
 
+        Of a model with several adapters, `adapter` is the one to read with, the slot's, too.
         ValueError if the result is longer than the existing prefix's capacity, or than any.
         """
         start = existing_prefix.length if existing_prefix else 0
@@ -176,12 +183,13 @@ class Engine:
             )
         cache = existing_prefix.cache if existing_prefix else self._empty(capacity)
         tokens = np.asarray(ids, np.int32)
+        chosen = None if adapter is None else np.int32(adapter)
         done = 0
         for bucket in plan_chunks(len(ids), self._buckets_for(capacity)):
             chunk = tokens[done : done + bucket]
             padded = np.pad(chunk, (0, bucket - len(chunk)))
             cache = self._prefill(
-                params, cache, padded, np.int32(start + done), np.int32(len(chunk))
+                params, cache, padded, np.int32(start + done), np.int32(len(chunk)), chosen
             )
             done += len(chunk)
         return Prefix(cache, total)
@@ -242,13 +250,16 @@ class Engine:
 
         Donates `state`.
         """
-        start = start_of(0, 0, SamplingParams(), 0)
+        adapter = None if self.config.num_adapters is None else 0
+        start = start_of(0, 0, SamplingParams(), 0, adapter)
         state = self.activate(state, 0, start)
         for capacity in self.capacities:
             prefix = Prefix(self._empty(capacity), 0)
             for bucket in self._buckets_for(capacity):
-                tokens = np.zeros(bucket, np.int32)
-                cache = self._prefill(params, prefix.cache, tokens, np.int32(0), np.int32(0))
+                tokens, chosen = np.zeros(bucket, np.int32), start.adapter
+                cache = self._prefill(
+                    params, prefix.cache, tokens, np.int32(0), np.int32(0), chosen
+                )
                 prefix = Prefix(cache, 0)
             state = self.insert(prefix, state, 0, start)
             self.extract(state, 0, 0, capacity)
@@ -259,7 +270,9 @@ class Engine:
         return jax.block_until_ready(self.retire(state, range(self.num_slots)))
 
 
-def start_of(token: int, position: int, sampling: SamplingParams, seed: int) -> Start:
+def start_of(
+    token: int, position: int, sampling: SamplingParams, seed: int, adapter: int | None = None
+) -> Start:
     """One request's host scalars. Response token k is drawn with the seed's key folded with k."""
     return Start(
         token=np.int32(token),
@@ -269,6 +282,7 @@ def start_of(token: int, position: int, sampling: SamplingParams, seed: int) -> 
         top_p=np.float32(sampling.top_p),
         top_k=np.int32(min(sampling.top_k, 2**31 - 1)),
         min_p=np.float32(sampling.min_p),
+        adapter=None if adapter is None else np.int32(adapter),
     )
 
 
@@ -295,9 +309,10 @@ def _shardings(mesh: jax.sharding.Mesh | None, config: DecoderConfig) -> tuple[A
 
 def _init_state(*, config: DecoderConfig, slots: int, max_len: int, dtype: Any) -> DecodeState:
     floats, ints = jnp.zeros(slots, jnp.float32), jnp.zeros(slots, jnp.int32)
+    keys, chosen = jnp.zeros((slots, 2), jnp.uint32), None if config.num_adapters is None else ints
     return DecodeState(
         cache=init_cache(config, slots, max_len, dtype),
-        slots=Start(ints, ints, jnp.zeros((slots, 2), jnp.uint32), floats, floats, ints, floats),
+        slots=Start(ints, ints, keys, floats, floats, ints, floats, chosen),
         counts=ints,
         active=jnp.zeros(slots, bool),
     )
@@ -313,6 +328,7 @@ def _prefill_chunk(
     tokens: Int32[Array, " T"],
     start: Int32[Array, ""],
     length: Int32[Array, ""],
+    adapter: Int32[Array, ""] | None = None,
     *,
     config: DecoderConfig,
 ) -> KVCache:
@@ -320,7 +336,10 @@ def _prefill_chunk(
     index = jnp.arange(len(tokens), dtype=jnp.int32)
     # A position past the end writes nothing.
     positions = jnp.where(index < length, start + index, cache.length)
-    _, written = forward(params, config, tokens[None], positions[None], cache=cache)
+    chosen = None if adapter is None else adapter[None]
+    _, written = forward(
+        params, config, tokens[None], positions[None], cache=cache, adapters=chosen
+    )
     assert written is not None, "a cache goes in, so one comes out"
     return written
 
@@ -380,6 +399,7 @@ def _generate(
         slots.token[:, None],
         positions[:, None],
         cache=join(parts[:segments]),
+        adapters=slots.adapter,
     )
     assert written is not None, "a cache goes in, so one comes out"
     cache = join([written, *parts[segments:]])

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from lightning_jax.config import ServeConfig
+from lightning_jax.models.lora import frozen_part, overlay
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 from lightning_jax.serve.adjust import LogitAdjuster, needs_adjusting
 from lightning_jax.serve.constraint import GrammarCompiler, GrammarError
@@ -75,6 +76,7 @@ class EngineLoop:
     """The engine, running. `start` it, `submit` from an event loop, `close` it.
 
     Copies `params`, here and in `load_weights`: the caller may donate them to the next train step.
+    Of a model with adapters, `load_weights` takes the adapters alone.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class EngineLoop:
         self._engine, self._tokenizer = engine, tokenizer
         self._grammars = GrammarCompiler(tokenizer, engine.config.vocab_size)
         self._params, self._version, self._published = engine.place(params), version, version
+        self._base = frozen_part(self._params)  # None: all weights come anew
         self._state = engine.init_state()
         self._prefixes = PrefixCache(engine, version)
         self._scorer = Scorer(engine.config, engine.capacities)
@@ -156,7 +159,7 @@ class EngineLoop:
 
         Raises ValueError unless the version is above the last one, EngineError after a failure.
         """
-        placed = self._engine.place(params)
+        placed = overlay(self._base, self._engine.place(params))
         with self._changed:
             if version <= self._published:
                 raise ValueError(

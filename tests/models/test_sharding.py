@@ -20,6 +20,7 @@ from lightning_jax.config import (
     OptimizerConfig,
     ServeConfig,
 )
+from lightning_jax.config_sections import LoraConfig
 from lightning_jax.learner import Learner, make_learner
 from lightning_jax.models.sharding import (
     batch_sharding,
@@ -214,6 +215,25 @@ def test_a_program_moves_what_its_mesh_asks_for_and_no_more(sizes):
     assert not {op for op, _ in moved} & {"all-to-all", "collective-permute"}
     # The optimizer works where the weights lie: only the norm of the gradient goes round.
     assert {shape for _, shape in collectives(optimizer)} <= {()}
+
+
+def test_frozen_weights_have_no_gradient_to_add_up():
+    """Each is brought together as before, and only what adapters get travels back."""
+    lora, rank = LoraConfig(rank=5), 5
+    learner = make_learner(
+        dataclasses.replace(SHAPED, lora=lora), settings(MESHES["fsdp"]), supervised=False
+    )
+    grads_fn, _ = lower_step(learner, settings(MESHES["fsdp"]))
+    moved = collectives(grads_fn.compile().as_text())
+    used = matrices(MESHES["fsdp"])
+    gathered = Counter(shape for op, shape in moved if op == "all-gather" and rank not in shape)
+    assert set(gathered) == set(used)
+    assert all(count <= 2 * used[shape] for shape, count in gathered.items())
+    back = {
+        shape for op, shape in moved if op in ("all-reduce", "reduce-scatter") if len(shape) > 1
+    }
+    assert back and all(rank in shape for shape in back)
+    assert not {op for op, _ in moved} & {"all-to-all", "collective-permute"}
 
 
 def test_everything_lies_where_the_table_says():

@@ -1,0 +1,119 @@
+"""Low-rank adapters of a model's kernels (LoRA, Hu et al., arXiv 2106.09685).
+
+A kernel W [in, out] with an adapter computes `x W + (alpha / rank) (x A) B`. A `lora_a` [in, rank]
+and B `lora_b` [rank, out] are two more leaves beside the kernel in the tree of the parameters, and
+with them only they are trained. A is random and B zero at first, so that the adapted model is the
+model itself.
+"""
+
+import zlib
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lightning_jax.config_sections import LoraConfig
+from lightning_jax.models.load import LoadedModel
+from lightning_jax.models.names import Path, flatten, unflatten
+from lightning_jax.models.transformer import DecoderConfig, Params, init_params
+
+ADAPTER_LEAVES = ("lora_a", "lora_b")
+
+
+def adapted_shape(
+    model: DecoderConfig, lora: LoraConfig, number: int | None = None
+) -> DecoderConfig:
+    """The model's shape with these adapters; as it is with rank 0. With `number` each kernel has
+    that many, and each row of a batch chooses one.
+    """
+    if not lora.rank:
+        return model
+    return replace(model, lora=lora, num_adapters=number)
+
+
+def adapted(
+    model: LoadedModel, lora: LoraConfig, seed: int, number: int | None = None
+) -> LoadedModel:
+    """The model with fresh adapters, in the dtype of its weights; as it is with rank 0."""
+    config = adapted_shape(model.config, lora, number)
+    if config.lora is None:
+        return model
+    dtype = jax.tree.leaves(model.params)[0].dtype
+    adapters = _fresh(config, jax.random.key(seed), dtype)
+    return replace(model, config=config, params=overlay(model.params, adapters))
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _fresh(config: DecoderConfig, key: Any, dtype: Any) -> Params:
+    """What the compiler does not need for it, the weights of a random model, it does not make."""
+    return trained_part(init_params(config, key, dtype))
+
+
+def trained_part(params: Params) -> Params:
+    """The leaves that training changes: the adapters, or all where there are none."""
+    flat = flatten(params)
+    adapters = {path: leaf for path, leaf in flat.items() if path[-1] in ADAPTER_LEAVES}
+    return unflatten(adapters) if adapters else params
+
+
+def frozen_part(params: Params) -> Params | None:
+    """The leaves that training leaves alone; None without adapters."""
+    flat = flatten(params)
+    base = {path: leaf for path, leaf in flat.items() if path[-1] not in ADAPTER_LEAVES}
+    return unflatten(base) if len(base) < len(flat) else None
+
+
+def overlay(params: Params | None, part: Params) -> Params:
+    """`params` with the leaves of `part` added, or in place of its own."""
+    return part if params is None else unflatten(flatten(params) | flatten(part))
+
+
+def pick(tree: Params, like: Params) -> Params:
+    """The leaves of `tree` at the paths of `like`."""
+    flat = flatten(tree)
+    return unflatten({path: flat[path] for path in flatten(like)})
+
+
+def one_of(model: LoadedModel, place: int) -> LoadedModel:
+    """The model with one of its several adapters, as its only one."""
+    params = {
+        path: leaf[place] if path[-1] in ADAPTER_LEAVES else leaf
+        for path, leaf in flatten(model.params).items()
+    }
+    config = replace(model.config, num_adapters=None)
+    return replace(model, config=config, params=unflatten(params))
+
+
+def adapted_facts(model: LoadedModel) -> dict[str, float]:
+    """What adapters belong to, as far as their shapes do not say it; empty without adapters.
+
+    Of the weights, a checksum of a few, alike for all dtypes that they may be loaded in.
+    """
+    if model.config.lora is None:
+        return {}
+    kernel = model.params["layers_0"]["q"]["kernel"].astype(jnp.bfloat16)
+    checksum = zlib.crc32(np.asarray(jax.device_get(kernel)).tobytes())
+    return {"model.lora.alpha": model.config.lora.alpha, "weights of checksum": checksum}
+
+
+def merged(model: LoadedModel) -> LoadedModel:
+    """The same policy as a model without adapters, in float32: kernels W + (alpha / rank) A B."""
+    lora = model.config.lora
+    if lora is None:
+        return model
+    assert model.config.num_adapters is None, "one of several is taken first, by one_of"
+    # On the host: a device that holds a share of the weights may be too small for all of them.
+    flat: dict[Path, Any] = {
+        path: np.asarray(jax.device_get(leaf)).astype(np.float32)
+        for path, leaf in flatten(model.params).items()
+    }
+    kernels = {path: leaf for path, leaf in flat.items() if path[-1] not in ADAPTER_LEAVES}
+    for path in flat:
+        if path[-1] == "lora_a":
+            layer = path[:-1]
+            change = lora.scale * (flat[path] @ flat[(*layer, "lora_b")])
+            kernels[(*layer, "kernel")] = flat[(*layer, "kernel")] + change
+    return replace(model, config=replace(model.config, lora=None), params=unflatten(kernels))

@@ -1,0 +1,57 @@
+"""Adapters as a directory that Hugging Face's `peft` loads over the model that they belong to."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors.numpy
+
+from lightning_jax.config_sections import LoraConfig
+from lightning_jax.models.hf_format import write_json
+from lightning_jax.models.lora import ADAPTER_LEAVES
+from lightning_jax.models.names import flatten, hf_module
+from lightning_jax.models.transformer import Params
+
+_LEAVES = {"lora_a": "lora_A", "lora_b": "lora_B"}
+
+
+def write(directory: Path, lora: LoraConfig, params: Params, base: str) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors, of the adapters among `params`.
+
+    `base` is the name of the model, as `model.name` has it.
+    """
+    flat = flatten(params)
+    adapters = {path: leaf for path, leaf in flat.items() if path[-1] in ADAPTER_LEAVES}
+    arrays = {_name(*path): _rows(leaf) for path, leaf in adapters.items()}
+    safetensors.numpy.save_file(arrays, directory / "adapter_model.safetensors", {"format": "pt"})
+    layer = next(iter(adapters))[0]
+    modules = [hf_module(layer, target).rpartition(".")[2] for target in lora.targets]
+    write_json(
+        directory / "adapter_config.json",
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": sorted(modules),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "use_rslora": False,
+            "use_dora": False,
+            "modules_to_save": None,
+            "init_lora_weights": True,
+            "inference_mode": True,
+        },
+    )
+
+
+def _name(layer: str, part: str, leaf: str) -> str:
+    return f"base_model.model.{hf_module(layer, part)}.{_LEAVES[leaf]}.weight"
+
+
+def _rows(leaf: Any) -> np.ndarray:
+    """In float32, [out, in] as files have it."""
+    return np.ascontiguousarray(np.asarray(jax.device_get(leaf)).astype(np.float32).T)

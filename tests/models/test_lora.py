@@ -1,0 +1,152 @@
+"""Adapters beside kernels compute what merged weights compute, and start as nothing."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.config import Config, ConfigError, MeshConfig, load_config
+from lightning_jax.config_sections import KERNELS, LoraConfig
+from lightning_jax.models.load import LoadedModel
+from lightning_jax.models.lora import adapted, frozen_part, merged, overlay, pick, trained_part
+from lightning_jax.models.names import flatten, unflatten
+from lightning_jax.models.sharding import make_mesh, param_shardings
+from lightning_jax.models.transformer import Linear, forward, init_cache, init_params
+from lightning_jax.testing.tiny import tiny_model
+
+LORA = LoraConfig(rank=3, alpha=6.0)
+MODEL = tiny_model(num_layers=1)
+run = jax.jit(forward, static_argnums=1, static_argnames="remat")
+
+
+def with_random_adapters(model: LoadedModel, lora: LoraConfig = LORA, seed: int = 5) -> LoadedModel:
+    """As after some training: B is no longer zero."""
+    model = adapted(model, lora, seed)
+    keys = iter(jax.random.split(jax.random.key(seed), 99))
+    change = {
+        path: 0.3 * jax.random.normal(next(keys), leaf.shape) if path[-1] == "lora_b" else leaf
+        for path, leaf in flatten(model.params).items()
+    }
+    return dataclasses.replace(model, params=unflatten(change))
+
+
+def tokens_and_positions():
+    tokens = jax.random.randint(jax.random.key(2), (2, 20), 0, 259)
+    return tokens, jnp.broadcast_to(jnp.arange(20), (2, 20))
+
+
+def test_adapters_compute_what_merged_weights_compute():
+    config = dataclasses.replace(MODEL.config, qkv_bias=True, qk_norm=True)
+    biased = dataclasses.replace(
+        MODEL, config=config, params=init_params(config, jax.random.key(1))
+    )
+    model = with_random_adapters(biased)
+    whole, arrays = merged(model), tokens_and_positions()
+    assert jax.tree.structure(whole.params) == jax.tree.structure(biased.params)
+    expected, _ = run(whole.params, whole.config, *arrays)
+    got, _ = run(model.params, model.config, *arrays)
+    base, _ = run(biased.params, whole.config, *arrays)
+    assert np.abs(expected - base).max() > 0.1
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    recomputed, _ = run(model.params, model.config, *arrays, remat=True)
+    np.testing.assert_allclose(recomputed, expected, atol=1e-5)
+
+
+def test_prefill_and_decode_use_the_adapters():
+    model = with_random_adapters(MODEL)
+    tokens, positions = tokens_and_positions()
+    expected, _ = run(merged(model).params, MODEL.config, tokens, positions)
+    cache = init_cache(model.config, 2, 32)
+    for chunk in (slice(0, 16), *(slice(i, i + 1) for i in range(16, 20))):
+        hidden, cache = run(
+            model.params, model.config, tokens[:, chunk], positions[:, chunk], cache=cache
+        )
+        np.testing.assert_allclose(hidden, expected[:, chunk], atol=1e-5)
+
+
+def test_fresh_adapters_change_nothing_and_follow_the_seed():
+    model = adapted(MODEL, LORA, seed=7)
+    arrays = tokens_and_positions()
+    got, _ = run(model.params, model.config, *arrays)
+    base, _ = run(MODEL.params, MODEL.config, *arrays)
+    np.testing.assert_array_equal(got, base)
+    first, again, other = (
+        flatten(trained_part(adapted(MODEL, LoraConfig(rank=64), seed).params))
+        for seed in (7, 7, 8)
+    )
+    down = ("layers_0", "down", "lora_a")
+    assert first[down].shape == (64, 64) and first[(*down[:2], "lora_b")].shape == (64, 32)
+    assert np.std(first[down]) == pytest.approx(1 / 8, rel=0.05)  # 64 numbers go in
+    np.testing.assert_array_equal(first[down], again[down])
+    assert not np.allclose(first[down], other[down])
+    assert not any(np.any(leaf) for path, leaf in first.items() if path[-1] == "lora_b")
+
+
+def test_rank_0_is_the_model_as_it_is():
+    assert adapted(MODEL, LoraConfig(), seed=0) is MODEL
+    assert frozen_part(MODEL.params) is None and trained_part(MODEL.params) is MODEL.params
+    assert merged(MODEL) is MODEL
+    assert {path[-1] for path in flatten(MODEL.params)} == {"embedding", "kernel", "scale"}
+
+
+def test_only_the_targets_have_adapters():
+    model = adapted(MODEL, LoraConfig(rank=2, targets=("v", "down")), seed=0)
+    adapters = trained_part(model.params)
+    assert {path[:2] for path in flatten(adapters)} == {("layers_0", "v"), ("layers_0", "down")}
+    base = frozen_part(model.params)
+    assert base is not None and jax.tree.structure(base) == jax.tree.structure(MODEL.params)
+    back = overlay(base, adapters)
+    assert jax.tree.structure(back) == jax.tree.structure(model.params)
+    picked = pick(model.params, adapters)
+    assert all(x is y for x, y in zip(*map(jax.tree.leaves, (picked, adapters)), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("targets=[q,head]", "targets is .*'head'.*; expected some of q, k, v, o, gate, up, down"),
+        ("targets=[]", "expected some of q"),
+        ("targets=[q,q]", "each once"),
+        ("rank=-1", "rank is -1; expected 0"),
+        ("alpha=0", "alpha is 0.0; expected a positive number"),
+    ],
+)
+def test_wrong_settings_give_one_sentence(setting, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(Config, [f"model.lora.{setting}"])
+    made = load_config(Config, ["model.lora.rank=4", "model.lora.targets=[q,v]"]).model.lora
+    assert made == LoraConfig(rank=4, targets=("q", "v")) and hash(made)
+
+
+def test_the_gradient_is_that_of_the_chain_rule():
+    layer = Linear(5, lora=LoraConfig(rank=2, alpha=3.0))
+    x = jax.random.normal(jax.random.key(0), (2, 7, 4))
+    shapes = {"kernel": (4, 5), "lora_a": (4, 2), "lora_b": (2, 5)}
+    params = {
+        name: jax.random.normal(jax.random.key(i), shape)
+        for i, (name, shape) in enumerate(shapes.items(), start=1)
+    }
+    wanted = jax.random.normal(jax.random.key(9), (2, 7, 5))
+
+    def loss(params):
+        return (layer.apply({"params": params}, x) * wanted).sum()  # type: ignore[operator]
+
+    grads = jax.grad(loss)(params)
+    rows, out, a, b = x.reshape(14, 4), wanted.reshape(14, 5), params["lora_a"], params["lora_b"]
+    # y = x W + 1.5 (x A) B
+    np.testing.assert_allclose(grads["kernel"], rows.T @ out, atol=1e-5)
+    np.testing.assert_allclose(grads["lora_b"], 1.5 * (rows @ a).T @ out, atol=1e-5)
+    np.testing.assert_allclose(grads["lora_a"], 1.5 * rows.T @ (out @ b.T), atol=1e-5)
+
+
+def test_an_adapter_lies_as_its_kernel_does_and_its_rank_is_whole():
+    config = dataclasses.replace(MODEL.config, lora=LORA)
+    places = flatten(param_shardings(config, make_mesh(MeshConfig(1, 4, 2))))
+    for name in KERNELS:
+        spec = partial(lambda name, leaf: places[("layers_0", name, leaf)].spec, name)
+        rows, columns = spec("kernel")
+        assert spec("lora_a") == jax.P(rows, None) and spec("lora_b") == jax.P(None, columns)
+    assert places[("layers_0", "q", "lora_b")].spec == jax.P(None, ("tensor",))

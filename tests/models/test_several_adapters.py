@@ -1,0 +1,139 @@
+"""A batch whose rows choose among adapters equals each row alone with its own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lightning_jax.config import BatchConfig, MeshConfig, ServeConfig
+from lightning_jax.config_sections import LoraConfig
+from lightning_jax.models.load import LoadedModel
+from lightning_jax.models.lora import adapted, one_of, trained_part
+from lightning_jax.models.names import flatten, unflatten
+from lightning_jax.models.sharding import (
+    batch_sharding,
+    make_gather,
+    make_mesh,
+    param_shardings,
+)
+from lightning_jax.models.transformer import forward
+from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.train_step import (
+    init_state,
+    make_train_functions,
+    policy_objective,
+    update,
+)
+from lightning_jax.serve.engine import Engine, start_of
+from lightning_jax.testing.records import sequence
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.types import SamplingParams
+
+LORA = LoraConfig(rank=3, alpha=6.0)
+run = jax.jit(forward, static_argnums=1, static_argnames="remat")
+
+
+def two_policies() -> LoadedModel:
+    model = adapted(tiny_model(num_layers=1), LORA, 0, number=2)
+    keys = iter(jax.random.split(jax.random.key(5), 99))
+    leaves = {
+        path: 0.3 * jax.random.normal(next(keys), leaf.shape) if path[-1] == "lora_b" else leaf
+        for path, leaf in flatten(model.params).items()
+    }
+    return dataclasses.replace(model, params=unflatten(leaves))
+
+
+MODEL = two_policies()
+ALONE = [one_of(MODEL, place) for place in (0, 1)]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_rows_are_read_each_with_its_own_adapter(remat: bool) -> None:
+    tokens = jax.random.randint(jax.random.key(2), (3, 20), 0, 259)
+    positions = jnp.broadcast_to(jnp.arange(20), (3, 20))
+    chosen = jnp.array([1, 0, 1])
+    mixed, _ = run(MODEL.params, MODEL.config, tokens, positions, adapters=chosen, remat=remat)
+    both = [run(each.params, each.config, tokens, positions)[0] for each in ALONE]
+    assert np.abs(both[0] - both[1]).max() > 0.1
+    for row, place in enumerate([1, 0, 1]):
+        np.testing.assert_allclose(mixed[row], both[place][row], atol=1e-5)
+    with pytest.raises(ValueError, match="num_adapters=2 and the rows choose none"):
+        forward(MODEL.params, MODEL.config, tokens, positions)
+    with pytest.raises(ValueError, match="num_adapters=None and the rows choose one"):
+        forward(ALONE[0].params, ALONE[0].config, tokens, positions, adapters=chosen)
+
+
+SHAPE = BatchConfig(rows=8, row_len=16, max_targets=8, head_chunk=4)
+SEQUENCES = [
+    dataclasses.replace(
+        sequence([1, 2, k], [9, k, 7], advantage=(-1.0) ** k, weight=0.1), adapter=k % 3 // 2
+    )
+    for k in range(2, 20)
+]
+
+
+def trained(model: LoadedModel, sequences: list, sizes: tuple[int, int, int]) -> dict:
+    """The change of the adapters in one step of gradient descent."""
+    mesh, optimizer = make_mesh(MeshConfig(*sizes)), optax.sgd(10.0)
+    params = jax.device_put(
+        jax.tree.map(jnp.copy, model.params), param_shardings(model.config, mesh)
+    )
+    functions = make_train_functions(
+        model.config,
+        optimizer,
+        policy_objective(),
+        head_chunk=4,
+        gather=make_gather(model.config, mesh),
+    )
+    batches, stats = make_batches(sequences, SHAPE)
+    assert stats["train/num_sequences"] == len(sequences)
+    placed = jax.device_put(batches, batch_sharding(mesh))
+    state, _ = update(functions, init_state(params, optimizer), placed)
+    before = flatten(trained_part(model.params))
+    return {path: np.asarray(leaf - before[path]) for path, leaf in flatten(state.params).items()}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+def test_a_step_on_both_gives_each_what_a_step_of_its_own_gives(sizes) -> None:
+    batches, _ = make_batches(SEQUENCES, SHAPE)
+    chosen = np.concatenate([batch.adapters for batch in batches])
+    assert {0, 1} == set(chosen.tolist())
+    mixed = trained(MODEL, SEQUENCES, sizes)
+    for place, alone in enumerate(ALONE):
+        own = [
+            dataclasses.replace(each, adapter=None) for each in SEQUENCES if each.adapter == place
+        ]
+        assert 0 < len(own) < len(SEQUENCES)
+        for path, change in trained(alone, own, (1, 1, 1)).items():
+            assert np.abs(change).max() > 1e-3
+            np.testing.assert_allclose(mixed[path][place], change, atol=1e-5)
+
+
+def test_slots_decode_each_with_its_own_adapter() -> None:
+    serve = ServeConfig(slots=4, max_len=64, prefill_buckets=(16,), prefix_cache_mib=0.0)
+    engine = Engine(MODEL.config, serve)
+    params, state = engine.place(MODEL.params), engine.init_state()
+    ids, greedy = list(range(40, 60)), SamplingParams(temperature=0.0)
+    for slot, adapter in ((0, 1), (1, 0), (3, 1)):
+        prefix = engine.prefill(params, ids[:-1], adapter=adapter)
+        start = start_of(ids[-1], len(ids) - 1, greedy, 0, adapter)
+        state = engine.insert(prefix, state, slot, start)
+    found = []
+    for _ in range(5):
+        state, sampled = engine.generate(params, state)
+        found.append((np.asarray(sampled.tokens), np.asarray(sampled.behavior_logprobs)))
+    for adapter, slots in ((1, (0, 3)), (0, (1,))):
+        alone = ALONE[adapter]
+        single = Engine(alone.config, serve)
+        placed, own = single.place(alone.params), single.init_state()
+        start = start_of(ids[-1], len(ids) - 1, greedy, 0)
+        own = single.insert(single.prefill(placed, ids[:-1]), own, 0, start)
+        for tokens, logprobs in found:
+            own, sampled = single.generate(placed, own)
+            for slot in slots:
+                assert tokens[slot] == int(sampled.tokens[0])
+                np.testing.assert_allclose(logprobs[slot], sampled.behavior_logprobs[0], atol=1e-5)
+    assert not np.allclose(found[0][1][0], found[0][1][1])
