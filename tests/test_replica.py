@@ -1,6 +1,7 @@
 """A replica of a model with adapters: what trains, what stays, and what a checkpoint holds."""
 
 import dataclasses
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,13 @@ def test_a_checkpoint_holds_the_adapters_and_goes_on_over_the_base(tmp_path: Pat
     assert np.any(made.state.critic.head.kernel)
     made.advance()
     made.save({"tasks": 5})
-    saved = sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*"))
+    (described,) = (tmp_path / "checkpoints").glob("1/progress/metadata")
+    saved = {name for name in json.loads(described.read_text())["shapes"] if "params" in name}
+    assert saved and all("lora_" in name for name in saved)
     again = replica(config)
     assert again.step == 1 and again.progress is not None and again.progress["tasks"] == 5
     for got, want in zip(*map(jax.tree.leaves, (again.state, made.state)), strict=True):
         np.testing.assert_array_equal(got, want)
-    assert saved < 3 * 4 * sum(leaf.size for leaf in jax.tree.leaves(made.state.params)) + 1e5
     again.close()
     made.close()
     for lora, words in (
