@@ -17,6 +17,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 
 
+LONGEST = (
+    "test_trainer.py",
+    "test_notebooks.py",
+    "test_lora_run.py",
+    "test_cli.py",
+    "test_verify.py",
+)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """What one test has compiled no other compiles again, in whatever process it runs."""
     assert config.cache is not None, "pytest's cache is switched off"
@@ -32,7 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests first: of two processes none is left with them at the end."""
-    items.sort(key=lambda item: item.path.name != "test_trainer.py")
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture
