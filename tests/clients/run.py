@@ -18,6 +18,7 @@ from lightning_jax.serve.engine import Engine
 from lightning_jax.testing.environments import environment
 from lightning_jax.testing.service import Service, run_service
 from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.tracing import attributes as names
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE / ".venvs"
@@ -66,7 +67,11 @@ async def _run_all(tests: list[Path], service: Service) -> list[str]:
         )
         code = await process.wait()
         traffic = gateway.close_rollout(rollout_id)
-        spans = [span for span in service.store.spans(rollout_id) if span.parent_span_id is None]
+        spans = [
+            span.attributes
+            for span in service.store.spans(rollout_id)
+            if names.POLICY in span.attributes and names.CHOICE_INDEX not in span.attributes
+        ]
         print(f"{test.stem}: {traffic.num_calls} calls, {len(spans)} spans, {traffic}")
         failed += [test.stem] * (code != 0)
     return failed
