@@ -10,12 +10,14 @@ import errno
 import logging
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from lightning_jax.config import Config, DataConfig, load_config
 from lightning_jax.distributed import is_leader
+from lightning_jax.rollout_metrics import failures
 from lightning_jax.store import Store
 from lightning_jax.trainer import train
 from lightning_jax.types import Task, UserError
@@ -97,22 +99,22 @@ def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = Non
 
 def failure_table(store: Store) -> str:
     """How all rollouts and calls of a run ended, a line for each reason of a failure."""
-    counts = store.counts()
-    failures = store.failures()
-    num_calls, failed = store.num_calls(), sum(f.number for f in failures if f.kind == "call")
-    lines = [
-        f"rollouts: {counts.get('scored', 0)} scored, {counts.get('agent_failure', 0)} failed by "
-        f"the agent, {counts.get('infrastructure_failure', 0)} by the infrastructure; "
-        f"calls: {num_calls - failed} answered, {failed} failed"
+    rollouts, failed_calls = store.rollouts(), store.failed_calls()
+    counts = Counter(rollout.status for rollout in rollouts)
+    num_failed = sum(number for _, number, _ in failed_calls)
+    found = [
+        (each.status.removesuffix("_failure"), each.count, each.reason, each.example)
+        for each in failures(rollouts)
     ]
-    words = {
-        "agent_failure": "agent",
-        "infrastructure_failure": "infrastructure",
-        "call": "call",
-    }
-    for each in failures:
-        example = f", such as in {each.example}" if each.example else ""
-        lines.append(f"  {words[each.kind]}: {each.number} {each.reason}{example}")
+    found += [("call", number, reason, example) for reason, number, example in failed_calls]
+    lines = [
+        f"rollouts: {counts['scored']} scored, {counts['agent_failure']} failed by the agent, "
+        f"{counts['infrastructure_failure']} by the infrastructure; "
+        f"calls: {store.num_calls() - num_failed} answered, {num_failed} failed"
+    ]
+    for what, number, reason, example in found:
+        such_as = f", such as in {example}" if example else ""
+        lines.append(f"  {what}: {number} {reason}{such_as}")
     return "\n".join(lines)
 
 

@@ -36,6 +36,26 @@ class Reading:
         return transitions, reasons, applied
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Rollouts that failed alike."""
+
+    status: str
+    reason: str
+    count: int
+    example: str  # a rollout id
+
+
+def failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
+    """Failed rollouts by status and reason, the most frequent first; the example is the first."""
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.reason is not None:
+            alike[rollout.status, rollout.reason].append(rollout.rollout_id)
+    found = [Failure(*key, len(ids), ids[0]) for key, ids in alike.items()]
+    return tuple(sorted(found, key=lambda each: -each.count))
+
+
 def to_trajectories(
     store: Store,
     rollouts: Sequence[Rollout],
@@ -48,15 +68,16 @@ def to_trajectories(
     Rollouts without a reward, spans without tokens and calls that do not train are left out, each
     under `rollout/dropped_<reason>`.
     """
+    reading = reading or Reading()
     trajectories = []
     dropped: Counter[str] = Counter()
-    rules: Counter[str] = Counter(dict.fromkeys(reading.rules, 0) if reading else {})
+    rules: Counter[str] = Counter(dict.fromkeys(reading.rules, 0))
     for rollout in rollouts:
         if rollout.reward is None:
             dropped["no_reward"] += 1
             continue
         spans = store.spans(rollout.rollout_id)
-        transitions, reasons, applied = (reading or Reading()).transitions(spans)
+        transitions, reasons, applied = reading.transitions(spans)
         dropped.update(reasons)
         rules.update(applied)
         if not transitions:
@@ -66,12 +87,10 @@ def to_trajectories(
     counts |= {f"rollout/rule_{_code(name)}": float(n) for name, n in rules.items()}
     counts |= rollout_metrics(rollouts, trajectories, policy_version)
     counts |= agent_metrics(trajectories)
-    trained = [only_trained(trajectory) for trajectory in trajectories]
-    num_frozen = sum(len(t.transitions) for t in trajectories)
-    num_frozen -= sum(len(t.transitions) for t in trained)
+    num_frozen = sum(not call.trains for each in trajectories for call in each.transitions)
     if num_frozen:
         counts["rollout/dropped_frozen_calls"] = float(num_frozen)
-    return trained, counts
+    return [only_trained(trajectory) for trajectory in trajectories], counts
 
 
 def agent_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
@@ -91,13 +110,11 @@ def agent_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
         return {}
     metrics = {}
     for agent, mine in sorted(calls.items()):
-        lengths = [len(call.response_token_ids) for call in mine]
         values = {
             "calls_mean": len(mine) / len(trajectories),
             "reward_mean": sum(rewards[agent]) / len(rewards[agent]),
             "call_reward_mean": sum(call.reward for call in mine) / len(mine),
-            "response_tokens_mean": sum(lengths) / len(mine),
-            "cut_short_share": sum(call.finish_reason == "length" for call in mine) / len(mine),
+            **_lengths(mine),
         }
         metrics |= {f"rollout/{name}/agent={agent}": value for name, value in values.items()}
     return metrics
@@ -134,14 +151,20 @@ def rollout_metrics(
             "rollout/calls_mean": len(calls) / len(trajectories),
         }
     if calls:
-        lengths = np.asarray([len(call.response_token_ids) for call in calls])
+        metrics |= {f"rollout/{name}": value for name, value in _lengths(calls).items()}
         metrics |= {
-            "rollout/response_tokens_mean": float(lengths.mean()),
-            "rollout/response_tokens_max": float(lengths.max()),
-            "rollout/cut_short_share": sum(c.finish_reason == "length" for c in calls) / len(calls),
+            "rollout/response_tokens_max": float(max(len(c.response_token_ids) for c in calls)),
             "train/staleness_mean": float(np.mean(ages)),
         }
     return metrics
+
+
+def _lengths(calls: Sequence[Transition]) -> Metrics:
+    """Of at least one call."""
+    return {
+        "response_tokens_mean": sum(len(c.response_token_ids) for c in calls) / len(calls),
+        "cut_short_share": sum(call.finish_reason == "length" for call in calls) / len(calls),
+    }
 
 
 def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:

@@ -88,16 +88,6 @@ class WeightsVersion:
     time_s: float
 
 
-@dataclass(frozen=True)
-class Failures:
-    """Rollouts, or calls, that failed alike."""
-
-    kind: str  # agent_failure, infrastructure_failure, or call
-    reason: str | None
-    number: int
-    example: str | None  # a rollout's id; None for a call outside of rollouts
-
-
 class Store:
     """The SQLite file of one run. Any thread may call any method; each call is one transaction."""
 
@@ -296,18 +286,18 @@ class Store:
             ).fetchall()
         return [_span(row) for row in rows]
 
-    def failures(self) -> list[Failures]:
-        """Failed rollouts and failed calls to the policy by reason, the most frequent first."""
+    def failed_calls(self) -> list[tuple[str | None, int, str | None]]:
+        """(reason, number, example) of calls to the policy that failed, the most frequent first.
+
+        The example is a rollout's id, None for a call outside of rollouts.
+        """
         with self._transaction() as db:
-            rows = db.execute(
-                "SELECT status, reason, COUNT(*) AS number, MIN(rollout_id) FROM rollouts "
-                "WHERE reason IS NOT NULL GROUP BY status, reason UNION ALL "
-                "SELECT 'call', json_extract(attributes, '$.\"error.type\"'), COUNT(*) AS number, "
-                "MIN(rollout_id) FROM spans WHERE error IS NOT NULL AND "
-                "json_extract(attributes, '$.\"lightning.policy\"') IS NOT NULL GROUP BY 2 "
-                "ORDER BY number DESC, 1, 2"
+            return db.execute(
+                "SELECT json_extract(attributes, '$.\"error.type\"') AS reason, "
+                "COUNT(*) AS number, MIN(rollout_id) FROM spans WHERE error IS NOT NULL AND "
+                "json_extract(attributes, '$.\"lightning.policy\"') IS NOT NULL "
+                "GROUP BY reason ORDER BY number DESC, reason"
             ).fetchall()
-        return [Failures(*row) for row in rows]
 
     def num_calls(self) -> int:
         """Calls to the policy on record, failed ones too; the choices of one call are one."""

@@ -34,14 +34,12 @@ from lightning_jax.models.lora import adapted
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.program import make_agent
 from lightning_jax.replica import Replica
-from lightning_jax.run import NotFinite, Run, summary
+from lightning_jax.run import Run, summary
 from lightning_jax.runner import Runner
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.store import Store
 from lightning_jax.types import Task
-
-__all__ = ["NotFinite", "Run", "open_run", "train"]
 
 log = logging.getLogger(__name__)
 

@@ -32,10 +32,11 @@ from lightning_jax.config import (
 from lightning_jax.metrics import read_metrics
 from lightning_jax.models.load import load_model, save_hf
 from lightning_jax.models.sharding import num_params
+from lightning_jax.run import NotFinite, Run
 from lightning_jax.store import Store
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.trainer import NotFinite, Run, train
+from lightning_jax.trainer import train
 from lightning_jax.types import Task
 
 TOY = Path(__file__).with_name("toy_agent.py")

@@ -298,28 +298,21 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         """A reward for a rollout or one of its calls. The rollout's URL is all the key it takes."""
-        try:
-            rollout = self._find_rollout(request)
-            assert rollout is not None, "the path holds a rollout"
-            return web.json_response(
-                self._reports.reward(as_json(await read_body(request)), rollout)
-            )
-        except ApiError as error:
-            return web.json_response(error.body, status=error.status)
+        rollout = self._find_rollout(request)
+        assert rollout is not None, "the path holds a rollout"
+        body = as_json(await read_body(request))
+        return web.json_response(self._reports.reward(body, rollout))
 
     async def _spans(self, request: web.Request) -> web.Response:
         """Spans over OTLP/HTTP: of one rollout, or of those that their traces belong to."""
         kind = otlp.JSON if request.content_type == otlp.JSON else otlp.PROTOBUF
+        rollout = self._find_rollout(request)
+        if rollout is None:
+            self._authorize(request, DIALECTS[0])
         try:
-            rollout = self._find_rollout(request)
-            if rollout is None:
-                self._authorize(request, DIALECTS[0])
-            try:
-                spans = otlp.read_request(await read_body(request), kind)
-            except ValueError as error:
-                raise invalid(f"{error}; expected an ExportTraceServiceRequest.") from error
-        except ApiError as error:
-            return web.json_response(error.body, status=error.status)
+            spans = otlp.read_request(await read_body(request), kind)
+        except ValueError as error:
+            raise invalid(f"{error}; expected an ExportTraceServiceRequest.") from error
         owner = rollout.settings.rollout_id if rollout else None
         num_unknown = self._reports.add_spans(spans, owner)
         self._meters.spans.inc(len(spans) - num_unknown)

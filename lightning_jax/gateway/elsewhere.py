@@ -16,12 +16,12 @@ from opentelemetry.trace import SpanKind, Tracer
 from lightning_jax.config import RoleConfig
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import Body
-from lightning_jax.gateway.request import AGENT_HEADER
+from lightning_jax.gateway.request import named_agent
 from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.otlp import clip
 from lightning_jax.tracing.tracer import end_with_error, known, parent_of
 
 PASSED_ON = ("accept", "anthropic-version", "anthropic-beta", "openai-beta")
-MAX_CHARS = 32_768  # of what a span keeps of a body
 
 
 class _Torn(ConnectionError):
@@ -32,11 +32,8 @@ def said_by(body: Body, path: Mapping[str, str], headers: Mapping[str, str]) -> 
     """`agent`, `model` and `system` prompt of a call, in whatever dialect it is."""
     model = body.get("model") or path.get("model") or ""
     metadata = body.get("metadata")
-    agent = headers.get(AGENT_HEADER) or (
-        metadata.get("agent") if isinstance(metadata, Mapping) else None
-    )
-    _, _, from_model = str(model).partition(":")
-    return {"agent": str(agent or from_model), "model": str(model), "system": _system(body)}
+    agent = named_agent(str(model), headers, metadata if isinstance(metadata, Mapping) else None)
+    return {"agent": agent, "model": str(model), "system": _system(body)}
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class FarCall:
                 names.AGENT: self.said["agent"],
                 names.ROLE: self.role_name,
                 names.SERVED_BY: self.role.served_by,
-                names.INPUT: json.dumps(self.sent, ensure_ascii=False)[:MAX_CHARS],
+                names.INPUT: clip(json.dumps(self.sent, ensure_ascii=False)),
             }
         )
 
@@ -99,7 +96,7 @@ async def pass_on(
     except BaseException:
         end_with_error(span, "call_cancelled", "the caller hung up before the answer was done")
         raise
-    span.set_attribute(names.OUTPUT, answer[:MAX_CHARS])
+    span.set_attribute(names.OUTPUT, clip(answer))
     if response.status >= 400:
         end_with_error(span, f"upstream_{response.status}", answer[:500])
     else:

@@ -81,6 +81,8 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
     """Turns what no dialect has answered into OpenAI's error body."""
     try:
         return await handler(request)
+    except ApiError as error:
+        failure = error
     except web.HTTPException as error:
         code = "unknown_url" if error.status == 404 else "http_error"
         failure = ApiError(error.status, code, f"{request.method} {request.path}: {error.reason}.")

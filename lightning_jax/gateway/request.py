@@ -112,7 +112,7 @@ def check_model(model: str, accepted: Sequence[str]) -> str:
     """
     name, colon, agent = model.partition(":")
     if name == POLICY and bool(colon) == bool(agent):
-        return "" if agent == "latest" else agent  # Ollama's clients write NAME:latest
+        return agent_in(model)
     if any(fnmatchcase(model.removesuffix(":latest"), pattern) for pattern in accepted):
         return ""
     others = " or ".join(repr(pattern) for pattern in accepted)
@@ -127,5 +127,19 @@ def agent_of(
     metadata: Mapping[str, Any] | None = None,
 ) -> str:
     """The sub-agent's name: from the header, else from metadata, else from the model's name."""
-    from_model = check_model(model, accepted)
-    return str(headers.get(AGENT_HEADER) or (metadata or {}).get("agent") or from_model)
+    check_model(model, accepted)
+    return named_agent(model, headers, metadata)
+
+
+def named_agent(
+    model: str, headers: Mapping[str, str], metadata: Mapping[str, Any] | None = None
+) -> str:
+    """As `agent_of`, whatever the model."""
+    return str(headers.get(AGENT_HEADER) or (metadata or {}).get("agent") or agent_in(model))
+
+
+def agent_in(model: str) -> str:
+    """The agent of `policy:AGENT`, "" in another name."""
+    name, _, agent = model.partition(":")
+    # Ollama's clients write NAME:latest.
+    return agent if name == POLICY and agent != "latest" else ""

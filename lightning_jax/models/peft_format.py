@@ -9,7 +9,7 @@ import safetensors.numpy
 
 from lightning_jax.config_sections import LoraConfig
 from lightning_jax.models.hf_format import write_json
-from lightning_jax.models.lora import ADAPTER_LEAVES
+from lightning_jax.models.lora import trained_part
 from lightning_jax.models.names import flatten, hf_module
 from lightning_jax.models.transformer import Params
 
@@ -21,8 +21,7 @@ def write(directory: Path, lora: LoraConfig, params: Params, base: str) -> None:
 
     `base` is the name of the model, as `model.name` has it.
     """
-    flat = flatten(params)
-    adapters = {path: leaf for path, leaf in flat.items() if path[-1] in ADAPTER_LEAVES}
+    adapters = flatten(trained_part(params))
     arrays = {_name(*path): _rows(leaf) for path, leaf in adapters.items()}
     safetensors.numpy.save_file(arrays, directory / "adapter_model.safetensors", {"format": "pt"})
     layer = next(iter(adapters))[0]

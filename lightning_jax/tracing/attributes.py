@@ -19,11 +19,15 @@ REQUEST_TOP_P = gen_ai.GEN_AI_REQUEST_TOP_P
 RESPONSE_FINISH_REASONS = gen_ai.GEN_AI_RESPONSE_FINISH_REASONS
 RESPONSE_ID = gen_ai.GEN_AI_RESPONSE_ID
 RESPONSE_MODEL = gen_ai.GEN_AI_RESPONSE_MODEL
+TOOL_ARGUMENTS = gen_ai.GEN_AI_TOOL_CALL_ARGUMENTS
+TOOL_NAME = gen_ai.GEN_AI_TOOL_NAME
 TOOL_RESULT = gen_ai.GEN_AI_TOOL_CALL_RESULT
 USAGE_INPUT_TOKENS = gen_ai.GEN_AI_USAGE_INPUT_TOKENS
 USAGE_OUTPUT_TOKENS = gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS
 
-INPUT, OUTPUT = "input.value", "output.value"  # of OpenInference: text for people to read
+# Of OpenInference, which instrumentation of many frameworks speaks.
+SPAN_KIND = "openinference.span.kind"
+INPUT, OUTPUT = "input.value", "output.value"  # text for people to read
 
 CHAT = gen_ai.GenAiOperationNameValues.CHAT.value
 TEXT_COMPLETION = gen_ai.GenAiOperationNameValues.TEXT_COMPLETION.value

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.rewards import posted_rewards
+from lightning_jax.tracing.tree import call_order, from_gateway, has_choice_spans
 from lightning_jax.types import Rollout, Span, Trajectory, Transition
 
 
@@ -23,13 +24,12 @@ def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...],
     rewards, num_lost = posted_rewards(spans)
     if num_lost:
         reasons["reward_without_call"] = num_lost
-    for span in sorted(spans, key=_order):
-        operation = span.attributes.get(names.OPERATION_NAME)
-        if operation not in names.GENERATIONS or names.POLICY not in span.attributes:
+    for span in sorted(spans, key=call_order):
+        if not from_gateway(span):
             continue  # an agent's own instrumentation may tell of the same call once more
         if span.error is not None:
             reasons[str(span.attributes.get(names.ERROR_TYPE, "call_error"))] += 1
-        elif _has_choice_spans(span):
+        elif has_choice_spans(span):
             continue
         elif names.SERVED_BY in span.attributes:
             reasons["served_elsewhere"] += 1
@@ -52,16 +52,6 @@ def to_trajectory(rollout: Rollout, transitions: Sequence[Transition]) -> Trajec
             f"rollout {rollout.rollout_id!r} is {rollout.status}; expected one that has a reward."
         )
     return Trajectory(rollout.rollout_id, rollout.group_id, tuple(transitions), rollout.reward)
-
-
-def _order(span: Span) -> tuple[int, int]:
-    return span.start_ns, int(span.attributes.get(names.CHOICE_INDEX, 0))
-
-
-def _has_choice_spans(span: Span) -> bool:
-    """True for a call of n > 1 choices, whose tokens its child spans hold."""
-    count = int(span.attributes.get(names.REQUEST_CHOICE_COUNT, 1))
-    return count > 1 and names.CHOICE_INDEX not in span.attributes
 
 
 def _transition(span: Span, posted: float) -> Transition:

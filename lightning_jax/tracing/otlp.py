@@ -69,13 +69,13 @@ def _span(span: OtlpSpan) -> Span:
     error = None
     if span.status.code == Status.STATUS_CODE_ERROR:
         thrown = _exception(span)
-        error = _clip(span.status.message) or thrown.get("exception.message") or "it failed"
+        error = clip(span.status.message) or thrown.get("exception.message") or "it failed"
         values.setdefault(names.ERROR_TYPE, thrown.get("exception.type", "error"))
     return Span(
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
         parent_span_id=span.parent_span_id.hex() or None,
-        name=_clip(span.name),
+        name=clip(span.name),
         start_ns=span.start_time_unix_nano,
         end_ns=max(span.end_time_unix_nano, span.start_time_unix_nano),
         attributes=values,
@@ -98,9 +98,9 @@ def _value(value: AnyValue) -> Any:
         case None:
             return ""
         case "string_value":
-            return _clip(value.string_value)
+            return clip(value.string_value)
         case "bytes_value":
-            return _clip(value.bytes_value.hex())
+            return clip(value.bytes_value.hex())
         case "array_value":
             return tuple(_value(item) for item in value.array_value.values)
         case "kvlist_value":
@@ -108,7 +108,8 @@ def _value(value: AnyValue) -> Any:
     return getattr(value, kind)
 
 
-def _clip(text: str) -> str:
+def clip(text: str) -> str:
+    """The text, cut to MAX_CHARS with a word on how much more there was."""
     more = len(text) - MAX_CHARS
     return text if more <= 0 else f"{text[:MAX_CHARS]}... ({more} more characters)"
 

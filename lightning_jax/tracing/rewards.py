@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from lightning_jax.config import RewardRule
 from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tree import cause_of, is_tool, tool_output
+from lightning_jax.tracing.tree import causes, tool_output
 from lightning_jax.types import Span, Transition
 
 Decode = Callable[[Sequence[int]], str]
@@ -103,7 +103,7 @@ def _events(
             for _ in range(int(span.attributes.get(names.MALFORMED_TOOL_CALLS, 0))):
                 yield Event("malformed_call", span.span_id)
     for call in transitions:
-        if call.finish_reason == "length":
+        if "cut_short" in facts and call.finish_reason == "length":
             yield Event("cut_short", call.call_id)
         if "response" in facts:
             yield Event("response", call.call_id, decode(call.response_token_ids))
@@ -114,10 +114,7 @@ def _events(
 
 
 def _tool_events(spans: Sequence[Span]) -> Iterator[Event]:
-    for span in spans:
-        if not is_tool(span):
-            continue
-        cause = cause_of(span, spans)
+    for span, cause in causes(spans):
         call_id = cause.span_id if cause else ""
         if span.error is not None:
             reason = f"{span.attributes.get(names.ERROR_TYPE, '')} {span.error}".strip()

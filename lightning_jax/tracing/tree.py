@@ -16,22 +16,38 @@ AGENT_NAMES = (names.AGENT, names.AGENT_NAME, "agent.name", "graph.node.id")
 TOOL_OUTPUTS = (names.TOOL_RESULT, names.OUTPUT)
 
 
-def is_call(span: Span) -> bool:
-    """Whether it is a call to the policy that the gateway recorded, or one of its choices."""
-    return span.attributes.get(names.OPERATION_NAME) in names.GENERATIONS and (
-        names.RESPONSE_TOKEN_IDS in span.attributes
-    )
+def from_gateway(span: Span) -> bool:
+    """Whether the gateway recorded it: a call to the policy, or one of a call's choices. No agent
+    can send such a span; see otlp.py.
+    """
+    return names.POLICY in span.attributes
+
+
+def is_gateway_call(span: Span) -> bool:
+    """Whether it is a call to the gateway; of one with several choices the call itself."""
+    return from_gateway(span) and names.CHOICE_INDEX not in span.attributes
+
+
+def has_choice_spans(span: Span) -> bool:
+    """Whether it is a call of several choices, whose tokens its child spans hold."""
+    count = int(span.attributes.get(names.REQUEST_CHOICE_COUNT, 1))
+    return count > 1 and names.CHOICE_INDEX not in span.attributes
+
+
+def call_order(span: Span) -> tuple[int, int]:
+    """What sorts calls by their start, and the choices of one call by their number."""
+    return span.start_ns, int(span.attributes.get(names.CHOICE_INDEX, 0))
 
 
 def is_tool(span: Span) -> bool:
     """Whether it is the run of a tool."""
-    kind = str(span.attributes.get("openinference.span.kind", ""))
+    kind = str(span.attributes.get(names.SPAN_KIND, ""))
     return span.attributes.get(names.OPERATION_NAME) == names.EXECUTE_TOOL or kind == "TOOL"
 
 
 def tool_output(span: Span) -> str:
     """What the tool gave back, "" where its span does not say."""
-    return _first(span.attributes, TOOL_OUTPUTS)
+    return _first_text(span.attributes, TOOL_OUTPUTS)
 
 
 def placed(spans: Sequence[Span]) -> list[Span]:
@@ -58,30 +74,40 @@ def ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
 def agent_of(span: Span, by_id: Mapping[str, Span]) -> str:
     """The agent that the span, or else the nearest span above it, names; "" if none does."""
     for each in ancestors(span, by_id):
-        if name := _first(each.attributes, AGENT_NAMES):
+        if name := _first_text(each.attributes, AGENT_NAMES):
             return name
     return ""
 
 
-def cause_of(tool: Span, spans: Sequence[Span]) -> Span | None:
-    """The call that asked for the tool's run: the last one that had ended when the tool began.
+def causes(spans: Sequence[Span]) -> list[tuple[Span, Span | None]]:
+    """Each run of a tool with the call that asked for it: the last one that had ended when the tool
+    began.
 
     Of calls below the same parent, if there are such: sub-agents run side by side, and each has
     calls of its own. None where no call had ended.
     """
     by_id = {span.span_id: span for span in spans}
-    ended = [each for each in spans if is_call(each) and each.end_ns <= tool.start_ns]
-    paths = [{above.span_id for above in ancestors(each, by_id)} for each in ended]
-    for above in list(ancestors(tool, by_id))[1:]:
-        inside = [each for each, path in zip(ended, paths, strict=True) if above.span_id in path]
-        if inside:
-            return max(inside, key=_end)
-    return max(ended, key=_end, default=None)
+    calls = sorted((span for span in spans if _holds_tokens(span)), key=lambda span: span.end_ns)
+    paths = [{above.span_id for above in ancestors(call, by_id)} for call in calls]
+
+    def cause(tool: Span) -> Span | None:
+        ended = [pair for pair in zip(calls, paths, strict=True) if pair[0].end_ns <= tool.start_ns]
+        for above in list(ancestors(tool, by_id))[1:]:
+            inside = [call for call, path in ended if above.span_id in path]
+            if inside:
+                return inside[-1]
+        return ended[-1][0] if ended else None
+
+    return [(span, cause(span)) for span in spans if is_tool(span)]
+
+
+def _holds_tokens(span: Span) -> bool:
+    return names.RESPONSE_TOKEN_IDS in span.attributes
 
 
 def _is_loose(span: Span, roots: Set[str]) -> bool:
     """Whether a call to the gateway is known only to belong to its rollout."""
-    return names.POLICY in span.attributes and (span.parent_span_id or "") in {*roots, ""}
+    return from_gateway(span) and (span.parent_span_id or "") in {*roots, ""}
 
 
 def _placed(call: Span, theirs: Sequence[Span]) -> Span:
@@ -90,9 +116,5 @@ def _placed(call: Span, theirs: Sequence[Span]) -> Span:
     return call if above is None else replace(call, parent_span_id=above.span_id)
 
 
-def _end(span: Span) -> int:
-    return span.end_ns
-
-
-def _first(attributes: Mapping[str, Any], keys: Sequence[str]) -> str:
+def _first_text(attributes: Mapping[str, Any], keys: Sequence[str]) -> str:
     return next((str(attributes[key]) for key in keys if attributes.get(key)), "")

@@ -10,12 +10,17 @@ from lightning_jax.gateway.tool_calls import CallArguments, CallStart, ToolCallP
 from lightning_jax.gateway.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.packing import common_prefix
+from lightning_jax.rollout_metrics import failures
 from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tree import is_tool
+from lightning_jax.tracing.tree import (
+    call_order,
+    has_choice_spans,
+    is_gateway_call,
+    is_tool,
+)
 from lightning_jax.types import Rollout, Span, Transition
 from lightning_jax.view.records import (
     CallView,
-    Failure,
     Kind,
     RolloutRow,
     RolloutView,
@@ -27,12 +32,9 @@ from lightning_jax.view.records import (
 from lightning_jax.view.text import as_text, printable, split_text, token_texts
 from lightning_jax.view.tree import in_tree_order
 
-INPUTS = (
-    "gen_ai.tool.call.arguments", names.INPUT, "tool.parameters", "gen_ai.input.messages"
-)  # fmt: skip
+INPUTS = (names.TOOL_ARGUMENTS, names.INPUT, "tool.parameters", "gen_ai.input.messages")
 OUTPUTS = (names.TOOL_RESULT, names.OUTPUT, "gen_ai.output.messages")
-TOOL_NAMES = ("gen_ai.tool.name", "tool.name")
-KIND = "openinference.span.kind"
+TOOL_NAMES = (names.TOOL_NAME, "tool.name")
 # Attributes with an item a token, and those that a view shows by themselves.
 SHOWN_OTHERWISE = frozenset(
     {names.PROMPT_TOKEN_IDS, names.RESPONSE_TOKEN_IDS, names.BEHAVIOR_LOGPROBS}
@@ -70,13 +72,15 @@ def view_run(
     matching: Sequence[Rollout],
     shown: Sequence[tuple[Rollout, Sequence[Span]]],
 ) -> RunView:
-    """The table of the `shown` ones; counts and failures are of all `matching` rollouts."""
+    """The table of the `shown` ones; counts and failures are of all `matching` rollouts, which come
+    newest first.
+    """
     return RunView(
         name=name,
         rows=tuple(_row(rollout, spans) for rollout, spans in shown),
         num_left_out=len(matching) - len(shown),
         counts=dict(Counter(rollout.status for rollout in matching)),
-        failures=_failures(matching),
+        failures=tuple(replace(each, reason=printable(each.reason)) for each in failures(matching)),
     )
 
 
@@ -92,21 +96,9 @@ def _row(rollout: Rollout, spans: Sequence[Span]) -> RolloutRow:
     took = max((span.end_ns for span in spans), default=0) - min(starts, default=0)
     return RolloutRow(
         rollout=_printable(rollout),
-        num_calls=sum(_is_gateway_call(span) for span in spans),
+        num_calls=sum(is_gateway_call(span) for span in spans),
         duration_s=max(took, 0) / 1e9 if starts else 0.0,
     )
-
-
-def _failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
-    """The most frequent first, with the newest rollout as example."""
-    counts: Counter[tuple[str, str]] = Counter()
-    examples: dict[tuple[str, str], str] = {}
-    for rollout in sorted(rollouts, key=lambda each: each.step):
-        if rollout.reason is not None:
-            key = (rollout.status, printable(rollout.reason))
-            counts[key] += 1
-            examples[key] = rollout.rollout_id
-    return tuple(Failure(*key, number, examples[key]) for key, number in counts.most_common())
 
 
 def _printable(rollout: Rollout) -> Rollout:
@@ -123,18 +115,11 @@ def _printable(rollout: Rollout) -> Rollout:
 # Calls
 
 
-def _is_gateway_call(span: Span) -> bool:
-    """Whether the gateway recorded this call; of a call with several choices the call itself."""
-    return names.POLICY in span.attributes and names.CHOICE_INDEX not in span.attributes
-
-
 def _holds_prompt(span: Span) -> bool:
     """Whether it is a call that the policy read, or one of several choices that it gave."""
-    values = span.attributes
-    if not values.get(names.PROMPT_TOKEN_IDS):
+    if not span.attributes.get(names.PROMPT_TOKEN_IDS):
         return False
-    several = int(values.get(names.REQUEST_CHOICE_COUNT, 1)) > 1
-    return not several or names.CHOICE_INDEX in values or span.error is not None
+    return not has_choice_spans(span) or span.error is not None
 
 
 def _calls(
@@ -144,10 +129,7 @@ def _calls(
     credit: StepCredit,
 ) -> dict[str, CallView]:
     """The calls by span id."""
-    holders = sorted(
-        (span for span in spans if _holds_prompt(span)),
-        key=lambda each: (each.start_ns, int(each.attributes.get(names.CHOICE_INDEX, 0))),
-    )
+    holders = sorted((span for span in spans if _holds_prompt(span)), key=call_order)
     paths: list[np.ndarray] = []  # what each call so far read and wrote
     found = {}
     for span in holders:
@@ -254,8 +236,9 @@ def _span(span: Span, depth: int, origin: int, calls: Mapping[str, CallView]) ->
 
 
 def _kind(span: Span) -> Kind:
-    operation, kind = span.attributes.get(names.OPERATION_NAME), span.attributes.get(KIND)
-    if names.REWARD_CALL in span.attributes:
+    values = span.attributes
+    operation, kind = values.get(names.OPERATION_NAME), values.get(names.SPAN_KIND)
+    if names.REWARD_CALL in values:
         return "reward"
     if is_tool(span):
         return "tool"

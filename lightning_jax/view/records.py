@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lightning_jax.rollout_metrics import Failure
 from lightning_jax.types import Rollout
 
 Kind = Literal["agent", "llm", "tool", "reward", "other"]
@@ -98,16 +99,6 @@ class RolloutRow:
     rollout: Rollout
     num_calls: int
     duration_s: float
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Rollouts that ended alike."""
-
-    status: str
-    reason: str
-    count: int
-    example: str  # a rollout id
 
 
 @dataclass(frozen=True)

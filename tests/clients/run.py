@@ -18,7 +18,7 @@ from lightning_jax.serve.engine import Engine
 from lightning_jax.testing.environments import environment
 from lightning_jax.testing.service import Service, run_service
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.tree import is_gateway_call
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE / ".venvs"
@@ -67,11 +67,7 @@ async def _run_all(tests: list[Path], service: Service) -> list[str]:
         )
         code = await process.wait()
         traffic = gateway.close_rollout(rollout_id)
-        spans = [
-            span.attributes
-            for span in service.store.spans(rollout_id)
-            if names.POLICY in span.attributes and names.CHOICE_INDEX not in span.attributes
-        ]
+        spans = list(filter(is_gateway_call, service.store.spans(rollout_id)))
         print(f"{test.stem}: {traffic.num_calls} calls, {len(spans)} spans, {traffic}")
         failed += [test.stem] * (code != 0)
     return failed

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tree import agent_of, cause_of, is_tool, placed, tool_output
+from lightning_jax.tracing.tree import agent_of, causes, is_tool, placed, tool_output
 from lightning_jax.types import Span
 
 CALL = {names.OPERATION_NAME: "chat", names.POLICY: "policy", names.RESPONSE_TOKEN_IDS: (1,)}
@@ -56,9 +56,9 @@ def test_a_tool_was_asked_for_by_the_last_call_that_had_ended() -> None:
     tool = _span("tool", None, (10, 12), **TOOL)
     early, late = _span("early", None, (0, 3), **CALL), _span("late", None, (4, 9), **CALL)
     running = _span("running", None, (9, 11), **CALL)
-    found = cause_of(tool, [late, tool, running, early])
+    ((_, found),) = causes([late, tool, running, early])
     assert found is late
-    assert cause_of(tool, [tool, running]) is None
+    assert causes([tool, running]) == [(tool, None)]
 
 
 def test_of_agents_side_by_side_each_has_its_own_tools() -> None:
@@ -72,8 +72,9 @@ def test_of_agents_side_by_side_each_has_its_own_tools() -> None:
         _span("right tool", "right", (6, 9), **TOOL),
     ]
     by_id = {span.span_id: span for span in spans}
+    found = {tool.span_id: call for tool, call in causes(spans)}
     for side in ("left", "right"):
-        assert cause_of(by_id[f"{side} tool"], spans) is by_id[f"{side} call"]
+        assert found[f"{side} tool"] is by_id[f"{side} call"]
 
 
 def test_a_call_without_a_context_goes_below_the_span_around_it() -> None:
