@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lightning_jax.config import AlgorithmConfig
-from lightning_jax.rl.credit import assign_credit, first_credit, rollout_return
+from lightning_jax.rl.credit import assign_credit, credit_at, rollout_return
 from lightning_jax.rl.values import CallValues
 from lightning_jax.types import Advantage, Trajectory
 
@@ -86,12 +86,13 @@ def step_advantages(
 ) -> tuple[list[tuple[Advantage, ...]], dict[str, float]]:
     """(one tuple per trajectory with one advantage per transition, metrics of the step).
 
-    The baseline is one number per rollout, made of whole rollouts, never of rows: a rollout with
-    many calls counts once, and one without calls still counts. It is the same for every call of the
-    rollout, so it favours none, also under per_step credit, where later calls have less to earn.
-    Baselines of learned credit are over the credits of first calls, so they only mend what the
-    critic gets wrong at the start; deviations are those of returns. `values` are the critic's, None
-    for 0. Of turn_groups see `turn_advantages`.
+    A call's baseline is made of one number of each rollout, its credit at the same turn, so that
+    later calls, which have less to earn, are not blamed for it. A rollout that ended before counts
+    with its last credit and one without calls with its reward, so what a call is compared with does
+    not hang on who got that far, and the gradient stays unbiased. Under identical credit it is the
+    same for all calls of a rollout; of learned credit it mends what the critic gets wrong on
+    average. Deviations are those of returns. `values` are the critic's, None for 0. Of turn_groups
+    see `turn_advantages`.
     """
     knobs = {
         "scheme": algorithm.credit,
@@ -159,9 +160,12 @@ def _rollout_advantages(
 ) -> list[tuple[Advantage, ...]]:
     group_ids = [trajectory.group_id for trajectory in trajectories]
     knobs = {"baseline": algorithm.baseline, "normalize": algorithm.normalize}
-    first = [first_credit(*pair) for pair in zip(credits, trajectories, strict=True)]
-    baselines, _ = baselines_and_scales(np.asarray(first, np.float64), group_ids, **knobs)
-    # Of returns, not of first credits: below lambda 1 those hardly differ in a long rollout.
+    pairs = list(zip(credits, trajectories, strict=True))
+    baselines = []
+    for turn in range(max(map(len, credits), default=0)):
+        at_turn = np.asarray([credit_at(turn, *pair) for pair in pairs], np.float64)
+        baselines.append(baselines_and_scales(at_turn, group_ids, **knobs)[0].tolist())
+    # Of returns, not of credits: below lambda 1 those hardly differ in a long rollout.
     _, scales = baselines_and_scales(_returns(trajectories, algorithm), group_ids, **knobs)
 
     def advantage(credit: Advantage, baseline: float, scale: float) -> Advantage:
@@ -170,8 +174,8 @@ def _rollout_advantages(
         return difference(credit, baseline) * scale
 
     return [
-        tuple(advantage(credit, baseline, scale) for credit in calls)
-        for calls, baseline, scale in zip(credits, baselines.tolist(), scales.tolist(), strict=True)
+        tuple(advantage(credit, baselines[turn][i], scale) for turn, credit in enumerate(calls))
+        for i, (calls, scale) in enumerate(zip(credits, scales.tolist(), strict=True))
     ]
 
 

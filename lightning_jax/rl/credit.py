@@ -54,14 +54,17 @@ def assign_credit(
 
 def rollout_return(trajectory: Trajectory, *, scheme: str, discount: float) -> float:
     """What the rollout earned, seen from its first call; its reward alone if it made no call."""
-    return first_credit(assign_credit(trajectory, scheme=scheme, discount=discount), trajectory)
+    return credit_at(0, assign_credit(trajectory, scheme=scheme, discount=discount), trajectory)
 
 
-def first_credit(credits: Sequence[Advantage], trajectory: Trajectory) -> float:
-    """That of the rollout's first call, or of its first token; its reward if it made no call."""
+def credit_at(turn: int, credits: Sequence[Advantage], trajectory: Trajectory) -> float:
+    """That of a rollout's call at this turn, or of its first token; of its last call if it ended
+    before, and its reward if it made no call.
+    """
     if not credits:
         return trajectory.reward
-    return credits[0][0] if isinstance(credits[0], tuple) else credits[0]
+    credit = credits[min(turn, len(credits) - 1)]
+    return credit[0] if isinstance(credit, tuple) else credit
 
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer: int) -> float:

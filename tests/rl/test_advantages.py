@@ -67,11 +67,26 @@ def test_equal_up_to_rounding_is_equal():
     assert scales.tolist() == [0.0, 0.0]
 
 
-def test_per_step_subtracts_the_mean_return_of_rollouts_from_every_call():
-    # Returns seen from the first call, discount 0.5: 0.5 * 1 = 0.5 and 0; their mean 0.25.
+def test_per_step_credit_is_compared_with_the_group_at_the_same_turn():
+    # Discount 0.5: credits 0.5, 1 and 0; who ended counts with the last. Means 0.25 and 0.5.
     step = [rollout(1.0, calls=2), rollout(0.0)]
     config = AlgorithmConfig(credit="per_step", discount=0.5, normalize="none")
-    assert step_advantages(step, config)[0] == [(0.25, 0.75), (-0.25,)]
+    assert step_advantages(step, config)[0] == [(0.25, 0.5), (-0.25,)]
+
+
+def test_later_calls_are_not_blamed_for_what_is_earned_already():
+    # Each call of the first earns 1, of the second 0 and then 1: to go 2, 1 against 1, 1.
+    step = [
+        trajectory(*[transition([1], [2], reward=r) for r in (1.0, 1.0)]),
+        trajectory(*[transition([1], [2], reward=r) for r in (0.0, 1.0)]),
+        rollout(0.0, calls=0),
+    ]
+    for baseline, wanted in {
+        "group_mean": [(1.0, 1 / 3), (0.0, 1 / 3), ()],
+        "leave_one_out": [(1.5, 0.5), (0.0, 0.5), ()],
+    }.items():
+        config = AlgorithmConfig(credit="per_step", normalize="none", baseline=baseline)
+        assert step_advantages(step, config)[0] == [pytest.approx(each) for each in wanted]
 
 
 def test_no_rollouts_at_all():
@@ -147,22 +162,22 @@ def test_turns_are_compared_with_their_like():
     assert scaled[0] == (pytest.approx(1.5**0.5), 1.0)
 
 
-def test_baselines_of_learned_credit_are_over_first_calls():
-    # Credits 1 - 0.25, 1 - 0.5 and 0 - 0.25; those of first calls are 0.75 and -0.25, mean 0.25.
+def test_baselines_of_learned_credit_are_over_turns():
+    # Credits 1 - 0.25, 1 - 0.5 and 0 - 0.25: means 0.25 at the first turn, 0.125 at the second.
     step = [rollout(1.0, calls=2), rollout(0.0)]
     values = [((0.25,), (0.5,)), ((0.25,),)]
     config = AlgorithmConfig(credit="learned", normalize="none")
-    assert step_advantages(step, config, values)[0] == [(0.5, 0.25), (-0.5,)]
+    assert step_advantages(step, config, values)[0] == [(0.5, 0.375), (-0.5,)]
     scaled, metrics = step_advantages(step, AlgorithmConfig(credit="learned"), values)
-    assert scaled == [(1.0, 0.5), (-1.0,)]
-    assert metrics["train/advantage_abs_mean"] == pytest.approx(2.5 / 3)
-    # With lambda 0 credits are 0.5 - 0.25, 1 - 0.5 and 0 - 0.25, of the first 0.25 and -0.25, but
-    # the deviation is still 0.5, that of the returns.
+    assert scaled == [(1.0, 0.75), (-1.0,)]
+    assert metrics["train/advantage_abs_mean"] == pytest.approx(2.75 / 3)
+    # With lambda 0 credits are 0.5 - 0.25, 1 - 0.5 and 0 - 0.25, means 0 and 0.125, but the
+    # deviation is still 0.5, that of the returns.
     one_step = AlgorithmConfig(credit="learned", gae_lambda=0.0)
-    assert step_advantages(step, one_step, values)[0] == [(0.5, 1.0), (-0.5,)]
+    assert step_advantages(step, one_step, values)[0] == [(0.5, 0.75), (-0.5,)]
     # Of tokens: the calls have one each.
     tokens = AlgorithmConfig(credit="learned_token", normalize="none")
-    assert step_advantages(step, tokens, values)[0] == [((0.5,), (0.25,)), ((-0.5,),)]
+    assert step_advantages(step, tokens, values)[0] == [((0.5,), (0.375,)), ((-0.5,),)]
 
 
 def test_equal_returns_say_something_of_calls():
@@ -172,6 +187,6 @@ def test_equal_returns_say_something_of_calls():
         trajectory(transition([1], [2]), transition([1], [2], reward=1.0)),
     ]
     config = AlgorithmConfig(credit="per_step", normalize="none")
-    assert step_advantages(step, config)[0] == [(0.0, -1.0), (0.0, 0.0)]
+    assert step_advantages(step, config)[0] == [(0.0, -0.5), (0.0, 0.5)]
     identical = AlgorithmConfig(normalize="none")
     assert step_advantages(step, identical)[0] == [(0.0, 0.0)] * 2
