@@ -3,9 +3,10 @@
     python benchmarks/gateway.py [--model smollm2-135m-instruct] [--requests 200]
 
 The gateway runs here, over a loop that answers with ready-made tokens as fast as they are taken,
-and records every call in a store. The client is another process, with 8 calls at a time. What
-counts is the CPU time of this process: per request with one token in the response, and per token
-from what 101 tokens cost more than one. The aim is 1 ms a request and 50 us a token.
+and records every call in a store. The client is another process, with 8 calls at a time; 8 share a
+prompt of about 300 tokens, as the rollouts of a group do. What counts is the CPU time of this
+process: per request with one token in the response, and per token from what 101 tokens cost more
+than one. The aim is 1 ms a request and 50 us a token.
 """
 
 import argparse
@@ -32,13 +33,14 @@ CLIENT = """
 import asyncio, sys, aiohttp
 async def main(url, requests, tokens, stream):
     places = asyncio.Semaphore(8)
-    body = {"model": "policy", "max_tokens": tokens, "stream": stream, "messages": [
-        {"role": "system", "content": "Answer with one query. " * 20},
-        {"role": "user", "content": "Which singers are from France? " * 20}]}
+    def body(group):
+        return {"model": "policy", "max_tokens": tokens, "stream": stream, "messages": [
+            {"role": "system", "content": "Answer with one query. " * 20},
+            {"role": "user", "content": f"Which {group} singers are from France? " * 20}]}
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer bench"}) as http:
         async def call(index):
             async with places, http.post(url + "/chat/completions",
-                    json={**body, "seed": index}) as response:
+                    json={**body(index // 8), "seed": index}) as response:
                 await response.read()
                 assert response.status == 200, await response.text()
         await asyncio.gather(*map(call, range(requests)))
@@ -56,7 +58,9 @@ class ReadyMade:
         self._chunks = chunks
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
+    ) -> Generation:
         """A generation of `sampling.max_tokens` tokens."""
         generation = Generation(lambda _: None)
         task = asyncio.create_task(self._answer(generation, sampling.max_tokens))

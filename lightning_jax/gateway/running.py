@@ -15,6 +15,7 @@ call goes on for RETRY_GRACE_S.
 import asyncio
 import hashlib
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -129,21 +130,26 @@ class RunningCalls:
     """The calls of one rollout by what makes a request the same request."""
 
     def __init__(self) -> None:
-        self._calls: dict[str, RunningCall] = {}
+        self._calls: deque[tuple[str, RunningCall]] = deque()  # oldest first
+        self._newest: dict[str, RunningCall] = {}
 
     def find(self, identity: str) -> RunningCall | None:
         """The call that a repetition may join."""
-        call = self._calls.get(identity)
+        call = self._newest.get(identity)
         return call if call is not None and call.joinable() else None
 
     def add(self, identity: str, call: RunningCall) -> None:
-        """The newest call of that identity; those that nobody may join any more are forgotten."""
-        self._calls = {key: old for key, old in self._calls.items() if old.joinable()}
-        self._calls[identity] = call
+        """The newest call of that identity; the oldest are forgotten once nobody may join them."""
+        self._calls.append((identity, call))
+        self._newest[identity] = call
+        while self._calls and not self._calls[0][1].joinable():
+            old_identity, old = self._calls.popleft()
+            if self._newest[old_identity] is old:
+                del self._newest[old_identity]
 
     def cancel(self) -> None:
         """Ends those that run."""
-        for call in self._calls.values():
+        for _, call in self._calls:
             call.cancel()
 
 

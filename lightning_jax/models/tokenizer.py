@@ -13,6 +13,7 @@ from lightning_jax.models.gguf_vocab import TokenizerError
 from lightning_jax.types import Message
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_NUM_REMEMBERED, _MAX_REMEMBERED = 512, 2**16  # texts, and characters of one: 32 M at most
 _REPLACEMENT = "\ufffd"  # what decoding puts where bytes are no character, or not yet
 
 
@@ -35,15 +36,22 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.added_ids = frozenset(added)  # each is found in text whole, special or not
+        # The rollouts of a group all begin with one prompt.
+        self._encode_once = functools.lru_cache(maxsize=_NUM_REMEMBERED)(self._encode)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; none is added. `special` False reads "<|im_end|>" as ordinary characters.
 
-        Raises ValueError for text that is no Unicode.
+        Texts of late are remembered. Raises ValueError for text that is no Unicode.
         """
+        if len(text) > _MAX_REMEMBERED:
+            return list(self._encode(text, special))
+        return list(self._encode_once(text, special))
+
+    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         backend = self._backend if special else self._plain_backend
         try:
-            return backend.encode(text, add_special_tokens=False).ids
+            return tuple(backend.encode(text, add_special_tokens=False).ids)
         except TypeError as error:  # what the Rust library says of half a surrogate pair
             raise ValueError(
                 "the text holds half of a surrogate pair; expected valid Unicode text."

@@ -108,11 +108,15 @@ async def test_calls_are_found_while_they_may_be_joined(monkeypatch: pytest.Monk
     assert calls.find("a") is call
     monkeypatch.setattr(running, "JOINABLE_S", 0.0)
     assert calls.find("a") is None
-    other = _call(asyncio.Event())
-    calls.add("b", other)
+    others = [_call(asyncio.Event()) for _ in range(2)]
+    for other in others:
+        calls.add("b", other)
+    assert calls.find("b") is others[1]
     calls.cancel()
-    await asyncio.wait([other.task])
-    assert other.task.cancelled() and calls.find("b") is None
+    await asyncio.wait([other.task for other in others])
+    assert all(other.task.cancelled() for other in others) and calls.find("b") is None
+    calls.add("c", others[0])  # one that has ended
+    assert calls.find("c") is None
 
 
 def test_what_makes_a_request_the_same_request() -> None:

@@ -56,6 +56,17 @@ def test_streaming_a_vocabulary_that_drops_a_leading_space():
     assert "".join(stream.push(i) for i in (0, 1, 2, 1)) == words.decode([0, 1, 2, 1]) == "a bc b"
 
 
+def test_remembered_ids_belong_to_their_text_and_may_be_changed():
+    tokenizer = tiny_tokenizer()
+    first = tokenizer.encode("<|im_end|> a")
+    wanted = list(first)
+    first.append(7)
+    assert tokenizer.encode("<|im_end|> a") == wanted
+    assert tokenizer.encode("<|im_end|> a", special=False) != wanted
+    long = "ab " * 2**15
+    assert tokenizer.decode(tokenizer.encode(long)) == long
+
+
 def test_special_text_is_one_token_or_plain_characters():
     assert len(TINY.encode("<|im_end|>")) == 1
     assert set(TINY.encode("<|im_end|>")) == TINY.eos_ids
