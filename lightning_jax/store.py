@@ -13,46 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.types import Rollout, RolloutStatus, Span, UserError
-
-SCHEMA_VERSION = 2
-METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
-SCHEMA = f"""
-CREATE TABLE IF NOT EXISTS rollouts (
-    rollout_id TEXT PRIMARY KEY,
-    task_id TEXT NOT NULL,
-    group_id TEXT NOT NULL,
-    phase TEXT NOT NULL,
-    step INTEGER NOT NULL,
-    place INTEGER NOT NULL,
-    attempt INTEGER NOT NULL,
-    status TEXT NOT NULL,
-    reward REAL,
-    reason TEXT,
-    detail TEXT,
-    {METRICS_COLUMN}
-);
-CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
-CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (phase, step);
-CREATE TABLE IF NOT EXISTS spans (
-    span_id TEXT NOT NULL,
-    trace_id TEXT NOT NULL,
-    parent_span_id TEXT,
-    rollout_id TEXT,
-    name TEXT NOT NULL,
-    start_ns INTEGER NOT NULL,
-    end_ns INTEGER NOT NULL,
-    attributes TEXT NOT NULL,
-    error TEXT,
-    PRIMARY KEY (trace_id, span_id)
-);
-CREATE INDEX IF NOT EXISTS spans_by_rollout ON spans (rollout_id, start_ns);
-CREATE TABLE IF NOT EXISTS weights_versions (
-    version INTEGER PRIMARY KEY,
-    step INTEGER NOT NULL,
-    time REAL NOT NULL
-);
-"""
+from lightning_jax.store_file import StoreError, one_sentence, open_file
+from lightning_jax.types import Rollout, RolloutStatus, Span
 
 # From each status, the ones that may follow. None is a rollout that is not in the store yet.
 LEGAL_TRANSITIONS: dict[RolloutStatus | None, frozenset[RolloutStatus]] = {
@@ -69,10 +31,6 @@ ROLLOUT_COLUMNS = (
     "metrics"
 )
 SPAN_COLUMNS = "trace_id, span_id, parent_span_id, name, start_ns, end_ns, attributes, error"
-
-
-class StoreError(UserError, RuntimeError):
-    """The store cannot do what was asked; the message is one sentence."""
 
 
 class IllegalTransition(StoreError):
@@ -99,47 +57,7 @@ class Store:
         """
         self.path = Path(path)
         self._lock = threading.Lock()
-        if not self.path.parent.is_dir():
-            raise StoreError(
-                f"store {self.path} has no directory to lie in; create {self.path.parent} first."
-            )
-        where = f"{self.path.resolve().as_uri()}?mode=ro" if read_only else str(self.path)
-        with _one_sentence(self.path):
-            self._db = sqlite3.connect(where, timeout=30.0, check_same_thread=False, uri=read_only)
-        try:
-            if read_only:
-                self._take_copy_if_old()
-            else:
-                self._prepare()
-        except BaseException:
-            self._db.close()
-            raise
-
-    def _prepare(self) -> None:
-        with _one_sentence(self.path):
-            self._db.execute("PRAGMA journal_mode=WAL")
-            # A killed process loses nothing; only a power cut may lose the last moments.
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if version not in (0, 1, SCHEMA_VERSION):
-                raise StoreError(
-                    f"store {self.path} has schema version {version}; expected {SCHEMA_VERSION}. "
-                    "Use another run_dir, or the release that wrote it."
-                )
-            if version == 1:
-                self._db.execute(f"ALTER TABLE rollouts ADD COLUMN {METRICS_COLUMN}")
-            self._db.executescript(SCHEMA)
-            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-
-    def _take_copy_if_old(self) -> None:
-        with _one_sentence(self.path):
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if version == SCHEMA_VERSION:
-                return
-            with contextlib.closing(self._db) as file:
-                self._db = sqlite3.connect(":memory:", check_same_thread=False)
-                file.backup(self._db)
-        self._prepare()
+        self._db = open_file(self.path, read_only=read_only)
 
     def close(self) -> None:
         """Ends the connection; calls after it raise StoreError. Closing twice is allowed."""
@@ -149,7 +67,7 @@ class Store:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """The connection, alone; what is done commits at the end, or rolls back on an exception."""
-        with self._lock, _one_sentence(self.path), self._db:
+        with self._lock, one_sentence(self.path), self._db:
             yield self._db
 
     # Rollouts
@@ -220,26 +138,6 @@ class Store:
                 values,
             ).fetchall()
         return [_rollout(row) for row in rows]
-
-    def counts(self, *, phase: str | None = None, step: int | None = None) -> dict[str, int]:
-        """How many rollouts have each status; a status that none has is left out."""
-        return self._count("status", phase, step)
-
-    def failure_counts(
-        self, *, phase: str | None = None, step: int | None = None
-    ) -> dict[str, int]:
-        """How many failed rollouts give each reason code."""
-        return self._count("reason", phase, step)
-
-    def _count(self, column: str, phase: str | None, step: int | None) -> dict[str, int]:
-        where, values = _where(phase=phase, step=step)
-        with self._transaction() as db:
-            rows = db.execute(
-                f"SELECT {column}, COUNT(*) FROM rollouts {where} "
-                f"GROUP BY {column} ORDER BY {column}",
-                values,
-            ).fetchall()
-        return {name: number for name, number in rows if name is not None}
 
     def abandon_running(self) -> int:
         """How many rollouts a crash left queued or running; they are infrastructure failures now.
@@ -328,26 +226,6 @@ class Store:
                 "SELECT version, step, time FROM weights_versions ORDER BY version"
             ).fetchall()
         return [WeightsVersion(*row) for row in rows]
-
-
-@contextlib.contextmanager
-def _one_sentence(path: Path) -> Iterator[None]:
-    """Turns whatever SQLite raises into a StoreError that says what to do."""
-    remedies = {
-        "SQLITE_FULL": "the disk is full; free some space, then start the run again",
-        "SQLITE_NOTADB": "it is not a SQLite file; move it away or use another run_dir",
-        "SQLITE_CORRUPT": "it is damaged; move it away or use another run_dir",
-        "SQLITE_CANTOPEN": "it cannot be opened; check the path and its permissions",
-        "SQLITE_READONLY": "it cannot be written; check its permissions",
-        "SQLITE_BUSY": "another process holds its lock; stop the other run that uses this run_dir",
-    }
-    try:
-        yield
-    except sqlite3.Error as error:
-        # Extended names, such as SQLITE_READONLY_DBMOVED, begin with the plain one.
-        name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
-        remedy = remedies.get(name, "check the file and the disk it lies on")
-        raise StoreError(f"store {path} failed ({error}): {remedy}.") from error
 
 
 def _check_transition(rollout_id: str, old: RolloutStatus | None, new: RolloutStatus) -> None:

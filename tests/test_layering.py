@@ -15,7 +15,7 @@ ROWS = (
     ("models",),
     ("rl",),
     ("serve",),
-    ("store", "tracing"),
+    ("store", "store_file", "tracing"),
     ("gateway",),
     (
         *("datasets", "tasks", "runner", "program", "process_group", "agent_child"),

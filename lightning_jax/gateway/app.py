@@ -46,7 +46,8 @@ from lightning_jax.gateway.running import (
 )
 from lightning_jax.gateway.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.store import Store, StoreError
+from lightning_jax.store import Store
+from lightning_jax.store_file import StoreError
 from lightning_jax.tracing import otlp
 from lightning_jax.tracing.roles import Roles, find_role
 from lightning_jax.tracing.tracer import make_tracer

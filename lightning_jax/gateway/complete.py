@@ -20,7 +20,7 @@ from lightning_jax.serve.generation import (
 )
 from lightning_jax.serve.intake import LoopStatus
 from lightning_jax.serve.response import Chunk
-from lightning_jax.store import StoreError
+from lightning_jax.store_file import StoreError
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.tracer import child_context, end_with_error, known, parent_of
 from lightning_jax.types import Completion, SamplingParams

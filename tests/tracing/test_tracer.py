@@ -8,7 +8,8 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import StatusCode
 
-from lightning_jax.store import Store, StoreError
+from lightning_jax.store import Store
+from lightning_jax.store_file import StoreError
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.tracer import (
     below_root,

@@ -1,0 +1,111 @@
+"""The SQLite file under a Store: its tables, its version, and errors that say what to do."""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_jax.types import UserError
+
+SCHEMA_VERSION = 2
+METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
+SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS rollouts (
+    rollout_id TEXT PRIMARY KEY,
+    task_id TEXT NOT NULL,
+    group_id TEXT NOT NULL,
+    phase TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    place INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    status TEXT NOT NULL,
+    reward REAL,
+    reason TEXT,
+    detail TEXT,
+    {METRICS_COLUMN}
+);
+CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
+CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (phase, step);
+CREATE TABLE IF NOT EXISTS spans (
+    span_id TEXT NOT NULL,
+    trace_id TEXT NOT NULL,
+    parent_span_id TEXT,
+    rollout_id TEXT,
+    name TEXT NOT NULL,
+    start_ns INTEGER NOT NULL,
+    end_ns INTEGER NOT NULL,
+    attributes TEXT NOT NULL,
+    error TEXT,
+    PRIMARY KEY (trace_id, span_id)
+);
+CREATE INDEX IF NOT EXISTS spans_by_rollout ON spans (rollout_id, start_ns);
+CREATE TABLE IF NOT EXISTS weights_versions (
+    version INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    time REAL NOT NULL
+);
+"""
+
+
+class StoreError(UserError, RuntimeError):
+    """The store cannot do what was asked; the message is one sentence."""
+
+
+def open_file(path: Path, *, read_only: bool) -> sqlite3.Connection:
+    """A connection for any thread. `read_only` neither makes nor changes the file: one of an older
+    schema is read into memory and brought up to date there. Raises StoreError.
+    """
+    if not path.parent.is_dir():
+        raise StoreError(f"store {path} has no directory to lie in; create {path.parent} first.")
+    where = f"{path.resolve().as_uri()}?mode=ro" if read_only else str(path)
+    with one_sentence(path):
+        db = sqlite3.connect(where, timeout=30.0, check_same_thread=False, uri=read_only)
+    try:
+        with one_sentence(path):
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if read_only and version == SCHEMA_VERSION:
+                return db
+            if read_only:
+                with contextlib.closing(db) as file:
+                    db = sqlite3.connect(":memory:", check_same_thread=False)
+                    file.backup(db)
+            _bring_up_to_date(db, path, version)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
+    if version not in (0, 1, SCHEMA_VERSION):
+        raise StoreError(
+            f"store {path} has schema version {version}; expected {SCHEMA_VERSION}. "
+            "Use another run_dir, or the release that wrote it."
+        )
+    db.execute("PRAGMA journal_mode=WAL")
+    # A killed process loses nothing; only a power cut may lose the last moments.
+    db.execute("PRAGMA synchronous=NORMAL")
+    if version == 1:
+        db.execute(f"ALTER TABLE rollouts ADD COLUMN {METRICS_COLUMN}")
+    db.executescript(SCHEMA)
+    db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+
+@contextlib.contextmanager
+def one_sentence(path: Path) -> Iterator[None]:
+    """Turns whatever SQLite raises into a StoreError that says what to do."""
+    remedies = {
+        "SQLITE_FULL": "the disk is full; free some space, then start the run again",
+        "SQLITE_NOTADB": "it is not a SQLite file; move it away or use another run_dir",
+        "SQLITE_CORRUPT": "it is damaged; move it away or use another run_dir",
+        "SQLITE_CANTOPEN": "it cannot be opened; check the path and its permissions",
+        "SQLITE_READONLY": "it cannot be written; check its permissions",
+        "SQLITE_BUSY": "another process holds its lock; stop the other run that uses this run_dir",
+    }
+    try:
+        yield
+    except sqlite3.Error as error:
+        # Extended names, such as SQLITE_READONLY_DBMOVED, begin with the plain one.
+        name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
+        remedy = remedies.get(name, "check the file and the disk it lies on")
+        raise StoreError(f"store {path} failed ({error}): {remedy}.") from error
