@@ -1,6 +1,8 @@
 """Rotary positions, and attention in a row of tokens."""
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from lightning_jax.models.blockwise import ENDLESS, MASKED, attend_blocks
+from lightning_jax.models import blockwise, flash_gpu, flash_tpu
+from lightning_jax.models.blockwise import ENDLESS, MASKED
+from lightning_jax.models.mesh_axes import partition
 
 _SMALL = 128 * 128  # query-key pairs up to which one block is all
+_CPU_BLOCK = 128  # its scores stay in a core's cache
+_DEFAULT_BLOCK = 1024  # elsewhere few large products are faster than many small ones
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,91 @@ def attend_tree(
     key = jnp.arange(length)[None, None, :]
     seen = (key <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
     return attend_masked(queries, keys, values, seen)
+
+
+def attend_blocks(
+    queries: Float[Array, "B T H D"],
+    keys: Float[Array, "B C K D"],
+    values: Float[Array, "B C K D"],
+    index: Int[Array, "B T"],
+    ends: Int[Array, "B C"],
+) -> Float[Array, "B T H D"]:
+    """Attention of query i to the keys `j <= index[i] < ends[j]`; each must see at least one.
+
+    Where the program runs decides what computes it: kernels of their own on a TPU and on a CUDA
+    GPU (flash.py), on a CPU and all else a loop over blocks (blockwise.py).
+    """
+    return _attend(queries, keys, values, index, ends)
+
+
+@jax.custom_vjp
+def _attend(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Any:
+    return _forward(queries, keys, values, index, ends)[0]
+
+
+def _attend_forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Any:
+    out, log_sums = _forward(queries, keys, values, index, ends)
+    return out, (queries, keys, values, index, ends, out, log_sums)
+
+
+def _attend_backward(saved: Any, out_grad: Any) -> Any:
+    return *_backward(*saved, out_grad), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+@functools.cache
+def _per_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`per_device` of a kernel, jitted so that the layers of a model trace it once, not each."""
+    return jax.jit(functools.partial(per_device, kernel))
+
+
+def _forward(*arrays: Any) -> Any:
+    return jax.lax.platform_dependent(
+        *arrays,
+        cpu=functools.partial(blockwise.forward, size=_CPU_BLOCK),
+        tpu=_per_device(flash_tpu.forward),
+        cuda=_per_device(flash_gpu.forward),
+        default=functools.partial(blockwise.forward, size=_DEFAULT_BLOCK),
+    )
+
+
+def _backward(*arrays: Any) -> Any:
+    return jax.lax.platform_dependent(
+        *arrays,
+        cpu=functools.partial(blockwise.backward, size=_CPU_BLOCK),
+        tpu=_per_device(flash_tpu.backward),
+        cuda=_per_device(flash_gpu.backward),
+        default=functools.partial(blockwise.backward, size=_DEFAULT_BLOCK),
+    )
+
+
+def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
+    """The result of a forward or backward kernel that each device calls for its rows and heads.
+
+    A compiler that splits a program does not split a kernel. The mesh is that of the arrays: JAX
+    keeps it in the type of all that comes of arrays that lie on one. Where `tensor` does not divide
+    the key heads, each device computes all heads of its rows.
+    """
+    queries, keys = arrays[:2]
+    mesh = jax.typeof(queries).sharding.mesh
+    if mesh.empty or mesh.size == 1:
+        return kernel(*arrays)
+    rows, heads = partition(("rows", "kv_heads"), (keys.shape[0], keys.shape[2]), mesh)
+    by_token = jax.P(rows, None, heads, None)
+    by_row = jax.P(rows, None)
+    by_head = jax.P(rows, heads, None, None)
+    inputs = (by_token, by_token, by_token, by_row, by_row, by_token, by_head, by_token)
+    is_forward = len(arrays) == 5
+    split = jax.shard_map(
+        kernel,
+        mesh=mesh,
+        in_specs=inputs[: len(arrays)],
+        out_specs=(by_token, by_head) if is_forward else (by_token, by_token, by_token),
+        check_vma=False,  # a kernel does not say along which axes its results vary
+    )
+    return split(*arrays)
 
 
 def attend_masked(

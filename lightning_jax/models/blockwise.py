@@ -7,18 +7,13 @@ costs what the short trees cost. The online softmax is arXiv 1805.02867, its gra
 scores arXiv 2205.14135.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 MASKED = -1e30  # finite, so that a query that sees nothing gives numbers and no NaN
 ENDLESS = 2**30  # the end of a key that every later query sees
-_CPU_BLOCK = 128  # its scores stay in a core's cache
-_DEFAULT_BLOCK = 1024  # elsewhere few large products are faster than many small ones
 
 
 class _Blocks(NamedTuple):
@@ -34,46 +29,10 @@ class _Blocks(NamedTuple):
     size: int
 
 
-def attend_blocks(
-    queries: Float[Array, "B T H D"],
-    keys: Float[Array, "B C K D"],
-    values: Float[Array, "B C K D"],
-    index: Int[Array, "B T"],
-    ends: Int[Array, "B C"],
-) -> Float[Array, "B T H D"]:
-    """Attention of query i to the keys `j <= index[i] < ends[j]`; each must see at least one."""
-    return _attend(queries, keys, values, index, ends)
-
-
-@jax.custom_vjp
-def _attend(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Any:
-    return _by_platform(_forward, queries, keys, values, index, ends)[0]
-
-
-def _attend_forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Any:
-    out, log_sums = _by_platform(_forward, queries, keys, values, index, ends)
-    return out, (queries, keys, values, index, ends, out, log_sums)
-
-
-def _attend_backward(saved: Any, out_grad: Any) -> Any:
-    return *_by_platform(_backward, *saved, out_grad), None, None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _by_platform(function: Callable[..., Any], *arrays: Any) -> Any:
-    return jax.lax.platform_dependent(
-        *arrays,
-        cpu=functools.partial(function, size=_CPU_BLOCK),
-        default=functools.partial(function, size=_DEFAULT_BLOCK),
-    )
-
-
 def _split(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: int) -> _Blocks:
     kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
     # A padded query sees key 0, a padded key is seen by nobody.
-    index, ends = _pad(index, size, 1), _pad(ends, size, 1)
+    index, ends = pad_to(index, size, 1), pad_to(ends, size, 1)
     rows = index.shape[0]
     lowest = index.reshape(rows, -1, size).min(axis=(0, 2))
     highest = index.reshape(rows, -1, size).max(axis=(0, 2))
@@ -81,9 +40,9 @@ def _split(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: in
     first_key = jnp.arange(last_end.shape[0]) * size
     met = (first_key[None, :] <= highest[:, None]) & (lowest[:, None] < last_end[None, :])
     return _Blocks(
-        queries=_pad(_by_head(queries * scale, kv_heads), size, 3),
-        keys=_pad(keys.transpose(0, 2, 1, 3), size, 2),
-        values=_pad(values.transpose(0, 2, 1, 3), size, 2),
+        queries=pad_to(by_head(queries * scale, kv_heads), size, 3),
+        keys=pad_to(keys.transpose(0, 2, 1, 3), size, 2),
+        values=pad_to(values.transpose(0, 2, 1, 3), size, 2),
         index=index,
         ends=ends,
         order=jnp.argsort(~met, axis=1, stable=True),
@@ -92,7 +51,7 @@ def _split(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: in
     )
 
 
-def _forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: int) -> Any:
+def forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: int) -> Any:
     """The output [B T H D] and the logarithm [B K G T] of each query's sum of exponentials."""
     b = _split(queries, keys, values, index, ends, size)
     grouped = b.queries.shape[:3]
@@ -122,21 +81,21 @@ def _forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: 
     carry = (jnp.zeros_like(b.queries), log_sums)
     outs, log_sums = jax.lax.fori_loop(0, b.order.shape[0], query_block, carry)
     length = queries.shape[1]
-    return _by_token(outs)[:, :length], log_sums[..., :length]
+    return by_token(outs)[:, :length], log_sums[..., :length]
 
 
-def _backward(
+def backward(
     queries: Any, keys: Any, values: Any, index: Any, ends: Any, *rest: Any, size: int
 ) -> Any:
     """Gradients of queries, keys and values. The weights are computed again from `log_sums`."""
     out, log_sums, out_grad = rest
     b = _split(queries, keys, values, index, ends, size)
     kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
-    out_grads = _pad(_by_head(out_grad, kv_heads), size, 3)
+    out_grads = pad_to(by_head(out_grad, kv_heads), size, 3)
     # Softmax's gradient needs, for each query, sum_j weight_j * dweight_j = out . out_grad.
     wide = out.astype(jnp.float32) * out_grad.astype(jnp.float32)
-    inner = _pad(_by_head(wide, kv_heads).sum(axis=-1), size, 3)
-    log_sums = _pad(log_sums, size, 3)
+    inner = pad_to(by_head(wide, kv_heads).sum(axis=-1), size, 3)
+    log_sums = pad_to(log_sums, size, 3)
 
     def query_block(i: Any, carry: Any) -> Any:
         query, grad = _cut(b.queries, i, size, 3), _cut(out_grads, i, size, 3)
@@ -164,7 +123,7 @@ def _backward(
 
     zeros = (jnp.zeros(x.shape, jnp.float32) for x in (b.queries, b.keys, b.values))
     grads = jax.lax.fori_loop(0, b.order.shape[0], query_block, tuple(zeros))
-    query_grads = _by_token(grads[0])[:, : queries.shape[1]] * scale
+    query_grads = by_token(grads[0])[:, : queries.shape[1]] * scale
     key_grads, value_grads = (x.transpose(0, 2, 1, 3)[:, : keys.shape[1]] for x in grads[1:])
     return (
         query_grads.astype(queries.dtype),
@@ -197,19 +156,20 @@ def _over_queries(weights: Any, grouped: Any) -> Any:
     return jnp.einsum("bkmc,bkmd->bkcd", flat, rows, preferred_element_type=jnp.float32)
 
 
-def _by_head(x: Any, kv_heads: int) -> Any:
+def by_head(x: Any, kv_heads: int) -> Any:
     """[B T H D] as [B K G T D]."""
     split = x.reshape(*x.shape[:2], kv_heads, x.shape[2] // kv_heads, x.shape[3])
     return split.transpose(0, 2, 3, 1, 4)
 
 
-def _by_token(x: Any) -> Any:
+def by_token(x: Any) -> Any:
     """[B K G T D] as [B T H D]."""
     rows, kv_heads, group, length, size = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(rows, length, kv_heads * group, size)
 
 
-def _pad(x: Any, size: int, axis: int) -> Any:
+def pad_to(x: Any, size: int, axis: int) -> Any:
+    """`x` with zeros up to a whole multiple of `size` along an axis."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % size)
     return jnp.pad(x, widths)

@@ -6,8 +6,9 @@ into segments, which are arrays of their own: a step that needs only the beginni
 takes only the first ones, while a slice of one array would be copied.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from lightning_jax.models import flash_decode
 from lightning_jax.models.blockwise import MASKED
 from lightning_jax.types import Leaf
 
@@ -119,8 +121,9 @@ def attend_cache(
     """Attention to the first B rows, at indices up to each query's own position.
 
     Query head h reads key head h // (H / K). Segments that no query sees are skipped where there
-    are several queries a row; a caller that knows better leaves them out. The parts are put
-    together as in arXiv 1805.02867.
+    are several queries a row; a caller that knows better leaves them out. With one query a row a
+    TPU and a GPU run kernels of their own, which skip what a row does not see (flash_decode.py).
+    The parts are put together as in arXiv 1805.02867.
     """
     rows, length, heads, size = queries.shape
     kv_heads = values[0].shape[1]
@@ -131,8 +134,11 @@ def attend_cache(
     index = jnp.where(positions < end, positions, 0)
     parts = []
     for start, key, value in zip(segment_starts(values), keys, values, strict=True):
+        if length == 1:
+            parts.append(_attend_token(grouped, key, value, index - start))
+            continue
         arrays = (grouped, key[:rows], value[:rows], index - start)
-        if start == 0 or length == 1:
+        if start == 0:
             parts.append(_attend_segment(*arrays))
         else:
             parts.append(_attend_if(index.max() >= start, *arrays))
@@ -147,6 +153,36 @@ def _combine(parts: Sequence[_Part]) -> Any:
         scale = jnp.exp(part.highest - highest)
         total, out = total + part.total * scale, out + part.out * scale
     return out / total
+
+
+def _attend_token(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
+    """One query a row; keys and values of all rows of the cache."""
+    if values.shape[VALUE_AXIS] % flash_decode.SIZE:
+        return _attend_first_rows(queries, keys, values, index)
+    return jax.lax.platform_dependent(
+        queries,
+        keys,
+        values,
+        index,
+        tpu=_kernel(flash_decode.attend_tpu),
+        cuda=_kernel(flash_decode.attend_gpu),
+        default=_attend_first_rows,
+    )
+
+
+@functools.cache
+def _kernel(attend: Callable[..., Any]) -> Callable[..., _Part]:
+    """Jitted, so that the layers of a model trace it once, not each."""
+
+    def run(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
+        return _Part(*flash_decode.per_device(attend, queries, keys, values, index[:, 0]))
+
+    return jax.jit(run)
+
+
+def _attend_first_rows(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
+    rows = queries.shape[0]
+    return _attend_segment(queries, keys[:rows], values[:rows], index)
 
 
 def _attend_segment(queries: Any, keys: Any, values: Any, index: Any) -> _Part:

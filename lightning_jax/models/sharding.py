@@ -1,4 +1,4 @@
-"""Which axis of an array lies on which axis of the device mesh: one table for the whole project.
+"""Where parameters, batches and caches lie on the device mesh, by the table in mesh_axes.py.
 
 In a run of several processes all of them call `place`, `to_host` and `reshard`, in the same order.
 """
@@ -15,22 +15,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lightning_jax.config import Config, ConfigError, MeshConfig
+from lightning_jax.models.mesh_axes import AXES, MESH_AXES, partition
 from lightning_jax.models.names import Path, flatten, unflatten
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params, init_params
-
-AXES = ("data", "fsdp", "tensor")
-
-# Logical axis -> mesh axes. Rows of a batch are split by both kinds of data parallelism; "fsdp"
-# also splits the weights, gathered layer by layer, and "tensor" splits the work of one layer.
-MESH_AXES: dict[str | None, tuple[str, ...]] = {
-    "rows": ("data", "fsdp"),
-    "embed": ("fsdp",),
-    "vocab": ("tensor",),
-    "mlp": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    None: (),
-}
 
 # Parameter -> its logical axes, by the last two keys of its path.
 _LOGICAL: dict[Path, tuple[str | None, ...]] = {
@@ -115,7 +102,7 @@ def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
         # Heads are split between devices, never within one.
         pairs = zip(logical, leaf.shape, strict=True)
         sizes = [units.get(axis or "", size) for axis, size in pairs]
-        places[path] = NamedSharding(mesh, _spec(logical, sizes, mesh))
+        places[path] = NamedSharding(mesh, partition(logical, sizes, mesh))
     return unflatten(places)
 
 
@@ -177,7 +164,7 @@ def num_row_shards(mesh: Mesh) -> int:
 def cache_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
     """The place of one segment of keys or values [S, K, ...]: split by head, slots together."""
     return NamedSharding(
-        mesh, _spec((None, "kv_heads", None, None), [1, config.num_kv_heads, 1, 1], mesh)
+        mesh, partition((None, "kv_heads", None, None), [1, config.num_kv_heads, 1, 1], mesh)
     )
 
 
@@ -259,12 +246,3 @@ def _in_every_process(mesh: Mesh) -> Mesh:
 def _own_part(moved: Any, target: NamedSharding) -> Any:
     shards = [shard.data for shard in moved.addressable_shards]
     return jax.make_array_from_single_device_arrays(moved.shape, target, shards)
-
-
-def _spec(logical: tuple[str | None, ...], sizes: Sequence[Any], mesh: Mesh) -> PartitionSpec:
-    parts = []
-    for axis, size in zip(logical, sizes, strict=True):
-        names = MESH_AXES[axis]
-        fits = names and size % math.prod(mesh.shape[name] for name in names) == 0
-        parts.append(names if fits else None)
-    return PartitionSpec(*parts)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.models import attention, blockwise
+from lightning_jax.models import attention
 from lightning_jax.models.attention import RopeScaling
 
-attend_blocks = jax.jit(blockwise.attend_blocks)
+attend_blocks = jax.jit(attention.attend_blocks)
 
 
 def _inputs(rows=2, queries=300, keys=300, heads=4, kv_heads=2, size=8):

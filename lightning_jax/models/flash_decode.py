@@ -1,0 +1,179 @@
+"""Attention of one new token a row to the key/value cache, as Pallas kernels for TPU and GPU.
+
+A row reads the blocks of keys and values up to its own last token, and no more, however much longer
+the other rows are. That is arXiv 2309.06180's aim with rows that lie in one piece: cache.py's
+segments are read as they lie, without a copy. The recurrence over blocks is flash.py's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+from lightning_jax.models.blockwise import MASKED, pad_to
+from lightning_jax.models.flash import Sums, product
+from lightning_jax.models.mesh_axes import partition
+
+SIZE = 128  # the tokens of a segment that the kernels take are a multiple of this
+_TPU_SIZES = (512, 256, SIZE)
+_GPU_SIZE = 64
+_GPU_NARROWEST = 16  # queries and head sizes that tensor cores take
+
+
+def per_device(kernel: Callable[..., Any], queries: Any, keys: Any, values: Any, index: Any) -> Any:
+    """What a kernel gives that each device of the arrays' mesh calls for its key heads.
+
+    Where the mesh does not divide those, each device computes all of them.
+    """
+    mesh = jax.typeof(queries).sharding.mesh
+    if mesh.empty or mesh.size == 1:
+        return kernel(queries, keys, values, index)
+    by_head = jax.P(None, *partition(("kv_heads",), (keys.shape[1],), mesh))
+    split = jax.shard_map(
+        kernel,
+        mesh=mesh,
+        in_specs=(by_head, by_head, by_head, jax.P()),
+        out_specs=(by_head, by_head, by_head),
+        check_vma=False,  # a kernel does not say along which axes its results vary
+    )
+    return split(queries, keys, values, index)
+
+
+def attend_tpu(
+    queries: Float[Array, "B K M D"],
+    keys: Float[Array, "S K D C"],
+    values: Float[Array, "S K C D"],
+    index: Int[Array, " B"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B K M 1"], Float[Array, "B K M 1"], Float[Array, "B K M D"]]:
+    """(highest score, sum of exp(score - highest), sum of those times the values), float32.
+
+    Row b sees the tokens up to `index[b]`, which may be below 0 (none) or past the end (all). The M
+    scaled queries of a row and key head are those of the query heads that share it.
+    """
+    rows, kv_heads, members, width = queries.shape
+    span = values.shape[2]
+    size = next(size for size in _TPU_SIZES if span % size == 0)
+
+    def last(row: Any, block: Any, index: Any) -> Any:
+        """The block, but for those behind the row's last token that one: it is there already."""
+        return jnp.minimum(block, jax.lax.div(jnp.maximum(index[row], 0), size))
+
+    def of_row(row: Any, block: Any, index: Any) -> Any:
+        return row, 0, 0, 0
+
+    column = jax.ShapeDtypeStruct((rows, kv_heads, members, 1), jnp.float32)
+    return pl.pallas_call(
+        _tpu_kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(rows, span // size),
+            in_specs=[
+                pl.BlockSpec((None, kv_heads, members, width), of_row),
+                pl.BlockSpec((None, kv_heads, width, size), lambda *at: (at[0], 0, 0, last(*at))),
+                pl.BlockSpec((None, kv_heads, size, width), lambda *at: (at[0], 0, last(*at), 0)),
+            ],
+            out_specs=[
+                pl.BlockSpec((None, kv_heads, members, 1), of_row),
+                pl.BlockSpec((None, kv_heads, members, 1), of_row),
+                pl.BlockSpec((None, kv_heads, members, width), of_row),
+            ],
+        ),
+        out_shape=[column, column, jax.ShapeDtypeStruct(queries.shape, jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+    )(jnp.minimum(index, span - 1), queries, keys, values)
+
+
+def _tpu_kernel(index: Any, query: Any, key: Any, value: Any, *results: Any) -> None:
+    """One block of tokens of one row; `results` are a row's Sums and gather over its blocks."""
+    last, block = index[pl.program_id(0)], pl.program_id(1)
+    size = key.shape[2]
+
+    @pl.when(block == 0)
+    def _start() -> None:
+        for ref, start in zip(results, (MASKED, 0.0, 0.0), strict=True):
+            ref[...] = jnp.full(ref.shape, start, jnp.float32)
+
+    @pl.when(block * size <= last)
+    def _meet() -> None:
+        for head in range(key.shape[0]):
+            scores = _scores(query[head], key[head], block * size, last)
+            added = Sums(*(ref[head] for ref in results)).add(scores, value[head])
+            for ref, new in zip(results, added, strict=True):
+                ref[head] = new
+
+
+def attend_gpu(
+    queries: Float[Array, "B K M D"],
+    keys: Float[Array, "S K D C"],
+    values: Float[Array, "S K C D"],
+    index: Int[Array, " B"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B K M 1"], Float[Array, "B K M 1"], Float[Array, "B K M D"]]:
+    """As `attend_tpu`. A head size that is no power of two makes it copy the cache, padded."""
+    rows, kv_heads, members, width = queries.shape
+    wide = max(_GPU_NARROWEST, pl.next_power_of_2(width))
+    tall = max(_GPU_NARROWEST, pl.next_power_of_2(members))
+    keys, values = pad_to(keys, wide, 2), pad_to(values, wide, 3)
+    queries = pad_to(pad_to(queries, wide, 3), tall, 2)
+    span = values.shape[2]
+
+    def of_head(head: Any, row: Any) -> Any:
+        return row, head, 0, 0
+
+    column = jax.ShapeDtypeStruct((rows, kv_heads, tall), jnp.float32)
+    highest, total, out = pl.pallas_call(
+        _gpu_kernel,
+        grid=(kv_heads, rows),
+        in_specs=[
+            pl.BlockSpec((None,), lambda head, row: (row,)),
+            pl.BlockSpec((None, None, tall, wide), of_head),
+            pl.BlockSpec((None, None, wide, span), of_head),
+            pl.BlockSpec((None, None, span, wide), of_head),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, tall), lambda head, row: (row, head, 0)),
+            pl.BlockSpec((None, None, tall), lambda head, row: (row, head, 0)),
+            pl.BlockSpec((None, None, tall, wide), of_head),
+        ],
+        out_shape=[column, column, jax.ShapeDtypeStruct(queries.shape, jnp.float32)],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+    )(jnp.minimum(index, span - 1), queries, keys, values)
+    highest, total = (x[:, :, :members, None] for x in (highest, total))
+    return highest, total, out[:, :, :members, :width]
+
+
+def _gpu_kernel(
+    index: Any, query: Any, key: Any, value: Any, highest: Any, total: Any, out: Any
+) -> None:
+    """All tokens of one row and key head."""
+    rows, last = query[...], index[...]
+
+    def meet(step: Any, sums: Sums) -> Sums:
+        block = pl.ds(step * _GPU_SIZE, _GPU_SIZE)
+        return sums.add(_scores(rows, key[:, block], step * _GPU_SIZE, last), value[block, :])
+
+    start = Sums(
+        jnp.full((rows.shape[0], 1), MASKED, jnp.float32),
+        jnp.zeros((rows.shape[0], 1), jnp.float32),
+        jnp.zeros(rows.shape, jnp.float32),
+    )
+    sums = jax.lax.fori_loop(0, (last + _GPU_SIZE) // _GPU_SIZE, meet, start)
+    highest[...], total[...] = (x.reshape(rows.shape[0]) for x in sums[:2])
+    out[...] = sums.out
+
+
+def _scores(query: Any, key: Any, first: Any, last: Any) -> Any:
+    """Scores [M C] of queries [M D] on keys [D C], of which `first` is the first one's place."""
+    scores = product(query, key, 1, 0)
+    places = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    return jnp.where(places <= last, scores, MASKED)
