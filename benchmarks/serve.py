@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -153,7 +154,16 @@ def measure_peer(
 ) -> Iterator[Row]:
     """An engine in its own process, which prints a line a workload. Raises PeerError."""
     command = [python, HERE / f"peers/run_{peer}.py", directory, "--dtype", dtype, "--only", *names]
-    log = HERE / f".cache/{peer}-{dtype}.log"
+    for event in events(f"{peer} {dtype}", command):
+        if "versions" in event:
+            print_line(f"{peer}: {as_words(event['versions'])}")
+        else:
+            yield Row(event.pop("workload"), f"{peer} {dtype}", Result(**event))
+
+
+def events(name: str, command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
+    """The JSON lines that a program prints as it runs. Raises PeerError where it fails."""
+    log = HERE / f".cache/{name.replace(' ', '-')}.log"
     log.parent.mkdir(exist_ok=True)
     with (
         log.open("w") as errors,
@@ -161,17 +171,10 @@ def measure_peer(
     ):
         assert child.stdout is not None, "its output is piped"
         for line in child.stdout:
-            if not line.startswith("{"):
-                continue  # what a library prints
-            event = json.loads(line)
-            if "versions" in event:
-                print_line(f"{peer}: {as_words(event['versions'])}")
-            else:
-                yield Row(event.pop("workload"), f"{peer} {dtype}", Result(**event))
+            if line.startswith('{"'):  # else a library prints
+                yield json.loads(line)
     if child.returncode != 0:
-        raise PeerError(
-            f"{peer} {dtype} ended with {child.returncode}; see {log.relative_to(HERE)}"
-        )
+        raise PeerError(f"{name} ended with {child.returncode}; see {log.relative_to(HERE)}")
 
 
 def hf_directory(model: str) -> Path:

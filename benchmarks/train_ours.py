@@ -1,0 +1,94 @@
+"""Our update of a train state, in this process; updates.py says how to call this."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from speed import flops_per_s
+from updates import LEARNING_RATE, MAX_GRAD_NORM, Call, Clock, Result, main
+
+from lightning_jax.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
+from lightning_jax.learner import make_learner
+from lightning_jax.models.load import load_model
+from lightning_jax.types import TrainingSequence
+
+# Rows as somebody would choose them who knows how long the calls are.
+BATCHES = {
+    "a": BatchConfig(rows=1, row_len=512, max_targets=128, head_chunk=128),
+    "b": BatchConfig(rows=1, row_len=1536, max_targets=640, head_chunk=128),
+}
+
+
+def batch_config(args: argparse.Namespace) -> BatchConfig:
+    """The rows of the workload; what the command line says replaces some of it."""
+    full = BATCHES[args.workload]
+    size = {"row_len": full.row_len // args.shrink} if args.shrink > 1 else {}
+    asked = {"rows": args.rows, "row_len": args.row_len}
+    return dataclasses.replace(full, **size, **{k: v for k, v in asked.items() if v})
+
+
+def measure(args: argparse.Namespace, calls: Sequence[Call]) -> Result:
+    model = load_model(args.model)
+    config = Config(
+        model=ModelConfig(remat=args.remat),
+        # The log-probs of the policy before the update are its own: the ratio is 1.
+        algorithm=AlgorithmConfig(proximal="old"),
+        batch=batch_config(args),
+        optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM),
+        mesh=MeshConfig(fsdp=1),
+    )
+    learner = make_learner(model.config, config, supervised=False)
+    shapes = jax.tree.map(lambda leaf: leaf.size, model.params)
+    embedding, total = shapes["embed"]["embedding"], sum(jax.tree.leaves(shapes))
+    state = learner.init(model.params)
+    del model
+    num_targets = sum(len(call.response) for call in calls)
+    sequences = [
+        TrainingSequence(
+            call.prompt,
+            call.response,
+            behavior_logprobs=(0.0,) * len(call.response),
+            advantage=call.advantage,
+            weight=1 / num_targets,
+        )
+        for call in calls
+    ]
+    clock, norms, metrics = Clock(), [], {}
+    for _ in range(1 + args.steps):
+        clock.start()
+        state, metrics = learner.update(state, sequences, None)
+        jax.block_until_ready(state)
+        clock.stop()
+        norms.append(metrics["train/grad_norm"])
+    batch = config.batch
+    computed = int(metrics["train/num_batches"]) * batch.rows * batch.row_len
+    found = clock.result(grad_norm=norms[0], computed=computed)
+    rate = flops_per_s(jnp.float32)
+    # Only nodes that are read count, so that padding is no excuse.
+    nodes = metrics["train/tokens_forest"]
+    flops = 6 * ((total - embedding) * nodes + embedding * num_targets)
+    return dataclasses.replace(
+        found,
+        limit_s=flops / rate,
+        gflops=rate / 1e9,
+        naive_to_forest=metrics["train/tokens_naive"] / nodes,
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, help="of a microbatch")
+    parser.add_argument("--row-len", type=int, help="nodes of a row")
+    parser.add_argument("--remat", action="store_true", help="compute layers twice, keep less")
+
+
+if __name__ == "__main__":
+    main(measure, ("jax", "jaxlib", "optax"), add_arguments)
