@@ -209,7 +209,8 @@ def demonstrate(tasks: Sequence[Task]) -> list[list[Message]]:
     """Conversations the agent should have, with gold SQL; assistant messages are what to learn.
 
     Each task is shown solved at once; a share of them also with a wrong query first, which is
-    context only (`"train": False`), and its rewrite. The same tasks give the same conversations.
+    context only (`"train": False`), and its rewrite. `"agent"` says whose words a message is. The
+    same tasks give the same conversations.
     """
     queries: dict[str, set[str]] = defaultdict(set)
     for task in tasks:
@@ -217,22 +218,22 @@ def demonstrate(tasks: Sequence[Task]) -> list[list[Message]]:
     conversations = []
     for task in tasks:
         rng = random.Random(f"demonstrate {task['id']}")
-        solved = _solved(task)
-        conversations.append([*first_messages(task), *solved])
+        conversations.append([*first_messages(task), *_solved(task, "writer")])
         if rng.random() < REPAIR_SHARE:
             mistake = _mistake(task, sorted(queries[task["db_id"]]), rng)
             if mistake:
-                conversations.append([*first_messages(task), *mistake, *solved])
+                rewritten = _solved(task, "rewriter")
+                conversations.append([*first_messages(task), *mistake, *rewritten])
     return conversations
 
 
-def _solved(task: Task) -> list[Message]:
+def _solved(task: Task, agent: str) -> list[Message]:
     sql = tidy(task["query"])
     seen, _ = observe(task["db_path"], sql)
     return [
-        {"role": "assistant", "content": sql},
+        {"role": "assistant", "content": sql, "agent": agent},
         _user(seen, CHECK),
-        {"role": "assistant", "content": "CORRECT"},
+        {"role": "assistant", "content": "CORRECT", "agent": "checker"},
     ]
 
 
@@ -247,7 +248,7 @@ def _mistake(task: Task, others: list[str], rng: random.Random) -> list[Message]
         seen, failed = observe(task["db_path"], sql)
         if failed:
             return [written, _user(seen, REWRITE)]
-        verdict = {"role": "assistant", "content": "WRONG"}
+        verdict = {"role": "assistant", "content": "WRONG", "agent": "checker"}
         return [written, _user(seen, CHECK), verdict, _user(REWRITE)]
     return []
 

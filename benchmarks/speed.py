@@ -25,7 +25,8 @@ from lightning_jax.rl.train_step import (
     policy_objective,
     zero_accumulators,
 )
-from lightning_jax.serve.engine import Engine, start_of
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.programs import start_of
 from lightning_jax.types import SamplingParams, TrainingSequence
 
 

@@ -152,7 +152,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.device_gib is not None:
         capacity = int(arguments.device_gib * plan.GIB)
     make = plan.make_plan if arguments.quick else plan.compile_plan
-    model = adapted_shape(load_shape(config.model.name), config.model.lora)
+    number = len(config.policies) or None
+    model = adapted_shape(load_shape(config.model.name), config.model.lora, number)
     made = make(model, config, capacity)
     print(plan.as_table(made))
     plan.check_plan(made)

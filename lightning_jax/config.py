@@ -17,7 +17,7 @@ from lightning_jax.config_learning import (
     OptimizerConfig,
     WarmupConfig,
 )
-from lightning_jax.config_roles import RewardRule, RoleConfig
+from lightning_jax.config_roles import PolicyConfig, RewardRule, RoleConfig, check_policies
 from lightning_jax.config_sections import (
     AgentConfig,
     CheckpointConfig,
@@ -49,6 +49,7 @@ class Config:
     serve: ServeConfig = field(default_factory=ServeConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    policies: dict[str, PolicyConfig] = field(default_factory=dict)  # by name; none: there is one
     roles: dict[str, RoleConfig] = field(default_factory=dict)  # by name; the first that fits
     reward_rules: dict[str, RewardRule] = field(default_factory=dict)  # by name
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -60,6 +61,19 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    def __post_init__(self) -> None:
+        check_policies(self.policies, self.roles, self.model)
+        if self.policies and self.serve.orchestrator != "native":
+            raise ValueError(
+                f"serve.orchestrator is {self.serve.orchestrator!r} with several policies; "
+                "expected native, as JetStream's has no place for a request's adapter."
+            )
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """The place of each policy's adapter among all; empty where there is one policy."""
+        return {name: place for place, name in enumerate(self.policies)}
 
     @property
     def total_steps(self) -> int:

@@ -44,6 +44,9 @@ class AlgorithmConfig:
     value_learning_rate: float = 1e-3  # of its own Adam, without a schedule
     value_clip: float = 0.0  # how far a value learns to move in a step, in reward units; 0: any
     value_coef: float = 0.0  # of the value loss in the policy's gradient; 0: the head alone learns
+    # Several policies.
+    policy_updates: str = "independent"  # independent (each from its own calls) or joint (one step)
+    value_heads: str = "per_policy"  # per_policy, or shared where policy_updates is joint
     # Updates.
     num_epochs: int = 1  # passes over the data of a step
     num_minibatches: int = 1  # optimizer updates of a pass
@@ -80,6 +83,10 @@ class AlgorithmConfig:
             gae_lambda=(0 <= self.gae_lambda <= 1, "0 to 1"),
             value_learning_rate=(self.value_learning_rate > 0, "a positive number"),
             value_clip=(self.value_clip >= 0, "0 (off) or more"),
+            value_heads=(
+                self.value_heads != "shared" or self.policy_updates == "joint",
+                "per_policy, as policy_updates=independent shares nothing between them",
+            ),
             value_coef=(
                 self.value_coef >= 0 and (self.value_coef == 0 or self.has_critic),
                 "0 or more, and 0 unless credit is learned or learned_token",
@@ -101,6 +108,8 @@ class AlgorithmConfig:
             "correction_level": ("token", "sequence", "sequence_mean"),
             "kl_estimator": ("k1", "k2", "k3"),
             "kl_in": ("loss", "reward"),
+            "policy_updates": ("independent", "joint"),
+            "value_heads": ("per_policy", "shared"),
         }.items():
             expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
             require(self, **{name: (getattr(self, name) in choices, expected)})

@@ -1,13 +1,14 @@
-"""Settings of who trains and what single calls earn: the parts that the calls of a run play, and
-rules that reward what a call brings about.
+"""Settings of who trains and what single calls earn: the policies of a run, the parts that its
+calls play, and rules that reward what a call brings about.
 """
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from lightning_jax.config_sections import require
+from lightning_jax.config_sections import ModelConfig, require
 
 FACTS = (
     "tool_error", "tool_timeout", "tool_output", "observation", "response", "malformed_call",
@@ -15,6 +16,15 @@ FACTS = (
 )  # fmt: skip
 TEXTS = ("tool_output", "observation", "response")  # they always hold some text
 SERVED_BY = ("policy", "initial")
+RESERVED = ("policy", "initial", "latest")  # names that mean something else to a gateway
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """One of several policies: an adapter of its own on the model of the run."""
+
+    trains: bool = True  # False: the warm-up shapes it, and after that nothing does
+    base: str | None = None  # what it is an adapter of; None: model.name, and no other yet
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,7 @@ class RoleConfig:
     model: str | None = None  # the model's name that the call asks for, with * and ?
     system: str | None = None  # a regular expression, found in the system prompt
     trains: bool = True  # False: the call is part of the environment
+    policy: str | None = None  # of several, which answers and learns. None: as the call asks
     # policy: the present weights; initial: those that the run began with; else the URL of an
     # OpenAI-compatible server, whose calls cannot train.
     served_by: str = "policy"
@@ -45,6 +56,10 @@ class RoleConfig:
             served_by=(
                 self.served_by in SERVED_BY or is_url,
                 "policy, initial or the http(s) URL of a server",
+            ),
+            policy=(
+                self.policy is None or self.served_by == "policy",
+                f"none, as served_by is {self.served_by} and a policy of the run answers nothing",
             ),
             trains=(
                 not self.trains or self.served_by == "policy",
@@ -78,6 +93,39 @@ class RewardRule:
                 + (f", because the fact is {self.fact}" * (self.fact in TEXTS)),
             ),
         )
+
+
+def check_policies(
+    policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig], model: ModelConfig
+) -> None:
+    """Raises ValueError where the policies of a run cannot be, or a role names none of them."""
+    names = ", ".join(policies)
+    for name, policy in policies.items():
+        if name in RESERVED or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ValueError(
+                f"policies has the name {name!r}; expected letters, digits, - and _, and none of "
+                f"{', '.join(RESERVED)}: agents ask for it as their model."
+            )
+        if policy.base not in (None, model.name):
+            raise ValueError(
+                f"policies.{name}.base is {policy.base!r}; expected none or {model.name!r}, as all "
+                "policies of a run are adapters on model.name."
+            )
+    if policies and not model.lora.rank:
+        raise ValueError(
+            f"policies names {names} and model.lora.rank is 0; expected 1 or more, as each of them "
+            "is an adapter of its own."
+        )
+    if policies and not any(policy.trains for policy in policies.values()):
+        raise ValueError(
+            f"policies names {names}, and trains is false for all; expected one that trains."
+        )
+    for name, role in roles.items():
+        if role.policy is not None and role.policy not in policies:
+            raise ValueError(
+                f"roles.{name}.policy is {role.policy!r}; expected "
+                f"{f'one of {names}' if policies else 'none without a section policies'}."
+            )
 
 
 def _compiles(pattern: str | None) -> bool:

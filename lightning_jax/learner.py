@@ -1,8 +1,10 @@
 """One phase's way to learn: its objective and optimizer over the forest batches of a step."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -25,10 +27,11 @@ from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.critic import make_critic
 from lightning_jax.rl.losses import is_maximum
 from lightning_jax.rl.optimizer import make_optimizer
+from lightning_jax.rl.several import Several, separately, several_of, taking_part
 from lightning_jax.rl.train_step import Params, TrainFunctions, TrainState
 from lightning_jax.rl.values import CallValues, state_sequences, values_by_call
 from lightning_jax.rl.weights import split_minibatches
-from lightning_jax.types import TrainingSequence, Trajectory
+from lightning_jax.types import Batch, TrainingSequence, Trajectory
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Learner:
     num_minibatches: int = 1
     needs_old_logprobs: bool = False  # whether the objective tells them from the sampler's
     values_per_token: bool = False  # the states that a critic values: tokens, or calls
+    several: Several | None = None  # the policies that it trains; None: one
 
     def init(self, params: Params) -> TrainState:
         """A state with fresh moments. Takes over `params`, all weights; they go to their places."""
@@ -65,12 +69,13 @@ class Learner:
         if state.critic is None:
             return None, {}
         started = time.monotonic()
-        sequences = state_sequences(trajectories, per_token=self.values_per_token)
+        sequences = state_sequences(
+            trajectories, per_token=self.values_per_token, adapters=self._adapters
+        )
         batches, _ = make_batches(sequences, self.batch)
-        measured = [
-            self.functions.values_fn(state.policy, state.critic.head, batch)
-            for batch in place(batches, batch_sharding(self.mesh))
-        ]
+        placed = place(batches, batch_sharding(self.mesh))
+        weights = state.policy, state.critic.head
+        measured = train_step.measure(self.functions.values_fn, placed, *weights)
         values = values_by_call(trajectories, batches, to_host(measured))
         return values, {"time/values_s": time.monotonic() - started}
 
@@ -79,18 +84,21 @@ class Learner:
     ) -> tuple[TrainState, Metrics]:
         """The optimizer updates of a step on all sequences, and metrics. Takes over `state`.
 
-        There are `num_epochs` passes of up to `num_minibatches` updates. Without a sequence that
-        could move the weights the state comes back as it is, `train/num_updates` is 0 and
+        There are `num_epochs` passes of up to `num_minibatches` updates; policies that learn apart
+        have minibatches of their own, which are updated side by side. Without a sequence that could
+        move the weights the state comes back as it is, `train/num_updates` is 0 and
         `train/skipped_updates` 1; else that counts updates whose gradient was not finite.
         """
         started = time.monotonic()
         parts = [
             make_batches(part, self.batch, skip_zero_advantage=self.skip_zero_advantage)
-            for part in split_minibatches(sequences, self.num_minibatches)
+            for part in self._minibatches(sequences)
         ]
         metrics = _merge_packing([stats for _, stats in parts])
+        metrics["time/batching_s"] = time.monotonic() - started
         rows = batch_sharding(self.mesh)
         minibatches = [place(batches, rows) for batches, _ in parts if batches]
+        present = [self._taking_part(batches) for batches, _ in parts if batches]
         metrics["train/num_batches"] = float(sum(map(len, minibatches)))
         if not minibatches:
             return state, metrics | {"train/skipped_updates": 1.0, "train/num_updates": 0.0}
@@ -101,14 +109,33 @@ class Learner:
                 for batches in minibatches
             ]
         updates = []
-        for batches in minibatches * self.num_epochs:
-            state, learned = train_step.update(self.functions, state, batches, reference)
+        for batches, some in list(zip(minibatches, present, strict=True)) * self.num_epochs:
+            state, learned = train_step.update(self.functions, state, batches, reference, some)
             updates.append(learned)
         seconds = (time.monotonic() - started) / self.num_epochs
         return state, metrics | merge_updates(updates) | {
             "train/tokens_per_s": metrics["train/tokens_naive"] / seconds,
             "train/forest_tokens_per_s": metrics["train/tokens_forest"] / seconds,
         }
+
+    @property
+    def _adapters(self) -> dict[str, int]:
+        names = () if self.several is None else self.several.names
+        return {name: place for place, name in enumerate(names)}
+
+    def _minibatches(self, sequences: Sequence[TrainingSequence]) -> list[list[TrainingSequence]]:
+        """The sequences of each update of a pass."""
+        if self.several is None or not self.several.separate:
+            return split_minibatches(sequences, self.num_minibatches)
+        places = range(self.several.number)
+        of_each = [[each for each in sequences if each.adapter == place] for place in places]
+        parts = [split_minibatches(own, self.num_minibatches) for own in of_each]
+        return [
+            list(itertools.chain(*some)) for some in itertools.zip_longest(*parts, fillvalue=())
+        ]
+
+    def _taking_part(self, batches: Sequence[Batch]) -> Any:
+        return None if self.several is None else taking_part(self.several, batches)
 
 
 def merge_updates(updates: Sequence[Metrics]) -> Metrics:
@@ -125,7 +152,8 @@ def merge_updates(updates: Sequence[Metrics]) -> Metrics:
         elif is_maximum(name):
             row[name] = max(values)
         else:
-            count = 1 if name in ("train/skipped_updates", "train/num_tokens") else len(values)
+            is_count = name.startswith(("train/skipped_updates", "train/num_tokens"))
+            count = 1 if is_count else len(values)
             row[name] = sum(values) / count
     return row
 
@@ -151,6 +179,9 @@ def make_learner(model: DecoderConfig, config: Config, *, supervised: bool) -> L
     else:
         objective = train_step.policy_objective(algorithm)
     optimizer = make_optimizer(config.warmup.optimizer if supervised else config.optimizer)
+    several = several_of(config, supervised=supervised)
+    if several is not None and several.separate:
+        optimizer = separately(optimizer, several.number)
     functions = train_step.make_train_functions(
         model,
         optimizer,
@@ -159,8 +190,9 @@ def make_learner(model: DecoderConfig, config: Config, *, supervised: bool) -> L
         remat=config.model.remat,
         compute_dtype=jnp.dtype(config.model.dtype),
         entropy_gradient=not supervised and algorithm.entropy_coef > 0,
-        critic=None if supervised else make_critic(algorithm),
+        critic=None if supervised else make_critic(algorithm, several),
         gather=make_gather(model, mesh),
+        several=several,
     )
     return Learner(
         model=model,
@@ -173,4 +205,5 @@ def make_learner(model: DecoderConfig, config: Config, *, supervised: bool) -> L
         num_minibatches=1 if supervised else algorithm.num_minibatches,
         needs_old_logprobs=not supervised and algorithm.needs_old_logprobs,
         values_per_token=algorithm.credit == "learned_token",
+        several=several,
     )

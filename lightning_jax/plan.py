@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -180,21 +181,23 @@ def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
         transform_non_params=lambda leaf: _abstract(leaf, whole),
     )
     state = train_step.TrainState(_scalar(jnp.int32, whole), params, moments)
-    (batch,), _ = make_batches([_smallest_sequence()], config.batch)
+    several = learner.several
+    (batch,), _ = make_batches([_smallest_sequence(None if several is None else 0)], config.batch)
     batch = jax.tree.map(lambda leaf: _abstract(leaf, batch_sharding(learner.mesh)), batch)
     bundle, count = train_step.bundle([batch])
     reference = params if config.algorithm.kl_coef > 0 else None
     names = train_step.metric_names(functions.objective, None, reference is not None)
     sums = {name: _scalar(jnp.float32, whole) for name in names}
     grads = (params, None)
+    present = () if several is None else (np.ones(several.number, bool),)
     return (
         functions.grads_fn.lower(params, grads, sums, bundle, count, reference, None, base),
-        functions.apply_fn.lower(state, grads),
+        functions.apply_fn.lower(state, grads, *present),
     )
 
 
-def _smallest_sequence() -> TrainingSequence:
-    return TrainingSequence((1,), (1,), (0.0,), 1.0, 1.0)
+def _smallest_sequence(adapter: int | None) -> TrainingSequence:
+    return TrainingSequence((1,), (1,), (0.0,), 1.0, 1.0, adapter=adapter)
 
 
 def _abstract(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -37,6 +37,8 @@ class Replica:
         self.progress: dict[str, Any] | None = None
         self.serving_mesh = serving_mesh(config)
         self.adapts = adapted_facts(model)  # now, because the state takes over the weights
+        if config.policies:
+            self.adapts["policies"] = ", ".join(config.policies)
         self.checkpointer = Checkpointer(directory / "checkpoints", config.checkpoint)
         self.references = Checkpointer(directory / "reference", config.checkpoint)
         self.learners = {

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ from lightning_jax.metrics import Metrics
 from lightning_jax.store import Store
 from lightning_jax.tracing.convert import spans_to_transitions, to_trajectory
 from lightning_jax.tracing.rewards import Decode, apply_rules
-from lightning_jax.tracing.roles import Roles, assign_roles, only_trained
+from lightning_jax.tracing.roles import Policies, Roles, assign_roles, only_trained
 from lightning_jax.tracing.tree import placed
 from lightning_jax.types import Rollout, Span, Task, Trajectory, Transition
 
@@ -24,6 +24,7 @@ class Reading:
     roles: Roles = field(default_factory=dict)
     rules: Mapping[str, RewardRule] = field(default_factory=dict)
     decode: Decode = str  # token ids to text, for the rules' patterns
+    policies: Policies = field(default_factory=dict)
 
     def transitions(
         self, spans: Sequence[Span]
@@ -31,7 +32,7 @@ class Reading:
         """(the calls, how many spans give none by reason, how often each rule applied)."""
         spans = placed(spans)
         transitions, reasons = spans_to_transitions(spans)
-        transitions = assign_roles(spans, transitions, self.roles)
+        transitions = assign_roles(spans, transitions, self.roles, self.policies)
         transitions, applied = apply_rules(spans, transitions, self.rules, self.decode)
         return transitions, reasons, applied
 
@@ -86,7 +87,7 @@ def to_trajectories(
     counts = {f"rollout/dropped_{_code(reason)}": float(n) for reason, n in dropped.items()}
     counts |= {f"rollout/rule_{_code(name)}": float(n) for name, n in rules.items()}
     counts |= rollout_metrics(rollouts, trajectories, policy_version)
-    counts |= agent_metrics(trajectories)
+    counts |= agent_metrics(trajectories) | policy_metrics(trajectories)
     num_frozen = sum(not call.trains for each in trajectories for call in each.transitions)
     if num_frozen:
         counts["rollout/dropped_frozen_calls"] = float(num_frozen)
@@ -99,24 +100,35 @@ def agent_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     Means are over the rollouts for `calls_mean`, over those in which it called for `reward_mean`,
     and over its calls for the rest. Nothing where no call names an agent.
     """
+    return _metrics_by(trajectories, "agent", lambda call: call.agent)
+
+
+def policy_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """The same of each of several policies: `rollout/calls_mean/policy=writer`, and so on."""
+    return _metrics_by(trajectories, "policy", lambda call: call.answered_by)
+
+
+def _metrics_by(
+    trajectories: Sequence[Trajectory], what: str, name_of: Callable[[Transition], str]
+) -> Metrics:
     calls: dict[str, list[Transition]] = defaultdict(list)
     rewards: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         for call in trajectory.transitions:
-            calls[call.agent or "unnamed"].append(call)
-        for agent in {call.agent or "unnamed" for call in trajectory.transitions}:
-            rewards[agent].append(trajectory.reward)
+            calls[name_of(call) or "unnamed"].append(call)
+        for name in {name_of(call) or "unnamed" for call in trajectory.transitions}:
+            rewards[name].append(trajectory.reward)
     if set(calls) <= {"unnamed"}:
         return {}
     metrics = {}
-    for agent, mine in sorted(calls.items()):
+    for name, mine in sorted(calls.items()):
         values = {
             "calls_mean": len(mine) / len(trajectories),
-            "reward_mean": sum(rewards[agent]) / len(rewards[agent]),
+            "reward_mean": sum(rewards[name]) / len(rewards[name]),
             "call_reward_mean": sum(call.reward for call in mine) / len(mine),
             **_lengths(mine),
         }
-        metrics |= {f"rollout/{name}/agent={agent}": value for name, value in values.items()}
+        metrics |= {f"rollout/{key}/{what}={name}": value for key, value in values.items()}
     return metrics
 
 

@@ -19,13 +19,14 @@ from tqdm.auto import tqdm
 
 from lightning_jax import distributed
 from lightning_jax.config import Config
+from lightning_jax.gateway.routing import Routing
 from lightning_jax.metrics import Metrics, MetricsLog, plot_curves
 from lightning_jax.models import peft_format
 from lightning_jax.models.load import LoadedModel, save_hf, whole_directory
-from lightning_jax.models.lora import merged
+from lightning_jax.models.lora import merged, one_of
 from lightning_jax.replica import Replica
 from lightning_jax.rl.advantages import equal_groups
-from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.rl.policies import prepare_policies
 from lightning_jax.rollout_metrics import (
     Reading,
     eval_metrics,
@@ -61,6 +62,8 @@ class Run:
         warmup, directory = config.warmup, Path(config.run_dir)
         self.config, self.model, self.store, self.directory = config, model, store, directory
         self.num_nonfinite_steps = 0  # in a row
+        self.saving: asyncio.Task[float] | None = None  # a checkpoint that is being written
+        self.row_at = time.monotonic()  # when the last row was whole
         self.tasks = TaskIterator(train_tasks, config.rollout.tasks_per_step, config.seed)
         self.spare_tasks: list[Task] = []  # drawn and not yet tried
         groups = group_tasks(train_tasks, warmup.group_by, warmup.group_size)
@@ -76,7 +79,9 @@ class Run:
             spare: list[Task] = progress.get("spare_tasks", [])
             self.spare_tasks = [present.get(task["id"], task) for task in spare]
             self.demonstrations.restore(progress["demonstrations"])
-        self.reading = Reading(config.roles, config.reward_rules, model.tokenizer.decode)
+        self.reading = Reading(
+            config.roles, config.reward_rules, model.tokenizer.decode, config.policies
+        )
         self.metrics = MetricsLog(directory / "metrics.jsonl", self.step)
 
     @property
@@ -102,9 +107,10 @@ class Run:
         row |= _serve_metrics(served, self.runner.gateway.stats())
         row |= await asyncio.to_thread(self._publish_next)
         if self.step % self.config.checkpoint.every == 0:
-            started = time.monotonic()
-            await asyncio.to_thread(self.save)
-            row["time/checkpoint_s"] = time.monotonic() - started
+            await self._begin_save()
+        # From row to row: the curves of the row before, too.
+        row["time/step_s"] = time.monotonic() - self.row_at
+        self.row_at += row["time/step_s"]
         await asyncio.to_thread(self.record, step, row)
         await asyncio.to_thread(_return_freed_memory)
         return row
@@ -130,9 +136,10 @@ class Run:
         started = time.monotonic()
         tasks = [task for group in next(self.demonstrations) for task in group]
         conversations = await asyncio.to_thread(self.demonstrate, tasks)
-        sequences = demonstration_sequences(conversations, self.model.tokenizer)
+        routing = Routing(self.config.roles, self.config.policies)
+        sequences = demonstration_sequences(conversations, self.model.tokenizer, routing)
         prepared = time.monotonic()
-        metrics = await asyncio.to_thread(self._update, sequences)
+        metrics = await self._learn(sequences)
         metrics["time/prepare_s"] = prepared - started
         return {name.replace("train/", "warmup/"): value for name, value in metrics.items()}
 
@@ -143,11 +150,13 @@ class Run:
         algorithm, values, of_values = self.config.algorithm, None, {}
         if algorithm.has_critic:  # else all trajectories would go to all processes for nothing
             values, of_values = await asyncio.to_thread(self.leader.call, "values", trajectories)
-        sequences, of_data = prepare_step(
-            trajectories, algorithm, policy_version=self.step, values=values
+        prepared = time.monotonic()
+        sequences, of_data = prepare_policies(
+            trajectories, algorithm, self.config.policies, policy_version=self.step, values=values
         )
         metrics |= of_values | of_data
-        metrics |= await asyncio.to_thread(self._update, sequences)
+        metrics["time/prepare_s"] = time.monotonic() - prepared
+        metrics |= await self._learn(sequences)
         if metrics.get("train/mismatch_kl", 0.0) > MISMATCH_ALARM:
             log.warning(
                 "train/mismatch_kl is %.2g at step %d; expected below %g, because sampler and "
@@ -212,6 +221,10 @@ class Run:
 
             return await run_rollouts(requests, self.runner, on_done=on_done)
 
+    async def _learn(self, sequences: Sequence[TrainingSequence]) -> Metrics:
+        """As `_update`, once nobody reads the state any more that an update takes over."""
+        return await self.saved() | await asyncio.to_thread(self._update, sequences)
+
     def _update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
         """Trains on the sequences; metrics. Without any that counts, the weights stay."""
         started = time.monotonic()
@@ -249,17 +262,50 @@ class Run:
         size = number * jnp.dtype(self.config.model.dtype).itemsize
         return {"time/publish_s": seconds, "serve/publish_gb_per_s": size / seconds / 1e9}
 
-    def close(self) -> None:
-        self.replica.close()
+    async def close(self) -> None:
+        """Lets go of the state, once a checkpoint of it that was begun is whole."""
+        try:
+            await self.saved()
+        finally:
+            self.replica.close()
 
-    def save(self) -> None:
-        """Writes a checkpoint of this step, unless there is one."""
+    async def _begin_save(self) -> None:
+        """Starts to write a checkpoint of this step, unless there is one. It is written while the
+        next rollouts run; `saved` waits for it.
+        """
         progress = {
             "tasks": self.tasks.state(),
-            "spare_tasks": self.spare_tasks,
+            "spare_tasks": list(self.spare_tasks),
             "demonstrations": self.demonstrations.state(),
         }
-        self.leader.call("save", progress)
+
+        def save() -> float:
+            started = time.monotonic()
+            self.leader.call("save", progress)
+            return time.monotonic() - started
+
+        self.saving = asyncio.create_task(asyncio.to_thread(save))
+        if jax.process_count() > 1:  # what the leader tells the others comes one after the other
+            await self.saving
+
+    async def saved(self) -> Metrics:
+        """Waits for the checkpoint that is being written, if one is; how long it took, and this.
+
+        Raises CheckpointError where it could not be written.
+        """
+        saving, self.saving = self.saving, None
+        if saving is None:
+            return {}
+        started = time.monotonic()
+        took = await saving
+        waited = time.monotonic() - started
+        return {"time/checkpoint_s": took, "time/checkpoint_wait_s": waited}
+
+    async def save(self) -> None:
+        """Writes a checkpoint of this step, unless there is one."""
+        await self.saved()
+        await self._begin_save()
+        await self.saved()
 
     def record(self, step: int, row: Metrics) -> None:
         """Adds a row to the metrics file and draws the curves anew."""
@@ -268,15 +314,21 @@ class Run:
 
     def export(self) -> Path:
         """Writes the policy as a Hugging Face directory; its path. Adapters are merged there, and
-        lie beside it in the form of `peft`, in `policy_adapter`.
+        lie beside it in the form of `peft`, in `policy_adapter`. Of several policies each has a
+        folder of its name in both.
         """
-        target = self.directory / "policy"
         model = replace(self.model, params=self.leader.call("whole_params"))
-        save_hf(target, merged(model))
+        for name, place in self.config.adapters.items():
+            self._export(one_of(model, place), name)
+        if not self.config.policies:
+            self._export(model, "")
+        return self.directory / "policy"
+
+    def _export(self, model: LoadedModel, name: str) -> None:
+        save_hf(self.directory / "policy" / name, merged(model))
         if model.config.lora is not None:
-            with whole_directory(self.directory / "policy_adapter") as draft:
+            with whole_directory(self.directory / "policy_adapter" / name) as draft:
                 peft_format.write(draft, model.config.lora, model.params, model.name)
-        return target
 
 
 def _return_freed_memory() -> None:

@@ -3,19 +3,25 @@
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grain
 
+from lightning_jax.gateway.elsewhere import said_by
 from lightning_jax.gateway.render import ConversationMemory, Generated, render
 from lightning_jax.gateway.request import Function
+from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.tool_formats import ToolFormat, format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.batching import make_supervised_sequences
+from lightning_jax.tracing.roles import choose_policy
 from lightning_jax.types import Message, Task, TrainingSequence
 
 Item = TypeVar("Item")
 Conversation = Sequence[Message] | Mapping[str, Any]
+Pair = tuple[tuple[int, ...], tuple[int, ...]]  # prompt ids, response ids
+OURS = ("train", "agent")  # fields of a demonstrated message that no model reads
 
 
 class TaskIterator:
@@ -74,7 +80,7 @@ def spread(items: Sequence[Item], limit: int) -> list[Item]:
 
 
 def demonstration_sequences(
-    conversations: Sequence[Conversation], tokenizer: Tokenizer
+    conversations: Sequence[Conversation], tokenizer: Tokenizer, routing: Routing | None = None
 ) -> list[TrainingSequence]:
     """One sequence per assistant message, with the prompt a gateway would have made for it.
 
@@ -83,22 +89,39 @@ def demonstration_sequences(
     response is the message's tokens, its tool calls written as the model's family writes them, and
     the end-of-turn token; later prompts hold the same ids, so a conversation is one path of the
     forest. Every token has the same weight, and the weights sum to 1.
+
+    Of several policies each learns for itself: what a role gives to it, by the message's `"agent"`
+    or the system prompt, and what no role gives to any.
     """
-    pairs = [pair for each in conversations for pair in _turns(each, tokenizer)]
-    return make_supervised_sequences(pairs)
+    routing = routing or Routing()
+    adapters = {name: place for place, name in enumerate(routing.policies)}
+    examples: dict[int | None, list[Pair]] = defaultdict(list)
+    for conversation in conversations:
+        for said, pair in _turns(conversation, tokenizer):
+            _, role = routing.role_of(said)
+            policy = choose_policy(routing.policies, role, "")
+            places = [adapters[policy]] if policy else [*adapters.values()] or [None]
+            for place in places:
+                examples[place].append(pair)
+    return [
+        replace(sequence, adapter=place)
+        for place, pairs in examples.items()
+        for sequence in make_supervised_sequences(pairs)
+    ]
 
 
 def _turns(
     conversation: Conversation, tokenizer: Tokenizer
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(prompt ids, response ids) of each assistant message to learn, as the gateway would record
-    them.
+) -> list[tuple[Mapping[str, str], Pair]]:
+    """(what its call says of itself, prompt and response ids) of each assistant message to learn,
+    as the gateway would record them.
     """
     messages, tools = _messages_and_tools(conversation)
     memory, form = ConversationMemory(), format_of(tokenizer)
     end = end_of_turn(tokenizer)
     turns = []
-    plain = [{key: value for key, value in m.items() if key != "train"} for m in messages]
+    plain = [{key: value for key, value in m.items() if key not in OURS} for m in messages]
+    said = said_by({"messages": plain}, {}, {})
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -107,7 +130,8 @@ def _turns(
         response = (*tokenizer.encode(text, special=False), end)
         memory.add(plain[index], Generated(prompt.token_ids, response, prompt.history))
         if message.get("train", True):
-            turns.append((prompt.token_ids, response))
+            agent = {"agent": str(message.get("agent", ""))}
+            turns.append((said | agent, (prompt.token_ids, response)))
     return turns
 
 

@@ -9,6 +9,7 @@
     run_dir/curves.png      the same as a picture
     run_dir/policy/         the trained policy as a Hugging Face directory
     run_dir/policy_adapter/ its adapters alone, for peft, where model.lora has them
+                            (of several policies each in a folder of its name, here and there)
 
 Version s of the weights is what s trainer steps made. A step makes one optimizer update, or as many
 as `algorithm.num_epochs` and `num_minibatches` say. After a crash the loop goes on from the newest
@@ -29,6 +30,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from lightning_jax import distributed, plan
 from lightning_jax.config import Config, ConfigError, changed_keys, save_config
 from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.load import LoadedModel, load_model
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.sharding import serving_mesh
@@ -79,7 +81,7 @@ async def train(
             if final := await run.evaluate_if_due():
                 run.record(run.step, final)
                 log.info("step %d: %s", run.step, summary(final))
-        await asyncio.to_thread(run.save)
+        await run.save()
         await asyncio.to_thread(run.export)
     return run.metrics.rows
 
@@ -135,7 +137,7 @@ async def open_run(
         store,
         model_name=model.name,
         serve=config.serve,
-        roles=config.roles,
+        routing=Routing(config.roles, config.policies),
         initial=initial,
     )
     reuse_before = run.step + 1 if changed else config.total_steps + 1
@@ -152,13 +154,13 @@ async def open_run(
         for each in loops:
             each.close()
         run.leader.dismiss()
-        run.close()
+        await run.close()
         store.close()
 
 
 def _load(config: Config) -> LoadedModel:
     model = load_model(config.model.name, config.model.dtype)
-    return adapted(model, config.model.lora, config.seed)
+    return adapted(model, config.model.lora, config.seed, len(config.policies) or None)
 
 
 def _model_that_fits(config: Config) -> LoadedModel:

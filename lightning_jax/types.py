@@ -154,6 +154,7 @@ class Transition:
     forced: tuple[bool, ...] = ()  # True where a grammar left the sampler no choice
     role: str = ""  # the part it plays, one of the config's `roles`; "" if none fits
     trains: bool = True  # False: it is part of the environment
+    answered_by: str = ""  # which of several policies sampled it; "": there is but one, or none did
 
     def __post_init__(self) -> None:
         _fill(self, "forced", False, like="response_token_ids")

@@ -260,7 +260,9 @@ def _sources(run_dir: Path, config: Config, last_version: int) -> dict[int, Sour
     """The versions that the run directory still holds; what they load from is given version 0."""
     sources = {0: Source(config.model.name, lambda initial: initial)}
     # An exported policy does not say its version. It is the last one's if the run is at its end.
-    if last_version == config.total_steps > 0 and (run_dir / "policy").is_dir():
+    # Of several policies each is merged apart: no one set of weights is all of them.
+    whole = not config.policies and (run_dir / "policy").is_dir()
+    if last_version == config.total_steps > 0 and whole:
         sources[last_version] = Source(
             # Adapters are merged there, and those over it are zero.
             "policy",
@@ -290,7 +292,7 @@ def _compare_all(
 ) -> tuple[VersionReport, ...]:
     """One report a version. The numbers are the trainer's: its own function, dtype and mesh."""
     model, mesh = load_model(config.model.name, config.model.dtype), make_mesh(config.mesh)
-    model = adapted(model, config.model.lora, config.seed)
+    model = adapted(model, config.model.lora, config.seed, len(config.policies) or None)
     shardings = param_shardings(model.config, mesh)
     initial = jax.device_put(model.params, shardings)
     measure = jax.jit(
@@ -305,7 +307,7 @@ def _compare_all(
             params = jax.device_put(sources[version].load(initial), shardings)
             comparisons: list[Comparison] = []
             for some, shape in _batches(group, num_row_shards(mesh)):
-                batch = jax.device_put(_batch(some, *shape), batch_sharding(mesh))
+                batch = jax.device_put(_batch(some, *shape, config.adapters), batch_sharding(mesh))
                 logprobs = np.asarray(measure(params, batch=batch)[0], np.float64)
                 for call, row in zip(some, logprobs, strict=False):  # rows of padding follow
                     comparisons += _comparisons(call, row)
@@ -327,13 +329,21 @@ def _batches(
             yield group[start : start + num_rows], (num_rows, row_len)
 
 
-def _batch(calls: Sequence[StoredCall], num_rows: int, row_len: int) -> Batch:
-    """One call a row, each of its response tokens a target."""
+def _batch(
+    calls: Sequence[StoredCall],
+    num_rows: int,
+    row_len: int,
+    adapters: Mapping[str, int] | None = None,
+) -> Batch:
+    """One call a row, each of its response tokens a target. `adapters` are those of several
+    policies.
+    """
     shape = (num_rows, row_len)
     ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "target_nodes", "target_ids")}
     positions = np.tile(np.arange(row_len, dtype=np.int32), (num_rows, 1))
     ends, mask, nothing = positions + 1, np.zeros(shape, bool), np.zeros(shape, np.float32)
     target_calls = np.full(shape, -1, np.int32)
+    chosen = np.zeros(num_rows, np.int32)
     for row, call in enumerate(calls):
         prompt, response = call.transition.prompt_token_ids, call.transition.response_token_ids
         length, targets = len(prompt) + len(response), len(response)
@@ -344,6 +354,8 @@ def _batch(calls: Sequence[StoredCall], num_rows: int, row_len: int) -> Batch:
         ints["target_ids"][row, :targets] = response
         mask[row, :targets] = True
         target_calls[row, :targets] = row
+        # Initial weights answered for no policy; there all adapters are alike.
+        chosen[row] = (adapters or {}).get(call.transition.answered_by, 0)
     return Batch(
         **ints,
         positions=positions,
@@ -353,6 +365,7 @@ def _batch(calls: Sequence[StoredCall], num_rows: int, row_len: int) -> Batch:
         behavior_logprobs=nothing,
         advantages=nothing,
         weights=nothing,
+        adapters=chosen if adapters else None,
     )
 
 

@@ -1,5 +1,6 @@
 """Settings: layers, types, and one clear sentence for each mistake."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,32 @@ def test_later_layers_win(tmp_path: Path) -> None:
         ("agent.command='say \\'it'", ["say", "is not readable YAML"]),
         ("agent.reward=score.py:reward", ["reward is 'score.py:reward'", "beside agent.command"]),
         ("rollout.agent=a.py:run", ["rollout.agent", "it is agent.function now"]),
+        ("policies.a.trains=true", ["policies names a", "model.lora.rank is 0", "1 or more"]),
+        ("policies.initial.trains=true", ["the name 'initial'", "ask for it as their model"]),
+        ("policies.a.base=gpt2", ["policies.a.base is 'gpt2'", "smollm2-135m-instruct"]),
+        ("policies.a.trains=false model.lora.rank=1", ["trains is false for all"]),
+        ("roles.w={agent: w, policy: b}", ["roles.w.policy is 'b'", "without a section policies"]),
+        (
+            "roles.w={agent: w, policy: b} policies.a={} model.lora.rank=1",
+            ["roles.w.policy is 'b'", "one of a"],
+        ),
+        (
+            "roles.w={agent: w, policy: a, trains: false, served_by: initial}",
+            ["policy is 'a'", "served_by is initial"],
+        ),
+        (
+            "policies.a={} model.lora.rank=1 serve.orchestrator=jetstream",
+            ["orchestrator is 'jetstream' with several policies", "expected native"],
+        ),
+        ("algorithm.value_heads=shared", ["value_heads is 'shared'", "per_policy"]),
+        ("algorithm.policy_updates=both", ["policy_updates is 'both'", "independent or joint"]),
         ("missing.yaml", ["missing.yaml", "does not exist"]),
         ("eval=3", ["eval"]),
     ],
 )
 def test_a_mistake_is_one_sentence(argument: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(Config, [argument])
+        load_config(Config, re.split(r" (?=[a-z_]+\.)", argument))
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message

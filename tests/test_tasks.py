@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from lightning_jax.config import PolicyConfig, RoleConfig
 from lightning_jax.gateway.render import render
+from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.tool_formats import format_of
 from lightning_jax.tasks import TaskIterator, demonstration_sequences, end_of_turn, group_tasks
 from lightning_jax.testing.tiny import tiny_tokenizer
@@ -79,6 +81,40 @@ def test_all_demonstrated_tokens_weigh_the_same() -> None:
     sequences = demonstration_sequences(conversations, tokenizer)
     assert [len(s.response_token_ids) for s in sequences] == [2, 4]  # the end of turn included
     assert [s.weight for s in sequences] == [pytest.approx(1 / 6)] * 2
+
+
+def test_demonstrations_go_to_the_policies_that_roles_name() -> None:
+    routing = Routing(
+        roles={
+            "w": RoleConfig(agent="writer", policy="a"),
+            "r": RoleConfig(system="terse", policy="b"),
+        },
+        policies={"a": PolicyConfig(), "b": PolicyConfig(trains=False)},
+    )
+    conversations = [
+        [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "named", "agent": "writer"},
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "anyone"},
+        ],
+        [
+            {"role": "system", "content": "Be terse."},
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "ok"},
+        ],
+    ]
+    tokenizer = tiny_tokenizer()
+    sequences = demonstration_sequences(conversations, tokenizer, routing)
+    words = [tokenizer.decode(each.response_token_ids[:-1]) for each in sequences]
+    found = sorted((each.adapter, text) for each, text in zip(sequences, words, strict=True))
+    assert found == [(0, "anyone"), (0, "named"), (1, "anyone"), (1, "ok")]
+    for place in (0, 1):  # each learns for itself
+        own = [each for each in sequences if each.adapter == place]
+        assert sum(e.weight * len(e.response_token_ids) for e in own) == pytest.approx(1.0)
+    plain = demonstration_sequences(conversations, tokenizer)
+    assert [each.adapter for each in plain] == [None] * 3
+    assert "writer" not in tokenizer.decode(plain[1].prompt_token_ids)
 
 
 def test_the_end_of_turn_is_the_templates() -> None:

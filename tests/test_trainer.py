@@ -8,12 +8,16 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from lightning_jax import run as run_module
+from lightning_jax.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.config import (
     AgentConfig,
     AlgorithmConfig,
@@ -92,6 +96,40 @@ def test_a_learned_value_goes_on_where_it_was(model_dir: Path, tmp_path: Path) -
     assert first["train/value_mean"] == 0.0 and first["train/value_loss"] > 0.0
     assert second["train/value_mean"] != 0.0  # the head came back with the checkpoint
     assert first["time/values_s"] > 0.0 and first["train/calls_without_value"] == 0.0
+
+
+def test_a_checkpoint_is_written_beside_the_next_rollouts(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 1's is not begun before step 2's rollouts are, and the third step's fails."""
+    config = _config(
+        model_dir,
+        tmp_path / "run",
+        num_steps=4,
+        rollout=RolloutConfig(tasks_per_step=1, group_size=2),
+        checkpoint=CheckpointConfig(every=1),
+    )
+    sampling, run_rollouts, save = threading.Event(), run_module.run_rollouts, Checkpointer.save
+
+    async def seen(requests: Any, *rest: Any, **more: Any) -> Any:
+        if requests[0].step == 1:
+            sampling.set()
+        return await run_rollouts(requests, *rest, **more)
+
+    def late(self: Checkpointer, step: int, *rest: Any) -> None:
+        assert sampling.wait(60), "no rollout began while the checkpoint was to be written"
+        if step == 3:
+            raise CheckpointError("the disk is full.")
+        save(self, step, *rest)
+
+    monkeypatch.setattr(run_module, "run_rollouts", seen)
+    monkeypatch.setattr(Checkpointer, "save", late)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        asyncio.run(train(config, TASKS, []))
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert "time/checkpoint_s" not in rows[0]
+    assert all(row["time/checkpoint_s"] >= row["time/checkpoint_wait_s"] for row in rows[1:])
 
 
 def _check_run_directory(run: Path, config: Config) -> None:
@@ -258,7 +296,7 @@ def test_groups_with_equal_returns_are_replaced(model_dir: Path, tmp_path: Path)
     store = Store(tmp_path / "run" / "store.sqlite")
     run = Run(config, load_model(str(model_dir)), store, TASKS, TASKS)
     assert (run.step, len(run.spare_tasks)) == (2, -replaced % 3)
-    run.close()
+    asyncio.run(run.close())
     store.close()
 
 
@@ -275,5 +313,5 @@ def test_steps_without_a_finite_gradient_stop_the_run(tmp_path: Path, model_dir:
     assert run._update([])["train/num_updates"] == 0  # nothing to learn from counts neither way
     with pytest.raises(NotFinite, match="not finite in 2 steps in a row, the last of them step 0"):
         run._update(bad)
-    run.close()
+    asyncio.run(run.close())
     store.close()

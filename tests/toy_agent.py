@@ -59,6 +59,23 @@ async def two_turns(task: dict, llm) -> float:
     return 1.0
 
 
+async def three_policies(task: dict, llm) -> float:
+    """Three sub-agents: two say their names, one asks for its policy. Good tokens of all count."""
+    good = total = 0
+    async with _client(llm) as client:
+        for model, agent in (("policy", "speaker"), ("policy", "listener"), ("judge", "")):
+            reply = await client.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": task["question"]}],
+                max_tokens=3,
+                extra_headers={"x-agent-name": agent} if agent else {},
+                extra_body={"return_token_ids": True},
+            )
+            ids = (reply.choices[0].model_extra or {})["token_ids"]
+            good, total = good + sum(token in GOOD_IDS for token in ids), total + len(ids)
+    return good / total
+
+
 async def quiet(task: dict, llm) -> None:
     """No reward."""
 

@@ -6,6 +6,7 @@ import hmac
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from urllib.parse import quote
@@ -38,6 +39,7 @@ from lightning_jax.gateway.policy import Policy
 from lightning_jax.gateway.reports import Reports
 from lightning_jax.gateway.request import POLICY
 from lightning_jax.gateway.rollouts import OpenRollout, RolloutSettings, Traffic
+from lightning_jax.gateway.routing import NOTHING_SAID, Routing
 from lightning_jax.gateway.running import (
     RunningCall,
     declared_timeout_s,
@@ -49,7 +51,6 @@ from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.store import Store
 from lightning_jax.store_file import StoreError
 from lightning_jax.tracing import otlp
-from lightning_jax.tracing.roles import Roles, find_role
 from lightning_jax.tracing.tracer import make_tracer
 from lightning_jax.types import LLM
 
@@ -63,8 +64,8 @@ __all__ = ["Gateway", "GatewayError", "RolloutSettings", "Traffic"]
 class Gateway:
     """Answers every dialect with the policy, and records every call in the store.
 
-    Without a store or a tracer calls are answered and leave no record. `roles` say which calls the
-    loop `initial` or another server answers instead of `loop`.
+    Without a store or a tracer calls are answered and leave no record. `routing` says which calls
+    the loop `initial` or another server answers instead of `loop`, and which of its policies does.
     All its methods belong to one event loop's thread, the one that `start` ran in.
     """
 
@@ -77,7 +78,7 @@ class Gateway:
         model_name: str,
         serve: ServeConfig,
         tracer: Tracer | None = None,
-        roles: Roles | None = None,
+        routing: Routing | None = None,
         initial: PolicyLoop | None = None,
     ) -> None:
         self._loop = loop
@@ -92,10 +93,10 @@ class Gateway:
             tool_format=format_of(tokenizer),
             meters=self._meters,
         )
-        self._roles = roles or {}
-        self._policies = {"policy": self._policy}
+        self._routing = routing or Routing()
+        self._sources = {"policy": self._policy}  # by a role's `served_by`
         if initial is not None:
-            self._policies["initial"] = replace(self._policy, loop=initial)
+            self._sources["initial"] = replace(self._policy, loop=initial)
         self._store = store
         self._reports = Reports(store)
         self._serve = serve
@@ -218,14 +219,14 @@ class Gateway:
         started = time.monotonic()
         raw = await read_body(request)
         body, sender = as_json(raw), self._sender(request, rollout)
-        role_name = ""
-        if self._roles:
+        said = NOTHING_SAID
+        if self._routing:
             said = said_by(body, request.match_info, request.headers)
-            role_name = find_role(self._roles, **said)
-            if role_name and self._roles[role_name].is_elsewhere:
-                return await self._pass_on(request, body, rollout, role_name, said)
-        if dialect.at_once and (said := dialect.at_once(body, sender)) is not None:
-            return web.json_response(said)
+        role_name, role = self._routing.role_of(said)
+        if role.is_elsewhere:
+            return await self._pass_on(request, body, rollout, role_name, said)
+        if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
+            return web.json_response(ready)
         parsed, make_reply = dialect.parse(body, sender)
         identity = identity_of(request.path, raw, request.headers)
         running = None
@@ -235,9 +236,8 @@ class Gateway:
             rollout.num_joined += 1
             self._meters.joined_calls.inc()
         else:
-            served_by = self._roles[role_name].served_by if role_name else "policy"
-            policy = self._policies[served_by]
-            running = policy.start(parsed, rollout, request.headers, role_name)
+            part, source = self._routing.part_of(said), self._sources[role.served_by]
+            running = source.start(parsed, rollout, request.headers, part)
             self._track(running)
             if rollout:
                 rollout.calls.add(identity, running)
@@ -260,7 +260,7 @@ class Gateway:
         body: Body,
         rollout: OpenRollout | None,
         role_name: str,
-        said: dict[str, str],
+        said: Mapping[str, str],
     ) -> web.StreamResponse:
         """Has another server answer, because the call's role says so."""
 
@@ -272,7 +272,7 @@ class Gateway:
             body,
             said,
             role_name,
-            self._roles[role_name],
+            self._routing.roles[role_name],
             rollout.settings.rollout_id if rollout else None,
             rollout.settings.call_timeout_s if rollout else None,
         )
@@ -339,7 +339,8 @@ class Gateway:
             conversations=rollout.conversations if rollout else self._conversations,
             max_len=self._serve.max_len,
             count_tokens=partial(self._policy.count_tokens, rollout=rollout),
-            other_models=tuple(role.model for role in self._roles.values() if role.model),
+            other_models=tuple(r.model for r in self._routing.roles.values() if r.model),
+            policies=tuple(self._routing.policies),
         )
 
     def _authorize(self, request: web.Request, dialect: Dialect) -> None:

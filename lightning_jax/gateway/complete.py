@@ -41,7 +41,9 @@ class PolicyLoop(Protocol):
     @property
     def status(self) -> LoopStatus: ...
 
-    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation: ...
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
+    ) -> Generation: ...
 
     def stats(self) -> dict[str, float]: ...
 
@@ -70,6 +72,8 @@ class Call:
     prefix_breaks: int
     headers: Mapping[str, str]
     role: str = ""  # the part it plays, one of the config's roles
+    answered_by: str = ""  # which of several policies answers; "": the only one
+    adapter: int | None = None  # and the place of its adapter
 
 
 async def complete(
@@ -135,7 +139,7 @@ async def _generate(
     try:
         async with asyncio.timeout(call.timeout_s):
             for choice in call.choices:
-                generations.append(_submit(loop, choice))
+                generations.append(_submit(loop, choice, call.adapter))
             if on_accept:
                 await on_accept()
             return tuple(
@@ -149,9 +153,9 @@ async def _generate(
         raise
 
 
-def _submit(loop: PolicyLoop, choice: Choice) -> Generation:
+def _submit(loop: PolicyLoop, choice: Choice, adapter: int | None) -> Generation:
     try:
-        return loop.submit(choice.prompt_ids, choice.sampling)
+        return loop.submit(choice.prompt_ids, choice.sampling, adapter)
     except (PromptTooLong, GrammarError):
         raise
     except ValueError as error:
@@ -233,12 +237,13 @@ def _request_attributes(call: Call) -> dict[str, Any]:
 
 def _identity(call: Call, choice: Choice) -> dict[str, Any]:
     """What a call's span and the spans of its choices both say."""
+    where_known = {names.ROLE: call.role, names.ANSWERED_BY: call.answered_by}
     return {
         names.ROLLOUT_ID: call.rollout_id,
         names.AGENT: call.agent,
         names.POLICY: call.policy,
         names.PROMPT_TOKEN_IDS: choice.prompt_ids,
-    } | ({names.ROLE: call.role} if call.role else {})
+    } | {name: value for name, value in where_known.items() if value}
 
 
 def _record(

@@ -16,6 +16,7 @@ from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.render import Generated, Rendered, render
 from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest
 from lightning_jax.gateway.rollouts import OpenRollout
+from lightning_jax.gateway.routing import Part
 from lightning_jax.gateway.running import Emit, RunningCall
 from lightning_jax.gateway.sampling import sampling_params
 from lightning_jax.gateway.tool_calls import PlainText, ToolCallParser
@@ -23,6 +24,8 @@ from lightning_jax.gateway.tool_formats import ToolFormat
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.response import Chunk
 from lightning_jax.tracing import attributes as names
+
+NO_PART = Part()
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Policy:
         request: PolicyRequest,
         rollout: OpenRollout | None,
         headers: Mapping[str, str],
-        role: str = "",
+        part: Part = NO_PART,
     ) -> RunningCall:
         """Begins to answer. Raises ApiError where the request cannot work."""
         rendered = self._render(request, rollout)
@@ -70,7 +73,9 @@ class Policy:
             timeout_s=rollout.settings.call_timeout_s if rollout else None,
             prefix_breaks=breaks,
             headers=dict(headers),
-            role=role,
+            role=part.role,
+            answered_by=part.answered_by,
+            adapter=part.adapter,
         )
 
         async def work(accept: Callable[[], None], emit: Emit) -> tuple[Answer, ...]:

@@ -87,7 +87,7 @@ def one_of(model: LoadedModel, place: int) -> LoadedModel:
     return replace(model, config=config, params=unflatten(params))
 
 
-def adapted_facts(model: LoadedModel) -> dict[str, float]:
+def adapted_facts(model: LoadedModel) -> dict[str, float | str]:
     """What adapters belong to, as far as their shapes do not say it; empty without adapters.
 
     Of the weights, a checksum of a few, alike for all dtypes that they may be loaded in.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,12 +60,14 @@ def make_sequences(
     states: Sequence[tuple[StateValues | None, ...]] | None = None,
     aggregation: str = "rollout",
     token_divisor: float = 1.0,
+    adapters: Mapping[str, int] | None = None,
 ) -> list[TrainingSequence]:
     """One sequence per call, its tokens weighed by `weights.token_weights`, and all states that a
     critic learns from by the same, together 1.
 
-    A token that its grammar forced is not trained: the policy did not choose it. Raises ValueError
-    if the advantages do not match the calls.
+    A token that its grammar forced is not trained: the policy did not choose it. Of several
+    policies `adapters` has the place of each one's adapter. Raises ValueError if the advantages do
+    not match the calls.
     """
     weights = token_weights(trajectories, aggregation=aggregation, divisor=token_divisor)
     sequences = []
@@ -90,6 +92,7 @@ def make_sequences(
                     weight=weight,
                     loss_mask=tuple(not forced for forced in transition.forced),
                     states=of_call,
+                    adapter=adapters[transition.answered_by] if adapters else None,
                 )
             )
     return sequences

@@ -14,16 +14,19 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from lightning_jax.config import AlgorithmConfig
+from lightning_jax.rl.several import Several, separately
 from lightning_jax.types import Leaf, StateBatch
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ValueHead:
-    """A linear map from a hidden state to a number in reward units; float32."""
+    """A linear map from a hidden state to a number in reward units; float32. Of several policies
+    there may be one each.
+    """
 
-    kernel: Leaf  # [E]
-    bias: Leaf  # scalar
+    kernel: Leaf  # [E], or [N, E]
+    bias: Leaf  # scalar, or [N]
 
 
 @jax.tree_util.register_dataclass
@@ -49,37 +52,52 @@ class Critic:
     optimizer: optax.GradientTransformation
     clip: float = 0.0  # see `value_loss`
     trunk_coef: float = 0.0
+    num_heads: int | None = None  # one for each of several policies; None: one for all
 
 
-def make_critic(algorithm: AlgorithmConfig) -> Critic | None:
+def make_critic(algorithm: AlgorithmConfig, several: Several | None = None) -> Critic | None:
     """The critic these settings ask for, None if none."""
     if not algorithm.has_critic:
         return None
+    optimizer = optax.adam(algorithm.value_learning_rate)
+    heads = several.number if several and algorithm.value_heads == "per_policy" else None
+    if several and several.separate:
+        optimizer = separately(optimizer, several.number)
     return Critic(
-        optimizer=optax.adam(algorithm.value_learning_rate),
+        optimizer=optimizer,
         clip=algorithm.value_clip,
         trunk_coef=algorithm.value_coef,
+        num_heads=heads,
     )
 
 
 def init_critic(critic: Critic, embed_dim: int) -> CriticState:
     """A head that says 0 of every state, with fresh moments."""
-    head: Any = ValueHead(jnp.zeros(embed_dim, jnp.float32), jnp.zeros((), jnp.float32))
+    stack = () if critic.num_heads is None else (critic.num_heads,)
+    head: Any = ValueHead(jnp.zeros((*stack, embed_dim)), jnp.zeros(stack))
     return CriticState(head, critic.optimizer.init(head))
 
 
 def state_values(
-    head: ValueHead, nodes: Float[Array, "B T E"], where: Int[Array, "B R"]
+    head: ValueHead,
+    nodes: Float[Array, "B T E"],
+    where: Int[Array, "B R"],
+    chosen: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B R"]:
     """The values at the nodes `where`, of hidden states in whatever type: x . kernel / sqrt(E) +
     bias.
 
     The division makes an optimizer's step move the values of a wide model about as far as those of
-    a narrow one.
+    a narrow one. Of several heads each row has the `chosen` one.
     """
+    kernel, bias = head.kernel, head.bias
+    if kernel.ndim == 2:
+        kernel, bias = kernel[chosen][:, None, :], bias[chosen][:, None]
+    else:
+        kernel = kernel[None, None, :]
     # A product with every node and a gather of numbers: less memory than gathering states.
-    products = (nodes.astype(jnp.float32) * head.kernel[None, None, :]).sum(axis=-1)
-    values = products / math.sqrt(nodes.shape[-1]) + head.bias
+    products = (nodes.astype(jnp.float32) * kernel).sum(axis=-1)
+    values = products / math.sqrt(nodes.shape[-1]) + bias
     return jnp.take_along_axis(values, where, axis=1, mode="promise_in_bounds")
 
 

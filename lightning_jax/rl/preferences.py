@@ -110,10 +110,11 @@ def sequence_logprobs(
 ) -> Float[np.ndarray, " N"]:
     """The log-probability in nats of each of the `number` packed sequences, 0 for one left out."""
     sums = np.zeros(number)
-    for batch in batches:
-        logprobs = np.asarray(functions.logprobs_fn(params, batch), np.float64)
+    measured = train_step.measure(functions.logprobs_fn, batches, params)
+    for batch, logprobs in zip(batches, measured, strict=True):
         mask = np.asarray(batch.target_mask)
-        np.add.at(sums, np.asarray(batch.target_calls)[mask], logprobs[mask])
+        known = np.asarray(logprobs, np.float64)[mask]
+        np.add.at(sums, np.asarray(batch.target_calls)[mask], known)
     return sums
 
 

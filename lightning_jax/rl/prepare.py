@@ -1,6 +1,6 @@
 """What a step trains on: its trajectories as sequences with advantages and weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lightning_jax.config import AlgorithmConfig
 from lightning_jax.rl.advantages import step_advantages
@@ -16,12 +16,14 @@ def prepare_step(
     *,
     policy_version: int,
     values: Sequence[Sequence[CallValues]] | None = None,
+    adapters: Mapping[str, int] | None = None,
 ) -> tuple[list[TrainingSequence], dict[str, float]]:
     """(one sequence per call that is fresh enough, metrics of the step).
 
     Long responses cost what they cost, calls get their credit, credits become advantages, calls
     that are too old are dropped, and tokens are weighed. `values` are the critic's of the states of
-    each call, which learned credit needs. Raises ValueError without them.
+    each call, which learned credit needs. Raises ValueError without them. `adapters` are the places
+    of several policies' adapters.
     """
     metrics = {}
     if algorithm.overlong_penalty > 0:
@@ -48,5 +50,6 @@ def prepare_step(
         states=states,
         aggregation=algorithm.aggregation,
         token_divisor=algorithm.token_divisor,
+        adapters=adapters,
     )
     return sequences, metrics | {"train/dropped_stale": float(num_stale)}

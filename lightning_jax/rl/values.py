@@ -6,7 +6,7 @@ reward units.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -71,12 +71,15 @@ def rollout_gae(
 
 
 def state_sequences(
-    trajectories: Sequence[Trajectory], *, per_token: bool
+    trajectories: Sequence[Trajectory],
+    *,
+    per_token: bool,
+    adapters: Mapping[str, int] | None = None,
 ) -> list[TrainingSequence]:
     """One sequence per call, in order, whose targets are predicted where the call's states end.
 
     Only their places matter. The state of a whole call is its prompt, so the model reads no
-    response that no later prompt repeats.
+    response that no later prompt repeats. `adapters` are the places of several policies' adapters.
     """
     return [
         TrainingSequence(
@@ -86,6 +89,7 @@ def state_sequences(
             advantage=0.0,
             weight=0.0,
             loss_mask=tuple(not forced for forced in call.forced) if per_token else (True,),
+            adapter=adapters[call.answered_by] if adapters else None,
         )
         for trajectory in trajectories
         for call in trajectory.transitions

@@ -23,8 +23,9 @@ import numpy as np
 from flax import struct
 
 from lightning_jax.models.cache import KVCache
-from lightning_jax.serve.engine import DecodeState, Engine, Prefix, Start, start_of
+from lightning_jax.serve.engine import Engine, Prefix
 from lightning_jax.serve.generation import EngineError
+from lightning_jax.serve.programs import DecodeState, Start, start_of
 from lightning_jax.serve.sampling import Sampled
 from lightning_jax.types import SamplingParams
 

@@ -98,10 +98,14 @@ class JetStreamLoop:
             jax_padding=False,
         )
 
-    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
+    ) -> Generation:
         """As `EngineLoop.submit`, but ValueError for what JetStream's Driver has no place for."""
         if self._driver is None:
             raise EngineError("the engine loop does not run; expected start() before submit().")
+        if adapter is not None:
+            raise ValueError(f"adapter is {adapter}; expected None under JetStream's Driver.")
         if needs_adjusting(sampling) or sampling.score_prompt:
             raise ValueError(
                 "the request has a logit_bias, a penalty, a grammar, or asks for log-probs of the "

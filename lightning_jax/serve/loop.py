@@ -20,10 +20,11 @@ from lightning_jax.models.lora import frozen_part, overlay
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 from lightning_jax.serve.adjust import LogitAdjuster, needs_adjusting
 from lightning_jax.serve.constraint import GrammarCompiler, GrammarError
-from lightning_jax.serve.engine import Engine, Prefix, start_of
+from lightning_jax.serve.engine import Engine, Prefix
 from lightning_jax.serve.generation import Delivery, EngineError, Generation, deliver
 from lightning_jax.serve.intake import Intake, LoopStatus
 from lightning_jax.serve.prefix_cache import PrefixCache
+from lightning_jax.serve.programs import start_of
 from lightning_jax.serve.radix import Node
 from lightning_jax.serve.response import Response, SampledToken
 from lightning_jax.serve.sampling import Sampled
@@ -44,6 +45,7 @@ class _Request:
     seed: int
     response: Response
     adjuster: LogitAdjuster | None  # None: plain sampling
+    adapter: int | None = None  # of several, which one answers
     held: Node | None = None  # what is cached of the prompt, while it waits
     slot: int | None = None  # None: waiting
     version: int = -1  # of the weights that it began with
@@ -131,8 +133,11 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """Queues a request; call it on an event loop's thread.
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
+    ) -> Generation:
+        """Queues a request; call it on an event loop's thread. `adapter` is the one that answers of
+        a model that has several, None of another.
 
         Raises PromptTooLong, QueueFull, Draining, EngineError after a failure, GrammarError for a
         grammar that does not compile, ValueError for an empty prompt or a bias of an unknown token.
@@ -140,13 +145,14 @@ class EngineLoop:
         """
         prompt = tuple(prompt_ids)
         self._intake.check_prompt(prompt)
+        self._check_adapter(adapter)
         adjuster = self._adjuster(sampling)
         generation = Generation(self._cancel)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self._engine.max_len - len(prompt))
         decoder = StreamDecoder(self._tokenizer)
         response = Response(decoder, self._tokenizer.eos_ids, sampling, limit)
-        request = _Request(generation, prompt, sampling, seed, response, adjuster)
+        request = _Request(generation, prompt, sampling, seed, response, adjuster, adapter)
         with self._changed:
             self._intake.add(generation, request)
             self._inbox.submitted.append(request)
@@ -191,6 +197,11 @@ class EngineLoop:
             "serve/prefix_cache_pages_used": float(self._prefixes.pages_used),
             "serve/prefix_cache_evicted_pages": float(self._prefixes.evicted_pages),
         }
+
+    def _check_adapter(self, adapter: int | None) -> None:
+        number = self._engine.config.num_adapters
+        if (adapter is None) != (number is None) or not 0 <= (adapter or 0) < (number or 1):
+            raise ValueError(f"adapter is {adapter}; expected one of the model's {number or 0}.")
 
     def _adjuster(self, sampling: SamplingParams) -> LogitAdjuster | None:
         if not needs_adjusting(sampling):
@@ -246,7 +257,7 @@ class EngineLoop:
         self._retire()
         for request in inbox.submitted:
             if not request.finished:
-                request.held = self._prefixes.hold(request.prompt[:-1])
+                request.held = self._prefixes.hold(request.prompt[:-1], request.adapter)
         while admission := self._scheduler.admit():
             self._begin(admission)
         self._step()
@@ -258,20 +269,21 @@ class EngineLoop:
         that.
         """
         request, slot = admission.request, admission.slot
+        adapter = request.adapter
         *context, last = request.prompt
-        start = start_of(last, len(context), request.sampling, request.seed)
+        start = start_of(last, len(context), request.sampling, request.seed, adapter)
         if request.sampling.score_prompt:
-            request.response.prompt_scores = self._scorer(self._params, request.prompt)
-        self._state, reuse = self._prefixes.restore(self._state, slot, context)
+            request.response.prompt_scores = self._scorer(self._params, request.prompt, adapter)
+        self._state, reuse = self._prefixes.restore(self._state, slot, context, adapter)
         self._let_go(request)
         prefix = None
         if 0 < reuse < len(context):
             prefix = self._engine.extract(self._state, slot, reuse, len(context))
         if reuse < len(context):
-            prefix = self._engine.prefill(self._params, context[reuse:], prefix)
+            prefix = self._engine.prefill(self._params, context[reuse:], prefix, adapter)
         self._state = self._insert(prefix, slot, start)
         # Now, not when the response is there: the siblings come next.
-        self._prefixes.keep(self._state, slot, context, self._version)
+        self._prefixes.keep(self._state, slot, context, self._version, adapter)
         request.version = self._version
         self._positions[slot] = len(context)
         request.slot, request.num_due = slot, request.response.limit
@@ -389,7 +401,7 @@ class EngineLoop:
         for slot, request in zip(slots, ended, strict=True):
             # The last token was sampled and never fed: the row has one less.
             ids = [*request.prompt, *(token.token_id for token in request.response.tokens)][:-1]
-            self._prefixes.keep(self._state, slot, ids, request.version)
+            self._prefixes.keep(self._state, slot, ids, request.version, request.adapter)
         if slots:
             self._state = self._engine.retire(self._state, slots)
 

@@ -3,13 +3,14 @@
 What is cached lies in a pool of pages of its own, so it outlives the slot rows: siblings of a group
 share their prompt, and the turns of a rollout their history, whichever rows they run on. A request
 copies pages to its row when it begins and back when it has something new; while it runs it needs
-none.
+none. `adapter` is the one, of several, that reads: what one computed is never given to another.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_jax.serve.engine import DecodeState, Engine
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.programs import DecodeState
 from lightning_jax.serve.radix import PAGE, Node, PageTree
 
 MIN_REUSE = 8  # tokens; copying a page for fewer costs more than computing them
@@ -38,13 +39,13 @@ class PrefixCache:
         cache, self._pool = self._copier.warmup(state.cache, self._pool)
         return replace(state, cache=cache)
 
-    def hold(self, ids: Sequence[int]) -> Node:
+    def hold(self, ids: Sequence[int], adapter: int | None = None) -> Node:
         """Keeps what is cached of `ids` until `let_go`: somebody who waits begins with it.
 
         Without it, conversations that take turns and do not all fit evict each other's pages just
         before they are due.
         """
-        node = self._tree.match(ids).node
+        node = self._tree.match(ids, adapter).node
         self._tree.pin(node)
         return node
 
@@ -52,23 +53,32 @@ class PrefixCache:
         """Ends a `hold`."""
         self._tree.unpin(node)
 
-    def restore(self, state: DecodeState, slot: int, ids: Sequence[int]) -> tuple[DecodeState, int]:
+    def restore(
+        self, state: DecodeState, slot: int, ids: Sequence[int], adapter: int | None = None
+    ) -> tuple[DecodeState, int]:
         """The state with the slot's row beginning like `ids`, and for how many tokens it does.
 
         Donates `state`.
         """
-        match = self._tree.match(ids)
+        match = self._tree.match(ids, adapter)
         if match.length < MIN_REUSE:
             return state, 0
         cache = self._copier.restore(state.cache, slot, self._pool, match.pages)
         return replace(state, cache=cache), match.length
 
-    def keep(self, state: DecodeState, slot: int, ids: Sequence[int], version: int) -> None:
+    def keep(
+        self,
+        state: DecodeState,
+        slot: int,
+        ids: Sequence[int],
+        version: int,
+        adapter: int | None = None,
+    ) -> None:
         """Caches `ids`, which the slot's row begins with, as far as there is room.
 
         `version` is the weights' when the request began: if they changed since, nothing is kept.
         """
-        new = self._tree.insert(ids[: self._copier.num_blocks * PAGE], version)
+        new = self._tree.insert(ids[: self._copier.num_blocks * PAGE], version, adapter)
         if new.pages:
             self._pool = self._copier.store(self._pool, new.pages, state.cache, slot, new.first)
 

@@ -45,7 +45,8 @@ class PageTree:
     """Pages 0..num_pages-1, written by one version of the weights.
 
     A page is free or owned by one node. For room, the leaf that was not used for longest is
-    evicted; a pinned one stays.
+    evicted; a pinned one stays. Each adapter has a root of its own: what one computed, no other may
+    read. None is that of a model without several.
     """
 
     def __init__(self, num_pages: int, version: int) -> None:
@@ -56,7 +57,7 @@ class PageTree:
         self._clear()
 
     def _clear(self) -> None:
-        self._root = Node(None, -1)
+        self._roots: dict[int | None, Node] = {}
         self._free = list(range(self._num_pages))[::-1]
         self._nodes: list[Node | None] = [None] * self._num_pages
         self._last_used = np.zeros(self._num_pages, np.int64)
@@ -72,11 +73,11 @@ class PageTree:
         self.version = version
         self._clear()
 
-    def match(self, ids: Sequence[int]) -> Match:
+    def match(self, ids: Sequence[int], adapter: int | None = None) -> Match:
         """The longest beginning of `ids` that is cached; its pages count as used now."""
         ids = tuple(ids)
         self._clock += 1
-        node, pages, length = self._root, [], 0
+        node, pages, length = self._root(adapter), [], 0
         while child := node.children.get(ids[length : length + PAGE]):
             node, length = self._touch(child), length + len(child.tokens)
             pages.append(node.page)
@@ -88,7 +89,7 @@ class PageTree:
             pages.append(node.page)
         return Match(length, tuple(pages), node)
 
-    def insert(self, ids: Sequence[int], version: int) -> Insertion:
+    def insert(self, ids: Sequence[int], version: int, adapter: int | None = None) -> Insertion:
         """Gives pages to what of `ids` is not cached, as far as there is room; all count as used.
 
         The caller fills them before it does anything else here. `version` is of the weights that
@@ -98,7 +99,7 @@ class PageTree:
             return Insertion(0, ())
         ids = tuple(ids)
         self._clock += 1
-        node, known, pages = self._root, 0, []
+        node, known, pages = self._root(adapter), 0, []
         for start in range(0, len(ids), PAGE):
             child, is_cached = self._child(node, ids[start : start + PAGE])
             if child is None:
@@ -120,6 +121,9 @@ class PageTree:
         assert node.pins > 0, "a pin is taken off once"
         node.pins -= 1
         self._update(node)
+
+    def _root(self, adapter: int | None) -> Node:
+        return self._roots.setdefault(adapter, Node(None, -1))
 
     def _child(self, node: Node, tokens: tuple[int, ...]) -> tuple[Node | None, bool]:
         """The child that holds `tokens`, made if need be, and whether its page does; None: no room.

@@ -25,23 +25,30 @@ class Scorer:
         self._lengths = sorted(lengths)
         self._score = jax.jit(partial(_score, config=config))
 
-    def __call__(self, params: Any, ids: Sequence[int]) -> PromptScores:
-        """The scores of each of `ids` after the first, at temperature 1. Waits for them."""
+    def __call__(self, params: Any, ids: Sequence[int], adapter: int | None = None) -> PromptScores:
+        """The scores of each of `ids` after the first, at temperature 1. Waits for them. `adapter`
+        is the one of several to read with.
+        """
         length = next(n for n in self._lengths if n >= len(ids))
         tokens = np.zeros(length, np.int32)
         tokens[: len(ids)] = ids
-        logprobs, best = jax.device_get(self._score(params, tokens))
+        chosen = None if adapter is None else np.full(1, adapter, np.int32)
+        logprobs, best = jax.device_get(self._score(params, tokens, chosen))
         pairs = zip(best.ids.tolist(), best.logprobs.tolist(), strict=True)
         top = [tuple(zip(row_ids, row, strict=True)) for row_ids, row in pairs]
         return PromptScores(tuple(logprobs.tolist()[: len(ids) - 1]), tuple(top[: len(ids) - 1]))
 
 
 def _score(
-    params: Any, tokens: Int32[Array, " T"], *, config: DecoderConfig
+    params: Any,
+    tokens: Int32[Array, " T"],
+    adapters: Int32[Array, " B"] | None = None,
+    *,
+    config: DecoderConfig,
 ) -> tuple[Float[Array, " T"], Likeliest]:
     """Row i is about token i + 1, given the tokens up to i; the last row means nothing."""
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
-    hidden, _ = forward(params, config, tokens[None], positions[None])
+    hidden, _ = forward(params, config, tokens[None], positions[None], adapters=adapters)
 
     def row(hidden_and_next: Any) -> Any:
         state, following = hidden_and_next

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.load import LoadedModel
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.store import Store
-from lightning_jax.tracing.roles import Roles
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ async def run_service(
     *,
     version: int = 0,
     tokenizer: Tokenizer | None = None,
-    roles: Roles | None = None,
+    routing: Routing | None = None,
     initial: LoadedModel | None = None,
 ) -> AsyncIterator[Service]:
     """Starts it, and ends it afterwards; its store is a file in `folder`.
@@ -47,7 +47,7 @@ async def run_service(
     frozen = EngineLoop(engine, initial.params, 0, words, serve) if initial else None
     store = Store(folder / "store.sqlite")
     gateway = Gateway(
-        loop, words, store, model_name=model.name, serve=serve, roles=roles, initial=frozen
+        loop, words, store, model_name=model.name, serve=serve, routing=routing, initial=frozen
     )
     loops = [loop, frozen] if frozen else [loop]
     for each in loops:

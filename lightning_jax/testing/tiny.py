@@ -1,11 +1,16 @@
 """A random model small enough for a test, with a real tokenizer made in memory."""
 
+from dataclasses import replace
+
 import jax
 import tokenizers
 from tokenizers import pre_tokenizers
 
+from lightning_jax.config_sections import LoraConfig
 from lightning_jax.models.gguf_vocab import byte_level_bpe
 from lightning_jax.models.load import LoadedModel
+from lightning_jax.models.lora import adapted
+from lightning_jax.models.names import flatten, unflatten
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.models.transformer import DecoderConfig, init_params
 
@@ -48,3 +53,14 @@ def tiny_model(seed: int = 0, *, num_layers: int = 2, embed_dim: int = 32) -> Lo
     )
     params = init_params(config, jax.random.key(seed))
     return LoadedModel(name="tiny", config=config, params=params, tokenizer=tokenizer)
+
+
+def tiny_policies(lora: LoraConfig, number: int = 2) -> LoadedModel:
+    """A tiny model of one layer with several adapters, each of which says something else."""
+    model = adapted(tiny_model(num_layers=1), lora, 0, number)
+    keys = iter(jax.random.split(jax.random.key(5), 99))
+    leaves = {
+        path: 0.3 * jax.random.normal(next(keys), leaf.shape) if path[-1] == "lora_b" else leaf
+        for path, leaf in flatten(model.params).items()
+    }
+    return replace(model, params=unflatten(leaves))

@@ -39,6 +39,7 @@ DIALECT = "lightning.dialect"  # the wire format that the call came in
 ROLLOUT_ID = "lightning.rollout_id"
 AGENT = "lightning.agent"  # the sub-agent that called
 POLICY = "lightning.policy"  # the model name that the agent asked for
+ANSWERED_BY = "lightning.answered_by"  # which of the config's policies sampled it
 PROMPT_TOKEN_IDS = "lightning.prompt_token_ids"
 RESPONSE_TOKEN_IDS = "lightning.response_token_ids"
 BEHAVIOR_LOGPROBS = "lightning.behavior_logprobs"

@@ -69,4 +69,5 @@ def _transition(span: Span, posted: float) -> Transition:
         policy=str(values.get(names.POLICY, "policy")),
         reward=float(values.get(names.REWARD, 0.0)) + posted,
         forced=tuple(values.get(names.FORCED, ())),
+        answered_by=str(values.get(names.ANSWERED_BY, "")),
     )

@@ -1,16 +1,18 @@
-"""Which part a call plays, and so whether it trains. Pure functions."""
+"""Which part a call plays, and so who answers it and whether it trains. Pure functions."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from lightning_jax.config import RoleConfig
+from lightning_jax.config import PolicyConfig, RoleConfig
+from lightning_jax.rl.policies import keep_calls
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.tree import agent_of
 from lightning_jax.types import Span, Trajectory, Transition
 
 Roles = Mapping[str, RoleConfig]  # in order: a call has the first that fits
+Policies = Mapping[str, PolicyConfig]  # in the order of their adapters; empty where there is one
 
 
 def find_role(roles: Roles, *, agent: str, model: str, system: str) -> str:
@@ -18,38 +20,40 @@ def find_role(roles: Roles, *, agent: str, model: str, system: str) -> str:
     return next((name for name, role in roles.items() if _fits(role, agent, model, system)), "")
 
 
+def choose_policy(policies: Policies, role: RoleConfig | None, model: str) -> str:
+    """The policy that its role names for a call, or else the call itself by the model that it asks
+    for; "" where neither does.
+    """
+    if role is not None and role.policy is not None:
+        return role.policy
+    name = model.removesuffix(":latest")  # so Ollama's clients write it
+    return name if name in policies else ""
+
+
 def assign_roles(
-    spans: Sequence[Span], transitions: Sequence[Transition], roles: Roles
+    spans: Sequence[Span],
+    transitions: Sequence[Transition],
+    roles: Roles,
+    policies: Policies | None = None,
 ) -> tuple[Transition, ...]:
     """The calls with the agents that the spans above them name, their roles, and whether they
     train.
 
     The gateway has written down the role that a call had when it came in. A role that comes first
     and asks for nothing but names may fit it better once the tree is known, unless the call's own
-    was not answered by the policy.
+    was not answered by the policy. The calls of a policy that is frozen do not train.
     """
     by_id = {span.span_id: span for span in spans}
-    return tuple(_assigned(call, by_id[call.call_id], by_id, roles) for call in transitions)
+    frozen = {name for name, policy in (policies or {}).items() if not policy.trains}
+    assigned = (_assigned(call, by_id[call.call_id], by_id, roles) for call in transitions)
+    return tuple(
+        replace(call, trains=call.trains and call.answered_by not in frozen) for call in assigned
+    )
 
 
 def only_trained(trajectory: Trajectory) -> Trajectory:
-    """The trajectory without calls that do not train: they are part of the environment.
-
-    What they earned goes to the trained call before them, whose consequence they are, and before
-    the first of those to that. Without a trained call there is none, and their rewards are lost
-    with the rollout.
-    """
-    kept: list[Transition] = []
-    early = 0.0
-    for call in trajectory.transitions:
-        if call.trains:
-            kept.append(replace(call, reward=call.reward + early) if early else call)
-            early = 0.0
-        elif kept and call.reward:
-            kept[-1] = replace(kept[-1], reward=kept[-1].reward + call.reward)
-        else:
-            early += call.reward
-    return replace(trajectory, transitions=tuple(kept))
+    """The trajectory without calls that do not train: they are part of the environment."""
+    return keep_calls(trajectory, lambda call: call.trains)
 
 
 def _assigned(call: Transition, span: Span, by_id: Mapping[str, Span], roles: Roles) -> Transition:

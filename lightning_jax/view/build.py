@@ -189,6 +189,7 @@ def _call(span: Span, number: int, texts: _Texts, transition: Transition | None)
         reward=transition.reward if transition else 0.0,
         agent=printable(transition.agent if transition else str(values.get(names.AGENT, ""))),
         role=printable(transition.role) if transition else "",
+        answered_by=printable(str(values.get(names.ANSWERED_BY, ""))),
         trains=transition.trains if transition else False,
     )
 

@@ -4,12 +4,13 @@ They are not stored. What comes out is what the trainer used, as long as the run
 those of that step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from lightning_jax.config import AlgorithmConfig
+from lightning_jax.config import AlgorithmConfig, PolicyConfig
 from lightning_jax.rl.advantages import equal_groups, step_advantages
 from lightning_jax.rl.batching import drop_stale
 from lightning_jax.rl.credit import assign_credit, punish_overlong
+from lightning_jax.rl.policies import learning_parts
 from lightning_jax.runner import FINISHED
 from lightning_jax.types import Rollout, Trajectory
 from lightning_jax.view.records import CallCredit, StepCredit
@@ -25,7 +26,11 @@ def trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def step_credit(
-    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, *, step: int
+    trajectories: Sequence[Trajectory],
+    algorithm: AlgorithmConfig,
+    *,
+    step: int,
+    policies: Mapping[str, PolicyConfig] | None = None,
 ) -> StepCredit:
     """Of all trajectories of a training step, or of those that have ended so far.
 
@@ -43,9 +48,9 @@ def step_credit(
     if algorithm.max_sampling_rounds > 1:
         equal = equal_groups(trajectories, algorithm)
         left_out = [each for each in trajectories if each.group_id in equal]
-        by_call |= _of_calls(_punished(left_out, algorithm), algorithm, set(), EQUAL_GROUP)
+        for part in learning_parts(left_out, algorithm, policies or {}).values():
+            by_call |= _of_calls(_punished(part, algorithm), algorithm, set(), EQUAL_GROUP)
         trajectories = [each for each in trajectories if each.group_id not in equal]
-    trajectories = _punished(trajectories, algorithm)
     fresh, _, _ = drop_stale(
         trajectories,
         [each.transitions for each in trajectories],
@@ -54,7 +59,8 @@ def step_credit(
     )
     trained = {call.call_id for each in fresh for call in each.transitions}
     stale = f"not trained: more than {algorithm.max_staleness} steps old"
-    by_call |= _of_calls(trajectories, algorithm, trained, stale)
+    for part in learning_parts(trajectories, algorithm, policies or {}).values():
+        by_call |= _of_calls(_punished(part, algorithm), algorithm, trained, stale)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         notes.append("advantages are shown before each token's share of the KL is taken off")
     return StepCredit(by_call, tuple(notes))

@@ -103,7 +103,7 @@ class RunReader:
     @functools.cached_property
     def _config(self) -> tuple[Config | None, str]:
         """(the settings that shape credit, why they cannot be had)."""
-        sections = ["algorithm", "roles", "reward_rules"]
+        sections = ["algorithm", "model", "policies", "roles", "reward_rules"]
         try:
             config = load_config(Config, [str(self._directory / "config.yaml")], only=sections)
         except ConfigError as error:
@@ -116,8 +116,10 @@ class RunReader:
     def _reading(self) -> Reading:
         config, tokenizer = self._config[0], self._tokenizer[0]
         if config is None or tokenizer is None:
-            return Reading(config.roles if config else {})
-        return Reading(config.roles, config.reward_rules, tokenizer.decode)
+            return Reading(
+                config.roles if config else {}, policies=config.policies if config else {}
+            )
+        return Reading(config.roles, config.reward_rules, tokenizer.decode, config.policies)
 
     def _credit(self, rollout: Rollout) -> StepCredit:
         """Of the calls of the rollout's step, or a note that says why it has none."""
@@ -144,7 +146,7 @@ class RunReader:
         trajectories, _ = to_trajectories(
             self._store, rollouts, policy_version=step, reading=self._reading
         )
-        found = step_credit(trajectories, config.algorithm, step=step)
+        found = step_credit(trajectories, config.algorithm, step=step, policies=config.policies)
         num_open = sum(each.status in ("queued", "running") for each in rollouts)
         if num_open == 0:
             return ids, found

@@ -52,6 +52,7 @@ class CallView:
     reward: float  # what the call earned by itself
     agent: str = ""  # the sub-agent that called, where known
     role: str = ""  # one of the config's `roles`; "" if none fits
+    answered_by: str = ""  # which of several policies; "": the only one, or none
     trains: bool = True  # False: its role does not, or the call failed
     shares_with: int | None = None  # the earlier call whose tokens this prompt begins with
     num_shared_tokens: int = 0

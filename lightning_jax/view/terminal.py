@@ -168,6 +168,8 @@ def facts(call: CallView) -> list[str]:
         found.append(f"weights {', '.join(map(str, call.versions))}")
     if call.role:
         found.append(f"role {call.role}" + ("" if call.trains else ", which does not train"))
+    if call.answered_by:
+        found.append(f"policy {call.answered_by}")
     if call.reward:
         found.append(f"own reward {call.reward:+g}")
     if call.credit:

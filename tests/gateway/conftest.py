@@ -12,6 +12,7 @@ import pytest
 from gateway_bench import Bench, Connect, MakeBench
 
 from lightning_jax.config import ServeConfig
+from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.load import LoadedModel
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.engine import Engine
@@ -46,7 +47,7 @@ def make_bench(model: LoadedModel, engine: Engine, tmp_path: Path) -> MakeBench:
     ) -> AsyncIterator[Bench]:
         serve = replace(SERVE, **changes)
         places = (tmp_path, model, engine, serve)
-        others = {"tokenizer": tokenizer, "roles": roles, "initial": initial}
+        others = {"tokenizer": tokenizer, "routing": Routing(roles or {}), "initial": initial}
         async with (
             run_service(*places, version=3, **others) as service,
             aiohttp.ClientSession() as http,

@@ -11,8 +11,8 @@ import pytest
 from lightning_jax.config import BatchConfig, MeshConfig, ServeConfig
 from lightning_jax.config_sections import LoraConfig
 from lightning_jax.models.load import LoadedModel
-from lightning_jax.models.lora import adapted, one_of, trained_part
-from lightning_jax.models.names import flatten, unflatten
+from lightning_jax.models.lora import one_of, trained_part
+from lightning_jax.models.names import flatten
 from lightning_jax.models.sharding import (
     batch_sharding,
     make_gather,
@@ -27,26 +27,17 @@ from lightning_jax.rl.train_step import (
     policy_objective,
     update,
 )
-from lightning_jax.serve.engine import Engine, start_of
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.programs import start_of
 from lightning_jax.testing.records import sequence
-from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.testing.tiny import tiny_policies
 from lightning_jax.types import SamplingParams
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 run = jax.jit(forward, static_argnums=1, static_argnames="remat")
 
 
-def two_policies() -> LoadedModel:
-    model = adapted(tiny_model(num_layers=1), LORA, 0, number=2)
-    keys = iter(jax.random.split(jax.random.key(5), 99))
-    leaves = {
-        path: 0.3 * jax.random.normal(next(keys), leaf.shape) if path[-1] == "lora_b" else leaf
-        for path, leaf in flatten(model.params).items()
-    }
-    return dataclasses.replace(model, params=unflatten(leaves))
-
-
-MODEL = two_policies()
+MODEL = tiny_policies(LORA)
 ALONE = [one_of(MODEL, place) for place in (0, 1)]
 
 

@@ -19,6 +19,7 @@ from lightning_jax.rl.train_step import (
     bundle,
     init_state,
     make_train_functions,
+    measure,
     policy_objective,
     update,
     zero_accumulators,
@@ -160,7 +161,7 @@ def test_more_padding_and_other_rows_change_nothing():
 def test_values_against_plain_attention():
     calls = conversation(0, per_token=False)
     (batch,), _ = make_batches(calls, SHAPE)
-    values = functions().values_fn(MODEL.params, HEAD, batch)
+    (values,) = measure(functions().values_fn, [batch], MODEL.params, HEAD)
     longest = calls[-1].prompt_token_ids + calls[-1].response_token_ids
     tokens = jnp.asarray([longest])
     hidden, _ = forward(MODEL.params, MODEL.config, tokens, jnp.arange(len(longest))[None])

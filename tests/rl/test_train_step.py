@@ -23,6 +23,7 @@ from lightning_jax.rl.train_step import (
     bundle,
     init_state,
     make_train_functions,
+    measure,
     policy_objective,
     supervised_objective,
     update,
@@ -244,6 +245,9 @@ def test_gspo_with_an_entropy_bonus_equals_its_calls_run_apart():
     for before, after in zip(batches, known, strict=True):
         near = np.abs(before.behavior_logprobs - after.old_logprobs)[before.target_mask]
         assert 0.0 < near.max() < 0.5
+        (alone,) = measure(made.logprobs_fn, [before], MODEL.params)
+        np.testing.assert_array_equal(after.old_logprobs, alone)
+    assert measure(made.logprobs_fn, [], MODEL.params) == []
 
 
 def test_more_padding_and_other_rows_change_nothing():

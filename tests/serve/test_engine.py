@@ -10,7 +10,8 @@ import pytest
 
 from lightning_jax.config import MeshConfig, ServeConfig
 from lightning_jax.models.transformer import forward, unembed
-from lightning_jax.serve.engine import Engine, start_of
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.programs import start_of
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import SamplingParams
 

@@ -68,7 +68,7 @@ class Checked:
         self.written, self.inserted = {}, []
 
     def check(self) -> None:
-        owned, nodes = [], [self.tree._root]
+        owned, nodes = [], list(self.tree._roots.values())
         while nodes:
             node = nodes.pop()
             for tokens, child in node.children.items():
@@ -159,3 +159,17 @@ def test_only_the_trees_own_version_gets_in():
     assert tree.insert(tokens(0, PAGE), 0).pages == ()
     assert tree.insert(tokens(0, PAGE), 3).pages == (0,)
     assert tree.version == 3
+
+
+def test_what_one_adapter_computed_no_other_finds():
+    tree = PageTree(3, 0)
+    assert tree.insert(tokens(0, PAGE), 0, adapter=0).pages == (0,)
+    assert tree.match(tokens(0, PAGE), 1).length == tree.match(tokens(0, PAGE)).length == 0
+    assert tree.insert(tokens(0, PAGE), 0, adapter=1).pages == (1,)
+    assert tree.match(tokens(0, PAGE), 0).pages == (0,)
+    assert tree.match(tokens(0, PAGE), 1).pages == (1,)
+    # All of them share the pages: the one unused for longest goes, whoever's it is.
+    assert tree.insert(tokens(50, 2 * PAGE), 0, adapter=1).pages == (2, 0)
+    assert tree.match(tokens(0, PAGE), 0).length == 0
+    tree.reset(1)
+    assert tree.match(tokens(0, PAGE), 1).length == tree.num_used == 0

@@ -63,7 +63,9 @@ def test_advantages_are_the_trainers(settings: dict[str, Any]) -> None:
 
 
 def test_credit_by_hand() -> None:
-    """per_step: 1 at the last call, 0.5 * 1 + 0.25 before it; the group's mean return is 0.375."""
+    """per_step: 1 at the last call, 0.5 * 1 + 0.25 before it. The group's means are 0.375 at the
+    first turn and 0.5 at the second, where the rollout of one call counts with that.
+    """
     first = dataclasses.replace(transition([1], [2], reward=0.25), call_id="first")
     last = dataclasses.replace(transition([1], [3]), call_id="last")
     other = dataclasses.replace(transition([1], [4]), call_id="other")
@@ -72,7 +74,7 @@ def test_credit_by_hand() -> None:
     shown = step_credit(trajectories, algorithm, step=0).by_call
     assert {name: (each.credit, each.advantage) for name, each in shown.items()} == {
         "first": (0.75, 0.375),
-        "last": (1.0, 0.625),
+        "last": (1.0, 0.5),
         "other": (0.0, -0.375),
     }
 

@@ -35,16 +35,17 @@ class Sender:
     # Tokens of a request's prompt, for dialects that tell before they answer. Raises ApiError.
     count_tokens: Callable[[PolicyRequest], int] = _no_policy
     other_models: tuple[str, ...] = ()  # patterns of names that roles give a meaning
+    policies: tuple[str, ...] = ()  # names of several policies
 
     @property
     def accepted(self) -> tuple[str, ...]:
         """Patterns of what a request may name besides the policy and its agents."""
-        return (glob.escape(self.model_name), *self.other_models)
+        return (*self.policies, glob.escape(self.model_name), *self.other_models)
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """What a request may name, as a listing shows it."""
-        return tuple(dict.fromkeys((POLICY, self.model_name)))
+        return tuple(dict.fromkeys((*self.policies, POLICY, self.model_name)))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,172 @@
+"""What the engine compiles: pure functions of weights and decode state, and that state.
+
+`engine.Engine` says which are jitted how; what they take over (donate) is written there.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from lightning_jax.models.cache import KVCache, join
+from lightning_jax.models.transformer import DecoderConfig, Params, forward, init_cache, unembed
+from lightning_jax.serve.sampling import Sampled, likeliest, sample
+from lightning_jax.types import Leaf, SamplingParams
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Start:
+    """A slot's next token, where it goes, and how to sample what follows it."""
+
+    token: Leaf  # int32
+    position: Leaf  # int32
+    key: Leaf  # uint32 [2], data of the request's PRNG key
+    temperature: Leaf  # float32
+    top_p: Leaf  # float32
+    top_k: Leaf  # int32
+    min_p: Leaf  # float32
+    adapter: Leaf = None  # int32, of several which one; None: the model has at most one
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """All that a generate step reads and changes besides the weights."""
+
+    cache: Leaf  # KVCache of S rows
+    slots: Leaf  # Start, the next token of every slot; each field has a leading axis S
+    counts: Leaf  # int32 [S], response tokens sampled so far
+    active: Leaf  # bool [S]
+
+
+def start_of(
+    token: int, position: int, sampling: SamplingParams, seed: int, adapter: int | None = None
+) -> Start:
+    """One request's host scalars. Response token k is drawn with the seed's key folded with k."""
+    return Start(
+        token=np.int32(token),
+        position=np.int32(position),
+        key=np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
+        temperature=np.float32(sampling.temperature),
+        top_p=np.float32(sampling.top_p),
+        top_k=np.int32(min(sampling.top_k, 2**31 - 1)),
+        min_p=np.float32(sampling.min_p),
+        adapter=None if adapter is None else np.int32(adapter),
+    )
+
+
+def init_state(*, config: DecoderConfig, slots: int, max_len: int, dtype: Any) -> DecodeState:
+    floats, ints = jnp.zeros(slots, jnp.float32), jnp.zeros(slots, jnp.int32)
+    keys, chosen = jnp.zeros((slots, 2), jnp.uint32), None if config.num_adapters is None else ints
+    return DecodeState(
+        cache=init_cache(config, slots, max_len, dtype),
+        slots=Start(ints, ints, keys, floats, floats, ints, floats, chosen),
+        counts=ints,
+        active=jnp.zeros(slots, bool),
+    )
+
+
+def empty_prefix(capacity: int, *, config: DecoderConfig, dtype: Any) -> KVCache:
+    return init_cache(config, 1, capacity, dtype)
+
+
+def prefill_chunk(
+    params: Params,
+    cache: KVCache,
+    tokens: Int32[Array, " T"],
+    start: Int32[Array, ""],
+    length: Int32[Array, ""],
+    adapter: Int32[Array, ""] | None = None,
+    *,
+    config: DecoderConfig,
+) -> KVCache:
+    """The one-row cache with `length` tokens written from position `start` on."""
+    index = jnp.arange(len(tokens), dtype=jnp.int32)
+    # A position past the end writes nothing.
+    positions = jnp.where(index < length, start + index, cache.length)
+    chosen = None if adapter is None else adapter[None]
+    _, written = forward(
+        params, config, tokens[None], positions[None], cache=cache, adapters=chosen
+    )
+    assert written is not None, "a cache goes in, so one comes out"
+    return written
+
+
+def extract_row(cache: KVCache, slot: Int32[Array, ""], segments: int) -> KVCache:
+    def cut(rows: Any) -> Any:
+        return jax.lax.dynamic_slice(rows, (slot, 0, 0, 0), (1, *rows.shape[1:]))
+
+    return jax.tree.map(cut, join(cache.split()[:segments]))
+
+
+def insert_row(
+    state: DecodeState, prefix: KVCache, slot: Int32[Array, ""], start: Start
+) -> DecodeState:
+    def put(rows: Any, row: Any) -> Any:
+        return jax.lax.dynamic_update_slice(rows, row, (slot, 0, 0, 0))
+
+    parts = prefix.split()
+    rows = state.cache.split()
+    rows[: len(parts)] = jax.tree.map(put, rows[: len(parts)], parts)
+    return activate(replace(state, cache=join(rows)), slot, start)
+
+
+def activate(state: DecodeState, slot: Int32[Array, ""], start: Start) -> DecodeState:
+    return replace(
+        state,
+        slots=jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.slots, start),
+        counts=state.counts.at[slot].set(0),
+        active=state.active.at[slot].set(True),
+    )
+
+
+def retire(state: DecodeState, keep: Bool[Array, " S"]) -> DecodeState:
+    return replace(state, active=state.active & keep)
+
+
+def generate(
+    params: Params,
+    state: DecodeState,
+    bias: Float32[Array, "S V"] | None = None,
+    *,
+    config: DecoderConfig,
+    segments: int,
+    rows: int,
+) -> tuple[DecodeState, Sampled]:
+    """Feeds the next token of each active one of the first `rows` slots, and samples the one after
+    it.
+    """
+    first = (state.slots, state.active, state.counts)
+    slots, active, counts = jax.tree.map(lambda leaf: leaf[:rows], first)
+    # An inactive slot writes past the end, that is nowhere: other requests may copy its row.
+    positions = jnp.where(active, slots.position, state.cache.length)
+    parts = state.cache.split()
+    hidden, written = forward(
+        params,
+        config,
+        slots.token[:, None],
+        positions[:, None],
+        cache=join(parts[:segments]),
+        adapters=slots.adapter,
+    )
+    assert written is not None, "a cache goes in, so one comes out"
+    cache = join([written, *parts[segments:]])
+    logits = unembed(params, config, hidden[:, 0])
+    keys = jax.vmap(jax.random.fold_in)(
+        jax.random.wrap_key_data(slots.key, impl="threefry2x32"), counts
+    )
+    temperature = jnp.where(active, slots.temperature, 0.0)  # greedy is cheapest
+    sampled = sample(logits, keys, temperature, slots.top_p, slots.top_k, slots.min_p, bias)
+    if bias is not None:
+        sampled = replace(sampled, likeliest=likeliest(logits))
+    step = active.astype(jnp.int32)
+    slots = replace(
+        state.slots,
+        token=state.slots.token.at[:rows].set(jnp.where(active, sampled.tokens, slots.token)),
+        position=state.slots.position.at[:rows].add(step),
+    )
+    return DecodeState(cache, slots, state.counts.at[:rows].add(step), state.active), sampled

@@ -1,0 +1,140 @@
+"""Several policies behind one URL: who answers, with which weights, and what the record says."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gateway_bench import Bench
+
+from lightning_jax.config import PolicyConfig, RoleConfig, ServeConfig
+from lightning_jax.config_sections import LoraConfig
+from lightning_jax.gateway.routing import Routing
+from lightning_jax.models.lora import one_of
+from lightning_jax.models.transformer import forward, unembed
+from lightning_jax.serve.engine import Engine
+from lightning_jax.testing.service import run_service
+from lightning_jax.testing.tiny import tiny_policies
+from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.convert import spans_to_transitions
+from lightning_jax.tracing.roles import assign_roles
+from lightning_jax.types import SamplingParams, Transition
+
+SERVE = ServeConfig(slots=2, max_len=128, prefill_buckets=(64,), api_key="right-key")
+MODEL = tiny_policies(LoraConfig(rank=2))
+ROUTING = Routing(
+    roles={
+        "far": RoleConfig(agent="checker", trains=False, served_by="initial"),
+        "second": RoleConfig(agent="second*", policy="rewriter"),
+        "poet": RoleConfig(system="in verse", policy="writer"),
+    },
+    policies={"writer": PolicyConfig(), "rewriter": PolicyConfig(trains=False)},
+)
+ASK: list[Any] = [{"role": "user", "content": "Say something, please."}]
+BODY: dict[str, Any] = {"model": "writer", "messages": ASK, "max_tokens": 5, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(MODEL.config, SERVE)
+
+
+@pytest.fixture
+async def bench(engine: Engine, tmp_path: Path) -> AsyncIterator[Bench]:
+    places = (tmp_path, MODEL, engine, SERVE)
+    async with (
+        run_service(*places, routing=ROUTING, initial=MODEL) as service,
+        aiohttp.ClientSession() as http,
+    ):
+        yield Bench(service.gateway, service.loop, service.store, MODEL, http)
+
+
+def calls(bench: Bench) -> tuple[Transition, ...]:
+    spans = bench.store.spans("r1")
+    found = spans_to_transitions(spans)[0]
+    return assign_roles(spans, found, ROUTING.roles, ROUTING.policies)
+
+
+def logprobs(call: Transition, place: int) -> np.ndarray:
+    """Those of the response's tokens under one adapter alone, without a cache."""
+    model, ids = one_of(MODEL, place), [*call.prompt_token_ids, *call.response_token_ids]
+    hidden, _ = forward(model.params, model.config, jnp.array([ids]), jnp.arange(len(ids))[None])
+    table = jax.nn.log_softmax(unembed(model.params, model.config, hidden)[0])
+    first = len(call.prompt_token_ids)
+    return np.asarray(table)[np.arange(first - 1, len(ids) - 1), ids[first:]]
+
+
+async def test_each_policy_answers_with_its_own_adapter_and_cache(bench: Bench) -> None:
+    base, hits = bench.rollout().base_url, []
+    for name in ("writer", "rewriter:latest", "writer", "rewriter"):
+        before = bench.loop.stats()["serve/prefix_hit_tokens"]
+        status, _, _ = await bench.post(BODY | {"model": name}, base=base)
+        assert status == 200
+        hits.append(bench.loop.stats()["serve/prefix_hit_tokens"] - before)
+    assert hits[:2] == [0.0, 0.0] and min(hits[2:]) > 16
+    found = calls(bench)
+    assert [each.answered_by for each in found] == ["writer", "rewriter"] * 2
+    assert [each.trains for each in found] == [True, False] * 2
+    for call in found:
+        place = list(ROUTING.policies).index(call.answered_by)
+        np.testing.assert_allclose(call.behavior_logprobs, logprobs(call, place), atol=1e-5)
+    assert not np.allclose(found[0].behavior_logprobs, found[1].behavior_logprobs)
+
+
+async def test_roles_route_agents_that_all_ask_for_one_name(bench: Bench) -> None:
+    base, plain = bench.rollout().base_url, BODY | {"model": "policy"}
+    verse = [{"role": "system", "content": "Speak in verse."}, *ASK]
+    assert (await bench.post(plain | {"messages": verse}, base=base))[0] == 200
+    assert (await bench.post(plain | {"model": "policy:second-try"}, base=base))[0] == 200
+    named = {"x-agent-name": "second"}  # the role comes before the name asked for
+    assert (await bench.post(BODY, base=base, **named))[0] == 200
+    assert (await bench.post(plain | {"model": "policy:checker"}, base=base))[0] == 200
+    found = calls(bench)
+    assert [each.answered_by for each in found] == ["writer", "rewriter", "rewriter", ""]
+    assert [each.role for each in found] == ["poet", "second", "second", "far"]
+    assert [each.trains for each in found] == [True, False, False, False]
+    spans = [span.attributes.get(names.ANSWERED_BY) for span in bench.store.spans("r1")]
+    assert spans == ["writer", "rewriter", "rewriter", None]
+
+
+async def test_a_call_for_no_policy_is_refused_and_the_policies_are_named(bench: Bench) -> None:
+    base = bench.rollout().base_url
+    for model, agent in (("policy", "an agent without a name"), ("policy:third", "agent 'third'")):
+        status, body, _ = await bench.post(BODY | {"model": model}, base=base)
+        assert status == 404 and body["error"]["code"] == "model_not_found"
+        assert f"asked for by {agent}" in body["error"]["message"]
+        assert "one of writer, rewriter" in body["error"]["message"]
+    status, body, _ = await bench.post(BODY | {"model": "reviser"}, base=base)
+    assert status == 404 and "'writer' or 'rewriter'" in body["error"]["message"]
+
+
+async def test_listings_name_the_policies(bench: Bench) -> None:
+    key = {"Authorization": "Bearer right-key"}
+    async with bench.http.get(f"{bench.gateway.url}/v1/models", headers=key) as answer:
+        listed = [entry["id"] for entry in (await answer.json())["data"]]
+    assert listed == ["writer", "rewriter", "policy", "tiny"]
+    async with bench.http.get(f"{bench.gateway.url}/api/tags", headers=key) as answer:
+        tags = [entry["name"] for entry in (await answer.json())["models"]]
+    assert tags[:2] == ["writer:latest", "rewriter:latest"]
+
+
+async def test_prompts_are_scored_by_the_policy_that_is_asked(bench: Bench) -> None:
+    body = {"model": "rewriter", "prompt": "abcdefgh", "max_tokens": 1, "echo": True, "logprobs": 0}
+    status, reply, _ = await bench.post(body, path="/v1/completions")
+    assert status == 200
+    scored = np.asarray(reply["choices"][0]["logprobs"]["token_logprobs"][1:8])
+    ids = tuple(MODEL.tokenizer.encode("abcdefgh"))
+    known = Transition("c", "r", ids[:1], ids[1:], (0.0,) * 7, (0.0,) * 7, (0,) * 7, "stop")
+    np.testing.assert_allclose(scored, logprobs(known, 1), atol=1e-4)
+
+
+async def test_an_adapter_that_is_not_there_is_refused(bench: Bench) -> None:
+    for adapter in (None, 2):
+        with pytest.raises(
+            ValueError, match=f"adapter is {adapter}; expected one of the model's 2"
+        ):
+            bench.loop.submit([1, 2], SamplingParams(), adapter)

@@ -1,0 +1,77 @@
+"""What several policies learn from: each its own calls, or all of them together."""
+
+import dataclasses
+
+import pytest
+
+from lightning_jax.config import AlgorithmConfig, PolicyConfig
+from lightning_jax.rl.policies import learning_parts, own_calls, prepare_policies
+from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.testing.records import trajectory, transition
+from lightning_jax.types import Trajectory, Transition
+
+POLICIES = {"writer": PolicyConfig(), "rewriter": PolicyConfig()}
+JOINT = AlgorithmConfig(policy_updates="joint")
+
+
+def call(policy: str, token: int, reward: float = 0.0) -> Transition:
+    made = transition([1, token], [token, 9], reward=reward)
+    return dataclasses.replace(made, answered_by=policy)
+
+
+STEP: list[Trajectory] = [
+    trajectory(call("writer", 2), call("rewriter", 3), call("rewriter", 4), reward=1.0),
+    trajectory(call("writer", 5), reward=0.0),
+    trajectory(call("rewriter", 6, 0.5), call("writer", 7), call("rewriter", 8, 0.25), reward=0.5),
+]
+
+
+def test_own_calls_bear_what_the_calls_of_others_after_them_earned() -> None:
+    whole = trajectory(
+        call("a", 1, 1.0), call("b", 2, 2.0), call("a", 3, 4.0), call("b", 4, 8.0), reward=16.0
+    )
+    of_a, of_b = (own_calls([whole], name)[0] for name in "ab")
+    assert [each.reward for each in of_a.transitions] == [3.0, 12.0]
+    assert [each.reward for each in of_b.transitions] == [7.0, 8.0]  # a's first comes before it
+    assert (of_a.reward, of_b.reward) == (16.0, 16.0)  # the common one
+    assert own_calls([whole], "c")[0].transitions == ()
+
+
+@pytest.mark.parametrize("credit", ["identical", "per_step"])
+def test_independent_policies_learn_what_they_would_beside_frozen_ones(credit: str) -> None:
+    algorithm = AlgorithmConfig(credit=credit)
+    made, metrics = prepare_policies(STEP, algorithm, POLICIES, policy_version=0)
+    for place, name in enumerate(POLICIES):
+        alone, known = prepare_step(own_calls(STEP, name), algorithm, policy_version=0)
+        mine = [each for each in made if each.adapter == place]
+        assert [dataclasses.replace(each, adapter=None) for each in mine] == alone
+        assert sum(each.weight * len(each.response_token_ids) for each in mine) == pytest.approx(1)
+        assert {f"{key}/policy={name}": value for key, value in known.items()}.items() <= (
+            metrics.items()
+        )
+    frozen = POLICIES | {"rewriter": PolicyConfig(trains=False)}
+    assert list(learning_parts(STEP, algorithm, frozen)) == ["writer"]
+
+
+def test_joint_policies_learn_from_one_sequence_of_calls() -> None:
+    made, metrics = prepare_policies(STEP, JOINT, POLICIES, policy_version=0)
+    alone, known = prepare_step(STEP, JOINT, policy_version=0)
+    assert [dataclasses.replace(each, adapter=None) for each in made] == alone
+    assert [each.adapter for each in made] == [0, 1, 1, 0, 1, 0, 1]
+    assert metrics == known
+    one, _ = prepare_policies(STEP, JOINT, {}, policy_version=0)
+    assert one == alone
+
+
+def test_values_of_own_calls_are_told_apart() -> None:
+    # Of the first rollout the writer's return is 1 and its value 0.25; the rewriter's second call
+    # has 0.75 left to gain. Baselines are off, so advantages are returns minus values.
+    algorithm = AlgorithmConfig(credit="learned", baseline="none", normalize="none")
+    values = [((0.25,), (0.5,), (0.75,)), ((0.0,),), ((0.0,), (0.0,), (0.0,))]
+    made, _ = prepare_policies(STEP, algorithm, POLICIES, policy_version=0, values=values)
+    found = {each.prompt_token_ids[1]: each for each in made}
+    assert [found[token].advantage for token in (2, 3, 4)] == [0.75, 0.5, 0.25]
+    assert found[2].states is not None and found[2].states.weight == 1 / 3
+    joint = dataclasses.replace(algorithm, policy_updates="joint")
+    made, _ = prepare_policies(STEP, joint, POLICIES, policy_version=0, values=values)
+    assert made[0].states is not None and made[0].states.weight == 1 / 7
