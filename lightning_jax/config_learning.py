@@ -160,6 +160,7 @@ class OptimizerConfig:
     b2: float = 0.95
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    mu_dtype: str = "float32"  # of AdamW's first moments; bfloat16 takes half their memory
 
     def __post_init__(self) -> None:
         require(
@@ -167,6 +168,7 @@ class OptimizerConfig:
             learning_rate=(self.learning_rate > 0, "a positive number"),
             warmup_steps=(self.warmup_steps >= 0, "0 or more"),
             max_grad_norm=(self.max_grad_norm > 0, "a positive number"),
+            mu_dtype=(self.mu_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
         )
 
 

@@ -24,7 +24,11 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's norm; only matrices decay, not norms or biases."""
+    """AdamW behind a clip of the gradient's norm; only matrices decay, not norms or biases.
+
+    Second moments are float32 whatever `mu_dtype` says: in 8 bits of precision a running mean over
+    1 / (1 - b2) updates would stop moving.
+    """
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(
@@ -32,6 +36,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
             b1=config.b1,
             b2=config.b2,
             eps=config.eps,
+            mu_dtype=config.mu_dtype,
             weight_decay=config.weight_decay,
             mask=_is_matrix,
         ),

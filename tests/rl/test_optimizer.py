@@ -2,6 +2,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from lightning_jax.config import OptimizerConfig
@@ -39,3 +40,24 @@ def test_first_update_by_hand():
     updates: Any = optimizer.update(grads, optimizer.init(params), params)[0]
     np.testing.assert_allclose(updates["matrix"], -0.01 - 0.01 * 0.1 * 2.0, rtol=1e-5)
     np.testing.assert_allclose(updates["bias"], 0.01, rtol=1e-5)
+
+
+def test_first_moments_may_be_bfloat16():
+    """What they lose is below a hundredth of an update, and second moments stay float32."""
+    params = {"matrix": jnp.full((2, 2), 2.0)}
+    weights = {}
+    for dtype in ("float32", "bfloat16"):
+        optimizer = make_optimizer(OptimizerConfig(learning_rate=0.01, mu_dtype=dtype))
+        state: Any = optimizer.init(params)
+        moved = params
+        for step in range(5):
+            grads = {"matrix": jnp.full((2, 2), 0.3) + 0.1 * step}
+            updates, state = optimizer.update(grads, state, moved)
+            moved = optax.apply_updates(moved, updates)
+        adam = state[1][0]
+        assert (adam.mu["matrix"].dtype, adam.nu["matrix"].dtype) == (dtype, "float32")
+        weights[dtype] = np.asarray(moved["matrix"])
+    np.testing.assert_allclose(weights["bfloat16"], weights["float32"], atol=1e-4)
+    assert not np.array_equal(weights["bfloat16"], weights["float32"])
+    with pytest.raises(ValueError, match="mu_dtype is 'float16'; expected float32 or bfloat16"):
+        OptimizerConfig(mu_dtype="float16")
