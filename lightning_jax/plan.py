@@ -210,9 +210,14 @@ def _scalar(dtype: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def _state_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
     weights = _weight_bytes(model, mesh, jnp.float32, trained_part)
+    optimizers = [config.optimizer, config.warmup.optimizer][: 1 + (config.warmup.num_steps > 0)]
+    first = max(
+        _weight_bytes(model, mesh, jnp.dtype(each.mu_dtype), trained_part) for each in optimizers
+    )
+    half = ", or set optimizer.mu_dtype to bfloat16" if first == weights else ""
     parts = [
         Part("weights in float32", weights, _MORE_DEVICES),
-        Part("optimizer moments", 2 * weights, _MORE_DEVICES),
+        Part("optimizer moments", weights + first, _MORE_DEVICES + half),
     ]
     if frozen := _weight_bytes(model, mesh, jnp.dtype(config.model.dtype), frozen_part):
         parts.append(Part("frozen weights", frozen, _MORE_DEVICES))

@@ -18,8 +18,10 @@ from lightning_jax.config import (
     ConfigError,
     MeshConfig,
     ModelConfig,
+    OptimizerConfig,
     RoleConfig,
     ServeConfig,
+    WarmupConfig,
     load_config,
     save_config,
 )
@@ -81,6 +83,17 @@ def test_eight_devices_by_hand() -> None:
     assert found["weights that serve"] == 2 * numbers
     assert found["keys and values of slots"] == 2 * 2 * 64 * 2 * 8  # a head on each device
     assert found["logits"] == 3 * 4 * 2 * 4 * 259  # 2 rows
+
+
+def test_first_moments_in_bfloat16_take_half() -> None:
+    """Of the phase that takes more: a warm-up that keeps them in float32 needs all of it."""
+    narrow = OptimizerConfig(mu_dtype="bfloat16")
+    shares = []
+    for warmup in (WarmupConfig(), WarmupConfig(num_steps=1, demonstrations="f:g")):
+        config = dataclasses.replace(CONFIG, optimizer=narrow, warmup=warmup)
+        found = sizes(plan.make_plan(MODEL.config, config))
+        shares.append(found["optimizer moments"] / found["weights in float32"])
+    assert shares == [1.5, 2.0]
 
 
 def test_of_a_model_with_adapters_they_alone_have_gradients_and_moments() -> None:

@@ -47,11 +47,11 @@ def test_first_moments_may_be_bfloat16():
     params = {"matrix": jnp.full((2, 2), 2.0)}
     weights = {}
     for dtype in ("float32", "bfloat16"):
-        optimizer = make_optimizer(OptimizerConfig(learning_rate=0.01, mu_dtype=dtype))
+        optimizer: Any = make_optimizer(OptimizerConfig(learning_rate=0.01, mu_dtype=dtype))
         state: Any = optimizer.init(params)
-        moved = params
+        moved: Any = params
         for step in range(5):
-            grads = {"matrix": jnp.full((2, 2), 0.3) + 0.1 * step}
+            grads: Any = {"matrix": jnp.full((2, 2), 0.3) + 0.1 * step}
             updates, state = optimizer.update(grads, state, moved)
             moved = optax.apply_updates(moved, updates)
         adam = state[1][0]
