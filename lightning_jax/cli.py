@@ -152,8 +152,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.device_gib is not None:
         capacity = int(arguments.device_gib * plan.GIB)
     make = plan.make_plan if arguments.quick else plan.compile_plan
-    number = len(config.policies) or None
-    model = adapted_shape(load_shape(config.model.name), config.model.lora, number)
+    model = load_shape(config.model.name)
+    model = adapted_shape(model, config.model.lora, config.num_adapters)
     made = make(model, config, capacity)
     print(plan.as_table(made))
     plan.check_plan(made)

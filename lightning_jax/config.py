@@ -17,7 +17,13 @@ from lightning_jax.config_learning import (
     OptimizerConfig,
     WarmupConfig,
 )
-from lightning_jax.config_roles import PolicyConfig, RewardRule, RoleConfig, check_policies
+from lightning_jax.config_roles import (
+    PolicyConfig,
+    RewardRule,
+    RoleConfig,
+    adapter_places,
+    check_policies,
+)
 from lightning_jax.config_sections import (
     AgentConfig,
     CheckpointConfig,
@@ -73,7 +79,12 @@ class Config:
     @property
     def adapters(self) -> dict[str, int]:
         """The place of each policy's adapter among all; empty where there is one policy."""
-        return {name: place for place, name in enumerate(self.policies)}
+        return adapter_places(self.policies)
+
+    @property
+    def num_adapters(self) -> int | None:
+        """Of each kernel that has any; None where there is one policy."""
+        return len(self.policies) or None
 
     @property
     def total_steps(self) -> int:

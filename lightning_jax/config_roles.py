@@ -4,7 +4,7 @@ calls play, and rules that reward what a call brings about.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -93,6 +93,11 @@ class RewardRule:
                 + (f", because the fact is {self.fact}" * (self.fact in TEXTS)),
             ),
         )
+
+
+def adapter_places(policies: Iterable[str]) -> dict[str, int]:
+    """Where among all adapters that of each policy lies: in the order of their names here."""
+    return {name: place for place, name in enumerate(policies)}
 
 
 def check_policies(

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from lightning_jax.config import BatchConfig, Config, ConfigError
+from lightning_jax.config_roles import adapter_places
 from lightning_jax.metrics import Metrics
 from lightning_jax.models.sharding import (
     batch_sharding,
@@ -120,8 +121,7 @@ class Learner:
 
     @property
     def _adapters(self) -> dict[str, int]:
-        names = () if self.several is None else self.several.names
-        return {name: place for place, name in enumerate(names)}
+        return adapter_places(() if self.several is None else self.several.names)
 
     def _minibatches(self, sequences: Sequence[TrainingSequence]) -> list[list[TrainingSequence]]:
         """The sequences of each update of a pass."""

@@ -160,7 +160,7 @@ async def open_run(
 
 def _load(config: Config) -> LoadedModel:
     model = load_model(config.model.name, config.model.dtype)
-    return adapted(model, config.model.lora, config.seed, len(config.policies) or None)
+    return adapted(model, config.model.lora, config.seed, config.num_adapters)
 
 
 def _model_that_fits(config: Config) -> LoadedModel:

@@ -292,7 +292,7 @@ def _compare_all(
 ) -> tuple[VersionReport, ...]:
     """One report a version. The numbers are the trainer's: its own function, dtype and mesh."""
     model, mesh = load_model(config.model.name, config.model.dtype), make_mesh(config.mesh)
-    model = adapted(model, config.model.lora, config.seed, len(config.policies) or None)
+    model = adapted(model, config.model.lora, config.seed, config.num_adapters)
     shardings = param_shardings(model.config, mesh)
     initial = jax.device_put(model.params, shardings)
     measure = jax.jit(

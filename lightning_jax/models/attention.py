@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from lightning_jax.models import blockwise, flash_gpu, flash_tpu
+from lightning_jax.models import blockwise, flash, flash_gpu, flash_tpu
 from lightning_jax.models.blockwise import ENDLESS, MASKED
 from lightning_jax.models.mesh_axes import partition
 
@@ -141,28 +141,21 @@ def _backward(*arrays: Any) -> Any:
 def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
     """The result of a forward or backward kernel that each device calls for its rows and heads.
 
-    A compiler that splits a program does not split a kernel. The mesh is that of the arrays: JAX
-    keeps it in the type of all that comes of arrays that lie on one. Where `tensor` does not divide
-    the key heads, each device computes all heads of its rows.
+    Where `tensor` does not divide the key heads, each device computes all heads of its rows.
     """
-    queries, keys = arrays[:2]
-    mesh = jax.typeof(queries).sharding.mesh
-    if mesh.empty or mesh.size == 1:
-        return kernel(*arrays)
-    rows, heads = partition(("rows", "kv_heads"), (keys.shape[0], keys.shape[2]), mesh)
-    by_token = jax.P(rows, None, heads, None)
-    by_row = jax.P(rows, None)
-    by_head = jax.P(rows, heads, None, None)
-    inputs = (by_token, by_token, by_token, by_row, by_row, by_token, by_head, by_token)
-    is_forward = len(arrays) == 5
-    split = jax.shard_map(
-        kernel,
-        mesh=mesh,
-        in_specs=inputs[: len(arrays)],
-        out_specs=(by_token, by_head) if is_forward else (by_token, by_token, by_token),
-        check_vma=False,  # a kernel does not say along which axes its results vary
-    )
-    return split(*arrays)
+    keys = arrays[1]
+
+    def place(mesh: Any) -> tuple[Any, Any]:
+        rows, heads = partition(("rows", "kv_heads"), (keys.shape[0], keys.shape[2]), mesh)
+        by_token = jax.P(rows, None, heads, None)
+        by_row = jax.P(rows, None)
+        by_head = jax.P(rows, heads, None, None)
+        inputs = (by_token, by_token, by_token, by_row, by_row, by_token, by_head, by_token)
+        is_forward = len(arrays) == 5
+        outputs = (by_token, by_head) if is_forward else (by_token, by_token, by_token)
+        return inputs[: len(arrays)], outputs
+
+    return flash.per_device(kernel, arrays, place)
 
 
 def attend_masked(

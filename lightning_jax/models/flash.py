@@ -13,6 +13,7 @@ their trunk and not each other. Tokamax's masks have an end for each key, but it
 it and its Triton kernel makes a T x T array of it.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,12 +88,36 @@ def masked_scores(
     return jnp.where((keys <= index) & (index < ends), scores, MASKED)
 
 
+def per_device(
+    kernel: Callable[..., Any], arrays: Sequence[Any], place: Callable[[Any], tuple[Any, Any]]
+) -> Any:
+    """What a kernel gives that each device calls for its part of the arrays.
+
+    A compiler that splits a program does not split a kernel. The mesh is that of the arrays: JAX
+    keeps it in the type of all that comes of arrays that lie on one. `place` says of it how the
+    arguments and the results lie there.
+    """
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    if mesh.empty or mesh.size == 1:
+        return kernel(*arrays)
+    inputs, outputs = place(mesh)
+    # A kernel does not say along which axes its results vary.
+    split = jax.shard_map(kernel, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+    return split(*arrays)
+
+
 class Sums(NamedTuple):
     """Of the keys that some queries have met: the online softmax, float32."""
 
     top: Any  # [M 1], the highest score
     total: Any  # [M 1], the sum of exp(score - top)
     out: Any  # [M D], the sum of those times the values
+
+    @classmethod
+    def start(cls, num_rows: int, width: int) -> "Sums":
+        """Those of queries that have met none."""
+        column = jnp.zeros((num_rows, 1), jnp.float32)
+        return cls(column + MASKED, column, jnp.zeros((num_rows, width), jnp.float32))
 
     def add(self, scores: Any, value: Any) -> "Sums":
         """The sums with a block more: its `scores` [M C] and values [C D]."""

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from lightning_jax.models import flash
 from lightning_jax.models.blockwise import MASKED, pad_to
 from lightning_jax.models.flash import Sums, product
 from lightning_jax.models.mesh_axes import partition
@@ -30,18 +31,12 @@ def per_device(kernel: Callable[..., Any], queries: Any, keys: Any, values: Any,
 
     Where the mesh does not divide those, each device computes all of them.
     """
-    mesh = jax.typeof(queries).sharding.mesh
-    if mesh.empty or mesh.size == 1:
-        return kernel(queries, keys, values, index)
-    by_head = jax.P(None, *partition(("kv_heads",), (keys.shape[1],), mesh))
-    split = jax.shard_map(
-        kernel,
-        mesh=mesh,
-        in_specs=(by_head, by_head, by_head, jax.P()),
-        out_specs=(by_head, by_head, by_head),
-        check_vma=False,  # a kernel does not say along which axes its results vary
-    )
-    return split(queries, keys, values, index)
+
+    def place(mesh: Any) -> tuple[Any, Any]:
+        by_head = jax.P(None, *partition(("kv_heads",), (keys.shape[1],), mesh))
+        return (by_head, by_head, by_head, jax.P()), (by_head, by_head, by_head)
+
+    return flash.per_device(kernel, (queries, keys, values, index), place)
 
 
 def attend_tpu(
@@ -162,12 +157,7 @@ def _gpu_kernel(
         block = pl.ds(step * _GPU_SIZE, _GPU_SIZE)
         return sums.add(_scores(rows, key[:, block], step * _GPU_SIZE, last), value[block, :])
 
-    start = Sums(
-        jnp.full((rows.shape[0], 1), MASKED, jnp.float32),
-        jnp.zeros((rows.shape[0], 1), jnp.float32),
-        jnp.zeros(rows.shape, jnp.float32),
-    )
-    sums = jax.lax.fori_loop(0, (last + _GPU_SIZE) // _GPU_SIZE, meet, start)
+    sums = jax.lax.fori_loop(0, (last + _GPU_SIZE) // _GPU_SIZE, meet, Sums.start(*rows.shape))
     highest[...], total[...] = (x.reshape(rows.shape[0]) for x in sums[:2])
     out[...] = sums.out
 

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from lightning_jax.models import flash
-from lightning_jax.models.blockwise import MASKED, by_token, pad_to
+from lightning_jax.models.blockwise import by_token, pad_to
 from lightning_jax.models.flash import Blocks, Sums
 
 _SIZES = (64, 32)  # rows of a block whose rows have up to 256 bytes, and of one with longer rows
@@ -174,12 +174,7 @@ def _forward_kernel(  # noqa: PLR0913
         scores = flash.masked_scores(rows, keys[block, :], *seen, first_key, key_axis=1)
         return sums.add(scores, values[block, :])
 
-    start = Sums(
-        jnp.full((size, 1), MASKED, jnp.float32),
-        jnp.zeros((size, 1), jnp.float32),
-        jnp.zeros((size, width), jnp.float32),
-    )
-    sums = jax.lax.fori_loop(0, count[...], meet, start)
+    sums = jax.lax.fori_loop(0, count[...], meet, Sums.start(size, width))
     out[...] = (sums.out / sums.total).astype(out.dtype)
     log_sums[...] = (sums.top + jnp.log(sums.total)).reshape(size)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_jax.config import AlgorithmConfig, PolicyConfig
+from lightning_jax.config_roles import adapter_places
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rl.values import CallValues
 from lightning_jax.types import TrainingSequence, Trajectory, Transition
@@ -63,7 +64,7 @@ def prepare_policies(
     """As `prepare_step`, of several policies, whose adapters lie in their order; empty: of the only
     one. Metrics of a policy's own part are named like `train/num_groups/policy=writer`.
     """
-    adapters = {name: place for place, name in enumerate(policies)}
+    adapters = adapter_places(policies)
     sequences, metrics = [], {}
     for policy, part in learning_parts(trajectories, algorithm, policies).items():
         known = values
