@@ -168,6 +168,9 @@ def _model_that_fits(config: Config) -> LoadedModel:
     model = _load(config)
     planned = plan.make_plan(model.config, config, plan.device_capacity())
     log.info("%s", plan.one_line(planned))
+    if config.policies:  # so that a misspelt name, which is one more policy, is seen
+        words = (f"{k}" + " (frozen)" * (not v.trains) for k, v in config.policies.items())
+        log.info("policies: %s", ", ".join(words))
     plan.check_plan(planned)
     return model
 
