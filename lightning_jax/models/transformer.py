@@ -10,6 +10,8 @@ where it lies:
         q, k, v /bias (Qwen2)   q_norm, k_norm /scale [D] (Qwen3)
         .../lora_a [in, rank], lora_b [rank, out] beside the kernels that have an adapter (lora.py);
         [N, in, rank], [N, rank, out] where rows of a batch choose among N adapters
+
+Where a CPU decodes, each kernel [in, out] is a kernel_t [out, in] instead (matmul.py).
 """
 
 import functools
@@ -26,6 +28,7 @@ from lightning_jax.config_sections import LoraConfig
 from lightning_jax.models import attention
 from lightning_jax.models.attention import RopeScaling
 from lightning_jax.models.cache import KVCache, attend_cache, make_cache, write_cache
+from lightning_jax.models.matmul import matmul, matmul_turned
 
 Params = dict[str, Any]
 Gather = Callable[[Params], Params]  # brings weights, or those of one layer, together for use
@@ -52,6 +55,7 @@ class DecoderConfig:
     family: str = "llama"  # llama, qwen2 or qwen3: the name a saved model carries
     lora: LoraConfig | None = None  # the adapters that are among its parameters, of rank 1 or more
     num_adapters: int | None = None  # of each kernel: [N, ...], a row chooses one; None: one, [...]
+    turned: bool = False  # its kernels are kernel_t, which has no gradient (matmul.py)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -97,13 +101,18 @@ class Linear(nn.Module):
     bias: bool = False
     lora: LoraConfig | None = None
     num_adapters: int | None = None
+    turned: bool = False
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T _"], chosen: Int[Array, " B"] | None = None
     ) -> Float[Array, "B T _"]:
         init = nn.initializers.normal(0.02)
-        out = _matmul(x, self.param("kernel", init, (x.shape[-1], self.features)))
+        if self.turned:
+            kernel = self.param("kernel_t", init, (self.features, x.shape[-1]))
+            out = matmul_turned(x, kernel).astype(x.dtype)
+        else:
+            out = matmul(x, self.param("kernel", init, (x.shape[-1], self.features)))
         if self.lora is not None:
             out = out + self._adapter(x, self.lora, chosen)
         if not self.bias:
@@ -117,26 +126,9 @@ class Linear(nn.Module):
         a = self.param("lora_a", init, (*stack, x.shape[-1], lora.rank))
         b = self.param("lora_b", nn.initializers.zeros, (*stack, lora.rank, self.features))
         if not stack:
-            return _matmul(lora.scale * _matmul(x, a), b)
+            return matmul(lora.scale * matmul(x, a), b)
         low = jnp.einsum("bti,bir->btr", x, a[chosen])
         return jnp.einsum("btr,bro->bto", lora.scale * low, b[chosen])
-
-
-@jax.custom_vjp
-def _matmul(x: Any, kernel: Any) -> Any:
-    return x @ kernel
-
-
-def _matmul_backward(saved: Any, out_grad: Any) -> tuple[Any, Any]:
-    """JAX's own rule for the kernel makes [out, in] and turns it, for which XLA on a CPU copies
-    `out_grad` element by element: a tenth of a training step."""
-    x, kernel = saved
-    rows = x.reshape(-1, x.shape[-1]), out_grad.reshape(-1, out_grad.shape[-1])
-    kernel_grad = jax.lax.dot_general(*rows, (((0,), (0,)), ((), ())))
-    return out_grad @ kernel.T, kernel_grad
-
-
-_matmul.defvjp(lambda x, kernel: (_matmul(x, kernel), (x, kernel)), _matmul_backward)
 
 
 class Layer(nn.Module):
@@ -165,7 +157,8 @@ class Layer(nn.Module):
     def _linear(self, name: str, features: int, *, bias: bool = False) -> Linear:
         lora = self.config.lora
         adapter = lora if lora is not None and name in lora.targets else None
-        return Linear(features, bias, adapter, self.config.num_adapters, name=name)
+        shared = self.config.num_adapters, self.config.turned
+        return Linear(features, bias, adapter, *shared, name=name)
 
     def _project(self, h: Any, rope: Any, chosen: Any) -> tuple[Any, Any, Any]:
         """Queries [B T H D], keys and values [B T K D]; queries and keys turned by position."""
@@ -202,7 +195,7 @@ class Decoder(nn.Module):
             layers.append(cached)
         x = RMSNorm(config.norm_eps, name="final_norm")(x)
         if not config.tie_embeddings and self.is_initializing():
-            Linear(config.vocab_size, name="head")(x)
+            Linear(config.vocab_size, turned=config.turned, name="head")(x)
         if cache is None:
             return x, None
         keys, values = zip(*layers, strict=True)
@@ -302,6 +295,10 @@ def unembed(
     params: Params, config: DecoderConfig, hidden: Float[Array, "*rows E"]
 ) -> Float[Array, "*rows V"]:
     """Logits, float32."""
+    if config.turned:
+        tied = config.tie_embeddings
+        kernel = params["embed"]["embedding"] if tied else params["head"]["kernel_t"]
+        return matmul_turned(hidden, kernel.astype(hidden.dtype))
     if config.tie_embeddings:
         kernel, axis = params["embed"]["embedding"], 1
     else:

@@ -11,7 +11,7 @@ touch again. What they compile is in programs.py.
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from jaxtyping import Float32
 from lightning_jax.config import ConfigError, ServeConfig
 from lightning_jax.models.cache import segment_lengths
 from lightning_jax.models.lora import pick
+from lightning_jax.models.matmul import turn_kernels
 from lightning_jax.models.sharding import cache_sharding, param_shardings, reshard
 from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.serve import programs
@@ -67,7 +68,7 @@ class Engine:
                 f"serve.max_len is {serve.max_len}; expected at most the model's "
                 f"{config.max_positions} positions. Lower serve.max_len."
             )
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh = replace(config, turned=_on_one_cpu(mesh)), mesh
         self.num_slots, self.max_len = serve.slots, serve.max_len
         lengths = {min(bucket, serve.max_len) for bucket in serve.prefill_buckets}
         self.buckets = tuple(sorted(lengths))
@@ -113,8 +114,10 @@ class Engine:
         """
         targets: Any = self._plain
         if self.mesh is not None:
-            targets = pick(param_shardings(self.config, self.mesh), params)
-        return reshard(params, targets, self._dtype)
+            shape = replace(self.config, turned=False)
+            targets = pick(param_shardings(shape, self.mesh), params)
+        placed = reshard(params, targets, self._dtype)
+        return jax.block_until_ready(turn_kernels(placed)) if self.config.turned else placed
 
     def init_state(self) -> DecodeState:
         """All slots empty and inactive."""
@@ -253,6 +256,11 @@ def _slot_counts(slots: int) -> tuple[int, ...]:
     """
     counts = [1, *(2**power for power in range(2, slots.bit_length()))]
     return (*(count for count in counts if count < slots), slots)
+
+
+def _on_one_cpu(mesh: jax.sharding.Mesh | None) -> bool:
+    devices = jax.devices()[:1] if mesh is None else mesh.devices.flat
+    return len(devices) == 1 and devices[0].platform == "cpu"
 
 
 def _shardings(mesh: jax.sharding.Mesh | None, config: DecoderConfig) -> tuple[Any, Any]:

@@ -58,6 +58,12 @@ def test_prefill_and_decode_equal_one_full_pass(model, engine, length):
     np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(12), response], atol=1e-5)
 
 
+def test_one_cpu_serves_turned_kernels(model, engine):
+    query = engine.place(model.params)["layers_0"]["q"]
+    np.testing.assert_array_equal(query["kernel_t"], model.params["layers_0"]["q"]["kernel"].T)
+    assert engine.config.turned and "kernel" not in query
+
+
 def test_a_prefix_taken_from_a_running_slot_gives_the_same_logprobs(model, engine):
     params = engine.place(model.params)
     shared = np.random.default_rng(0).integers(0, 256, 40).tolist()

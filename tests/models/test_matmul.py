@@ -1,0 +1,63 @@
+"""Products and their gradients against numpy, and a model with turned kernels against itself."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.config_sections import LoraConfig
+from lightning_jax.models.lora import adapted_shape
+from lightning_jax.models.matmul import FEW_ROWS, matmul, matmul_turned, turn_kernels
+from lightning_jax.models.transformer import forward, init_params, unembed
+from lightning_jax.testing.tiny import tiny_model
+
+RANDOM = np.random.default_rng(0)
+KERNEL = jnp.asarray(RANDOM.standard_normal((6, 5)), jnp.float32)
+
+
+def test_the_gradients_are_those_of_a_product():
+    x, weight = (jnp.asarray(RANDOM.standard_normal((2, 3, size))) for size in (6, 5))
+
+    def loss(product, x, kernel):
+        return (weight * product(x, kernel)).sum()
+
+    ours, usual = (jax.grad(loss, (1, 2))(product, x, KERNEL) for product in (matmul, jnp.matmul))
+    for mine, theirs in zip(ours, usual, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (FEW_ROWS, 1), (2, FEW_ROWS)])  # on the left, and right
+def test_a_turned_kernel_gives_the_same_product(rows):
+    x = jnp.asarray(RANDOM.standard_normal((*rows, 6)))
+    out = jax.jit(matmul_turned)(x, KERNEL.T)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, x @ KERNEL, atol=1e-5)
+
+
+def test_with_few_rows_the_kernel_stays_on_the_left():
+    def product_of(rows):
+        text = jax.jit(matmul_turned).lower(jnp.ones((rows, 6)), KERNEL.T).as_text()
+        return next(line for line in text.splitlines() if "dot_general" in line)
+
+    assert "-> tensor<5x16xf32>" in product_of(16)
+    assert f"-> tensor<{FEW_ROWS + 1}x5xf32>" in product_of(FEW_ROWS + 1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_turned_model_says_the_same(tied):
+    plain = replace(tiny_model(num_layers=1).config, tie_embeddings=tied, qkv_bias=True)
+    plain = adapted_shape(plain, LoraConfig(rank=2))
+    params = init_params(plain, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf + 0.01, params)  # biases and adapters count
+    turned = turn_kernels(params)
+    assert "kernel" not in turned["layers_0"]["q"] and "lora_a" in turned["layers_0"]["q"]
+    tokens = positions = jnp.arange(9)[None]
+
+    def logits(params, config):
+        hidden, _ = forward(params, config, tokens, positions)
+        return unembed(params, config, hidden[0])
+
+    want = logits(params, plain)
+    np.testing.assert_allclose(logits(turned, replace(plain, turned=True)), want, atol=1e-5)
