@@ -93,6 +93,11 @@ class ServeConfig:
     slots: int = 16  # requests decoded at once
     max_len: int = 1024  # tokens of prompt and response together that a slot holds
     prefill_buckets: tuple[int, ...] = (32, 128, 512)  # padded prompt lengths, one compile each
+    # Decode steps that the device is told to make in one go, where no response reaches its limit in
+    # them. More than 1 compiles every decode program twice, a response that stops within them
+    # wastes the rest (serve/tokens_past_end), and who comes waits for all of them. It pays where
+    # the host is slower than a step, on an accelerator; never on a CPU.
+    steps_per_dispatch: int = 1
     max_queue: int = 1024  # requests waiting for a slot; more are refused with 429
     # Memory for keys and values of past calls, beside the slots'; at most 8 times theirs is taken.
     # SmolLM2-135M in float32 has 46 kB a token: 256 MiB are 5,800 tokens. 0: nothing is kept.
@@ -108,6 +113,7 @@ class ServeConfig:
             slots=(self.slots >= 1, "at least 1"),
             port=(0 <= self.port < 65536, "0 (any free port) to 65535"),
             max_len=(self.max_len >= 16, "at least 16 tokens"),
+            steps_per_dispatch=(self.steps_per_dispatch >= 1, "at least 1"),
             prefill_buckets=(
                 bool(self.prefill_buckets) and self.prefill_buckets[0] > 0,
                 "positive lengths",

@@ -70,6 +70,7 @@ class Engine:
             )
         self.config, self.mesh = replace(config, turned=_on_one_cpu(mesh)), mesh
         self.num_slots, self.max_len = serve.slots, serve.max_len
+        self.steps_per_dispatch = serve.steps_per_dispatch
         lengths = {min(bucket, serve.max_len) for bucket in serve.prefill_buckets}
         self.buckets = tuple(sorted(lengths))
         self.capacities = tuple(itertools.accumulate(segment_lengths(serve.max_len)))
@@ -97,6 +98,15 @@ class Engine:
         self._retire = jax.jit(programs.retire, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(
             generate,
+            static_argnames=("segments", "rows"),
+            donate_argnums=1,
+            out_shardings=(state, plain),
+        )
+        several = partial(
+            programs.generate_several, config=self.config, steps=self.steps_per_dispatch
+        )
+        self._generate_several = jax.jit(
+            several,
             static_argnames=("segments", "rows"),
             donate_argnums=1,
             out_shardings=(state, plain),
@@ -193,10 +203,14 @@ class Engine:
         longest: int | None = None,
         bias: Float32[np.ndarray, "S V"] | None = None,
         num_slots: int | None = None,
+        steps: int = 1,
     ) -> tuple[DecodeState, Sampled]:
         """One token for every active slot; rows of the others stay as they are. Donates `state`.
 
-        `longest` bounds the number of tokens of any active row, this step's included; less of the
+        With `steps`, which is 1 or `steps_per_dispatch`, as many tokens, and each array of the
+        result has a leading axis for them; not with a `bias`, and of no slot past its row's end.
+
+        `longest` bounds the number of tokens of any active row, these included; less of the
         cache is read. With `num_slots` only that many first slots may be active; the step is that
         much smaller, and its result has at least that many rows. `bias` is added to the logits
         before all else, -inf forbids a token; with it the result holds the likeliest tokens too,
@@ -207,7 +221,8 @@ class Engine:
         segments = self._segments_for(self.max_len if longest is None else longest)
         wanted = self.num_slots if num_slots is None else num_slots
         rows = next(n for n in self.slot_counts if n >= wanted)
-        return self._generate(params, state, segments=segments, rows=rows)
+        program = self._generate if steps == 1 else self._generate_several
+        return program(params, state, segments=segments, rows=rows)
 
     def retire(self, state: DecodeState, slots: Iterable[int]) -> DecodeState:
         """The state with these slots inactive; their rows stay readable. Donates `state`."""
@@ -220,7 +235,7 @@ class Engine:
         """How many programs were compiled so far."""
         functions = (self._init, self._empty, self._prefill, self._extract)
         functions += (self._insert, self._activate, self._retire, self._generate)
-        functions += (self._generate_biased,)
+        functions += (self._generate_several, self._generate_biased)
         compiled: Any = functions
         return self.pages.compiles + sum(function._cache_size() for function in compiled)
 
@@ -242,8 +257,8 @@ class Engine:
                 prefix = Prefix(cache, 0)
             state = self.insert(prefix, state, 0, start)
             self.extract(state, 0, 0, capacity)
-            for count in self.slot_counts:
-                state, _ = self.generate(params, state, capacity, num_slots=count)
+            for count, steps in itertools.product(self.slot_counts, {1, self.steps_per_dispatch}):
+                state, _ = self.generate(params, state, capacity, num_slots=count, steps=steps)
         bias = np.zeros((self.num_slots, self.config.vocab_size), np.float32)
         state, _ = self.generate(params, state, bias=bias)
         return jax.block_until_ready(self.retire(state, range(self.num_slots)))

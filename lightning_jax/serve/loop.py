@@ -7,13 +7,9 @@ results go back to the event loops in one batch a step.
 import logging
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import jax
-import numpy as np
-from jaxtyping import Float32
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.models.lora import frozen_part, overlay
@@ -25,48 +21,20 @@ from lightning_jax.serve.generation import Delivery, EngineError, Generation, de
 from lightning_jax.serve.intake import Intake, LoopStatus
 from lightning_jax.serve.prefix_cache import PrefixCache
 from lightning_jax.serve.programs import start_of
-from lightning_jax.serve.radix import Node
 from lightning_jax.serve.response import Response, SampledToken
-from lightning_jax.serve.sampling import Sampled
 from lightning_jax.serve.scheduler import Admission, Scheduler
 from lightning_jax.serve.score import Scorer
-from lightning_jax.types import FinishReason, SamplingParams, TopLogprobs
+from lightning_jax.serve.steps import Request, Stepper, Steps
+from lightning_jax.types import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)  # one is another only if it is the same request
-class _Request:
-    """A request as the engine's thread knows it."""
-
-    generation: Generation
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    seed: int
-    response: Response
-    adjuster: LogitAdjuster | None  # None: plain sampling
-    adapter: int | None = None  # of several, which one answers
-    held: Node | None = None  # what is cached of the prompt, while it waits
-    slot: int | None = None  # None: waiting
-    version: int = -1  # of the weights that it began with
-    num_due: int = 0  # steps it needs yet, if nothing ends it before its limit
-    finished: bool = False
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A decode step that the device was told to make, and for whom."""
-
-    requests: Mapping[int, _Request]  # by slot
-    sampled: Sampled  # on the device
-    version: int  # of the weights
 
 
 @dataclass
 class _Inbox:
     """What other threads ask for. Emptied at the start of every turn."""
 
-    submitted: list[_Request] = field(default_factory=list)
+    submitted: list[Request] = field(default_factory=list)
     cancelled: list[Generation] = field(default_factory=list)
     weights: tuple[Any, int] | None = None
 
@@ -91,16 +59,16 @@ class EngineLoop:
         self._state = engine.init_state()
         self._prefixes = PrefixCache(engine, version)
         self._scorer = Scorer(engine.config, engine.capacities)
-        self._scheduler: Scheduler[_Request] = Scheduler(engine.num_slots)
-        self._positions = np.zeros(engine.num_slots, np.int64)  # of the token decoded next
-        self._ahead: _Step | None = None  # its results are still to be handed out
-        self._retiring: list[_Request] = []
+        self._scheduler: Scheduler[Request] = Scheduler(engine.num_slots)
+        self._stepper = Stepper(engine)
+        self._ahead: Steps | None = None  # its results are still to be handed out
+        self._retiring: list[Request] = []
         self._outgoing: list[Delivery] = []
         self._counts = dict.fromkeys(_COUNTERS, 0)
         # Below: shared between threads, under the lock.
         self._changed = threading.Condition()
         self._inbox = _Inbox()
-        self._intake: Intake[_Request] = Intake(
+        self._intake: Intake[Request] = Intake(
             slots=engine.num_slots,
             max_queue=serve.max_queue,
             max_len=engine.max_len,
@@ -152,7 +120,7 @@ class EngineLoop:
         limit = min(sampling.max_tokens, self._engine.max_len - len(prompt))
         decoder = StreamDecoder(self._tokenizer)
         response = Response(decoder, self._tokenizer.eos_ids, sampling, limit)
-        request = _Request(generation, prompt, sampling, seed, response, adjuster, adapter)
+        request = Request(generation, prompt, sampling, seed, response, adjuster, adapter)
         with self._changed:
             self._intake.add(generation, request)
             self._inbox.submitted.append(request)
@@ -189,7 +157,8 @@ class EngineLoop:
     def stats(self) -> dict[str, float]:
         """Counters since the start, and how many requests run and wait now."""
         running = len(self._scheduler.running)
-        counts = {f"serve/{name}": float(count) for name, count in self._counts.items()}
+        counted = self._counts | self._stepper.counts
+        counts = {f"serve/{name}": float(count) for name, count in counted.items()}
         return counts | {
             "serve/running": float(running),
             "serve/queue_depth": float(max(len(self._intake) - running, 0)),
@@ -264,7 +233,7 @@ class EngineLoop:
         self._send()
         return True
 
-    def _begin(self, admission: Admission[_Request]) -> None:
+    def _begin(self, admission: Admission[Request]) -> None:
         """Fills the slot's row with the prompt but for its last token, and sets it to decode
         that.
         """
@@ -285,8 +254,7 @@ class EngineLoop:
         # Now, not when the response is there: the siblings come next.
         self._prefixes.keep(self._state, slot, context, self._version, adapter)
         request.version = self._version
-        self._positions[slot] = len(context)
-        request.slot, request.num_due = slot, request.response.limit
+        self._stepper.begin(request, slot, len(context))
         self._counts["requests"] += 1
         self._counts["prefill_tokens"] += len(context) - reuse
         self._counts["prefix_hit_tokens"] += reuse
@@ -297,10 +265,10 @@ class EngineLoop:
         return self._engine.insert(prefix, self._state, slot, start)
 
     def _step(self) -> None:
-        """Starts a step, and hands out what the one before it sampled, which the device had ready.
+        """Starts a step, or several, and hands out what was sampled before, which is ready.
 
-        So the device never waits for the host. A request that the step before ended takes part in
-        one more for nothing. What a request adds to its logits depends on its last token: with
+        So the device never waits for the host. A request that has just ended takes part once more
+        for nothing. What a request adds to its logits depends on its last token: with
         such a request each step's results are handed out first.
         """
         before, self._ahead = self._ahead, None
@@ -311,59 +279,19 @@ class EngineLoop:
             self._ahead = self._dispatch()
         self._hand_out(before)
 
-    def _dispatch(self) -> _Step | None:
-        """Starts one token for every running request that needs one; None if none does."""
-        requests = {slot: r for slot, r in self._scheduler.running.items() if r.num_due}
-        if not requests:
-            return None
-        slots = np.fromiter(requests, np.int64, len(requests))
-        longest = int(self._positions[slots].max()) + 1
-        bias = self._bias(requests)
-        self._state, sampled = self._engine.generate(
-            self._params, self._state, longest, bias, num_slots=max(requests) + 1
+    def _dispatch(self) -> Steps | None:
+        self._state, steps = self._stepper.start(
+            self._params, self._state, self._version, self._scheduler.running
         )
-        self._positions[slots] += 1
-        for request in requests.values():
-            request.num_due -= 1
-        self._counts["steps"] += 1
-        self._counts["adjusted_steps"] += bias is not None
-        return _Step(requests, sampled, self._version)
+        return steps
 
-    def _hand_out(self, step: _Step | None) -> None:
-        """Gives each request that still runs the token that the step sampled for it."""
-        if step is None:
-            return
-        requests = {slot: r for slot, r in step.requests.items() if not r.finished}
-        self._counts["tokens_past_end"] += len(step.requests) - len(requests)
-        self._counts["tokens_generated"] += len(requests)
-        if not requests:
-            return
-        sampled = jax.device_get(step.sampled)  # the step's one transfer, which waits for it
-        tokens, behavior = sampled.tokens.tolist(), sampled.behavior_logprobs.tolist()
-        sampling = sampled.sampling_logprobs.tolist()
-        for slot, request in requests.items():
-            token = SampledToken(
-                tokens[slot],
-                behavior[slot],
-                sampling[slot],
-                step.version,
-                forced=request.adjuster is not None and request.adjuster.forced,
-                top_logprobs=_top_logprobs(sampled, slot, request.sampling.top_logprobs),
-            )
-            self._push(request, token)
+    def _hand_out(self, steps: Steps | None) -> None:
+        """Gives each request that still runs what was sampled for it."""
+        if steps is not None:
+            for request, token in self._stepper.read(steps):
+                self._push(request, token)
 
-    def _bias(self, requests: Mapping[int, _Request]) -> Float32[np.ndarray, "S V"] | None:
-        """What the requests add to their slots' logits; None if all are plain."""
-        adjusters = {slot: r.adjuster for slot, r in requests.items() if r.adjuster}
-        if not adjusters:
-            return None
-        # New every step: the engine may read it in place.
-        bias = np.zeros((self._engine.num_slots, self._engine.config.vocab_size), np.float32)
-        for slot, adjuster in adjusters.items():
-            adjuster.add_to(bias[slot])
-        return bias
-
-    def _push(self, request: _Request, token: SampledToken) -> None:
+    def _push(self, request: Request, token: SampledToken) -> None:
         chunk, reason = request.response.push(token)
         self._outgoing.append(Delivery(request.generation, chunk, None))
         self._counts["tokens_forced"] += token.forced
@@ -376,7 +304,7 @@ class EngineLoop:
         if reason:
             self._finish(request, reason)
 
-    def _finish(self, request: _Request | None, reason: FinishReason) -> None:
+    def _finish(self, request: Request | None, reason: FinishReason) -> None:
         """Ends a request that waits or runs; one that has ended already is left alone."""
         if request is None or request.finished:
             return
@@ -405,7 +333,7 @@ class EngineLoop:
         if slots:
             self._state = self._engine.retire(self._state, slots)
 
-    def _let_go(self, request: _Request) -> None:
+    def _let_go(self, request: Request) -> None:
         if request.held is not None:
             self._prefixes.let_go(request.held)
             request.held = None
@@ -416,16 +344,4 @@ class EngineLoop:
         self._intake.remove(item.generation for item in deliveries if item.outcome is not None)
 
 
-def _top_logprobs(sampled: Sampled, slot: int, number: int) -> TopLogprobs:
-    if number == 0:
-        return ()
-    best = sampled.likeliest
-    assert best is not None, "a request that asks for them makes the step give them"
-    ids, logprobs = best.ids[slot, :number].tolist(), best.logprobs[slot, :number].tolist()
-    return tuple(zip(ids, logprobs, strict=True))
-
-
-_COUNTERS = (
-    "requests", "cancelled", "steps", "adjusted_steps", "tokens_generated", "tokens_past_end",
-    "tokens_forced", "prefill_tokens", "prefix_hit_tokens"
-)  # fmt: skip
+_COUNTERS = ("requests", "cancelled", "tokens_forced", "prefill_tokens", "prefix_hit_tokens")

@@ -170,3 +170,20 @@ def generate(
         position=state.slots.position.at[:rows].add(step),
     )
     return DecodeState(cache, slots, state.counts.at[:rows].add(step), state.active), sampled
+
+
+def generate_several(
+    params: Params,
+    state: DecodeState,
+    *,
+    config: DecoderConfig,
+    segments: int,
+    rows: int,
+    steps: int,
+) -> tuple[DecodeState, Sampled]:
+    """As many generate steps one after another; what they sampled has a leading axis for them."""
+
+    def step(state: DecodeState, _: None) -> tuple[DecodeState, Sampled]:
+        return generate(params, state, config=config, segments=segments, rows=rows)
+
+    return jax.lax.scan(step, state, None, length=steps)

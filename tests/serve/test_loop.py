@@ -290,7 +290,9 @@ async def test_the_caller_may_donate_its_weights(model, engine):
 
 async def test_no_compile_after_warmup():
     model = tiny_model(0, num_layers=1)
-    serve = ServeConfig(slots=2, max_len=300, prefill_buckets=(64,), prefix_cache_mib=0.06)
+    serve = ServeConfig(
+        slots=2, max_len=300, prefill_buckets=(64,), prefix_cache_mib=0.06, steps_per_dispatch=3
+    )
     loop = EngineLoop(Engine(model.config, serve), model.params, 0, model.tokenizer, serve)
     loop.warmup()
     compiles = loop.stats()["serve/compiles"]

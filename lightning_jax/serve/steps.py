@@ -1,0 +1,140 @@
+"""Decode steps of the requests that run: started on the device, and read when it has made them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float32
+
+from lightning_jax.serve.adjust import LogitAdjuster
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.generation import Generation
+from lightning_jax.serve.programs import DecodeState
+from lightning_jax.serve.radix import Node
+from lightning_jax.serve.response import Response, SampledToken
+from lightning_jax.serve.sampling import Sampled
+from lightning_jax.types import SamplingParams, TopLogprobs
+
+_COUNTERS = ("steps", "adjusted_steps", "tokens_generated", "tokens_past_end")
+
+
+@dataclass(eq=False)  # one is another only if it is the same request
+class Request:
+    """A request as the engine's thread knows it."""
+
+    generation: Generation
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    response: Response
+    adjuster: LogitAdjuster | None  # None: plain sampling
+    adapter: int | None = None  # of several, which one answers
+    held: Node | None = None  # what is cached of the prompt, while it waits
+    slot: int | None = None  # None: waiting
+    version: int = -1  # of the weights that it began with
+    num_due: int = 0  # steps it needs yet, if nothing ends it before its limit
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Decode steps that the device was told to make in one go, and for whom."""
+
+    requests: Mapping[int, Request]  # by slot
+    sampled: Sampled  # on the device; where there are several steps, with one axis more in front
+    version: int  # of the weights
+    number: int
+
+
+class Stepper:
+    """Starts steps and reads them. The state of the slots is the caller's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._positions = np.zeros(engine.num_slots, np.int64)  # of the token decoded next
+        self.counts = dict.fromkeys(_COUNTERS, 0)
+
+    def begin(self, request: Request, slot: int, position: int) -> None:
+        """The request has the slot now, and its next token goes to `position`."""
+        request.slot, request.num_due = slot, request.response.limit
+        self._positions[slot] = position
+
+    def start(
+        self, params: Any, state: DecodeState, version: int, running: Mapping[int, Request]
+    ) -> tuple[DecodeState, Steps | None]:
+        """One token, or several, for every running request that needs one; None if none does.
+
+        Donates `state`. Several where the engine has a program for it, if no request has its limit
+        before, or must be asked before each token. One that ends by itself before is given the rest
+        for nothing.
+        """
+        requests = {slot: request for slot, request in running.items() if request.num_due}
+        if not requests:
+            return state, None
+        slots = np.fromiter(requests, np.int64, len(requests))
+        bias = self._bias(requests)
+        number = self._engine.steps_per_dispatch
+        if bias is not None or min(request.num_due for request in requests.values()) < number:
+            number = 1
+        longest = int(self._positions[slots].max()) + number
+        state, sampled = self._engine.generate(
+            params, state, longest, bias, num_slots=max(requests) + 1, steps=number
+        )
+        self._positions[slots] += number
+        for request in requests.values():
+            request.num_due -= number
+        self.counts["steps"] += number
+        self.counts["adjusted_steps"] += bias is not None
+        return state, Steps(requests, sampled, version, number)
+
+    def read(self, steps: Steps) -> Iterator[tuple[Request, SampledToken]]:
+        """The tokens in the order they were sampled; none for a request that is finished, which
+        it may be by what was read before. Waits for the device.
+        """
+        if all(request.finished for request in steps.requests.values()):
+            self.counts["tokens_past_end"] += steps.number * len(steps.requests)
+            return
+        sampled = jax.device_get(steps.sampled)  # the only transfer
+        if steps.number == 1:
+            sampled = jax.tree.map(lambda leaf: leaf[None], sampled)
+        tokens, behavior = sampled.tokens.tolist(), sampled.behavior_logprobs.tolist()
+        sampling = sampled.sampling_logprobs.tolist()
+        for step in range(steps.number):
+            for slot, request in steps.requests.items():
+                if request.finished:
+                    self.counts["tokens_past_end"] += 1
+                    continue
+                self.counts["tokens_generated"] += 1
+                yield (
+                    request,
+                    SampledToken(
+                        tokens[step][slot],
+                        behavior[step][slot],
+                        sampling[step][slot],
+                        steps.version,
+                        forced=request.adjuster is not None and request.adjuster.forced,
+                        top_logprobs=_top(sampled, step, slot, request.sampling.top_logprobs),
+                    ),
+                )
+
+    def _bias(self, requests: Mapping[int, Request]) -> Float32[np.ndarray, "S V"] | None:
+        """What the requests add to their slots' logits; None if all are plain."""
+        adjusters = {slot: r.adjuster for slot, r in requests.items() if r.adjuster}
+        if not adjusters:
+            return None
+        # New every step: the engine may read it in place.
+        bias = np.zeros((self._engine.num_slots, self._engine.config.vocab_size), np.float32)
+        for slot, adjuster in adjusters.items():
+            adjuster.add_to(bias[slot])
+        return bias
+
+
+def _top(sampled: Sampled, step: int, slot: int, number: int) -> TopLogprobs:
+    if number == 0:
+        return ()
+    best = sampled.likeliest
+    assert best is not None, "a request that asks for them makes the step give them"
+    ids, logprobs = best.ids[step, slot, :number], best.logprobs[step, slot, :number]
+    return tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
