@@ -2,6 +2,7 @@
 
     python benchmarks/serve.py [--model NAME] [--only W1 W2]
                                [--peers vllm llama_cpp transformers] [--peer NAME=URL ...]
+                               [--llama-server BINARY FILE.gguf]
 
 Without peers only our server is measured, over HTTP, in a process of its own. `--peers` are engines
 that `peers/run_NAME.py` calls inside its own process, without HTTP, so the comparison leans to
@@ -9,7 +10,8 @@ their side; each has an environment of its own in `peers/.venvs/`, made once fro
 `requirements-NAME.txt` (llama.cpp is compiled, which takes minutes). They read the same weights
 from a Hugging Face directory that is written once to `.cache/`; delete it when the model behind a
 name changes. `--peer` is a server that runs already and speaks OpenAI's completions with token ids
-as prompts and `ignore_eos`.
+as prompts and `ignore_eos`. `--llama-server` starts llama.cpp's own (llama_server.py); its
+convert_hf_to_gguf.py writes the file from that directory, with `--outtype bf16`.
 
 All get the same prompts, the same numbers of tokens and temperature 1; workloads.py says which. At
 most 16 requests run at once, of at most 1,024 tokens, with a prefix cache where there is one. One
@@ -38,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import llama_server
 import numpy as np
 from speed import median_s
 from workloads import (
@@ -161,6 +164,16 @@ def measure_peer(
             yield Row(event.pop("workload"), f"{peer} {dtype}", Result(**event))
 
 
+def measure_llama_server(binary: str, weights: str, names: Sequence[str]) -> Iterator[Row]:
+    """Raises PeerError."""
+    for name in names:
+        try:
+            found = asyncio.run(llama_server.measure(binary, Path(weights), name))
+        except (OSError, RuntimeError) as error:
+            raise PeerError(str(error)) from error
+        yield Row(name, "llama-server", found)
+
+
 def events(name: str, command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
     """The JSON lines that a program prints as it runs. Raises PeerError where it fails."""
     log = HERE / f".cache/{name.replace(' ', '-')}.log"
@@ -255,6 +268,8 @@ def compare(args: argparse.Namespace, servers: Sequence[Target]) -> int:
         measured.append(
             lambda server=server: (asyncio.run(measure_server(server, n)) for n in args.only)
         )
+    if args.llama_server:
+        measured.append(partial(measure_llama_server, *args.llama_server, args.only))
     rows: list[Row] = []
     ours: dict[str, float] = {}
     failed = 0
@@ -286,6 +301,9 @@ def main() -> None:
         default=[],
         metavar="NAME=URL[,MODEL[,KEY]]",
         help="another server, its URL with /v1",
+    )
+    parser.add_argument(
+        "--llama-server", nargs=2, metavar=("BINARY", "FILE.gguf"), help="llama.cpp's own server"
     )
     args = parser.parse_args()
     servers = []

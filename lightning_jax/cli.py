@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lightning_jax import plan
+from lightning_jax.compiled import keep_compiled
 from lightning_jax.config import Config, ModelConfig, ServeConfig, load_config
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.load import load_shape
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # force: libraries that were imported above have set up the root logger for themselves.
     logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
     logging.getLogger("lightning_jax").setLevel(logging.INFO)
+    keep_compiled()
     try:
         return arguments.run(arguments)
     except UserError as error:

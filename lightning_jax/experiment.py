@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from lightning_jax.compiled import keep_compiled
 from lightning_jax.config import Config, DataConfig, load_config
 from lightning_jax.distributed import is_leader
 from lightning_jax.rollout_metrics import failures
@@ -44,6 +45,7 @@ def run_main(
     logging.getLogger("lightning_jax").setLevel(logging.INFO)
     # As Ctrl-C: what stops jobs must not leave the programs of their agents behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    keep_compiled()
     try:
         main(load_config(Config, [arguments.config, *arguments.settings]))
     except UserError as error:

@@ -1,0 +1,45 @@
+"""What one process compiled, the next one reads; and whose settings win."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import jax, logging
+from lightning_jax import compiled
+compiled.MIN_COMPILE_S = 0.0
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+found = []
+jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
+compiled.keep_compiled()
+jax.jit(lambda x: x * 3 + 1)(jax.numpy.ones(5)).block_until_ready()
+print(jax.config.jax_compilation_cache_dir, "/jax/compilation_cache/cache_hits" in found)
+"""
+
+
+def start(cache: Path, **more: str) -> tuple[str, str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMP", "JAX_PERS"))}
+    environment = kept | {"XDG_CACHE_HOME": str(cache), "JAX_PLATFORMS": "cpu"} | more
+    child = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
+    place, hit = child.stdout.split()
+    return place, hit, child.stderr
+
+
+def test_the_second_process_reads_what_the_first_compiled(tmp_path):
+    place, hit, _ = start(tmp_path)
+    assert hit == "False" and Path(place).parent == tmp_path / "lightning_jax"
+    assert start(tmp_path)[:2] == (place, "True")
+
+
+def test_a_place_that_jax_was_told_of_stays(tmp_path):
+    place, *_ = start(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
+    assert place == str(tmp_path / "own") and not (tmp_path / "lightning_jax").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "a file").write_text("in the way")
+    place, _, said = start(tmp_path / "a file")
+    assert place == "None" and "cannot be written; every start compiles anew" in said
