@@ -174,32 +174,10 @@ class Layer(nn.Module):
         return attention.rotate(parts["q"], *rope), attention.rotate(parts["k"], *rope), parts["v"]
 
 
-class Decoder(nn.Module):
-    """Tokens to hidden states after the final norm; `unembed` makes logits of those."""
-
-    config: DecoderConfig
-
-    @nn.compact
-    def __call__(
-        self, tokens: Any, positions: Any, ends: Any, cache: KVCache | None, chosen: Any
-    ) -> tuple[Any, KVCache | None]:
-        config = self.config
-        init = nn.initializers.normal(0.02)
-        x = nn.Embed(config.vocab_size, config.embed_dim, embedding_init=init, name="embed")(tokens)
-        rope = _rope(config, positions)
-        layers = []
-        for i in range(config.num_layers):
-            cached = None if cache is None else (cache.keys[i], cache.values[i])
-            layer = Layer(config, name=f"layers_{i}")
-            x, cached = layer(x, rope, ends, cached, positions, chosen)
-            layers.append(cached)
-        x = RMSNorm(config.norm_eps, name="final_norm")(x)
-        if not config.tie_embeddings and self.is_initializing():
-            Linear(config.vocab_size, turned=config.turned, name="head")(x)
-        if cache is None:
-            return x, None
-        keys, values = zip(*layers, strict=True)
-        return x, KVCache(keys, values)
+@functools.partial(jax.jit, static_argnums=0)
+def _layer(config: DecoderConfig, params: Params, *arrays: Any) -> tuple[Any, Any]:
+    """Jitted, so that the layers of a model are traced once, not one by one."""
+    return Layer(config).apply({"params": params}, *arrays)  # pyright: ignore[reportReturnType]
 
 
 def _rope(config: DecoderConfig, positions: Any) -> Any:
@@ -218,7 +196,7 @@ def _forward_recomputing(
     chosen: Any,
     gather: Gather,
 ) -> Any:
-    """What Decoder computes without a cache, keeping only each layer's input for the backward pass.
+    """`forward` without a cache, keeping only each layer's input for the backward pass.
 
     A scan over stacked weights, because in a straight program XLA's CPU compiler moves the
     recomputations to the front, where they save nothing: 3.4 GB instead of 1.3 GB for 2,048 tokens
@@ -235,7 +213,7 @@ def _forward_recomputing(
         return Layer(config).apply({"params": gather(layer)}, *arrays)[0], None
 
     x, _ = jax.lax.scan(step, x, stacked)
-    return RMSNorm(config.norm_eps).apply({"params": params["final_norm"]}, x)
+    return _final_norm(params, config, x)
 
 
 def _as_it_is(params: Params) -> Params:
@@ -244,10 +222,21 @@ def _as_it_is(params: Params) -> Params:
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _init(config: DecoderConfig, key: Any, dtype: Any) -> Params:
-    tokens = jnp.zeros((1, 1), jnp.int32)
+    x, place = jnp.zeros((1, 1, config.embed_dim)), jnp.zeros((1, 1), jnp.int32)
     chosen = None if config.num_adapters is None else jnp.zeros(1, jnp.int32)
-    params = Decoder(config).init(key, tokens, tokens, None, None, chosen)["params"]
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    arrays = (x, _rope(config, place), place, None, place, chosen)
+    keys = jax.random.split(key, config.num_layers + 2)
+    parts = {
+        f"layers_{i}": Layer(config).init(keys[i], *arrays)["params"]
+        for i in range(config.num_layers)
+    }
+    parts["final_norm"] = RMSNorm(config.norm_eps).init(key, x)["params"]
+    table = 0.02 * jax.random.normal(keys[-1], (config.vocab_size, config.embed_dim))
+    parts["embed"] = {"embedding": table}
+    if not config.tie_embeddings:
+        head = Linear(config.vocab_size, turned=config.turned)
+        parts["head"] = head.init(keys[-2], x)["params"]
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), parts)
 
 
 def init_params(config: DecoderConfig, key: Any, dtype: Any = jnp.float32) -> Params:
@@ -287,8 +276,22 @@ def forward(  # noqa: PLR0913  (each is a choice of its own)
     if remat and cache is None:
         arrays = (tokens, positions, ends, adapters)
         return _forward_recomputing(params, config, *arrays, gather), None
-    arrays = (tokens, positions, ends, cache, adapters)
-    return Decoder(config).apply({"params": gather(params)}, *arrays)  # pyright: ignore[reportReturnType]
+    params = gather(params)
+    x, rope, layers = params["embed"]["embedding"][tokens], _rope(config, positions), []
+    for i in range(config.num_layers):
+        cached = None if cache is None else (cache.keys[i], cache.values[i])
+        arrays = (x, rope, ends, cached, positions, adapters)
+        x, cached = _layer(config, params[f"layers_{i}"], *arrays)
+        layers.append(cached)
+    x = _final_norm(params, config, x)
+    if cache is None:
+        return x, None
+    keys, values = zip(*layers, strict=True)
+    return x, KVCache(keys, values)
+
+
+def _final_norm(params: Params, config: DecoderConfig, x: Any) -> Any:
+    return RMSNorm(config.norm_eps).apply({"params": params["final_norm"]}, x)
 
 
 def unembed(
