@@ -1,6 +1,8 @@
 """Eight simulated CPU devices, strict numerics, and no logging surprises for every test."""
 
+import gc
 import os
+import sys
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -21,13 +23,17 @@ LONGEST = (
     "test_trainer.py",
     "test_notebooks.py",
     "test_lora_run.py",
+    "test_own_weights_run.py",
+    "test_policies_run.py",
     "test_cli.py",
     "test_verify.py",
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What one test has compiled no other compiles again, in whatever process it runs."""
+    """What one test has compiled no other compiles again, in whatever process it runs: neither
+    programs of JAX nor Python's modules.
+    """
     assert config.cache is not None, "pytest's cache is switched off"
     settings = {
         "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
@@ -37,12 +43,37 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)  # for processes that tests start
+    if sys.dont_write_bytecode:  # as where nothing may be written beside the sources
+        place = str(config.cache.mkdir("bytecode"))
+        sys.dont_write_bytecode, sys.pycache_prefix = False, place
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = place
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests first: of two processes none is left with them at the end."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, and tracing makes millions of objects that are no garbage: the
+    collector need not walk over either again and again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def undrawn() -> Iterator[None]:
+    """A run draws its curves anew after every step, which takes longer than the tests' steps do.
+    Tests of the picture take this back.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if "lightning_jax.run" in sys.modules:
+            patch.setattr("lightning_jax.run.plot_curves", lambda *_: None)
+        yield
 
 
 @pytest.fixture

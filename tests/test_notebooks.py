@@ -10,30 +10,41 @@ from lightning_jax.models.load import save_hf
 from lightning_jax.testing.tiny import tiny_model
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+BETWEEN = "%reset -f\n%env SETTINGS=mesh.fsdp=1"
 
 
-def _run(name: str) -> str:
-    """Everything that the notebook prints."""
-    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
-    nbformat.validate(notebook)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "clear the outputs"
+def _run(*names: str) -> list[str]:
+    """Everything that each of the notebooks prints. They run one after the other in one kernel,
+    which forgets all names in between, so that what they import is imported once. The settings of
+    the environment are the first one's.
+    """
+    notebooks = [nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4) for name in names]
+    whole = nbformat.v4.new_notebook()
+    for notebook in notebooks:
+        nbformat.validate(notebook)
+        assert not any(cell.get("outputs") for cell in notebook.cells), "clear the outputs"
+        whole.cells += [*notebook.cells, nbformat.v4.new_code_cell(BETWEEN)]
     resources = {"metadata": {"path": str(NOTEBOOKS)}}
-    NotebookClient(notebook, timeout=300, resources=resources).execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    said = [output.get("text", "") or str(output.get("data", "")) for output in outputs]
-    return "\n".join(said)
+    NotebookClient(whole, timeout=300, resources=resources).execute()
+    return ["\n".join(map(_said, notebook.cells)) for notebook in notebooks]
 
 
-def test_an_agent_is_trained_and_its_run_analysed(
+def _said(cell: nbformat.NotebookNode) -> str:
+    outputs = cell.get("outputs", [])
+    return "\n".join(output.get("text", "") or str(output.get("data", "")) for output in outputs)
+
+
+def test_an_agent_is_trained_its_run_analysed_and_a_larger_one_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_hf(tmp_path / "tiny", tiny_model())
+    save_hf(tmp_path / "tiny", tiny_model(num_layers=1))
     settings = {
         "run_dir": tmp_path / "run",
         "num_steps": 1,
         "model.name": tmp_path / "tiny",
-        "serve.slots": 2,
+        "serve.slots": 1,
         "serve.max_len": 512,
+        "serve.prefill_buckets": "[128]",
         "rollout.tasks_per_step": 1,
         "rollout.group_size": 2,
         "rollout.max_tokens": 4,
@@ -42,16 +53,11 @@ def test_an_agent_is_trained_and_its_run_analysed(
         "mesh.fsdp": 1,
     }
     monkeypatch.setenv("SETTINGS", " ".join(f"{key}={value}" for key, value in settings.items()))
-    said = _run("quickstart")
-    assert "greedy reward on dev tasks" in said and "image/png" in said
-    assert "rollouts: 4 scored" in said  # two of training, one before it and one after
-    assert "train-00000-000-0" in said and "advantage" in said
     monkeypatch.setenv("RUNS", str(tmp_path / "run"))
-    said = _run("analysis")
-    assert "image/png" in said and "rollouts: 4 scored" in said
-    assert "train-00000-000-00-1 call 1" in said
-
-
-def test_the_tpu_notebook_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SETTINGS", "mesh.fsdp=1")
-    assert "optimizer moments" in _run("tpu")
+    trained, analysed, planned = _run("quickstart", "analysis", "tpu")
+    assert "greedy reward on dev tasks" in trained and "image/png" in trained
+    assert "rollouts: 4 scored" in trained  # two of training, one before it and one after
+    assert "train-00000-000-0" in trained and "advantage" in trained
+    assert "image/png" in analysed and "rollouts: 4 scored" in analysed
+    assert "train-00000-000-00-1 call 1" in analysed
+    assert "optimizer moments" in planned

@@ -129,4 +129,4 @@ async def test_nothing_leaks(make_bench: MakeBench, monkeypatch: pytest.MonkeyPa
         # Threads of asyncio's and aiohttp's pools come and stay; they are bounded.
         assert threading.active_count() <= threads + 32
         assert readings[-1] < readings[0] + 64
-    assert not bench.gateway._rollouts and not bench.gateway._working
+    assert not bench.gateway._rollouts and not bench.gateway._calls.working

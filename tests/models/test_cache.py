@@ -1,5 +1,7 @@
 """The cache in segments: its shape, what writing touches, attention against all scores at once."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +18,15 @@ from lightning_jax.models.cache import (
     write_cache,
 )
 
+attend = jax.jit(attend_cache)
+attend_all = jax.jit(attention.attend_masked)
+
 
 def _empty(rows: int, length: int) -> KVCache:
     return make_cache(layers=2, rows=rows, length=length, kv_heads=2, head_dim=8, dtype=jnp.float32)
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def _filled(rows: int, length: int) -> tuple[KVCache, jax.Array, jax.Array]:
     """A cache written in one go, and the keys and values [B, T, K, D] in it."""
     random = jax.random.split(jax.random.key(0), 2)
@@ -63,7 +69,7 @@ def test_writing_touches_its_positions_and_nothing_else():
 def test_a_single_visible_key_gives_its_value():
     cache, _, values = _filled(2, 5)
     queries = jax.random.normal(jax.random.key(1), (2, 1, 4, 8))
-    out = attend_cache(queries, cache.keys[0], cache.values[0], jnp.array([[0], [0]]))
+    out = attend(queries, cache.keys[0], cache.values[0], jnp.array([[0], [0]]))
     np.testing.assert_allclose(out[0, 0, :2], jnp.stack([values[0, 0, 0]] * 2), rtol=1e-5)
     np.testing.assert_allclose(out[0, 0, 2:], jnp.stack([values[0, 0, 1]] * 2), rtol=1e-5)
 
@@ -74,9 +80,9 @@ def test_attention_agrees_with_all_scores_at_once(num_queries: int, last: int):
     cache, keys, values = _filled(2, 700)
     queries = jax.random.normal(jax.random.key(1), (2, num_queries, 4, 8))
     positions = jnp.maximum(jnp.array([[last], [3]]) - jnp.arange(num_queries)[None, ::-1], 0)
-    out = jax.jit(attend_cache)(queries, cache.keys[0], cache.values[0], positions)
+    out = attend(queries, cache.keys[0], cache.values[0], positions)
     seen = jnp.arange(700)[None, None, :] <= positions[:, :, None]
-    expected = attention.attend_masked(queries, keys, values, seen)
+    expected = attend_all(queries, keys, values, seen)
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
@@ -84,8 +90,8 @@ def test_fewer_rows_and_fewer_segments_change_nothing_and_padding_is_finite():
     cache, _, _ = _filled(3, 700)
     queries = jax.random.normal(jax.random.key(1), (3, 1, 4, 8))
     positions = jnp.array([[200], [100], [700]])  # the last one is padding
-    out = attend_cache(queries, cache.keys[0], cache.values[0], positions)
+    out = attend(queries, cache.keys[0], cache.values[0], positions)
     assert np.isfinite(out).all()
     first = join(cache.split()[:1])
-    less = attend_cache(queries[:2], first.keys[0], first.values[0], positions[:2])
+    less = attend(queries[:2], first.keys[0], first.values[0], positions[:2])
     np.testing.assert_allclose(less, out[:2], atol=1e-6)

@@ -11,17 +11,19 @@ from lightning_jax.rl.losses import mean_metrics, policy_loss, supervised_loss
 from lightning_jax.types import Batch
 
 CLIP = AlgorithmConfig(clip_low=0.2, clip_high=0.3)
+only_loss = jax.jit(policy_loss, static_argnums=2)
+loss_and_gradient = jax.jit(jax.value_and_grad(policy_loss, has_aux=True), static_argnums=2)
 
 
 def clipped_loss(logprobs, batch, *, kl_coef: float = 0.0, **measured):
-    return policy_loss(logprobs, batch, dataclasses.replace(CLIP, kl_coef=kl_coef), **measured)
+    return only_loss(logprobs, batch, dataclasses.replace(CLIP, kl_coef=kl_coef), **measured)
 
 
 def one_row(behavior, advantages, weights, mask=None, calls=None) -> Batch:
     """A batch of one row, of one call unless told; only what the losses read is filled in."""
     mask = [True] * len(behavior) if mask is None else mask
     calls = [0] * len(behavior) if calls is None else calls
-    empty = jnp.zeros((1, len(behavior)), jnp.int32)
+    empty = jnp.asarray(np.zeros((1, len(behavior)), np.int32))
     as_row = [jnp.asarray([values], jnp.float32) for values in (behavior, advantages, weights)]
     calls = jnp.asarray([calls], jnp.int32)
     return Batch(empty, empty, empty, empty, empty, jnp.asarray([mask]), calls, *as_row)
@@ -65,7 +67,7 @@ def test_gradient_on_policy_is_weighted_advantage_and_clipped_tokens_have_none()
     behavior = [-1.0, -1.0, -1.0, -1.0]
     batch = one_row(behavior, [2.0, -3.0, 1.0, -1.0], [0.1, 0.2, 0.3, 0.4])
     logprobs = row(-1.0, -1.0, -1.0 + math.log(1.5), -1.0 + math.log(0.5))
-    gradient = jax.grad(lambda x: clipped_loss(x, batch)[0])(logprobs)
+    _, gradient = loss_and_gradient(logprobs, batch, CLIP)
     np.testing.assert_allclose(gradient[0], [-0.2, 0.6, 0.0, 0.0], atol=1e-6)
 
 
@@ -84,12 +86,16 @@ def test_supervised_loss_by_hand():
 
 
 def test_masked_values_change_neither_loss_nor_gradient():
+    @jax.jit
+    def run(logprobs, batch, reference):
+        objective = lambda x: clipped_loss(  # noqa: E731
+            x, batch, kl_coef=0.1, ref_logprobs=reference, entropy=x
+        )
+        return jax.value_and_grad(objective, has_aux=True)(logprobs)
+
     def value(padding: float):
         batch = one_row([-1.0, padding], [1.0, 0.0], [0.5, 0.0], mask=[True, False])
-        objective = lambda x: clipped_loss(  # noqa: E731
-            x, batch, kl_coef=0.1, ref_logprobs=row(-1.5, padding), entropy=x
-        )
-        return jax.value_and_grad(objective, has_aux=True)(row(-1.2, padding))
+        return run(row(-1.2, padding), batch, row(-1.5, padding))
 
     (clean_loss, clean_sums), clean_gradient = value(0.0)
     for padding in (float("nan"), float("inf"), -1e30):
@@ -104,10 +110,10 @@ def test_rows_and_order_only_add_up():
     behavior, advantages, weights, current = rng.normal(size=(4, 6))
     whole = one_row(behavior, advantages, weights)
     order = rng.permutation(6)
-    mixed = jax.tree.map(lambda leaf: leaf[:, order].reshape(2, 3), whole)
+    mixed = jax.tree.map(lambda leaf: np.asarray(leaf)[:, order].reshape(2, 3), whole)
     logprobs = row(*current)
     expected, sums = clipped_loss(logprobs, whole)
-    loss, mixed_sums = clipped_loss(logprobs[:, order].reshape(2, 3), mixed)
+    loss, mixed_sums = clipped_loss(np.asarray(logprobs)[:, order].reshape(2, 3), mixed)
     assert loss == pytest.approx(float(expected), abs=1e-5)
     assert mixed_sums["train/clip_fraction"] == sums["train/clip_fraction"]
 
@@ -122,7 +128,7 @@ def test_nothing_selected_gives_zeros():
 def test_a_hopeless_token_stays_finite():
     # exp(200) is infinite in float32
     batch = dataclasses.replace(one_row([-200.0], [-1.0], [1.0]))
-    loss, gradient = jax.value_and_grad(lambda x: clipped_loss(x, batch)[0])(row(0.0))
+    (loss, _), gradient = loss_and_gradient(row(0.0), batch, CLIP)
     assert np.isfinite(loss)
     assert gradient == 0.0
 
@@ -139,8 +145,7 @@ LN = math.log
 def loss_of(logprobs, batch, settings=None, **knobs):
     """Loss, gradient by the log-probs and mean metrics."""
     algorithm = AlgorithmConfig(**knobs)
-    run = lambda x: policy_loss(x, batch, algorithm, **(settings or {}))  # noqa: E731
-    (loss, sums), gradient = jax.value_and_grad(run, has_aux=True)(logprobs)
+    (loss, sums), gradient = loss_and_gradient(logprobs, batch, algorithm, **(settings or {}))
     return loss, gradient, mean_metrics({name: float(value) for name, value in sums.items()})
 
 
@@ -176,7 +181,7 @@ def test_entropy_bonus_by_hand():
     batch = one_row([-1.0], [1.0], [0.5])
     algorithm = AlgorithmConfig(entropy_coef=0.1)
     run = lambda entropy: policy_loss(row(-1.0), batch, algorithm, entropy=entropy)[0]  # noqa: E731
-    loss, slope = jax.value_and_grad(run)(row(2.0))
+    loss, slope = jax.jit(jax.value_and_grad(run))(row(2.0))
     assert loss == pytest.approx(-0.6, abs=1e-6)
     assert slope[0, 0] == pytest.approx(-0.05, abs=1e-6)
     with pytest.raises(ValueError, match=r"entropy_coef is 0\.1 without entropy"):

@@ -3,9 +3,11 @@
 In the process below the agent chooses when to stop: a call answers 0 (stop), 1 or 2 (go on), and
 the third ends the rollout whatever it says. A prompt is all answers so far, so there are 7 states
 and 15 rollouts. Expectations are sums over all pairs of rollouts, which make a group; nothing is
-sampled, and the advantages and weights are what a training step would get.
+sampled, and the advantages and weights are what a training step would get. A pair counts for its
+mirror image, too.
 """
 
+import functools
 import itertools
 
 import numpy as np
@@ -79,6 +81,7 @@ def true_values() -> dict[State, float]:
     return values
 
 
+@functools.cache
 def record(end: State, rollout: str):
     calls = [
         transition(list(end[:k]), [end[k]], reward=CALL_REWARDS[end[: k + 1]])
@@ -93,7 +96,7 @@ def expected_gradient(values: dict[State, float] | None, **settings) -> np.ndarr
     algorithm = AlgorithmConfig(**knobs)
     chosen, odds = policy(LOGITS), {end: probability(end, LOGITS) for end in ROLLOUTS}
     grad = np.zeros_like(LOGITS)
-    for group in itertools.product(ROLLOUTS, repeat=GROUP_SIZE):
+    for group in itertools.combinations_with_replacement(ROLLOUTS, GROUP_SIZE):
         step = [record(end, str(i)) for i, end in enumerate(group)]
         known = None
         if values is not None:
@@ -102,7 +105,7 @@ def expected_gradient(values: dict[State, float] | None, **settings) -> np.ndarr
                 for each in step
             ]
         sequences, _ = prepare_step(step, algorithm, policy_version=0, values=known)
-        likely = np.prod([odds[end] for end in group])
+        likely = len(set(group)) * np.prod([odds[end] for end in group])
         for sequence in sequences:
             state = STATES.index(sequence.prompt_token_ids)
             (answer,) = sequence.response_token_ids

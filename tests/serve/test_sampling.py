@@ -68,9 +68,7 @@ def test_filters_agree_with_sorting_on_a_large_vocabulary():
     top_p = np.array([1.0, 0.9, 0.5, 1.0, 0.95, 0.999], np.float32)
     top_k = np.array([0, 0, 0, 40, 100, 4999], np.int32)
     min_p = np.array([0.01, 0, 0, 0, 0.02, 0], np.float32)
-    kept = np.asarray(
-        keep_mask(jnp.array(logits), jnp.array(top_p), jnp.array(top_k), jnp.array(min_p))
-    )
+    kept = np.asarray(jax.jit(keep_mask)(logits, top_p, top_k, min_p))
     for row in range(6):
         order = np.argsort(-logits[row])
         weights = np.exp(logits[row][order].astype(np.float64) - logits[row].max())
@@ -120,7 +118,7 @@ def test_a_bias_changes_the_draw_and_not_the_policys_logprobs():
     temperature = jnp.ones(N).at[0].set(0.0)
     keys = jax.random.split(jax.random.key(0), N)
     none, ones = jnp.zeros(N, jnp.int32), jnp.ones(N)
-    sampled = sample(logits, keys, temperature, ones, none, jnp.zeros(N), bias)
+    sampled = jax.jit(sample)(logits, keys, temperature, ones, none, jnp.zeros(N), bias)
     tokens = np.asarray(sampled.tokens)
     # 0.25 and 0.125 * 2 are drawn alike; their own log-probabilities stay apart.
     assert set(tokens.tolist()) == {1, 2}
