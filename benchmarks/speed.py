@@ -19,12 +19,9 @@ import optax
 from lightning_jax.config import BatchConfig, ServeConfig
 from lightning_jax.models.load import load_model
 from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.train_step import (
-    bundle,
-    make_train_functions,
-    policy_objective,
-    zero_accumulators,
-)
+from lightning_jax.rl.bundles import bundle
+from lightning_jax.rl.objectives import policy_objective
+from lightning_jax.rl.train_step import make_train_functions, zero_accumulators
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.programs import start_of
 from lightning_jax.types import SamplingParams, TrainingSequence

@@ -14,10 +14,11 @@ same command goes on after a crash; `run_dir=DIR` starts another run.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from lightning_jax.config import Config, SearchConfig
-from lightning_jax.datasets.musique import corpus_of, load_musique
+from lightning_jax.datasets.musique import corpus_of, load_musique, read_corpus
 from lightning_jax.experiment import cache_dir, load_splits, run_main, train_and_report
 from lightning_jax.side_process import side_process
 from lightning_jax.types import Task
@@ -26,8 +27,9 @@ SEARCH = Path(__file__).parents[1] / "agents" / "paragraph_search.py"
 
 
 def main(config: Config) -> None:
-    train_tasks, dev_tasks = load_splits(config, load_musique)
     corpus = corpus_of(config.data.root, cache_dir(config))
+    load = partial(load_musique, corpus=read_corpus(corpus))
+    train_tasks, dev_tasks = load_splits(config, load)
     command = search_command(config.search, corpus, cache_dir(config))
     with side_process(command, start_timeout_s=config.search.start_timeout_s) as search:
         print(f"search: {config.search.retriever} over {corpus} at {search['url']}")

@@ -8,7 +8,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from lightning_jax.config import CheckpointConfig
-from lightning_jax.rl.train_step import Params, TrainState
+from lightning_jax.models.transformer import Params
+from lightning_jax.rl.train_state import TrainState
 from lightning_jax.types import Leaf, UserError
 
 
@@ -18,9 +19,9 @@ class CheckpointError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Saved:
-    """What `restore` found: the train state, and the JSON object that was saved beside it."""
+    """What `restore` found: the train states, and the JSON object that was saved beside them."""
 
-    state: TrainState
+    state: Any  # of the form that `restore` was given
     progress: dict[str, Any]
 
 
@@ -38,12 +39,23 @@ class _Kept:
     def of(cls, state: TrainState) -> "_Kept":
         return cls(state.step, state.params, state.opt_state, state.critic)
 
+    def over(self, state: TrainState) -> TrainState:
+        """The state with these fields."""
+        return replace(
+            state,
+            step=self.step,
+            params=self.params,
+            opt_state=self.opt_state,
+            critic=self.critic,
+        )
+
 
 class Checkpointer:
     """Saves and restores a run's state under `directory`, one folder a step.
 
     A folder gets its name only when it is whole, so a crash during a save leaves the one before it.
-    A state's base is not saved; `restore` takes it from the state that it is given.
+    A state is a TrainState, or several of them by the names of policies. Their bases are not saved;
+    `restore` takes them from the state that it is given.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig) -> None:
@@ -68,13 +80,13 @@ class Checkpointer:
         """The steps of all whole checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, state: TrainState, progress: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
         """Writes one checkpoint and deletes those past `keep`. Raises CheckpointError, e.g. on a
         full disk.
 
         `progress` is any JSON object.
         """
-        kept = _Kept.of(state)
+        kept = _kept(state)
         described = {"shapes": _shapes(kept), "progress": progress}
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(kept), progress=ocp.args.JsonSave(described)
@@ -89,7 +101,11 @@ class Checkpointer:
                 "Free some disk space; the same command goes on from the checkpoint before."
             ) from error
 
-    def restore(self, like: TrainState, step: int | None = None) -> Saved:
+    def progress(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state of `step`."""
+        return self._read(step, progress=ocp.args.JsonRestore())["progress"]["progress"]
+
+    def restore(self, like: Any, step: int | None = None) -> Saved:
         """The checkpoint of `step` (None: the newest), in the shapes and shardings of `like`."""
         step = self.latest_step if step is None else step
         if step is None:
@@ -100,28 +116,27 @@ class Checkpointer:
                 f"{self.steps}."
             )
         described = self._read(step, progress=ocp.args.JsonRestore())["progress"]
-        kept = _Kept.of(like)
+        kept = _kept(like)
         self._check_shapes(step, described["shapes"], _shapes(kept))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, kept)
         found = self._read(step, state=ocp.args.StandardRestore(abstract))["state"]
-        state = replace(
-            like,
-            step=found.step,
-            params=found.params,
-            opt_state=found.opt_state,
-            critic=found.critic,
-        )
+        state = jax.tree.map(lambda state, kept: kept.over(state), like, found, is_leaf=_is_state)
         return Saved(state, described["progress"])
 
-    def restore_params(self, like: Params, step: int) -> Params:
-        """The weights alone, without the optimizer's state, in the shardings of `like`."""
-        abstract = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
+    def restore_params(self, like: Params, step: int, policy: str = "") -> Params:
+        """The weights alone, without the optimizer's state, in the shardings of `like`; of several
+        states those of the `policy`.
+        """
+        abstract: dict[str, Any] = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
+        if policy:
+            abstract = {policy: abstract}
         arguments = ocp.args.PyTreeRestore(
             item=abstract,
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
             partial_restore=True,
         )
-        return self._read(step, state=arguments)["state"]["params"]
+        found = self._read(step, state=arguments)["state"]
+        return (found[policy] if policy else found)["params"]
 
     def _read(self, step: int, **items: Any) -> Any:
         try:
@@ -145,7 +160,15 @@ class Checkpointer:
         self._manager.close()
 
 
-def _shapes(state: _Kept) -> dict[str, list[int]]:
-    """The shape of every array of a state by its path."""
+def _is_state(node: Any) -> bool:
+    return isinstance(node, TrainState)
+
+
+def _kept(state: Any) -> Any:
+    return jax.tree.map(_Kept.of, state, is_leaf=_is_state)
+
+
+def _shapes(state: Any) -> dict[str, list[int]]:
+    """The shape of every array of what is kept by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): list(leaf.shape) for path, leaf in leaves}

@@ -23,7 +23,8 @@ def keep_compiled() -> None:
     Where JAX was told of a place already, by JAX_COMPILATION_CACHE_DIR say, that one stays; with
     JAX_ENABLE_COMPILATION_CACHE=false nothing is kept. A folder that cannot be written is no error.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    told: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if told is not None:
         return
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "lightning_jax" / f"compiled-{_machine()}"

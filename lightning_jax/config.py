@@ -21,8 +21,8 @@ from lightning_jax.config_roles import (
     PolicyConfig,
     RewardRule,
     RoleConfig,
-    adapter_places,
     check_policies,
+    policy_places,
 )
 from lightning_jax.config_sections import (
     AgentConfig,
@@ -30,6 +30,7 @@ from lightning_jax.config_sections import (
     DataConfig,
     DistributedConfig,
     EvalConfig,
+    FieldError,
     MeshConfig,
     ModelConfig,
     RolloutConfig,
@@ -69,22 +70,36 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
-        check_policies(self.policies, self.roles, self.model)
+        check_policies(self.policies, self.roles, self.model, self.algorithm)
         if self.policies and self.serve.orchestrator != "native":
             raise ValueError(
                 f"serve.orchestrator is {self.serve.orchestrator!r} with several policies; "
-                "expected native, as JetStream's has no place for a request's adapter."
+                "expected native, as JetStream's has no place for a request's policy."
             )
 
     @property
     def adapters(self) -> dict[str, int]:
-        """The place of each policy's adapter among all; empty where there is one policy."""
-        return adapter_places(self.policies)
+        """The place of each policy's adapter among all; empty where there is one policy, or each
+        has weights of its own.
+        """
+        return policy_places(self.policies) if self.model.lora.rank else {}
 
     @property
     def num_adapters(self) -> int | None:
-        """Of each kernel that has any; None where there is one policy."""
-        return len(self.policies) or None
+        """Of each kernel that has several; None where it has one or none."""
+        return len(self.adapters) or None
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The sets of weights that are trained and served apart: "" alone, or the policies that
+        have weights of their own, by name and in order.
+        """
+        return ("",) if self.model.lora.rank else tuple(self.policies) or ("",)
+
+    @property
+    def trained_weights(self) -> tuple[str, ...]:
+        """Those of `weights` that steps after the warm-up change."""
+        return tuple(name for name in self.weights if not name or self.policies[name].trains)
 
     @property
     def total_steps(self) -> int:
@@ -115,7 +130,7 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
                 f"{_where(arg)} is not readable YAML: {_one_sentence(error)}"
             ) from error
     try:
-        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+        return _to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(_one_sentence(error)) from error
     except ValueError as error:
@@ -145,6 +160,19 @@ def _load_yaml(path: str) -> Any:
         return OmegaConf.load(path)
     except (YAMLError, OSError) as error:
         raise ConfigError(f"config {path} is not readable YAML: {error}") from error
+
+
+def _to_object(node: Any, key: str = "") -> Any:
+    """The section at this dotted key. Raises ConfigError with the whole key of a field that its own
+    section, which does not know where it stands, finds wrong.
+    """
+    try:
+        return OmegaConf.to_object(node)
+    except FieldError as error:
+        for name in node:
+            if OmegaConf.is_dict(node[name]):  # then its error comes before that of the whole
+                _to_object(node[name], f"{key}.{name}" if key else str(name))
+        raise ConfigError(f"{key}.{error}" if key else str(error)) from error
 
 
 def _one_sentence(error: Exception) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from lightning_jax.config_learning import AlgorithmConfig
 from lightning_jax.config_sections import ModelConfig, require
 
 FACTS = (
@@ -21,10 +22,14 @@ RESERVED = ("policy", "initial", "latest")  # names that mean something else to 
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """One of several policies: an adapter of its own on the model of the run."""
+    """One of several policies: an adapter of its own on the model of the run where model.lora has
+    a rank, else weights of its own.
+    """
 
     trains: bool = True  # False: the warm-up shapes it, and after that nothing does
-    base: str | None = None  # what it is an adapter of; None: model.name, and no other yet
+    # What its own weights begin as: a model of the shape and vocabulary of model.name. None: that
+    # one, and all adapters are on that one.
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,15 +100,20 @@ class RewardRule:
         )
 
 
-def adapter_places(policies: Iterable[str]) -> dict[str, int]:
-    """Where among all adapters that of each policy lies: in the order of their names here."""
+def policy_places(policies: Iterable[str]) -> dict[str, int]:
+    """The place of each policy among all, which is that of its adapter or of its own weights: in
+    the order of their names here.
+    """
     return {name: place for place, name in enumerate(policies)}
 
 
 def check_policies(
-    policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig], model: ModelConfig
+    policies: Mapping[str, PolicyConfig],
+    roles: Mapping[str, RoleConfig],
+    model: ModelConfig,
+    algorithm: AlgorithmConfig,
 ) -> None:
-    """Raises ValueError where the policies of a run cannot be, or a role names none of them."""
+    """Raises ValueError where the policies of a run cannot be, or do not fit its roles."""
     names = ", ".join(policies)
     for name, policy in policies.items():
         if name in RESERVED or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
@@ -111,26 +121,51 @@ def check_policies(
                 f"policies has the name {name!r}; expected letters, digits, - and _, and none of "
                 f"{', '.join(RESERVED)}: agents ask for it as their model."
             )
-        if policy.base not in (None, model.name):
+        if model.lora.rank and policy.base not in (None, model.name):
             raise ValueError(
-                f"policies.{name}.base is {policy.base!r}; expected none or {model.name!r}, as all "
-                "policies of a run are adapters on model.name."
+                f"policies.{name}.base is {policy.base!r}; expected none or {model.name!r}, as "
+                "with model.lora.rank above 0 all policies are adapters on model.name."
             )
-    if policies and not model.lora.rank:
-        raise ValueError(
-            f"policies names {names} and model.lora.rank is 0; expected 1 or more, as each of them "
-            "is an adapter of its own."
-        )
     if policies and not any(policy.trains for policy in policies.values()):
         raise ValueError(
             f"policies names {names}, and trains is false for all; expected one that trains."
         )
+    if policies and not model.lora.rank and algorithm.value_heads == "shared":
+        raise ValueError(
+            f"algorithm.value_heads is 'shared' and {names} have weights of their own, as "
+            "model.lora.rank is 0; expected per_policy, because the states of different weights "
+            "have nothing in common that one head could read."
+        )
+    _check_roles(policies, roles)
+
+
+def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig]) -> None:
+    """Raises ValueError where a role names a policy that there is not, or no role names one while
+    some name others.
+
+    Agents may reach a policy by asking for it as their model, and then no role need name it; but a
+    setting like `policies.writter.trains=false` makes a policy, too, which nobody would ever call.
+    So where roles say who answers, they say it of all.
+    """
+    names = ", ".join(policies)
     for name, role in roles.items():
         if role.policy is not None and role.policy not in policies:
             raise ValueError(
                 f"roles.{name}.policy is {role.policy!r}; expected "
                 f"{f'one of {names}' if policies else 'none without a section policies'}."
             )
+    named = {role.policy for role in roles.values()} - {None}
+    for name in policies:
+        if named and name not in named:
+            raise ValueError(
+                f"policies.{name} is the policy of no role, and roles name {_listed(named)}; "
+                "expected a role for each where they name any. Correct its name, or where agents "
+                f"ask for it as their model add roles.{name}={{model: {name}, policy: {name}}}."
+            )
+
+
+def _listed(names: Iterable[str | None]) -> str:
+    return ", ".join(sorted(str(name) for name in names))
 
 
 def _compiles(pattern: str | None) -> bool:

@@ -9,13 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class FieldError(ValueError):
+    """A field of a section is wrong. The message begins with the field's name, to which whoever
+    knows where the section stands adds the rest of the key.
+    """
+
+
 def require(section: object, **conditions: tuple[bool, str]) -> None:
-    """Raises ValueError for the first field whose condition does not hold; the text says what
+    """Raises FieldError for the first field whose condition does not hold; the text says what
     would.
     """
     for name, (holds, expected) in conditions.items():
         if not holds:
-            raise ValueError(f"{name} is {getattr(section, name)!r}; expected {expected}.")
+            raise FieldError(f"{name} is {getattr(section, name)!r}; expected {expected}.")
 
 
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # of each layer of a model
@@ -39,7 +45,7 @@ class LoraConfig:
                 bool(self.targets)
                 and set(self.targets) <= set(KERNELS)
                 and len(set(self.targets)) == len(self.targets),
-                f"some of {', '.join(KERNELS)}, each once, in model.lora.targets",
+                f"some of {', '.join(KERNELS)}, each once",
             ),
         )
 
@@ -90,7 +96,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
     api_key: str | None = None  # None: a random one
-    slots: int = 16  # requests decoded at once
+    slots: int = 16  # requests decoded at once, of each policy that has weights of its own
     max_len: int = 1024  # tokens of prompt and response together that a slot holds
     prefill_buckets: tuple[int, ...] = (32, 128, 512)  # padded prompt lengths, one compile each
     # Decode steps that the device is told to make in one go, where no response reaches its limit in
@@ -100,6 +106,7 @@ class ServeConfig:
     steps_per_dispatch: int = 1
     max_queue: int = 1024  # requests waiting for a slot; more are refused with 429
     # Memory for keys and values of past calls, beside the slots'; at most 8 times theirs is taken.
+    # Each policy that has weights of its own has as much.
     # SmolLM2-135M in float32 has 46 kB a token: 256 MiB are 5,800 tokens. 0: nothing is kept.
     prefix_cache_mib: float = 256.0
     orchestrator: str = "native"  # native, or jetstream (cannot train: it takes no new weights)

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from lightning_jax.config import BatchConfig, Config, ConfigError
-from lightning_jax.config_roles import adapter_places
+from lightning_jax.config_roles import policy_places
 from lightning_jax.metrics import Metrics
 from lightning_jax.models.sharding import (
     batch_sharding,
@@ -22,17 +22,22 @@ from lightning_jax.models.sharding import (
     place,
     to_host,
 )
-from lightning_jax.models.transformer import DecoderConfig
+from lightning_jax.models.transformer import DecoderConfig, Params
 from lightning_jax.rl import train_step
 from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.bundles import measure
 from lightning_jax.rl.critic import make_critic
 from lightning_jax.rl.losses import is_maximum
+from lightning_jax.rl.objectives import policy_objective, supervised_objective
 from lightning_jax.rl.optimizer import make_optimizer
 from lightning_jax.rl.several import Several, separately, several_of, taking_part
-from lightning_jax.rl.train_step import Params, TrainFunctions, TrainState
+from lightning_jax.rl.train_state import TrainState, init_state
+from lightning_jax.rl.train_step import TrainFunctions
 from lightning_jax.rl.values import CallValues, state_sequences, values_by_call
 from lightning_jax.rl.weights import split_minibatches
 from lightning_jax.types import Batch, TrainingSequence, Trajectory
+
+NO_MOMENTS = optax.set_to_zero()
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,16 @@ class Learner:
     values_per_token: bool = False  # the states that a critic values: tokens, or calls
     several: Several | None = None  # the policies that it trains; None: one
 
-    def init(self, params: Params) -> TrainState:
-        """A state with fresh moments. Takes over `params`, all weights; they go to their places."""
-        return self.fresh(place(params, param_shardings(self.model, self.mesh), donate=True))
+    def init(self, params: Params, *, trains: bool = True) -> TrainState:
+        """A state with fresh moments. Takes over `params`, all weights; they go to their places.
+        One that does not train has neither moments nor a critic, and no update may change it.
+        """
+        placed = place(params, param_shardings(self.model, self.mesh), donate=True)
+        return self.fresh(placed) if trains else init_state(placed, NO_MOMENTS)
 
     def fresh(self, placed: Params) -> TrainState:
         """A state with fresh moments of weights that are at their places."""
-        return train_step.init_state(placed, self.optimizer, self.functions.critic)
+        return init_state(placed, self.optimizer, self.functions.critic)
 
     def values(
         self, state: TrainState, trajectories: Sequence[Trajectory]
@@ -76,7 +84,7 @@ class Learner:
         batches, _ = make_batches(sequences, self.batch)
         placed = place(batches, batch_sharding(self.mesh))
         weights = state.policy, state.critic.head
-        measured = train_step.measure(self.functions.values_fn, placed, *weights)
+        measured = measure(self.functions.values_fn, placed, *weights)
         values = values_by_call(trajectories, batches, to_host(measured))
         return values, {"time/values_s": time.monotonic() - started}
 
@@ -121,7 +129,7 @@ class Learner:
 
     @property
     def _adapters(self) -> dict[str, int]:
-        return adapter_places(() if self.several is None else self.several.names)
+        return policy_places(() if self.several is None else self.several.names)
 
     def _minibatches(self, sequences: Sequence[TrainingSequence]) -> list[list[TrainingSequence]]:
         """The sequences of each update of a pass."""
@@ -174,10 +182,7 @@ def make_learner(model: DecoderConfig, config: Config, *, supervised: bool) -> L
             f"batch.rows is {config.batch.rows}; expected a multiple of {num_row_shards(mesh)}, "
             "the devices of the mesh that share a batch (mesh.data times mesh.fsdp)."
         )
-    if supervised:
-        objective = train_step.supervised_objective()
-    else:
-        objective = train_step.policy_objective(algorithm)
+    objective = supervised_objective() if supervised else policy_objective(algorithm)
     optimizer = make_optimizer(config.warmup.optimizer if supervised else config.optimizer)
     several = several_of(config, supervised=supervised)
     if several is not None and several.separate:

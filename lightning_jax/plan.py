@@ -4,37 +4,34 @@
 at hand, which may be simulated ones, and takes the compiler's word for what the step needs.
 """
 
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from lightning_jax.config import Config, ConfigError
-from lightning_jax.learner import Learner, make_learner
-from lightning_jax.models.lora import frozen_part, pick, trained_part
+from lightning_jax.learner import make_learner
+from lightning_jax.lowering import lower_step
+from lightning_jax.models.footprint import (
+    activation_bytes,
+    cache_bytes,
+    logit_bytes,
+    used_weight_bytes,
+    weight_bytes,
+)
+from lightning_jax.models.lora import frozen_part, trained_part
 from lightning_jax.models.sharding import (
-    MESH_AXES,
-    batch_sharding,
     cache_sharding,
     make_mesh,
     num_row_shards,
-    param_shapes,
-    param_shardings,
     serving_mesh,
 )
-from lightning_jax.models.transformer import DecoderConfig, init_cache
-from lightning_jax.rl import train_step
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.serve.pages import PageCopier
 from lightning_jax.serve.radix import PAGE
-from lightning_jax.types import TrainingSequence
 
 GIB = 2**30
 _MORE_DEVICES = "Use more devices (mesh.fsdp), or a smaller model.name"
@@ -155,92 +152,51 @@ def simulate_devices(number: int) -> None:
         raise ConfigError(f"{number} devices cannot be simulated: {error}") from error
 
 
-def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
-    """The programs of an update, lowered from shapes alone: gradients of a bundle of
-    microbatches, and the optimizer's step.
-    """
-    functions: Any = learner.functions
-    whole = NamedSharding(learner.mesh, PartitionSpec())
-    everything = param_shardings(learner.model, learner.mesh)
-    shapes = param_shapes(learner.model)
-    places, base = trained_part(everything), frozen_part(shapes)
-    params = jax.tree.map(_abstract, trained_part(shapes), places)
-    if base is not None:
-        dtype = jnp.dtype(config.model.dtype)
-        base = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place),
-            base,
-            pick(everything, base),
-        )
-    make_state = jax.eval_shape(learner.optimizer.init, params)
-    moments = optax.tree.map_params(
-        learner.optimizer,
-        lambda leaf, place: _abstract(leaf, place),
-        make_state,
-        places,
-        transform_non_params=lambda leaf: _abstract(leaf, whole),
-    )
-    state = train_step.TrainState(_scalar(jnp.int32, whole), params, moments)
-    several = learner.several
-    (batch,), _ = make_batches([_smallest_sequence(None if several is None else 0)], config.batch)
-    batch = jax.tree.map(lambda leaf: _abstract(leaf, batch_sharding(learner.mesh)), batch)
-    bundle, count = train_step.bundle([batch])
-    reference = params if config.algorithm.kl_coef > 0 else None
-    names = train_step.metric_names(functions.objective, None, reference is not None)
-    sums = {name: _scalar(jnp.float32, whole) for name in names}
-    grads = (params, None)
-    present = () if several is None else (np.ones(several.number, bool),)
-    return (
-        functions.grads_fn.lower(params, grads, sums, bundle, count, reference, None, base),
-        functions.apply_fn.lower(state, grads, *present),
-    )
-
-
-def _smallest_sequence(adapter: int | None) -> TrainingSequence:
-    return TrainingSequence((1,), (1,), (0.0,), 1.0, 1.0, adapter=adapter)
-
-
-def _abstract(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-
-def _scalar(dtype: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((), dtype, sharding=place)
-
-
 def _state_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
-    weights = _weight_bytes(model, mesh, jnp.float32, trained_part)
+    weights = weight_bytes(model, mesh, jnp.float32, trained_part)
     optimizers = [config.optimizer, config.warmup.optimizer][: 1 + (config.warmup.num_steps > 0)]
     first = max(
-        _weight_bytes(model, mesh, jnp.dtype(each.mu_dtype), trained_part) for each in optimizers
+        weight_bytes(model, mesh, jnp.dtype(each.mu_dtype), trained_part) for each in optimizers
     )
     half = ", or set optimizer.mu_dtype to bfloat16" if first == weights else ""
+    number, num_trained = len(config.weights), len(config.trained_weights)
+    num_moments = number if config.warmup.num_steps else num_trained
     parts = [
-        Part("weights in float32", weights, _MORE_DEVICES),
-        Part("optimizer moments", weights + first, _MORE_DEVICES + half),
+        _times(number, Part("weights in float32", weights, _MORE_DEVICES)),
+        _times(num_moments, Part("optimizer moments", weights + first, _MORE_DEVICES + half)),
     ]
-    if frozen := _weight_bytes(model, mesh, jnp.dtype(config.model.dtype), frozen_part):
+    if frozen := weight_bytes(model, mesh, jnp.dtype(config.model.dtype), frozen_part):
         parts.append(Part("frozen weights", frozen, _MORE_DEVICES))
     if config.algorithm.kl_coef > 0:
-        parts.append(Part("reference policy", weights, "Set algorithm.kl_coef to 0"))
+        reference = Part("reference policy", weights, "Set algorithm.kl_coef to 0")
+        parts.append(_times(num_trained, reference))
     return parts
+
+
+def _times(number: int, part: Part) -> Part:
+    """The part of so many policies that have weights of their own."""
+    if number == 1:
+        return part
+    return replace(
+        part, name=f"{part.name}, of {number} policies", num_bytes=number * part.num_bytes
+    )
 
 
 def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
     serve, dtype = config.serve, jnp.dtype(config.model.dtype)
     place = cache_sharding(model, mesh)
-    pages = PageCopier(model, serve, dtype, place).num_pages * _cache_bytes(
+    pages = PageCopier(model, serve, dtype, place).num_pages * cache_bytes(
         model, 1, PAGE, place, dtype
     )
     parts = [
         Part(
             "weights that serve",
-            _weight_bytes(model, mesh, dtype),
+            weight_bytes(model, mesh, dtype),
             _SPLIT_SERVING,
         ),
         Part(
             "keys and values of slots",
-            _cache_bytes(model, serve.slots, serve.max_len, place, dtype),
+            cache_bytes(model, serve.slots, serve.max_len, place, dtype),
             f"Lower serve.slots={serve.slots} or serve.max_len={serve.max_len}",
         ),
         Part(
@@ -249,9 +205,10 @@ def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Par
             f"Lower serve.prefix_cache_mib={serve.prefix_cache_mib:g}",
         ),
     ]
+    total = sum(part.num_bytes for part in parts)
+    parts = [_times(len(config.weights), part) for part in parts]
     frozen = [name for name, role in config.roles.items() if role.served_by == "initial"]
     if frozen:
-        total = sum(part.num_bytes for part in parts)
         setting = f"Set roles.{frozen[0]}.served_by to policy"
         parts.append(Part("initial weights and their keys and values", total, setting))
     return parts
@@ -259,32 +216,25 @@ def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Par
 
 def _step_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
     """What the gradients of one microbatch need; the first is there between microbatches too."""
-    batch, dtype = config.batch, jnp.dtype(config.model.dtype)
-    weights = _weight_bytes(model, mesh, jnp.float32, trained_part)
+    batch, how = config.batch, {"remat": config.model.remat, "dtype": config.model.dtype}
+    weights = weight_bytes(model, mesh, jnp.float32, trained_part)
     rows = -(-batch.rows // num_row_shards(mesh))
     return [
         Part("gradients", weights, _MORE_DEVICES),
         Part(
             "gradients of a microbatch and weights as used",
-            weights + _used_weight_bytes(model, config, mesh),
+            weights + used_weight_bytes(model, mesh, **how),
             _cheaper_step(config),
         ),
         Part(
             "activations",
-            rows
-            * batch.row_len
-            * _activation_bytes(model, mesh, remat=config.model.remat, dtype=dtype),
+            rows * batch.row_len * activation_bytes(model, mesh, **how),
             _smaller_rows(config, rows),
         ),
         Part(
             "logits",
             # Those of one chunk, the same as probabilities, and their gradient.
-            3
-            * rows
-            * batch.head_chunk
-            * 4
-            * model.vocab_size
-            // _split("vocab", model.vocab_size, mesh),
+            3 * rows * batch.head_chunk * logit_bytes(model, mesh),
             f"Lower batch.head_chunk={batch.head_chunk}",
         ),
     ]
@@ -309,83 +259,19 @@ def _smaller_rows(config: Config, rows: int) -> str:
 def _publish_parts(
     model: DecoderConfig, config: Config, training: Mesh, serving: Mesh
 ) -> tuple[Part, Part]:
-    """The weights on their way: cast where they were trained, new beside old where they serve."""
+    """The weights on their way: cast where they were trained, new beside old where they serve. Of
+    several sets one at a time.
+    """
     dtype = jnp.dtype(config.model.dtype)
-    cast = 0 if dtype == jnp.float32 else _weight_bytes(model, training, dtype, trained_part)
+    cast = 0 if dtype == jnp.float32 else weight_bytes(model, training, dtype, trained_part)
     return (
         Part("weights cast for serving", cast, "Use more devices (mesh.fsdp)"),
         Part(
             "new weights beside the old",
-            _weight_bytes(model, serving, dtype, trained_part),
+            weight_bytes(model, serving, dtype, trained_part),
             _SPLIT_SERVING,
         ),
     )
-
-
-def _weight_bytes(
-    model: DecoderConfig, mesh: Mesh, dtype: Any, part: Callable[[Any], Any] = lambda tree: tree
-) -> int:
-    """Of all weights, or a part of them, what one device holds."""
-    shapes = jax.tree.leaves(part(param_shapes(model)))
-    places = jax.tree.leaves(part(param_shardings(model, mesh)))
-    sizes = (
-        math.prod(place.shard_shape(leaf.shape)) for leaf, place in zip(shapes, places, strict=True)
-    )
-    return sum(sizes) * jnp.dtype(dtype).itemsize
-
-
-def _used_weight_bytes(model: DecoderConfig, config: Config, mesh: Mesh) -> int:
-    """The copy in the dtype of the computation, and what is gathered of it at once."""
-    dtype = jnp.dtype(config.model.dtype)
-    # With `remat` the layers are stacked. Else frozen weights are used as they lie.
-    if config.model.remat:
-        copy = _weight_bytes(model, mesh, dtype)
-    else:
-        copy = 0 if dtype == jnp.float32 else _weight_bytes(model, mesh, dtype, trained_part)
-    if mesh.shape["fsdp"] == 1:
-        return copy
-    tensor_only = Mesh(
-        mesh.devices.reshape(-1)[: mesh.shape["tensor"]].reshape(1, 1, -1), mesh.axis_names
-    )
-    whole = _weight_bytes(model, tensor_only, dtype)
-    outside = (
-        model.vocab_size
-        * model.embed_dim
-        * dtype.itemsize
-        // _split("vocab", model.vocab_size, mesh)
-    )
-    outside *= 1 if model.tie_embeddings else 2
-    # Their gradients are whole, too, until they are added up.
-    at_once = outside + (whole - outside) // model.num_layers
-    return copy + (2 * at_once if config.model.remat else whole + at_once)
-
-
-def _activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: Any) -> int:
-    """Of one token. A layer keeps its input, two normed ones, queries, keys, values, the mixed
-    values, and three arrays of the MLP; with `remat` only one layer does so at a time.
-    """
-    heads = model.num_heads * model.head_dim // _split("heads", model.num_heads, mesh)
-    keys = model.num_kv_heads * model.head_dim // _split("kv_heads", model.num_kv_heads, mesh)
-    mlp = model.mlp_dim // _split("mlp", model.mlp_dim, mesh)
-    layer = 4 * model.embed_dim + 3 * heads + 3 * keys + 3 * mlp
-    numbers = (
-        model.num_layers * model.embed_dim + 2 * layer if remat else (model.num_layers + 1) * layer
-    )
-    return numbers * jnp.dtype(dtype).itemsize
-
-
-def _cache_bytes(
-    model: DecoderConfig, rows: int, length: int, place: NamedSharding, dtype: Any
-) -> int:
-    cache = jax.eval_shape(lambda: init_cache(model, rows, length, dtype))
-    sizes = (math.prod(place.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(cache))
-    return sum(sizes) * jnp.dtype(dtype).itemsize
-
-
-def _split(axis: str, size: int, mesh: Mesh) -> int:
-    """Into how many parts the mesh splits a logical axis."""
-    parts = math.prod(mesh.shape[name] for name in MESH_AXES[axis])
-    return parts if size % parts == 0 else 1
 
 
 def _largest(parts: Sequence[Part]) -> Part:

@@ -1,9 +1,10 @@
-"""What every process of a run holds alike: the train state, its reference and its checkpoints.
+"""What every process of a run holds alike: train states, their references and checkpoints.
 
 All processes call the same methods in the same order, because their programs and checkpoints span
 them all; `distributed.Leader` sees to it. In a run of one process there is only the leader's.
 """
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,15 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lightning_jax.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.config import Config
+from lightning_jax.config_roles import policy_places
 from lightning_jax.learner import Learner, make_learner
 from lightning_jax.metrics import Metrics
-from lightning_jax.models.load import LoadedModel
+from lightning_jax.models.load import LoadedModel, load_like
 from lightning_jax.models.lora import adapted_facts, overlay, pick
 from lightning_jax.models.sharding import param_shardings, reshard, serving_mesh, to_host
-from lightning_jax.rl.train_step import Params, TrainState
+from lightning_jax.models.transformer import Params
+from lightning_jax.own_weights import join_metrics, join_values, own_sequences
+from lightning_jax.rl.policies import own_calls
+from lightning_jax.rl.train_state import TrainState
 from lightning_jax.types import TrainingSequence, Trajectory
 
 log = logging.getLogger(__name__)
@@ -27,7 +33,8 @@ log = logging.getLogger(__name__)
 
 class Replica:
     """The weights and moments at the step that the run directory has reached, and what changes
-    them. `progress` is what the newest checkpoint says beside them, None without one.
+    them: one state, under "", or that of each policy that has weights of its own, by its name (see
+    `Config.weights`). `progress` is what the newest checkpoint says beside them, None without one.
     """
 
     def __init__(self, config: Config, model: LoadedModel) -> None:
@@ -38,14 +45,13 @@ class Replica:
         self.serving_mesh = serving_mesh(config)
         self.adapts = adapted_facts(model)  # now, because the state takes over the weights
         if config.policies:
-            self.adapts["policies"] = ", ".join(config.policies)
+            self.adapts["policies"] = ", ".join(self._described(name) for name in config.policies)
         self.checkpointer = Checkpointer(directory / "checkpoints", config.checkpoint)
-        self.references = Checkpointer(directory / "reference", config.checkpoint)
         self.learners = {
             "warmup": make_learner(model.config, config, supervised=True),
             "policy": make_learner(model.config, config, supervised=False),
         }
-        self.state = self._restore() or self.learner.init(model.params)
+        self.states = self._restore() or self._first_states()
         self.reference = self._first_reference()
 
     @property
@@ -59,11 +65,32 @@ class Replica:
 
     def values(self, trajectories: Sequence[Trajectory]) -> Any:
         """`Learner.values` of the present weights."""
-        return self.learner.values(self.state, trajectories)
+        if "" in self.states:
+            return self.learner.values(self.states[""], trajectories)
+        found, seconds = {}, 0.0
+        for name in self._learning:
+            own = own_calls(trajectories, name)
+            values, metrics = self.learner.values(self.states[name], own)
+            if values is None:
+                return None, {}
+            found[name], seconds = values, seconds + metrics["time/values_s"]
+        return join_values(trajectories, found), {"time/values_s": seconds}
 
     def update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
         """Trains on the sequences; metrics. Without any that counts, the weights stay."""
-        self.state, metrics = self.learner.update(self.state, sequences, self.reference)
+        if "" in self.states:
+            return self._update("", sequences)
+        places = policy_places(self.config.policies)
+        return join_metrics(
+            {
+                name: self._update(name, own_sequences(sequences, places[name]))
+                for name in self._learning
+            }
+        )
+
+    def _update(self, name: str, sequences: Sequence[TrainingSequence]) -> Metrics:
+        reference = None if self.reference is None else self.reference[name]
+        self.states[name], metrics = self.learner.update(self.states[name], sequences, reference)
         return metrics
 
     def advance(self) -> None:
@@ -73,18 +100,21 @@ class Replica:
         self.step += 1
         if self.step != self.config.warmup.num_steps:
             return
-        params = self.state.policy
-        del self.state  # its moments would double the memory while the new ones are made
-        self.state = self.learner.init(params)
+        for name in self.config.weights:
+            # Its moments would double the memory while the new ones are made.
+            params = self.states.pop(name).policy
+            self.states[name] = self.learner.init(params, trains=name in self._learning)
         self.reference = self._first_reference()
 
     def publish(self) -> None:
         """The part of the other processes in `Engine.place` of the weights that are trained."""
-        self._publish(self.state.params)
+        for state in self.states.values():
+            self._publish(state.params)
 
     def publish_all(self) -> None:
         """As `publish`, of all weights."""
-        self._publish(self.state.policy)
+        for state in self.states.values():
+            self._publish(state.policy)
 
     def _publish(self, params: Params) -> None:
         places = pick(param_shardings(self.model.config, self.serving_mesh), params)
@@ -93,43 +123,84 @@ class Replica:
     def save(self, progress: dict[str, Any]) -> None:
         """Writes a checkpoint of this step, unless there is one."""
         if self.checkpointer.latest_step != self.step:
-            self.checkpointer.save(self.step, self.state, progress | {"adapts": self.adapts})
+            described = progress | {"adapts": self.adapts}
+            self.checkpointer.save(self.step, _on_disk(self.states), described)
 
-    def whole_params(self) -> Params:
-        """The weights, on the host if they span several processes."""
-        return self.state.policy if jax.process_count() == 1 else to_host(self.state.policy)
+    def whole_params(self, name: str) -> Params:
+        """The weights of that name, on the host if they span several processes."""
+        params = self.states[name].policy
+        return params if jax.process_count() == 1 else to_host(params)
 
     def close(self) -> None:
         self.checkpointer.close()
-        self.references.close()
 
-    def _restore(self) -> TrainState | None:
+    @property
+    def _learning(self) -> tuple[str, ...]:
+        """The weights that the steps of this phase change. A warm-up trains all."""
+        return self.config.weights if self.phase == "warmup" else self.config.trained_weights
+
+    def _described(self, policy: str) -> str:
+        """A policy in the words of a checkpoint, which holds no moments of frozen weights."""
+        frozen = not self.config.adapters and not self.config.policies[policy].trains
+        return f"{policy} (frozen)" if frozen else policy
+
+    def _first_states(self) -> dict[str, TrainState]:
+        """As they are before the first step. Takes over the model's weights."""
+        return {
+            name: self.learner.init(self._first_params(name), trains=name in self._learning)
+            for name in self.config.weights
+        }
+
+    def _first_params(self, name: str) -> Params:
+        base = self.config.policies[name].base if name else None
+        if base not in (None, self.model.name):
+            return load_like(self.model, base, self.config.model.dtype).params
+        if name == self.config.weights[-1]:
+            return self.model.params
+        return jax.tree.map(np.array, self.model.params)
+
+    def _restore(self) -> dict[str, TrainState] | None:
         """Goes to the newest checkpoint's step; None if there is none."""
         if self.checkpointer.latest_step is None:
             return None
         self.step = self.checkpointer.latest_step
-        saved = self.checkpointer.restore(self.learner.init(self.model.params))
-        self.progress = saved.progress
-        found = saved.progress.get("adapts", {})
+        self.progress = self.checkpointer.progress(self.step)
+        found = self.progress.get("adapts", {})
         for name, value in self.adapts.items():
             if found.get(name) != value:
                 raise CheckpointError(
-                    f"the adapters in the checkpoint of step {self.step} were trained with {name} "
+                    f"the weights in the checkpoint of step {self.step} were trained with {name} "
                     f"{found.get(name)}; expected {value}. Use the model and settings they were "
                     "trained with, or another run_dir."
                 )
+        saved = self.checkpointer.restore(_on_disk(self._first_states()))
         log.info("going on from the checkpoint of step %d in %s", self.step, self.config.run_dir)
-        return saved.state
+        return _by_name(saved.state)
 
-    def _first_reference(self) -> Params | None:
-        """The frozen copy for the KL term, kept on disk for resumption; None where no term needs
-        it. Of a model with adapters it is a copy of those.
+    def _first_reference(self) -> dict[str, Params] | None:
+        """The frozen copies for the KL term, kept on disk for resumption; None where no term needs
+        them. Of a model with adapters they are copies of those.
         """
         if self.config.algorithm.kl_coef == 0 or self.phase == "warmup":
             return None
-        trained = jax.tree.map(jnp.copy, self.state.params)
-        copy = self.learner.fresh(overlay(self.state.base, trained))
-        if self.references.latest_step is not None:
-            return self.references.restore(copy).state.params
-        self.references.save(self.step, copy, {})
-        return copy.params
+        copies = {}
+        for name in self._learning:
+            state = self.states[name]
+            trained = jax.tree.map(jnp.copy, state.params)
+            copies[name] = self.learner.fresh(overlay(state.base, trained))
+        directory = Path(self.config.run_dir) / "reference"
+        with contextlib.closing(Checkpointer(directory, self.config.checkpoint)) as references:
+            if references.latest_step is not None:
+                copies = _by_name(references.restore(_on_disk(copies)).state)
+            else:
+                references.save(self.step, _on_disk(copies), {})
+        return {name: copy.params for name, copy in copies.items()}
+
+
+def _on_disk(states: dict[str, TrainState]) -> Any:
+    """The states as a checkpoint has them: an only one stands for itself."""
+    return states.get("", states)
+
+
+def _by_name(saved: Any) -> dict[str, TrainState]:
+    return {"": saved} if isinstance(saved, TrainState) else saved

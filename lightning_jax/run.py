@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,11 +20,10 @@ from tqdm.auto import tqdm
 
 from lightning_jax import distributed
 from lightning_jax.config import Config
+from lightning_jax.export import export
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.metrics import Metrics, MetricsLog, plot_curves
-from lightning_jax.models import peft_format
-from lightning_jax.models.load import LoadedModel, save_hf, whole_directory
-from lightning_jax.models.lora import merged, one_of
+from lightning_jax.models.load import LoadedModel
 from lightning_jax.replica import Replica
 from lightning_jax.rl.advantages import equal_groups
 from lightning_jax.rl.policies import prepare_policies
@@ -34,18 +34,16 @@ from lightning_jax.rollout_metrics import (
     to_trajectories,
 )
 from lightning_jax.runner import Runner, load_function, make_requests, run_rollouts
+from lightning_jax.step_metrics import FiniteWatch, serve_metrics
 from lightning_jax.store import Store
 from lightning_jax.tasks import TaskIterator, demonstration_sequences, group_tasks, spread
 from lightning_jax.tracing.tracer import flush_process_tracer
-from lightning_jax.types import Rollout, Task, TrainingSequence, Trajectory, UserError
+from lightning_jax.types import Rollout, Task, TrainingSequence, Trajectory
 
 log = logging.getLogger(__name__)
 
+DRAW_EVERY_S = 30.0  # a picture takes a second to draw
 MISMATCH_ALARM = 1e-3  # nats; sampler and trainer share one forward function, so this is a fault
-
-
-class NotFinite(UserError, RuntimeError):
-    """The gradients of many steps in a row were not finite: the run no longer learns."""
 
 
 class Run:
@@ -61,9 +59,10 @@ class Run:
     ) -> None:
         warmup, directory = config.warmup, Path(config.run_dir)
         self.config, self.model, self.store, self.directory = config, model, store, directory
-        self.num_nonfinite_steps = 0  # in a row
+        self.finite = FiniteWatch(config.weights, config.algorithm.max_nonfinite_steps)
         self.saving: asyncio.Task[float] | None = None  # a checkpoint that is being written
         self.row_at = time.monotonic()  # when the last row was whole
+        self.drawn_at = -math.inf  # when the curves were drawn
         self.tasks = TaskIterator(train_tasks, config.rollout.tasks_per_step, config.seed)
         self.spare_tasks: list[Task] = []  # drawn and not yet tried
         groups = group_tasks(train_tasks, warmup.group_by, warmup.group_size)
@@ -89,9 +88,11 @@ class Run:
         """How many steps made the present weights."""
         return self.replica.step
 
-    def connect(self, loop: Any, runner: Runner) -> None:
-        """Gives the run its server and what runs agents against it."""
-        self.loop, self.runner = loop, runner
+    def connect(self, loops: Sequence[Any], runner: Runner) -> None:
+        """Gives the run what serves its weights, a loop for each set of them in their order, and
+        what runs agents against it.
+        """
+        self.loops, self.runner = loops, runner
 
     async def one_step(self) -> Metrics:
         """The metrics row of one step: evaluation if it is time, its updates, new weights served.
@@ -104,7 +105,7 @@ class Run:
             row |= await self._supervised_step()
         else:
             row |= await self._policy_step()
-        row |= _serve_metrics(served, self.runner.gateway.stats())
+        row |= serve_metrics(served, self.runner.gateway.stats())
         row |= await asyncio.to_thread(self._publish_next)
         if self.step % self.config.checkpoint.every == 0:
             await self._begin_save()
@@ -229,33 +230,17 @@ class Run:
         """Trains on the sequences; metrics. Without any that counts, the weights stay."""
         started = time.monotonic()
         metrics = self.leader.call("update", sequences)
-        self._stop_if_never_finite(metrics)
+        self.finite.see(metrics, self.step)
         return metrics | {"time/train_s": time.monotonic() - started}
-
-    def _stop_if_never_finite(self, metrics: Metrics) -> None:
-        """Raises NotFinite after too many steps in a row of which no gradient was finite."""
-        num_updates, limit = metrics["train/num_updates"], self.config.algorithm.max_nonfinite_steps
-        if num_updates == 0:
-            return
-        if metrics["train/skipped_updates"] < num_updates:
-            self.num_nonfinite_steps = 0
-            return
-        self.num_nonfinite_steps += 1
-        if self.num_nonfinite_steps >= limit:
-            raise NotFinite(
-                f"the gradient was not finite in {self.num_nonfinite_steps} steps in a row, the "
-                f"last of them step {self.step}, and the weights did not change; expected fewer "
-                f"than {limit} (algorithm.max_nonfinite_steps). Lower the learning rate, or look "
-                "for rewards and log-probabilities that are not finite."
-            )
 
     def _publish_next(self) -> Metrics:
         """Goes to the next step and has its weights served; how long their way took."""
         self.leader.call("advance")
         started = time.monotonic()
         self.leader.tell("publish")
-        params = self.replica.state.params
-        self.loop.load_weights(params, self.step)
+        params = [state.params for state in self.replica.states.values()]
+        for loop, of_loop in zip(self.loops, params, strict=True):
+            loop.load_weights(of_loop, self.step)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -263,9 +248,10 @@ class Run:
         return {"time/publish_s": seconds, "serve/publish_gb_per_s": size / seconds / 1e9}
 
     async def close(self) -> None:
-        """Lets go of the state, once a checkpoint of it that was begun is whole."""
+        """Draws the curves and lets go of the state, once a checkpoint that was begun is whole."""
         try:
             await self.saved()
+            self.draw()
         finally:
             self.replica.close()
 
@@ -308,27 +294,22 @@ class Run:
         await self.saved()
 
     def record(self, step: int, row: Metrics) -> None:
-        """Adds a row to the metrics file and draws the curves anew."""
+        """Adds a row to the metrics file, and draws the curves where the picture is an old one."""
         self.metrics.write(step, row)
+        if time.monotonic() - self.drawn_at >= DRAW_EVERY_S:
+            self.draw()
+
+    def draw(self) -> None:
+        """Writes the picture of the curves so far."""
         plot_curves(self.metrics.rows, self.directory / "curves.png", str(self.directory))
+        self.drawn_at = time.monotonic()
 
     def export(self) -> Path:
-        """Writes the policy as a Hugging Face directory; its path. Adapters are merged there, and
-        lie beside it in the form of `peft`, in `policy_adapter`. Of several policies each has a
-        folder of its name in both.
-        """
-        model = replace(self.model, params=self.leader.call("whole_params"))
-        for name, place in self.config.adapters.items():
-            self._export(one_of(model, place), name)
-        if not self.config.policies:
-            self._export(model, "")
+        """Writes the policies for others to load, see `export.export`; where they are."""
+        for name in self.config.weights:
+            params = self.leader.call("whole_params", name)
+            export(self.directory, self.model, name, params, self.config.adapters)
         return self.directory / "policy"
-
-    def _export(self, model: LoadedModel, name: str) -> None:
-        save_hf(self.directory / "policy" / name, merged(model))
-        if model.config.lora is not None:
-            with whole_directory(self.directory / "policy_adapter" / name) as draft:
-                peft_format.write(draft, model.config.lora, model.params, model.name)
 
 
 def _return_freed_memory() -> None:
@@ -338,31 +319,3 @@ def _return_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def summary(row: Metrics) -> str:
-    """The few numbers of a row that a person watches."""
-    shown = {
-        "eval": "eval/reward_mean",
-        "reward": "rollout/reward_mean",
-        "loss": "warmup/loss",
-        "entropy": "train/entropy",
-        "kl": "train/mismatch_kl",
-    }
-    return " ".join(f"{name} {row[key]:.3g}" for name, key in shown.items() if key in row)
-
-
-def _serve_metrics(before: Metrics, after: Metrics) -> Metrics:
-    """What the server did between two readings of its counters."""
-    did = {name: after[name] - before[name] for name in after if name in before}
-    prompt = did["serve/prefill_tokens"] + did["serve/prefix_hit_tokens"]
-    return {
-        "serve/requests": did["serve/requests"],
-        "serve/steps": did["serve/steps"],
-        "serve/tokens_generated": did["serve/tokens_generated"],
-        "serve/prefix_hit_share": did["serve/prefix_hit_tokens"] / max(prompt, 1.0),
-        "serve/prefix_breaks": did["serve/prefix_breaks"],
-        "serve/malformed_tool_calls": did["serve/malformed_tool_calls"],
-        "serve/joined_calls": did["serve/joined_calls"],
-        "serve/compiles": after["serve/compiles"],
-    }

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import grain
 
-from lightning_jax.config_roles import adapter_places
+from lightning_jax.config_roles import policy_places
 from lightning_jax.gateway.elsewhere import said_by
 from lightning_jax.gateway.render import ConversationMemory, Generated, render
 from lightning_jax.gateway.request import Function
@@ -95,7 +95,7 @@ def demonstration_sequences(
     or the system prompt, and what no role gives to any.
     """
     routing = routing or Routing()
-    adapters = adapter_places(routing.policies)
+    adapters = policy_places(routing.policies)
     examples: dict[int | None, list[Pair]] = defaultdict(list)
     for conversation in conversations:
         for said, pair in _turns(conversation, tokenizer):

@@ -36,10 +36,12 @@ from lightning_jax.models.lora import adapted
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.program import make_agent
 from lightning_jax.replica import Replica
-from lightning_jax.run import Run, summary
+from lightning_jax.run import Run
 from lightning_jax.runner import Runner
+from lightning_jax.serve.by_policy import LoopsByPolicy
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.step_metrics import summary
 from lightning_jax.store import Store
 from lightning_jax.types import Task
 
@@ -115,7 +117,7 @@ async def open_run(
     make_loop = _orchestrator(config)
     initial = None
     if any(role.served_by == "initial" for role in config.roles.values()):
-        # Before the run, which takes the weights over. Both loops run the engine's programs.
+        # Before the run, which takes the weights over. All loops run the engine's programs.
         initial = make_loop(engine, model.params, 0, model.tokenizer, config.serve)
     run = Run(config, model, store, train_tasks, dev_tasks)
     save_config(config, directory / "config.yaml")
@@ -129,33 +131,41 @@ async def open_run(
     if abandoned := store.abandon_running():
         log.info("%d rollouts were running when the last process ended; they run again", abandoned)
     run.leader.tell("publish_all")
-    loop = make_loop(engine, run.replica.state.policy, run.step, model.tokenizer, config.serve)
-    loops = [loop] if initial is None else [loop, initial]
+    loops = [
+        make_loop(engine, state.policy, run.step, model.tokenizer, config.serve)
+        for state in run.replica.states.values()
+    ]
+    running = loops if initial is None else [*loops, initial]
     gateway = Gateway(
-        loop,
+        _front(config, loops),
         model.tokenizer,
         store,
         model_name=model.name,
         serve=config.serve,
         routing=Routing(config.roles, config.policies),
-        initial=initial,
+        initial=None if initial is None else _front(config, [initial] * len(loops)),
     )
     reuse_before = run.step + 1 if changed else config.total_steps + 1
     runner = Runner(agent, gateway, store, config.rollout, config.seed, reuse_before)
     try:
         await gateway.start()
-        for each in loops:
+        for each in running:
             await asyncio.to_thread(each.warmup)
             each.start()
-        run.connect(loop, runner)
+        run.connect(loops, runner)
         yield run
     finally:
         await gateway.close()
-        for each in loops:
+        for each in running:
             each.close()
         run.leader.dismiss()
         await run.close()
         store.close()
+
+
+def _front(config: Config, loops: Sequence[Any]) -> Any:
+    """What the gateway sees of the loops, of which there is one for each set of weights."""
+    return loops[0] if config.weights == ("",) else LoopsByPolicy(loops)
 
 
 def _load(config: Config) -> LoadedModel:

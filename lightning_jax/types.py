@@ -217,7 +217,9 @@ class TrainingSequence:
     weight: float  # of each token that is trained; see rl/weights.py
     loss_mask: tuple[bool, ...] = ()  # False: the token is context only
     states: StateValues | None = None  # for a critic
-    adapter: int | None = None  # which one it is read with; None: there is but one, or none
+    # The place of the policy that learns, among several: that of the adapter it is read with, or of
+    # the weights. None: there is one policy, or it is among its own.
+    adapter: int | None = None
 
     def __post_init__(self) -> None:
         _fill(self, "loss_mask", True, like="response_token_ids")

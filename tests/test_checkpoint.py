@@ -9,7 +9,7 @@ import pytest
 from lightning_jax.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.config import CheckpointConfig, OptimizerConfig
 from lightning_jax.rl.optimizer import make_optimizer
-from lightning_jax.rl.train_step import TrainState, init_state
+from lightning_jax.rl.train_state import TrainState, init_state
 from lightning_jax.testing.tiny import tiny_model
 
 

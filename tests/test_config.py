@@ -36,9 +36,19 @@ def test_later_layers_win(tmp_path: Path) -> None:
         ("agent.command='say \\'it'", ["say", "is not readable YAML"]),
         ("agent.reward=score.py:reward", ["reward is 'score.py:reward'", "beside agent.command"]),
         ("rollout.agent=a.py:run", ["rollout.agent", "it is agent.function now"]),
-        ("policies.a.trains=true", ["policies names a", "model.lora.rank is 0", "1 or more"]),
         ("policies.initial.trains=true", ["the name 'initial'", "ask for it as their model"]),
-        ("policies.a.base=gpt2", ["policies.a.base is 'gpt2'", "smollm2-135m-instruct"]),
+        (
+            "policies.a.base=gpt2 model.lora.rank=1",
+            ["policies.a.base is 'gpt2'", "smollm2-135m-instruct", "adapters on model.name"],
+        ),
+        (
+            "policies.a={} algorithm.policy_updates=joint algorithm.value_heads=shared",
+            ["value_heads is 'shared' and a have weights of their own", "expected per_policy"],
+        ),
+        (
+            "policies.a={} roles.a={agent: a, policy: a} policies.aa.trains=false",
+            ["policies.aa is the policy of no role", "roles name a;", "{model: aa, policy: aa}"],
+        ),
         ("policies.a.trains=false model.lora.rank=1", ["trains is false for all"]),
         ("roles.w={agent: w, policy: b}", ["roles.w.policy is 'b'", "without a section policies"]),
         (
@@ -65,6 +75,23 @@ def test_a_mistake_is_one_sentence(argument: str, words: list[str]) -> None:
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("optimizer.mu_dtype=float16", "optimizer.mu_dtype is 'float16'"),
+        ("warmup.optimizer.mu_dtype=float16", "warmup.optimizer.mu_dtype is 'float16'"),
+        ("warmup.num_steps=-1", "warmup.num_steps is -1"),
+        ("model.lora.alpha=0", "model.lora.alpha is 0.0"),
+        ("roles.writer={trains: true}", "roles.writer.agent is None"),
+        ("reward_rules.slip={fact: slip, reward: 1}", "reward_rules.slip.fact is 'slip'"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_whole_key(setting: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, [setting])
+    assert str(caught.value).startswith(f"{key}; expected ")
 
 
 def test_broken_yaml_is_named(tmp_path: Path) -> None:

@@ -48,10 +48,10 @@ TASKS: list[Task] = [{"id": f"t{i}", "question": "ab"[i]} for i in range(2)]
 def config(model_dir: Path, run_dir: Path, place: DistributedConfig, kind: str = "whole") -> Config:
     """A warm-up step and two steps of GRPO with a reference policy, on four devices. Requests run
     one at a time, so that the same weights sample the same tokens. What is trained are whole
-    weights, adapters, or the adapters of several policies.
+    weights, adapters, the adapters of several policies, or policies that have weights of their own.
     """
-    rank, names, function = (0 if kind == "whole" else 4), (), "run"
-    if kind == "policies":
+    rank, names, function = (0 if kind in ("whole", "own") else 4), (), "run"
+    if kind in ("policies", "own"):
         names, function = ("speaker", "listener", "judge"), "three_policies"
     return Config(
         run_dir=str(run_dir),
@@ -101,7 +101,7 @@ def _free_port() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["whole", "adapters", "policies"])
+@pytest.mark.parametrize("kind", ["whole", "adapters", "policies", "own"])
 def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
     model_dir, one, two = tmp_path / "tiny", tmp_path / "one", tmp_path / "two"
     save_hf(model_dir, tiny_model())
@@ -120,7 +120,8 @@ def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
             apart = ("time/", "serve/publish", "serve/compiles")
             if not name.startswith(apart) and "per_s" not in name:
                 assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=1e-5), name
-    assert rows[1][1]["train/num_updates"] == 1 and rows[1][1]["train/grad_norm"] > 0
+    assert rows[1][1]["train/num_updates"] == (2 if kind == "own" else 1)
+    assert rows[1][1]["train/grad_norm"] > 0
     # Rollouts, the store and the server are those of process 0 alone.
     store = Store(two / "store.sqlite")
     assert [r.status for r in store.rollouts(phase="train")] == ["scored"] * 2 * 8
@@ -128,10 +129,13 @@ def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
     if kind == "whole":
         _compare_weights(config(model_dir, two, DistributedConfig()), one, two)
     else:
-        folder = "policy_adapter/speaker" if kind == "policies" else "policy_adapter"
-        name = f"{folder}/adapter_model.safetensors"
-        adapters = [safetensors.numpy.load_file(run / name) for run in (one, two)]
-        for ours, theirs in zip(*(each.values() for each in adapters), strict=True):
+        name = {
+            "adapters": "policy_adapter/adapter_model.safetensors",
+            "policies": "policy_adapter/speaker/adapter_model.safetensors",
+            "own": "policy/speaker/model.safetensors",
+        }[kind]
+        weights = [safetensors.numpy.load_file(run / name) for run in (one, two)]
+        for ours, theirs in zip(*(each.values() for each in weights), strict=True):
             np.testing.assert_allclose(theirs, ours, atol=1e-5)
             assert np.any(ours)
 

@@ -19,10 +19,11 @@ ROWS = (
     ("gateway",),
     (
         *("datasets", "tasks", "runner", "program", "process_group", "agent_child"),
-        *("rollout_metrics", "checkpoint", "learner", "replica", "plan"),
+        *("rollout_metrics", "checkpoint", "learner", "own_weights", "replica"),
+        *("lowering", "plan"),
     ),
-    ("trainer", "run", "server", "verify", "view"),
-    ("cli", "__main__", "experiment", "side_process"),
+    ("trainer", "run", "step_metrics", "export", "server", "verify", "view"),
+    ("cli", "__main__", "experiment", "side_process", "compiled"),
     ("testing",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

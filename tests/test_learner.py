@@ -15,9 +15,11 @@ from lightning_jax.config import (
     OptimizerConfig,
 )
 from lightning_jax.learner import Learner, make_learner, merge_updates
-from lightning_jax.rl import train_step
 from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.bundles import BUNDLE
 from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.rl.train_state import TrainState
+from lightning_jax.rl.train_step import update, with_old_logprobs
 from lightning_jax.rl.weights import split_minibatches
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
@@ -37,7 +39,7 @@ def learner(**knobs) -> Learner:
     return make_learner(MODEL.config, config, supervised=False)
 
 
-def fresh_state(made: Learner) -> train_step.TrainState:
+def fresh_state(made: Learner) -> TrainState:
     return made.init(jax.tree.map(jnp.copy, MODEL.params))
 
 
@@ -56,9 +58,9 @@ def test_epochs_and_minibatches_keep_the_old_policy_of_the_first_update():
     # The same by hand.
     wanted = fresh_state(made)
     parts = [make_batches(part, SHAPE)[0] for part in split_minibatches(STEP, 2)]
-    known = [train_step.with_old_logprobs(made.functions, MODEL.params, part) for part in parts]
+    known = [with_old_logprobs(made.functions, MODEL.params, part) for part in parts]
     for part in (*known, *known):
-        wanted, _ = train_step.update(made.functions, wanted, part)
+        wanted, _ = update(made.functions, wanted, part)
     for got, want in zip(*map(jax.tree.leaves, (state.params, wanted.params)), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -111,7 +113,7 @@ def test_a_new_critic_gives_identical_credit_and_then_learns(credit):
     )
     algorithm = AlgorithmConfig(credit=credit)
     state, errors, metrics = fresh_state(made), [], {}
-    for step in range(20):
+    for step in range(8):
         values, timing = made.values(state, two_rollouts())
         assert (
             values is not None and values[1][1] is None and list(timing) == ["time/values_s"]
@@ -175,7 +177,7 @@ def test_twenty_steps_of_random_data_compile_one_program_for_each_bucket(
         ]
         with jax.log_compiles():
             state, metrics = made.update(state, step, None)
-        buckets.add(-(-int(metrics["train/num_batches"]) // train_step.BUNDLE))
+        buckets.add(-(-int(metrics["train/num_batches"]) // BUNDLE))
     compiled = [
         record.getMessage().split()[1]
         for record in caplog.records

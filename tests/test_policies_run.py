@@ -26,10 +26,11 @@ from lightning_jax.config import (
 )
 from lightning_jax.config_sections import LoraConfig
 from lightning_jax.learner import make_learner
+from lightning_jax.lowering import lower_step
 from lightning_jax.models.load import load_model, save_hf
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.names import flatten
-from lightning_jax.plan import lower_step, make_plan
+from lightning_jax.plan import make_plan
 from lightning_jax.replica import Replica
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.trainer import train
@@ -55,7 +56,8 @@ def settings(model_dir: Path, run: Path, **changes: Any) -> Config:
             "num_steps": 2,
             "model": ModelConfig(name=str(model_dir), lora=LORA),
             "policies": {name: PolicyConfig(trains=name != "judge") for name in NAMES},
-            "roles": {name: RoleConfig(agent=name, policy=name) for name in NAMES[:2]},
+            "roles": {name: RoleConfig(agent=name, policy=name) for name in NAMES[:2]}
+            | {"judge": RoleConfig(model="judge", policy="judge")},
             "agent": AgentConfig(f"{TOY}:three_policies"),
             "serve": ServeConfig(slots=2, max_len=64, prefill_buckets=(32,)),
             "rollout": RolloutConfig(tasks_per_step=2, group_size=4),
@@ -71,7 +73,7 @@ def adapters(config: Config) -> dict[Any, np.ndarray]:
     """The trained ones of the newest checkpoint."""
     loaded = load_model(config.model.name)
     replica = Replica(config, adapted(loaded, LORA, config.seed, len(NAMES)))
-    leaves = {path: np.asarray(leaf) for path, leaf in flatten(replica.state.params).items()}
+    leaves = {path: np.asarray(leaf) for path, leaf in flatten(replica.states[""].params).items()}
     replica.close()
     return leaves
 

@@ -67,18 +67,18 @@ def test_only_adapters_move_and_eight_devices_agree_with_one(tmp_path: Path) -> 
     found = []
     for name, mesh in (("one", MeshConfig(fsdp=1)), ("eight", MeshConfig(2, 2, 2))):
         made = replica(settings(tmp_path / name, mesh=mesh))
-        before, buffers = host(made.state.base), flatten(made.state.base)
+        before, buffers = host(made.states[""].base), flatten(made.states[""].base)
         norms = [made.update(step)["train/grad_norm"] for step in STEPS]
         assert min(norms) > 0
-        after = host(made.state.base)
+        after = host(made.states[""].base)
         assert before.keys() == host(MODEL().params).keys()
         for path, leaf in after.items():
             assert leaf.tobytes() == before[path].tobytes()
-            assert flatten(made.state.base)[path] is buffers[path]  # nobody copied it either
-        assert {path[-1] for path in flatten(made.state.params)} == {"lora_a", "lora_b"}
-        moments = optax.tree.get(made.state.opt_state, "mu")
-        assert jax.tree.structure(moments) == jax.tree.structure(made.state.params)
-        found.append(host(made.state.params))
+            assert flatten(made.states[""].base)[path] is buffers[path]  # nobody copied it either
+        assert {path[-1] for path in flatten(made.states[""].params)} == {"lora_a", "lora_b"}
+        moments = optax.tree.get(made.states[""].opt_state, "mu")
+        assert jax.tree.structure(moments) == jax.tree.structure(made.states[""].params)
+        found.append(host(made.states[""].params))
         assert made.learner.mesh.size == (1 if name == "one" else 8)
         made.close()
     start = host(trained_part(adapted(MODEL(), LORA, 0).params))
@@ -91,7 +91,7 @@ def test_a_checkpoint_holds_the_adapters_and_goes_on_over_the_base(tmp_path: Pat
     config = settings(tmp_path)
     made = replica(config)
     made.update(STEPS[0])
-    assert np.any(made.state.critic.head.kernel)
+    assert np.any(made.states[""].critic.head.kernel)
     made.advance()
     made.save({"tasks": 5})
     (described,) = (tmp_path / "checkpoints").glob("1/progress/metadata")
@@ -99,10 +99,11 @@ def test_a_checkpoint_holds_the_adapters_and_goes_on_over_the_base(tmp_path: Pat
     assert saved and all("lora_" in name for name in saved)
     again = replica(config)
     assert again.step == 1 and again.progress is not None and again.progress["tasks"] == 5
-    for got, want in zip(*map(jax.tree.leaves, (again.state, made.state)), strict=True):
+    for got, want in zip(*map(jax.tree.leaves, (again.states, made.states)), strict=True):
         np.testing.assert_array_equal(got, want)
     again.close()
     made.close()
+    assert not (tmp_path / "reference").exists()  # without a KL term there is none
     for lora, words in (
         (LoraConfig(rank=2, alpha=8.0), r"\['down'\]\['lora_a'\] has shape \[64, 4\], .*\[64, 2\]"),
         (LoraConfig(rank=4, alpha=8.0, targets=("q",)), r"\['down'\]\['lora_a'\].* expected None"),
@@ -123,12 +124,12 @@ def test_the_reference_is_what_the_warmup_made_of_the_adapters(tmp_path: Path) -
         warmup=WarmupConfig(num_steps=1, demonstrations="some:where"),
     )
     made = replica(config)
-    start = host(made.state.params)
+    start = host(made.states[""].params)
     made.update(STEPS[0])
-    assert made.reference is None
+    assert made.reference is None and not (tmp_path / "reference").exists()
     made.advance()
     assert made.reference is not None
-    reference = host(made.reference)
+    reference = host(made.reference[""])
     assert reference.keys() == start.keys()
     assert not np.allclose(reference["layers_0", "q", "lora_b"], 0.0)  # the warm-up trains, too
     kls = []
@@ -136,11 +137,12 @@ def test_the_reference_is_what_the_warmup_made_of_the_adapters(tmp_path: Path) -
         kls.append(made.update(step)["train/kl_to_reference"])
         made.advance()
     assert kls[0] == pytest.approx(0.0, abs=1e-6) and kls[-1] > 1e-5
-    for path, leaf in host(made.reference).items():
+    for path, leaf in host(made.reference[""]).items():
         np.testing.assert_array_equal(leaf, reference[path])
     made.save({})
     again = replica(config)
-    for path, leaf in host(again.reference).items():
+    assert again.reference is not None
+    for path, leaf in host(again.reference[""]).items():
         np.testing.assert_array_equal(leaf, reference[path])
     again.close()
     made.close()

@@ -34,17 +34,23 @@ Paragraph = dict[str, str]  # pid, title, text
 
 
 def load_musique(
-    root: str | Path | None, split: str, config: DataConfig, cache_dir: str | Path
+    root: str | Path | None,
+    split: str,
+    config: DataConfig,
+    cache_dir: str | Path,
+    *,
+    corpus: "Corpus | None" = None,
 ) -> tuple[list[Task], dict[str, int]]:
     """The split's tasks in file order, and how many were left out for which reason.
 
     A task has `id`, `question`, `answer`, `answer_aliases`, `hops`, `supporting` (pids) and
     `decomposition`: for each hop `question`, `answer` and `paragraph` (pid, title, text). `root`
-    None is the generated set. What is made is written under `cache_dir`, once. Raises DatasetError.
+    None is the generated set. What is made is written under `cache_dir`, once. Who loads both
+    splits reads the `corpus` once, and gives it. Raises DatasetError.
     """
     check_split(split)
     folder, released = _find(root, Path(cache_dir).absolute())
-    corpus = read_corpus(corpus_of(root, cache_dir))
+    corpus = corpus or read_corpus(corpus_of(root, cache_dir))
     if released:
         read, dropped = _released_tasks(folder / _RELEASED[split], corpus)
     else:

@@ -16,6 +16,7 @@ from lightning_jax.gateway.fields import Body, as_object
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
+SHUTDOWN_S = 2.0  # how long calls may go on once the gateway closes
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -57,6 +58,26 @@ def key_of(request: web.Request) -> str | None:
 def refusal(dialect: Dialect, error: ApiError) -> web.Response:
     """The error in the shape that the dialect's clients read."""
     return web.json_response(dialect.error(error), status=error.status, headers=error.headers)
+
+
+async def listen(app: web.Application, serve: ServeConfig) -> web.AppRunner:
+    """Binds the port and serves. Raises GatewayError when the address cannot be had."""
+    check_exposure(serve)
+    # Cancelling the handler is how a client that hangs up frees its slot.
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, serve.host, serve.port).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise GatewayError(
+            f"the gateway cannot listen on {serve.host}:{serve.port} "
+            f"({error.strerror or error}); expected a free port of its own. Set serve.port "
+            "to another one, or to 0 for any."
+        ) from error
+    return runner
 
 
 def check_exposure(serve: ServeConfig) -> None:

@@ -1,7 +1,9 @@
 """The rollouts that are open at the gateway: how their calls sample, and what traffic they made."""
 
 import asyncio
+import contextlib
 import hashlib
+import hmac
 import secrets
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +14,8 @@ from lightning_jax.gateway.conversations import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.render import ConversationMemory
 from lightning_jax.gateway.running import RunningCalls
+from lightning_jax.store import Store
+from lightning_jax.store_file import StoreError
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,11 @@ class OpenRollout:
     refused: Counter[str] = field(default_factory=Counter)
     in_flight: set[asyncio.Task] = field(default_factory=set)
 
+    @property
+    def place(self) -> str:
+        """What names it in a URL."""
+        return f"{self.settings.rollout_id}~{self.token}"
+
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Around one call: counts it and how it ends, and lets the rollout's end cancel it."""
@@ -101,6 +110,59 @@ class OpenRollout:
             prefix_breaks=self.prefix_breaks,
             num_joined=self.num_joined,
             malformed_tool_calls=self.malformed_tool_calls,
+        )
+
+
+class OpenRollouts:
+    """Those that are open, by id. The store, if there is one, tells what became of others."""
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._by_id: dict[str, OpenRollout] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __getitem__(self, rollout_id: str) -> OpenRollout:
+        return self._by_id[rollout_id]
+
+    def open(self, settings: RolloutSettings) -> OpenRollout:
+        """A new one. Raises ValueError if it is open."""
+        if settings.rollout_id in self._by_id:
+            raise ValueError(f"rollout {settings.rollout_id!r} is open already; expected a new id.")
+        self._by_id[settings.rollout_id] = rollout = OpenRollout(settings)
+        return rollout
+
+    def close(self, rollout_id: str) -> Traffic:
+        """Ends it; its traffic. Raises ValueError if it is not open."""
+        rollout = self._by_id.pop(rollout_id, None)
+        if rollout is None:
+            raise ValueError(
+                f"rollout {rollout_id!r} is not open; expected one that open_rollout began."
+            )
+        return rollout.end()
+
+    def close_all(self) -> None:
+        """Ends every one."""
+        for rollout_id in list(self._by_id):
+            self.close(rollout_id)
+
+    def find(self, place: str) -> OpenRollout:
+        """The one that is named so in a URL. Raises ApiError if none is."""
+        rollout_id, _, token = place.rpartition("~")
+        rollout = self._by_id.get(rollout_id)
+        if rollout and hmac.compare_digest(token.encode(), rollout.token.encode()):
+            return rollout
+        ended = None
+        with contextlib.suppress(StoreError):
+            if self._store and rollout is None:
+                ended = self._store.rollout(rollout_id).status
+        state = f"has ended ({ended})" if ended else "is unknown"
+        raise ApiError(
+            404,
+            "rollout_not_found",
+            f"rollout {rollout_id or place!r} {state}; expected a running one. Use the base_url "
+            "that the agent was started with, or /v1 for calls outside of rollouts.",
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_jax.config import RoleConfig
-from lightning_jax.config_roles import adapter_places
+from lightning_jax.config_roles import policy_places
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.tracing.roles import Policies, Roles, choose_policy, find_role
 
@@ -18,12 +18,12 @@ class Part:
 
     role: str = ""  # "": none fits
     answered_by: str = ""  # "": the only policy, or the initial weights
-    adapter: int | None = None  # its place; None: the model has at most one
+    adapter: int | None = None  # its place; None: there is one policy
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The roles of a run and its policies, whose adapters the engine has in their order."""
+    """The roles of a run and its policies, whose places are in their order."""
 
     roles: Roles = field(default_factory=dict)
     policies: Policies = field(default_factory=dict)
@@ -45,10 +45,10 @@ class Routing:
         if not self.policies:
             return Part(name)
         if role.served_by != "policy":
-            return Part(name, adapter=0)  # before the first step all adapters are alike
+            return Part(name, adapter=0)  # before the first step all policies are alike
         policy = choose_policy(self.policies, role, said["model"])
         if policy:
-            return Part(name, policy, adapter_places(self.policies)[policy])
+            return Part(name, policy, policy_places(self.policies)[policy])
         caller = f"agent {said['agent']!r}" if said["agent"] else "an agent without a name"
         raise ApiError(
             404,

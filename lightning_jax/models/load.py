@@ -65,6 +65,19 @@ def load_model(name: str, dtype: str = "float32") -> LoadedModel:
     return LoadedModel(name, config, params, vocabulary)
 
 
+def load_like(model: LoadedModel, name: str, dtype: str = "float32") -> LoadedModel:
+    """The named model. Raises ModelError where its shape or its vocabulary is not `model`'s."""
+    other = load_model(name, dtype)
+    same_shape = other.config == model.config
+    if not same_shape or other.tokenizer.vocabulary != model.tokenizer.vocabulary:
+        raise ModelError(
+            f"model {name!r} has another {'vocabulary' if same_shape else 'shape'} than "
+            f"{model.name!r}; expected the same, as both are policies of one run. Use a model that "
+            "was trained from it."
+        )
+    return other
+
+
 def load_shape(name: str) -> DecoderConfig:
     """The shape of the named model, without its weights. Raises ModelError."""
     if name in SHAPES:

@@ -66,6 +66,11 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token by its text, added ones too."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
     def supports_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
         return self.template is not None and "tools" in self.template

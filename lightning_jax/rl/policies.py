@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_jax.config import AlgorithmConfig, PolicyConfig
-from lightning_jax.config_roles import adapter_places
+from lightning_jax.config_roles import policy_places
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rl.values import CallValues
 from lightning_jax.types import TrainingSequence, Trajectory, Transition
@@ -61,17 +61,17 @@ def prepare_policies(
     policy_version: int,
     values: Sequence[Sequence[CallValues]] | None = None,
 ) -> tuple[list[TrainingSequence], dict[str, float]]:
-    """As `prepare_step`, of several policies, whose adapters lie in their order; empty: of the only
+    """As `prepare_step`, of several policies, whose places are their order here; empty: of the only
     one. Metrics of a policy's own part are named like `train/num_groups/policy=writer`.
     """
-    adapters = adapter_places(policies)
+    places = policy_places(policies)
     sequences, metrics = [], {}
     for policy, part in learning_parts(trajectories, algorithm, policies).items():
         known = values
         if policy and values is not None:
             known = _own_values(trajectories, values, policy)
         made, of_part = prepare_step(
-            part, algorithm, policy_version=policy_version, values=known, adapters=adapters
+            part, algorithm, policy_version=policy_version, values=known, adapters=places
         )
         sequences += made
         suffix = f"/policy={policy}" if policy else ""

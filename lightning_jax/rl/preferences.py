@@ -13,9 +13,12 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from lightning_jax.config import BatchConfig
-from lightning_jax.rl import train_step
+from lightning_jax.models.transformer import Params
 from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.train_step import Objective, Params, TrainFunctions, TrainState
+from lightning_jax.rl.bundles import measure
+from lightning_jax.rl.objectives import Objective, policy_objective
+from lightning_jax.rl.train_state import TrainState
+from lightning_jax.rl.train_step import TrainFunctions, update
 from lightning_jax.types import Batch, TrainingSequence
 
 
@@ -30,7 +33,7 @@ class PreferencePair:
 
 def dpo_objective() -> Objective:
     """The objective of the train functions that `dpo_update` takes: minus advantage * log-prob."""
-    return train_step.policy_objective(loss="reinforce", proximal="old")
+    return policy_objective(loss="reinforce", proximal="old")
 
 
 def pair_sequences(pairs: Sequence[PreferencePair]) -> list[TrainingSequence]:
@@ -95,7 +98,7 @@ def dpo_update(
     margins = (policy - reference)[0::2] - (policy - reference)[1::2]
     advantages = dpo_advantages(margins, beta=beta)
     placed = _with_advantages(batches, advantages, complete)
-    state, metrics = train_step.update(functions, state, placed)
+    state, metrics = update(functions, state, placed)
     metrics.pop("train/mismatch_kl")  # nothing was sampled
     return state, stats | metrics | {
         "train/loss": float(dpo_losses(margins, beta=beta)[complete].sum() / len(pairs)),
@@ -110,7 +113,7 @@ def sequence_logprobs(
 ) -> Float[np.ndarray, " N"]:
     """The log-probability in nats of each of the `number` packed sequences, 0 for one left out."""
     sums = np.zeros(number)
-    measured = train_step.measure(functions.logprobs_fn, batches, params)
+    measured = measure(functions.logprobs_fn, batches, params)
     for batch, logprobs in zip(batches, measured, strict=True):
         mask = np.asarray(batch.target_mask)
         known = np.asarray(logprobs, np.float64)[mask]

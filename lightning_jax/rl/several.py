@@ -35,8 +35,10 @@ class Several:
 
 
 def several_of(config: Config, *, supervised: bool) -> Several | None:
-    """Those of a run, None where it has one policy. A warm-up trains all of them, each apart."""
-    if not config.policies:
+    """Those of a run, None where no policies are adapters. A warm-up trains all of them, each
+    apart.
+    """
+    if not config.adapters:
         return None
     trained = tuple(supervised or policy.trains for policy in config.policies.values())
     separate = supervised or config.algorithm.policy_updates == "independent"

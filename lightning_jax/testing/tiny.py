@@ -12,7 +12,7 @@ from lightning_jax.models.load import LoadedModel
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.names import flatten, unflatten
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.models.transformer import DecoderConfig, init_params
+from lightning_jax.models.transformer import DecoderConfig, Params, init_params
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -58,9 +58,14 @@ def tiny_model(seed: int = 0, *, num_layers: int = 2, embed_dim: int = 32) -> Lo
 def tiny_policies(lora: LoraConfig, number: int = 2) -> LoadedModel:
     """A tiny model of one layer with several adapters, each of which says something else."""
     model = adapted(tiny_model(num_layers=1), lora, 0, number)
+    return replace(model, params=_speaking(model.params))
+
+
+@jax.jit
+def _speaking(params: Params) -> Params:
     keys = iter(jax.random.split(jax.random.key(5), 99))
     leaves = {
         path: 0.3 * jax.random.normal(next(keys), leaf.shape) if path[-1] == "lora_b" else leaf
-        for path, leaf in flatten(model.params).items()
+        for path, leaf in flatten(params).items()
     }
-    return replace(model, params=unflatten(leaves))
+    return unflatten(leaves)

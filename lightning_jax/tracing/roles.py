@@ -12,7 +12,7 @@ from lightning_jax.tracing.tree import agent_of
 from lightning_jax.types import Span, Trajectory, Transition
 
 Roles = Mapping[str, RoleConfig]  # in order: a call has the first that fits
-Policies = Mapping[str, PolicyConfig]  # in the order of their adapters; empty where there is one
+Policies = Mapping[str, PolicyConfig]  # in the order of their places; empty where there is one
 
 
 def find_role(roles: Roles, *, agent: str, model: str, system: str) -> str:

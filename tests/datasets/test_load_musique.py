@@ -154,6 +154,13 @@ def test_the_corpus_is_made_once_for_each_content(released: Path, tmp_path: Path
     assert len(load_musique(tmp_path / "archive", "dev", ALL, cache)[0]) == 2
 
 
+def test_a_corpus_that_is_given_is_not_made_or_read_again(released: Path, tmp_path: Path) -> None:
+    corpus = read_corpus(corpus_of(released, tmp_path / "cache"))
+    again = load_musique(released, "train", ALL, tmp_path / "untouched", corpus=corpus)
+    assert again == load_musique(released, "train", ALL, tmp_path / "cache")
+    assert not (tmp_path / "untouched").exists()
+
+
 def test_the_compact_files(compact: Path, tmp_path: Path) -> None:
     tasks, dropped = load_musique(compact, "train", DataConfig(max_train_tasks=2), tmp_path)
     assert [task["id"] for task in tasks] == ["q0", "q2"]  # of 4, spread

@@ -1,6 +1,7 @@
 """Several policies behind one URL: who answers, with which weights, and what the record says."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,19 @@ def calls(bench: Bench) -> tuple[Transition, ...]:
     return assign_roles(spans, found, ROUTING.roles, ROUTING.policies)
 
 
+@partial(jax.jit, static_argnums=1)
+def whole_table(params: Any, config: Any, ids: Any) -> Any:
+    hidden, _ = forward(params, config, ids[None], jnp.arange(len(ids))[None])
+    return jax.nn.log_softmax(unembed(params, config, hidden)[0])
+
+
 def logprobs(call: Transition, place: int) -> np.ndarray:
     """Those of the response's tokens under one adapter alone, without a cache."""
     model, ids = one_of(MODEL, place), [*call.prompt_token_ids, *call.response_token_ids]
-    hidden, _ = forward(model.params, model.config, jnp.array([ids]), jnp.arange(len(ids))[None])
-    table = jax.nn.log_softmax(unembed(model.params, model.config, hidden)[0])
+    padded = np.pad(ids, (0, SERVE.max_len - len(ids)))  # what follows a token does not reach it
+    table = np.asarray(whole_table(model.params, model.config, padded))
     first = len(call.prompt_token_ids)
-    return np.asarray(table)[np.arange(first - 1, len(ids) - 1), ids[first:]]
+    return table[np.arange(first - 1, len(ids) - 1), ids[first:]]
 
 
 async def test_each_policy_answers_with_its_own_adapter_and_cache(bench: Bench) -> None:

@@ -19,6 +19,7 @@ from lightning_jax.config import MeshConfig
 from lightning_jax.models import attention, flash, flash_gpu, flash_tpu
 from lightning_jax.models.shapes import SHAPES
 from lightning_jax.models.sharding import batch_sharding, make_mesh
+from lightning_jax.testing.platforms import mesh_for
 
 KERNELS = {"tpu": flash_tpu, "gpu": flash_gpu}
 TARGETS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
@@ -196,7 +197,8 @@ def test_each_device_computes_the_gradients_of_its_rows_and_heads(platform: str)
 def lowered(platform: str, model: str, sizes: tuple[int, int, int], length: int = 4096) -> str:
     """The program of a gradient for eight devices of a platform."""
     shape = SHAPES[model]
-    rows = batch_sharding(make_mesh(MeshConfig(*sizes)))
+    mesh = make_mesh(MeshConfig(*sizes))
+    rows = NamedSharding(mesh_for(platform, mesh), batch_sharding(mesh).spec)
     tokens, ends = (4, length), jax.ShapeDtypeStruct((4, length), jnp.int32, sharding=rows)
     arrays = [
         jax.ShapeDtypeStruct((*tokens, count, shape.head_dim), jnp.bfloat16, sharding=rows)

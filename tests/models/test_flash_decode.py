@@ -12,6 +12,7 @@ from lightning_jax.config import MeshConfig
 from lightning_jax.models import flash_decode
 from lightning_jax.models.cache import _attend_segment, attend_cache
 from lightning_jax.models.sharding import make_mesh
+from lightning_jax.testing.platforms import mesh_for
 
 KERNELS = {"tpu": flash_decode.attend_tpu, "cuda": flash_decode.attend_gpu}
 
@@ -19,13 +20,14 @@ KERNELS = {"tpu": flash_decode.attend_tpu, "cuda": flash_decode.attend_gpu}
 def arrays(rows: int, slots: int, heads: int, members: int, width: int, span: int, dtype: str):
     rng = np.random.default_rng(rows + span)
 
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), dtype)
+    def normal(*shape: int, scale: float = 1.0) -> jax.Array:
+        return jnp.asarray(scale * rng.normal(size=shape), dtype)
 
-    queries = normal(rows, heads, members, width) * width**-0.5
-    index = jnp.asarray(rng.integers(-3, span + 3, rows), jnp.int32)
-    index = index.at[0].set(-1).at[1].set(span + 1)  # nothing of the segment, and all of it
-    return queries, normal(slots, heads, width, span), normal(slots, heads, span, width), index
+    queries = normal(rows, heads, members, width, scale=width**-0.5)
+    index = rng.integers(-3, span + 3, rows, dtype=np.int32)
+    index[:2] = -1, span + 1  # nothing of the segment, and all of it
+    keys, values = normal(slots, heads, width, span), normal(slots, heads, span, width)
+    return queries, keys, values, jnp.asarray(index)
 
 
 @pytest.mark.parametrize("platform", KERNELS)
@@ -36,10 +38,13 @@ def arrays(rows: int, slots: int, heads: int, members: int, width: int, span: in
 def test_rows_read_what_they_see(platform, rows, slots, heads, members, width, span) -> None:
     queries, keys, values, index = arrays(rows, slots, heads, members, width, span, "float32")
     # What no row may see would spoil everything.
-    beyond = jnp.arange(span)[None, :] > jnp.full(slots, span).at[:rows].set(index)[:, None]
-    values = jnp.where(beyond[:, None, :, None], 1e30, values)
-    got = KERNELS[platform](queries, keys, values, index, interpret=True)
-    wanted = _attend_segment(queries, keys[:rows], values[:rows], index[:, None])
+    last = np.append(index, [span] * (slots - rows))
+    beyond = np.arange(span)[None, :] > last[:, None]
+    values = jnp.asarray(np.where(beyond[:, None, :, None], np.float32(1e30), values))
+    kernel = functools.partial(KERNELS[platform], interpret=True)
+    got = jax.jit(kernel)(queries, keys, values, index)
+    plain = jax.jit(_attend_segment)
+    wanted = plain(queries, keys[:rows], values[:rows], index[:, None])
     seen = np.asarray(index) >= 0
     for ours, theirs in zip(got, wanted, strict=True):
         np.testing.assert_allclose(ours[seen], theirs[seen], rtol=1e-5, atol=1e-5)
@@ -56,7 +61,7 @@ def test_devices_of_a_mesh_take_heads() -> None:
     split = jax.jit(functools.partial(flash_decode.per_device, kernel))
     got = split(*placed, jax.device_put(index, NamedSharding(mesh, jax.P())))
     assert got[2].sharding.is_equivalent_to(place, ndim=4)
-    for ours, theirs in zip(got, kernel(queries, keys, values, index), strict=True):
+    for ours, theirs in zip(got, jax.jit(kernel)(queries, keys, values, index), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
@@ -68,7 +73,8 @@ def test_a_step_lowers_without_the_device(platform, mark) -> None:
     keys = tuple(jax.ShapeDtypeStruct((16, 2, 128, span), jnp.bfloat16) for span in spans)
     values = tuple(jax.ShapeDtypeStruct((16, 2, span, 128), jnp.bfloat16) for span in spans)
     positions = jax.ShapeDtypeStruct((8, 1), jnp.int32)
-    traced = jax.jit(attend_cache).trace(queries, keys, values, positions)
+    with jax.sharding.use_abstract_mesh(mesh_for(platform, make_mesh(MeshConfig(1, 1, 1)))):
+        traced = jax.jit(attend_cache).trace(queries, keys, values, positions)
     assert mark in traced.lower(lowering_platforms=(platform,)).as_text()
     assert mark not in traced.lower(lowering_platforms=("cpu",)).as_text()
 

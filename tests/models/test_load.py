@@ -13,7 +13,7 @@ import transformers
 
 from lightning_jax.models import load
 from lightning_jax.models.attention import RopeScaling, rope_frequencies
-from lightning_jax.models.load import load_model, load_tokenizer, save_hf
+from lightning_jax.models.load import load_like, load_model, load_tokenizer, save_hf
 from lightning_jax.models.names import ModelError, flatten, places, unflatten
 from lightning_jax.models.transformer import DecoderConfig, init_params
 from lightning_jax.testing.tiny import tiny_model
@@ -226,6 +226,19 @@ def test_weights_may_lie_in_several_files_and_others_are_ignored(tmp_path):
         shard = dict(items[part::3])
         safetensors.numpy.save_file(shard, path.with_name(f"model-{part}.safetensors"))
     _assert_equal(load_model(str(tmp_path / "model")), TINY)
+
+
+def test_a_model_like_another_has_its_shape_and_vocabulary(tmp_path):
+    other = tiny_model(1)
+    save_hf(tmp_path / "same", other)
+    _assert_equal(load_like(TINY, str(tmp_path / "same")), other)
+    save_hf(tmp_path / "shape", tiny_model(num_layers=1))
+    with pytest.raises(ModelError, match=r"shape' has another shape than 'tiny'; expected"):
+        load_like(TINY, str(tmp_path / "shape"))
+    file = tmp_path / "same" / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|im_end|>", "<|im_over|>"))
+    with pytest.raises(ModelError, match=r"same' has another vocabulary than 'tiny'"):
+        load_like(TINY, str(tmp_path / "same"))
 
 
 def test_a_tokenizer_needs_no_weights(tmp_path):

@@ -1,6 +1,7 @@
 """A batch whose rows choose among adapters equals each row alone with its own."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,11 @@ from lightning_jax.models.sharding import (
     make_mesh,
     param_shardings,
 )
-from lightning_jax.models.transformer import forward
+from lightning_jax.models.transformer import DecoderConfig, forward
 from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.train_step import (
-    init_state,
-    make_train_functions,
-    policy_objective,
-    update,
-)
+from lightning_jax.rl.objectives import policy_objective
+from lightning_jax.rl.train_state import init_state
+from lightning_jax.rl.train_step import TrainFunctions, make_train_functions, update
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.programs import start_of
 from lightning_jax.testing.records import sequence
@@ -66,23 +64,25 @@ SEQUENCES = [
 ]
 
 
+SGD = optax.sgd(10.0)
+
+
+@functools.cache
+def functions_of(config: DecoderConfig, sizes: tuple[int, int, int]) -> TrainFunctions:
+    gather = make_gather(config, make_mesh(MeshConfig(*sizes)))
+    return make_train_functions(config, SGD, policy_objective(), head_chunk=4, gather=gather)
+
+
 def trained(model: LoadedModel, sequences: list, sizes: tuple[int, int, int]) -> dict:
     """The change of the adapters in one step of gradient descent."""
-    mesh, optimizer = make_mesh(MeshConfig(*sizes)), optax.sgd(10.0)
+    mesh, functions = make_mesh(MeshConfig(*sizes)), functions_of(model.config, sizes)
     params = jax.device_put(
         jax.tree.map(jnp.copy, model.params), param_shardings(model.config, mesh)
-    )
-    functions = make_train_functions(
-        model.config,
-        optimizer,
-        policy_objective(),
-        head_chunk=4,
-        gather=make_gather(model.config, mesh),
     )
     batches, stats = make_batches(sequences, SHAPE)
     assert stats["train/num_sequences"] == len(sequences)
     placed = jax.device_put(batches, batch_sharding(mesh))
-    state, _ = update(functions, init_state(params, optimizer), placed)
+    state, _ = update(functions, init_state(params, SGD), placed)
     before = flatten(trained_part(model.params))
     return {path: np.asarray(leaf - before[path]) for path, leaf in flatten(state.params).items()}
 
@@ -116,9 +116,10 @@ def test_slots_decode_each_with_its_own_adapter() -> None:
     for _ in range(5):
         state, sampled = engine.generate(params, state)
         found.append((np.asarray(sampled.tokens), np.asarray(sampled.behavior_logprobs)))
+    single = Engine(ALONE[0].config, serve)
+    assert ALONE[1].config == ALONE[0].config
     for adapter, slots in ((1, (0, 3)), (0, (1,))):
         alone = ALONE[adapter]
-        single = Engine(alone.config, serve)
         placed, own = single.place(alone.params), single.init_state()
         start = start_of(ids[-1], len(ids) - 1, greedy, 0)
         own = single.insert(single.prefill(placed, ids[:-1]), own, 0, start)

@@ -22,6 +22,7 @@ from lightning_jax.config import (
 )
 from lightning_jax.config_sections import LoraConfig
 from lightning_jax.learner import Learner, make_learner
+from lightning_jax.lowering import lower_step
 from lightning_jax.models.sharding import (
     batch_sharding,
     cache_sharding,
@@ -37,7 +38,6 @@ from lightning_jax.models.transformer import (
     init_params,
     unembed,
 )
-from lightning_jax.plan import lower_step
 from lightning_jax.serve.engine import Engine
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
@@ -52,7 +52,7 @@ def _loss(params, config, tokens, positions, ends, remat):
 
 def test_loss_and_gradient_agree_on_one_and_eight_devices():
     sizes, remat = (1, 4, 2), True
-    model = tiny_model()
+    model = tiny_model(num_layers=1)
     tokens = jax.random.randint(jax.random.key(1), (8, 160), 0, 259)
     positions = jnp.broadcast_to(jnp.arange(160), (8, 160))
     ends = jnp.where(positions < 90, 90, 160)
@@ -69,7 +69,7 @@ def test_loss_and_gradient_agree_on_one_and_eight_devices():
 
 
 def test_decode_agrees_on_one_and_eight_devices():
-    model = tiny_model()
+    model = tiny_model(num_layers=1)
     config = model.config
     mesh = make_mesh(MeshConfig(1, 4, 2))
     cache = init_cache(config, 3, 32)

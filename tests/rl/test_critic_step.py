@@ -14,16 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lightning_jax.config import BatchConfig
 from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.bundles import bundle, measure
 from lightning_jax.rl.critic import Critic, CriticState, ValueHead
-from lightning_jax.rl.train_step import (
-    bundle,
-    init_state,
-    make_train_functions,
-    measure,
-    policy_objective,
-    update,
-    zero_accumulators,
-)
+from lightning_jax.rl.objectives import policy_objective
+from lightning_jax.rl.train_state import init_state
+from lightning_jax.rl.train_step import make_train_functions, update, zero_accumulators
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import StateValues, TrainingSequence
@@ -164,7 +159,8 @@ def test_values_against_plain_attention():
     (values,) = measure(functions().values_fn, [batch], MODEL.params, HEAD)
     longest = calls[-1].prompt_token_ids + calls[-1].response_token_ids
     tokens = jnp.asarray([longest])
-    hidden, _ = forward(MODEL.params, MODEL.config, tokens, jnp.arange(len(longest))[None])
+    positions = jnp.arange(len(longest))[None]
+    hidden, _ = jax.jit(forward, static_argnums=1)(MODEL.params, MODEL.config, tokens, positions)
     wanted = hidden[0] @ HEAD.kernel / 32**0.5 + HEAD.bias
     # Prompts of 5, 10 and 15 tokens; the first and the third token of each response are trained.
     np.testing.assert_allclose(values[0, :6], wanted[jnp.asarray([4, 6, 9, 11, 14, 16])], atol=1e-5)

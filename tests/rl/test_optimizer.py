@@ -1,5 +1,6 @@
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,7 +14,7 @@ STRICT_PROMOTION = False  # optax mixes dtypes
 
 def rates(count: int, **settings) -> list[float]:
     schedule = make_schedule(OptimizerConfig(learning_rate=1.0, **settings))
-    return [float(np.asarray(schedule(step))) for step in range(count)]
+    return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(count))).tolist()
 
 
 def test_warm_up_rises_from_above_zero_to_the_full_rate():
@@ -37,7 +38,7 @@ def test_first_update_by_hand():
     optimizer = make_optimizer(config)
     params = {"matrix": jnp.full((1, 1), 2.0), "bias": jnp.full((1,), 2.0)}
     grads = {"matrix": jnp.full((1, 1), 30.0), "bias": jnp.full((1,), -40.0)}
-    updates: Any = optimizer.update(grads, optimizer.init(params), params)[0]
+    updates: Any = jax.jit(optimizer.update)(grads, optimizer.init(params), params)[0]
     np.testing.assert_allclose(updates["matrix"], -0.01 - 0.01 * 0.1 * 2.0, rtol=1e-5)
     np.testing.assert_allclose(updates["bias"], 0.01, rtol=1e-5)
 

@@ -16,7 +16,8 @@ from lightning_jax.rl.preferences import (
     dpo_update,
     pair_sequences,
 )
-from lightning_jax.rl.train_step import init_state, make_train_functions
+from lightning_jax.rl.train_state import init_state
+from lightning_jax.rl.train_step import make_train_functions
 from lightning_jax.testing.tiny import tiny_model
 
 STRICT_PROMOTION = False  # optax mixes dtypes

@@ -17,15 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lightning_jax.config import BatchConfig, OptimizerConfig
 from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.bundles import bundle, measure
 from lightning_jax.rl.logprobs import response_logprobs
+from lightning_jax.rl.objectives import policy_objective, supervised_objective
 from lightning_jax.rl.optimizer import make_optimizer
+from lightning_jax.rl.train_state import init_state
 from lightning_jax.rl.train_step import (
-    bundle,
-    init_state,
     make_train_functions,
-    measure,
-    policy_objective,
-    supervised_objective,
     update,
     with_old_logprobs,
     zero_accumulators,
@@ -266,7 +264,8 @@ def test_logprobs_and_entropy_against_a_whole_softmax():
     batch = jax.tree.map(jnp.asarray, batch)
     run = functools.partial(response_logprobs, config=MODEL.config, remat=False, head_chunk=4)
     logprobs, entropy = jax.jit(run)(MODEL.params, batch=batch)
-    hidden, _ = forward(MODEL.params, MODEL.config, batch.tokens, batch.positions, ends=batch.ends)
+    plain = jax.jit(forward, static_argnums=1)
+    hidden, _ = plain(MODEL.params, MODEL.config, batch.tokens, batch.positions, ends=batch.ends)
     whole = jax.nn.log_softmax(unembed(MODEL.params, MODEL.config, hidden)[0])
     count = int(batch.target_mask.sum())
     nodes, ids = batch.target_nodes[0, :count], batch.target_ids[0, :count]

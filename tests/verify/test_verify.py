@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import shutil
 import sqlite3
@@ -15,28 +14,17 @@ from test_trainer import TASKS, _config
 from lightning_jax.cli import main
 from lightning_jax.config import CheckpointConfig, EvalConfig, OptimizerConfig, RolloutConfig
 from lightning_jax.models.load import save_hf
-from lightning_jax.testing.records import transition
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.tracing import attributes as names
 from lightning_jax.trainer import train
-from lightning_jax.types import Span
-from lightning_jax.verify import (
-    Source,
-    StoredCall,
-    VerifyError,
-    _batch,
-    _is_plain,
-    _with_known_weights,
-    as_text,
-    verify,
-)
+from lightning_jax.verify import VerifyError, as_text, verify
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps, evaluated before and after. It holds versions 0, 2 and 3 of the weights."""
     place = tmp_path_factory.mktemp("verify")
-    save_hf(place / "tiny", tiny_model())
+    save_hf(place / "tiny", tiny_model(num_layers=1))
     config = _config(
         place / "tiny",
         place / "run",
@@ -151,46 +139,3 @@ def _falsify(run: Path, attribute: str, by: float) -> tuple[str, str, float]:
             "UPDATE spans SET attributes = ? WHERE span_id = ?", (json.dumps(values), call_id)
         )
     return call_id, rollout_id, stored
-
-
-def test_calls_of_lost_or_several_versions_are_counted() -> None:
-    one, lost, mixed = (StoredCall(transition([1], [2, 3], version=v), True) for v in (0, 1, 0))
-    changed = dataclasses.replace(mixed.transition, policy_versions=(0, 2))
-    sources = {version: Source("", lambda params: params) for version in (0, 2)}
-    kept, reasons = _with_known_weights([one, lost, StoredCall(changed, True)], sources)
-    assert kept == [one]
-    assert reasons == {"weights_not_kept": 1, "weights_changed_during_the_call": 1}
-
-
-def test_a_row_holds_one_call_and_each_target_its_node() -> None:
-    batch = _batch([StoredCall(transition([5, 6, 7], [8, 9]), True)], 2, 64)
-    assert batch.tokens[0, :6].tolist() == [5, 6, 7, 8, 9, 0]
-    assert batch.ends[0, :6].tolist() == [5, 5, 5, 5, 5, 6]  # padding sees itself only
-    # Node 2 (token 7) gives 8, node 3 (token 8) gives 9.
-    assert batch.target_nodes[0, :2].tolist() == [2, 3]
-    assert batch.target_ids[0, :2].tolist() == [8, 9]
-    assert batch.target_mask.sum(axis=1).tolist() == [2, 0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "plain"),
-    [
-        ({}, True),
-        ({names.REQUEST_TEMPERATURE: 0.7}, False),
-        ({names.REQUEST_TOP_P: 0.9}, False),
-        ({names.REQUEST_TOP_K: 5}, False),
-        ({names.REQUEST_MIN_P: 0.1}, False),
-        ({names.ADJUSTED: True}, False),
-    ],
-)
-def test_only_calls_that_filter_nothing_are_plain(changes: dict, plain: bool) -> None:
-    settings = {
-        names.REQUEST_TEMPERATURE: 1.0,
-        names.REQUEST_TOP_P: 1.0,
-        names.REQUEST_TOP_K: 0,
-        names.REQUEST_MIN_P: 0.0,
-    }
-    call = Span("t", "call", None, "chat", 1, 2, settings | changes)
-    choice = Span("t", "choice", "call", "choice", 1, 2, {names.CHOICE_INDEX: 1})
-    spans = {"call": call, "choice": choice}
-    assert _is_plain("call", spans) is _is_plain("choice", spans) is plain

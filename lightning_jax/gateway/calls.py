@@ -1,0 +1,158 @@
+"""One call to the policy over HTTP: who answers it, and its answer in the caller's dialect."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from lightning_jax.gateway.callers import Callers
+from lightning_jax.gateway.dialects.base import Dialect, Reply
+from lightning_jax.gateway.elsewhere import FarCall, pass_on, said_by
+from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.event_stream import EventStream
+from lightning_jax.gateway.fields import Body
+from lightning_jax.gateway.http import as_json, read_body, refusal
+from lightning_jax.gateway.policy import Policy
+from lightning_jax.gateway.reports import Reports
+from lightning_jax.gateway.request import PolicyRequest
+from lightning_jax.gateway.rollouts import OpenRollout
+from lightning_jax.gateway.routing import NOTHING_SAID
+from lightning_jax.gateway.running import (
+    RunningCall,
+    declared_timeout_s,
+    identity_of,
+    is_repetition,
+)
+
+
+class CallHandler:
+    """Answers calls in every dialect. `sources` are what answers here, by a role's `served_by`;
+    other servers answer the other roles' calls.
+    """
+
+    def __init__(self, callers: Callers, sources: Mapping[str, Policy], reports: Reports) -> None:
+        self._callers = callers
+        self._routing = callers.routing
+        self._meters = callers.policy.meters
+        self._sources = sources
+        self._reports = reports
+        self.working: set[asyncio.Task] = set()  # calls' tasks, which may outlive their requests
+
+    async def close(self) -> None:
+        """Cancels the calls that still run."""
+        for task in self.working:
+            task.cancel()
+        await asyncio.gather(*self.working, return_exceptions=True)
+
+    async def handle(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        """The answer to one call, or the refusal of it, in the dialect's terms."""
+        framing = dialect.framings.get(request.query.get("alt", ""), dialect.framing)
+        stream = EventStream(request, framing)
+        with self._meters.call(dialect.name) as outcome:
+            try:
+                self._callers.authorize(request, dialect)
+                rollout = self._callers.rollout_of(request)
+                with rollout.counted() if rollout else contextlib.nullcontext():
+                    response = await self._answer(dialect, request, rollout, stream)
+                outcome.status = response.status
+                return response
+            except ApiError as error:
+                outcome.status = error.status
+                if stream.is_open:
+                    return await stream.fail(dialect.error_event(error))
+                return refusal(dialect, error)
+
+    async def _answer(
+        self,
+        dialect: Dialect,
+        request: web.Request,
+        rollout: OpenRollout | None,
+        stream: EventStream,
+    ) -> web.StreamResponse:
+        started = time.monotonic()
+        raw = await read_body(request)
+        body, sender = as_json(raw), self._callers.sender(request, rollout)
+        said = NOTHING_SAID
+        if self._routing:
+            said = said_by(body, request.match_info, request.headers)
+        if self._routing.role_of(said)[1].is_elsewhere:
+            return await self._pass_on(request, body, rollout, said)
+        if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
+            return web.json_response(ready)
+        parsed, make_reply = dialect.parse(body, sender)
+        running = self._run(request, raw, parsed, rollout, said)
+
+        def keep() -> bool:
+            return rollout is not None and _asks_again(request, started)
+
+        with running.listen(keep):
+            reply = make_reply(running.context)
+            if parsed.stream:
+                return await _stream(running, reply, stream)
+            return web.json_response(reply.body(await running.answers()))
+
+    def _run(
+        self,
+        request: web.Request,
+        raw: bytes,
+        parsed: PolicyRequest,
+        rollout: OpenRollout | None,
+        said: Mapping[str, str],
+    ) -> RunningCall:
+        """The call of the rollout that the request repeats, else a new one."""
+        identity = identity_of(request.path, raw, request.headers)
+        if rollout and is_repetition(request.headers) and (found := rollout.calls.find(identity)):
+            rollout.num_joined += 1
+            self._meters.joined_calls.inc()
+            return found
+        part = self._routing.part_of(said)
+        source = self._sources[self._routing.role_of(said)[1].served_by]
+        running = source.start(parsed, rollout, request.headers, part)
+        self.working.add(running.task)
+        running.task.add_done_callback(self.working.discard)
+        if rollout:
+            rollout.calls.add(identity, running)
+            self._reports.expect(rollout.settings.rollout_id, request.headers)
+        return running
+
+    async def _pass_on(
+        self,
+        request: web.Request,
+        body: Body,
+        rollout: OpenRollout | None,
+        said: Mapping[str, str],
+    ) -> web.StreamResponse:
+        """Has another server answer, because the call's role says so."""
+
+        def on_failure() -> None:
+            if rollout:
+                rollout.errors["upstream_error"] += 1
+
+        role_name, role = self._routing.role_of(said)
+        call = FarCall(
+            body,
+            said,
+            role_name,
+            role,
+            rollout.settings.rollout_id if rollout else None,
+            rollout.settings.call_timeout_s if rollout else None,
+        )
+        return await pass_on(request, call, self._callers.policy.tracer, on_failure)
+
+
+async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> web.StreamResponse:
+    await running.accepted()
+    await stream.open()
+    await stream.send(reply.opening())
+    async for delta in running.deltas():
+        await stream.send(reply.delta(delta))
+    await stream.send(reply.ending(await running.answers()))
+    return await stream.close()
+
+
+def _asks_again(request: web.Request, started: float) -> bool:
+    """Whether a client that hung up gave up when its time-out said so, and so will try again."""
+    patience = declared_timeout_s(request.headers)
+    return patience is not None and time.monotonic() - started >= 0.95 * patience

@@ -1,0 +1,78 @@
+"""The programs of an update, lowered from shapes alone: nothing is allocated, nothing runs."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lightning_jax.config import Config
+from lightning_jax.learner import Learner
+from lightning_jax.models.lora import frozen_part, pick, trained_part
+from lightning_jax.models.sharding import batch_sharding, param_shapes, param_shardings
+from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.bundles import bundle
+from lightning_jax.rl.objectives import metric_names
+from lightning_jax.rl.train_state import TrainState
+from lightning_jax.types import TrainingSequence
+
+
+def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
+    """The two programs: gradients of a bundle of microbatches, and the optimizer's step. Without a
+    value head.
+    """
+    functions: Any = learner.functions
+    whole = NamedSharding(learner.mesh, PartitionSpec())
+    state = _abstract_state(learner, config.model.dtype)
+    params, several = state.params, learner.several
+    (batch,), _ = make_batches([_smallest_sequence(None if several is None else 0)], config.batch)
+    batch = jax.tree.map(lambda leaf: _abstract(leaf, batch_sharding(learner.mesh)), batch)
+    reference = params if config.algorithm.kl_coef > 0 else None
+    names = metric_names(functions.objective, None, reference is not None)
+    sums = {name: _scalar(jnp.float32, whole) for name in names}
+    grads = (params, None)
+    present = () if several is None else (np.ones(several.number, bool),)
+    return (
+        functions.grads_fn.lower(
+            params, grads, sums, *bundle([batch]), reference, None, state.base
+        ),
+        functions.apply_fn.lower(replace(state, base=None), grads, *present),
+    )
+
+
+def _abstract_state(learner: Learner, dtype: str) -> TrainState:
+    """The learner's train state in shapes and places; frozen weights are of the `dtype`."""
+    whole = NamedSharding(learner.mesh, PartitionSpec())
+    everything = param_shardings(learner.model, learner.mesh)
+    shapes = param_shapes(learner.model)
+    places, base = trained_part(everything), frozen_part(shapes)
+    params = jax.tree.map(_abstract, trained_part(shapes), places)
+    if base is not None:
+        base = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=place),
+            base,
+            pick(everything, base),
+        )
+    moments = optax.tree.map_params(
+        learner.optimizer,
+        _abstract,
+        jax.eval_shape(learner.optimizer.init, params),
+        places,
+        transform_non_params=lambda leaf: _abstract(leaf, whole),
+    )
+    return TrainState(_scalar(jnp.int32, whole), params, moments, base=base)
+
+
+def _smallest_sequence(adapter: int | None) -> TrainingSequence:
+    return TrainingSequence((1,), (1,), (0.0,), 1.0, 1.0, adapter=adapter)
+
+
+def _abstract(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _scalar(dtype: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), dtype, sharding=place)

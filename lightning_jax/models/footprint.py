@@ -1,0 +1,87 @@
+"""Bytes of one device's memory that a model takes, from shapes alone: exact for weights and caches,
+an estimate for what a training step needs on top.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from lightning_jax.models.lora import trained_part
+from lightning_jax.models.sharding import MESH_AXES, param_shapes, param_shardings
+from lightning_jax.models.transformer import DecoderConfig, init_cache
+
+
+def weight_bytes(
+    model: DecoderConfig, mesh: Mesh, dtype: Any, part: Callable[[Any], Any] = lambda tree: tree
+) -> int:
+    """Of all weights, or a part of them."""
+    shapes = jax.tree.leaves(part(param_shapes(model)))
+    places = jax.tree.leaves(part(param_shardings(model, mesh)))
+    sizes = (
+        math.prod(place.shard_shape(leaf.shape)) for leaf, place in zip(shapes, places, strict=True)
+    )
+    return sum(sizes) * jnp.dtype(dtype).itemsize
+
+
+def used_weight_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: Any) -> int:
+    """Of the copy in the dtype of the computation, and what is gathered of it at once."""
+    dtype = jnp.dtype(dtype)
+    # With `remat` the layers are stacked. Else frozen weights are used as they lie.
+    if remat:
+        copy = weight_bytes(model, mesh, dtype)
+    else:
+        copy = 0 if dtype == jnp.float32 else weight_bytes(model, mesh, dtype, trained_part)
+    if mesh.shape["fsdp"] == 1:
+        return copy
+    tensor_only = Mesh(
+        mesh.devices.reshape(-1)[: mesh.shape["tensor"]].reshape(1, 1, -1), mesh.axis_names
+    )
+    whole = weight_bytes(model, tensor_only, dtype)
+    outside = (
+        model.vocab_size
+        * model.embed_dim
+        * dtype.itemsize
+        // _split("vocab", model.vocab_size, mesh)
+    )
+    outside *= 1 if model.tie_embeddings else 2
+    # Their gradients are whole, too, until they are added up.
+    at_once = outside + (whole - outside) // model.num_layers
+    return copy + (2 * at_once if remat else whole + at_once)
+
+
+def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: Any) -> int:
+    """Of one token. A layer keeps its input, two normed ones, queries, keys, values, the mixed
+    values, and three arrays of the MLP; with `remat` only one layer does so at a time.
+    """
+    heads = model.num_heads * model.head_dim // _split("heads", model.num_heads, mesh)
+    keys = model.num_kv_heads * model.head_dim // _split("kv_heads", model.num_kv_heads, mesh)
+    mlp = model.mlp_dim // _split("mlp", model.mlp_dim, mesh)
+    layer = 4 * model.embed_dim + 3 * heads + 3 * keys + 3 * mlp
+    numbers = (
+        model.num_layers * model.embed_dim + 2 * layer if remat else (model.num_layers + 1) * layer
+    )
+    return numbers * jnp.dtype(dtype).itemsize
+
+
+def logit_bytes(model: DecoderConfig, mesh: Mesh) -> int:
+    """Of one token's logits, which are float32."""
+    return 4 * model.vocab_size // _split("vocab", model.vocab_size, mesh)
+
+
+def cache_bytes(
+    model: DecoderConfig, rows: int, length: int, place: NamedSharding, dtype: Any
+) -> int:
+    """Of the keys and values of so many rows of so many tokens."""
+    cache = jax.eval_shape(lambda: init_cache(model, rows, length, dtype))
+    sizes = (math.prod(place.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(cache))
+    return sum(sizes) * jnp.dtype(dtype).itemsize
+
+
+def _split(axis: str, size: int, mesh: Mesh) -> int:
+    """Into how many parts the mesh splits a logical axis."""
+    parts = math.prod(mesh.shape[name] for name in MESH_AXES[axis])
+    return parts if size % parts == 0 else 1

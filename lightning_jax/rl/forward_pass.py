@@ -1,0 +1,85 @@
+"""One microbatch through the model: its loss, its targets' log-probs and its states' values."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from lightning_jax.models.lora import overlay
+from lightning_jax.models.transformer import DecoderConfig, Gather, Params
+from lightning_jax.rl.critic import Critic, ValueHead, scale_gradient, state_values, value_loss
+from lightning_jax.rl.logprobs import head_params, node_logprobs, read_nodes, response_logprobs
+from lightning_jax.rl.losses import Metrics
+from lightning_jax.rl.objectives import Objective
+from lightning_jax.types import Batch
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """How a microbatch is read. Its functions are pure, and run inside the programs of a step.
+
+    Weights are cast to `compute_dtype` first. The entropy has a gradient with `entropy_gradient`.
+    """
+
+    config: DecoderConfig
+    head_chunk: int
+    remat: bool
+    compute_dtype: Any
+    entropy_gradient: bool
+    gather: Gather | None  # of weights that are split
+
+    def loss(
+        self,
+        objective: Objective,
+        critic: Critic | None,
+        trained: tuple[Params, ValueHead | None],
+        batch: Batch,
+        ref_params: Params | None,
+        base: Params | None,
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """(loss, metric sums); `base` completes the trained params and those of the reference."""
+        params, head = self._cast(overlay(base, trained[0])), trained[1]
+        nodes = self._nodes(params, batch, remat=self.remat)
+        logprobs, entropy = node_logprobs(
+            head_params(params, self.gather),
+            self.config,
+            batch,
+            nodes,
+            head_chunk=self.head_chunk,
+            entropy_gradient=self.entropy_gradient,
+        )
+        ref_logprobs = None
+        if ref_params is not None:
+            ref_logprobs = self.logprobs(batch, overlay(base, ref_params))
+        loss, sums = objective(logprobs, entropy, batch, ref_logprobs)
+        if critic is None or head is None:
+            return loss, sums
+        nodes = scale_gradient(nodes, critic.trunk_coef)
+        values = state_values(head, nodes, batch.states.nodes, batch.adapters)
+        error, more = value_loss(values, batch.states, clip=critic.clip)
+        return loss + error, sums | more
+
+    def logprobs(self, batch: Batch, params: Params) -> Float[Array, "B R"]:
+        """Of each target, in nats, 0 where masked."""
+        return response_logprobs(
+            self._cast(params),
+            self.config,
+            batch,
+            remat=self.remat,
+            head_chunk=self.head_chunk,
+            gather=self.gather,
+        )[0]
+
+    def values(self, batch: Batch, params: Params, head: ValueHead) -> Float[Array, "B R"]:
+        """Of the state that each target was chosen in, 0 where masked."""
+        nodes = self._nodes(self._cast(params), batch, remat=False)
+        found = state_values(head, nodes, batch.target_nodes, batch.adapters)
+        return jnp.where(batch.target_mask, found, 0.0)
+
+    def _nodes(self, params: Params, batch: Batch, *, remat: bool) -> Float[Array, "B T E"]:
+        return read_nodes(params, self.config, batch, remat=remat, gather=self.gather)
+
+    def _cast(self, params: Params) -> Params:
+        return jax.tree.map(lambda leaf: leaf.astype(self.compute_dtype), params)

@@ -1,0 +1,54 @@
+"""Objectives: what a training step minimises, as functions of a microbatch's log-probabilities."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from lightning_jax.config import AlgorithmConfig
+from lightning_jax.rl import losses
+from lightning_jax.rl.critic import Critic, value_loss
+from lightning_jax.rl.losses import Metrics
+from lightning_jax.types import Batch, StateBatch
+
+# (logprobs, entropy, batch, ref_logprobs or None) -> (loss, metric sums)
+Objective = Callable[..., tuple[Float[Array, ""], Metrics]]
+
+
+def policy_objective(algorithm: AlgorithmConfig | None = None, **changes: Any) -> Objective:
+    """`losses.policy_loss` with these settings, of which `changes` replaces some."""
+    settings = dataclasses.replace(algorithm or AlgorithmConfig(), **changes)
+
+    def objective(logprobs: Any, entropy: Any, batch: Batch, ref_logprobs: Any) -> Any:
+        return losses.policy_loss(
+            logprobs, batch, settings, ref_logprobs=ref_logprobs, entropy=entropy
+        )
+
+    return objective
+
+
+def supervised_objective() -> Objective:
+    """`losses.supervised_loss`."""
+
+    def objective(logprobs: Any, entropy: Any, batch: Batch, ref_logprobs: Any) -> Any:
+        return losses.supervised_loss(logprobs, batch, entropy=entropy)
+
+    return objective
+
+
+def metric_names(objective: Objective, critic: Critic | None, with_reference: bool) -> list[str]:
+    """What objective and critic report, found on shapes alone and without the model."""
+    floats, ints = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.int32))
+    mask = jax.ShapeDtypeStruct((1, 1), jnp.bool_)
+    batch = Batch(ints, ints, ints, ints, ints, mask, ints, floats, floats, floats)
+    reference = floats if with_reference else None
+    reported = jax.eval_shape(objective, floats, floats, batch, reference)[1]
+    if critic is not None:
+        states = StateBatch(ints, floats, floats, floats)
+        error = functools.partial(value_loss, clip=critic.clip)
+        reported |= jax.eval_shape(error, floats, states)[1]
+    return sorted(reported)

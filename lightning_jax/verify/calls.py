@@ -1,0 +1,76 @@
+"""The calls of a run as its store holds them, and which of them can be compared."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from lightning_jax.store import Store
+from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.convert import spans_to_transitions
+from lightning_jax.types import Span, Transition
+
+
+@dataclass(frozen=True)
+class StoredCall:
+    """One call, and whether it drew from the policy as it is: temperature 1, nothing filtered."""
+
+    transition: Transition
+    is_plain: bool
+
+    @property
+    def version(self) -> int:
+        """Of the weights that made its tokens; they are all of one."""
+        return self.transition.policy_versions[0]
+
+
+def stored_calls(store: Store) -> tuple[list[StoredCall], dict[str, int]]:
+    """The calls that hold tokens, by rollout; and how many do not, by reason."""
+    calls: list[StoredCall] = []
+    left_out: Counter[str] = Counter()
+    for rollout_id in (*(rollout.rollout_id for rollout in store.rollouts()), None):
+        spans = store.spans(rollout_id)
+        transitions, reasons = spans_to_transitions(spans)
+        left_out.update(reasons)
+        by_id = {span.span_id: span for span in spans}
+        calls += [StoredCall(call, _is_plain(call.call_id, by_id)) for call in transitions]
+    return calls, dict(left_out)
+
+
+def _is_plain(call_id: str, spans: Mapping[str, Span]) -> bool:
+    """Whether tokens were drawn from the policy's own distribution.
+
+    The span of one of several choices leaves it to its parent to say.
+    """
+    span = spans[call_id]
+    if names.CHOICE_INDEX in span.attributes:
+        span = spans.get(span.parent_span_id or "", span)
+    plain = {
+        names.REQUEST_TEMPERATURE: 1,
+        names.REQUEST_TOP_P: 1,
+        names.REQUEST_TOP_K: 0,
+        names.REQUEST_MIN_P: 0,
+    }
+    values = span.attributes
+    same = all(values.get(name) == value for name, value in plain.items())
+    return same and not values.get(names.ADJUSTED)
+
+
+def with_known_weights(
+    calls: Sequence[StoredCall], known: Set[int]
+) -> tuple[list[StoredCall], dict[str, int]]:
+    """The calls whose weights are of a known version; and how many others there are, by reason.
+
+    The cache of a call during which the weights changed held keys of several versions, so no one
+    version gives its numbers.
+    """
+    kept: list[StoredCall] = []
+    reasons: Counter[str] = Counter()
+    for call in calls:
+        used = set(call.transition.policy_versions)
+        if not used <= known:
+            reasons["weights_not_kept"] += 1
+        elif len(used) > 1:
+            reasons["weights_changed_during_the_call"] += 1
+        else:
+            kept.append(call)
+    return kept, dict(reasons)

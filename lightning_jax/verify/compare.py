@@ -1,0 +1,132 @@
+"""Stored log-probabilities next to those that the weights give, by the trainer's own function."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+from jaxtyping import Float64
+from tqdm.auto import tqdm
+
+from lightning_jax.config import Config
+from lightning_jax.models.load import load_model
+from lightning_jax.models.lora import adapted
+from lightning_jax.models.sharding import (
+    batch_sharding,
+    make_mesh,
+    num_row_shards,
+    param_shardings,
+)
+from lightning_jax.rl.logprobs import response_logprobs
+from lightning_jax.types import Batch
+from lightning_jax.verify.calls import StoredCall
+from lightning_jax.verify.report import Comparison, VersionReport
+from lightning_jax.verify.weights import Source
+
+SHORTEST_ROW = 64  # tokens; rows are padded to this times a power of two, one compile each
+TOKENS_A_BATCH = 2048
+HEAD_CHUNK = 64  # response tokens whose logits are in memory at once
+
+
+def compare_all(
+    calls: Sequence[StoredCall], config: Config, sources: Mapping[str, Mapping[int, Source]]
+) -> tuple[VersionReport, ...]:
+    """One report a version, of each policy that has weights of its own, by whose name the sources
+    are. The numbers are the trainer's: its own function, dtype and mesh.
+    """
+    model, mesh = load_model(config.model.name, config.model.dtype), make_mesh(config.mesh)
+    model = adapted(model, config.model.lora, config.seed, config.num_adapters)
+    shardings = param_shardings(model.config, mesh)
+    initial = jax.device_put(model.params, shardings)
+    measure = jax.jit(
+        partial(response_logprobs, config=model.config, remat=False, head_chunk=HEAD_CHUNK)
+    )
+    by_weights: defaultdict[tuple[int, str], list[StoredCall]] = defaultdict(list)
+    for call in calls:
+        policy = call.transition.answered_by
+        by_weights[call.version, policy if policy in config.weights else ""].append(call)
+    reports = []
+    with tqdm(total=len(calls), desc="calls", unit="call", disable=None) as bar:
+        for (version, policy), group in sorted(by_weights.items(), key=lambda item: item[0]):
+            source = sources[policy][version]
+            params = jax.device_put(source.load(initial), shardings)
+            comparisons: list[Comparison] = []
+            for some, shape in _batches(group, num_row_shards(mesh)):
+                batch = jax.device_put(_batch(some, *shape, config.adapters), batch_sharding(mesh))
+                logprobs = np.asarray(measure(params, batch=batch)[0], np.float64)
+                for call, row in zip(some, logprobs, strict=False):  # rows of padding follow
+                    comparisons += _comparisons(call, row)
+                bar.update(len(some))
+            reports.append(VersionReport(version, source.label, tuple(comparisons)))
+    return tuple(reports)
+
+
+def _batches(
+    calls: Sequence[StoredCall], row_shards: int
+) -> Iterator[tuple[list[StoredCall], tuple[int, int]]]:
+    """Calls of about one length, and the (rows, row length) that they are padded to."""
+    by_length: defaultdict[int, list[StoredCall]] = defaultdict(list)
+    for call in calls:
+        by_length[_row_len(call)].append(call)
+    for row_len, group in sorted(by_length.items()):
+        num_rows = row_shards * max(1, TOKENS_A_BATCH // (row_len * row_shards))
+        for start in range(0, len(group), num_rows):
+            yield group[start : start + num_rows], (num_rows, row_len)
+
+
+def _row_len(stored: StoredCall) -> int:
+    """The padded length of prompt and response together."""
+    length, call = SHORTEST_ROW, stored.transition
+    while length < len(call.prompt_token_ids) + len(call.response_token_ids):
+        length *= 2
+    return length
+
+
+def _batch(
+    calls: Sequence[StoredCall],
+    num_rows: int,
+    row_len: int,
+    adapters: Mapping[str, int] | None = None,
+) -> Batch:
+    """One call a row, each of its response tokens a target. `adapters` are those of several
+    policies.
+    """
+    shape = (num_rows, row_len)
+    ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "target_nodes", "target_ids")}
+    positions = np.tile(np.arange(row_len, dtype=np.int32), (num_rows, 1))
+    ends, mask, nothing = positions + 1, np.zeros(shape, bool), np.zeros(shape, np.float32)
+    target_calls = np.full(shape, -1, np.int32)
+    chosen = np.zeros(num_rows, np.int32)
+    for row, call in enumerate(calls):
+        prompt, response = call.transition.prompt_token_ids, call.transition.response_token_ids
+        length, targets = len(prompt) + len(response), len(response)
+        ints["tokens"][row, :length] = prompt + response
+        ends[row, :length] = length
+        # With a prompt of 3 tokens, node 2 gives the first response token.
+        ints["target_nodes"][row, :targets] = len(prompt) - 1 + np.arange(targets)
+        ints["target_ids"][row, :targets] = response
+        mask[row, :targets] = True
+        target_calls[row, :targets] = row
+        # Initial weights answered for no policy; there all adapters are alike.
+        chosen[row] = (adapters or {}).get(call.transition.answered_by, 0)
+    return Batch(
+        **ints,
+        positions=positions,
+        ends=ends,
+        target_mask=mask,
+        target_calls=target_calls,
+        behavior_logprobs=nothing,
+        advantages=nothing,
+        weights=nothing,
+        adapters=chosen if adapters else None,
+    )
+
+
+def _comparisons(call: StoredCall, logprobs: Float64[np.ndarray, " T"]) -> Iterator[Comparison]:
+    """Of the call's behaviour log-probs, and of those it was drawn with where they are the same."""
+    transition = call.transition
+    computed = logprobs[: len(transition.response_token_ids)]
+    yield Comparison(transition, "behavior", np.asarray(transition.behavior_logprobs), computed)
+    if call.is_plain:
+        yield Comparison(transition, "sampling", np.asarray(transition.sampling_logprobs), computed)

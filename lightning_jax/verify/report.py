@@ -1,0 +1,97 @@
+"""What came of comparing a run's calls with their weights, and how it reads as text."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float64
+
+from lightning_jax.types import Transition
+
+NUM_NAMED = 10  # calls that the text names
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One call's stored log-probs and those computed anew, in nats."""
+
+    call: Transition
+    kind: Literal["behavior", "sampling"]
+    stored: Float64[np.ndarray, " T"]
+    computed: Float64[np.ndarray, " T"]
+
+    @property
+    def differences(self) -> Float64[np.ndarray, " T"]:
+        """Absolute ones, infinite where either number is none."""
+        return np.nan_to_num(np.abs(self.stored - self.computed), nan=np.inf)
+
+
+@dataclass(frozen=True)
+class VersionReport:
+    """What came of the compared calls of one weights version."""
+
+    version: int
+    weights: str  # where they came from
+    comparisons: tuple[Comparison, ...]
+
+    def differences(self, kind: str) -> Float64[np.ndarray, " T"]:
+        """Absolute ones of all tokens, in nats."""
+        found = [each.differences for each in self.comparisons if each.kind == kind]
+        return np.concatenate(found) if found else np.zeros(0)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found."""
+
+    tolerance: float  # nats
+    versions: tuple[VersionReport, ...]
+    not_compared: Mapping[str, int]  # calls by reason
+
+    @property
+    def off(self) -> list[Comparison]:
+        """The comparisons with a token beyond the tolerance, worst first."""
+        found = [each for version in self.versions for each in version.comparisons]
+        off = [each for each in found if each.differences.max() > self.tolerance]
+        return sorted(off, key=lambda each: -each.differences.max())
+
+
+def as_text(report: Report) -> str:
+    """The report as a table, then the calls that are off."""
+    columns = ("version", "calls", "tokens", "max diff", "mean diff", "share off", "sampling max")
+    lines = [" ".join(f"{name:>12}" for name in columns) + "  weights"]
+    for found in report.versions:
+        behavior, sampling = found.differences("behavior"), found.differences("sampling")
+        cells = (
+            found.version,
+            sum(each.kind == "behavior" for each in found.comparisons),
+            behavior.size,
+            f"{behavior.max():.2e}",
+            f"{behavior.mean():.2e}",
+            f"{(behavior > report.tolerance).mean():.3%}",
+            f"{sampling.max():.2e}" if sampling.size else "-",
+        )
+        lines.append(" ".join(f"{cell!s:>12}" for cell in cells) + f"  {found.weights}")
+    for reason, count in sorted(report.not_compared.items()):
+        lines.append(f"not compared: {count} calls, {reason.replace('_', ' ')}")
+    lines += [_sentence(each) for each in report.off[:NUM_NAMED]]
+    if len(report.off) > NUM_NAMED:
+        lines.append(f"and {len(report.off) - NUM_NAMED} more are off")
+    num_off = len({each.call.call_id for each in report.off})
+    num_calls = sum(each.kind == "behavior" for v in report.versions for each in v.comparisons)
+    if num_off:
+        verdict = f"off by more than {report.tolerance:g} nats: {num_off} of {num_calls} calls"
+    else:
+        verdict = f"all {num_calls} calls are within {report.tolerance:g} nats"
+    lines.append(verdict)
+    return "\n".join(lines)
+
+
+def _sentence(off: Comparison) -> str:
+    token = int(off.differences.argmax())
+    rollout = f"rollout {off.call.rollout_id}" if off.call.rollout_id else "no rollout"
+    return (
+        f"off: call {off.call.call_id} of {rollout}, {off.kind} log-prob of response token "
+        f"{token}: stored {off.stored[token]:.6f}, computed {off.computed[token]:.6f}"
+    )

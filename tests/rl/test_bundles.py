@@ -1,0 +1,46 @@
+"""Microbatches of one program: how many count, and what padding leaves alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lightning_jax.config import BatchConfig
+from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.bundles import BUNDLE, bundle, for_each, measure, of_each
+from lightning_jax.testing.records import sequence
+
+SHAPE = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
+
+
+def batches(number: int):
+    """Microbatches of a row each, of which the k-th has advantages of k."""
+    (batch,), _ = make_batches([sequence([1, 2], [3, 4], advantage=1.0)], SHAPE)
+    return [dataclasses.replace(batch, advantages=k * batch.advantages) for k in range(number)]
+
+
+def test_few_programs_are_needed_for_any_number():
+    for number, length in ((1, BUNDLE), (BUNDLE, BUNDLE), (BUNDLE + 1, 2 * BUNDLE)):
+        padded, count = bundle(batches(number))
+        assert (len(padded), int(count)) == (length, number)
+
+
+def test_a_program_takes_those_that_count_in_their_order():
+    def add(carry, batch, index):
+        return carry + jnp.stack([batch.advantages.sum(), index.astype(jnp.float32)])
+
+    found = jax.jit(for_each, static_argnums=2)(*bundle(batches(3)), add, jnp.zeros(2))
+    # Two targets with advantages of 0, 1 and 2 are 6; indices 0, 1 and 2 are 3.
+    np.testing.assert_array_equal(found, [6.0, 3.0])
+
+
+def test_each_is_measured_and_padding_is_not():
+    run = jax.jit(of_each(lambda batch, factor: factor * (1.0 + batch.advantages)))
+    whole = run(*bundle(batches(3)), 2.0)
+    assert len(whole) == BUNDLE and not np.any(whole[3:])
+    measured = measure(run, batches(3), 2.0)
+    assert len(measured) == 3
+    for k, found in enumerate(measured):
+        np.testing.assert_array_equal(found[0, :3], [2.0 + 2.0 * k, 2.0 + 2.0 * k, 2.0])
+    assert measure(run, [], 2.0) == []

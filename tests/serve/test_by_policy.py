@@ -1,0 +1,59 @@
+"""Two models behind one face: each request is answered by its policy's weights, and no other's."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.serve.by_policy import LoopsByPolicy
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.types import Completion, SamplingParams
+
+SERVE = ServeConfig(slots=2, max_len=64, prefill_buckets=(32,))
+MODELS = [tiny_model(seed, num_layers=1) for seed in range(2)]
+PROMPT = tuple(range(40))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+@pytest.fixture
+def loops() -> Iterator[list[EngineLoop]]:
+    engine = Engine(MODELS[0].config, SERVE)
+    made = [EngineLoop(engine, m.params, 0, m.tokenizer, SERVE) for m in MODELS]
+    for loop in made:
+        loop.start()
+    yield made
+    for loop in made:
+        loop.close()
+
+
+def test_neither_policy_reads_what_the_other_computed(loops: list[EngineLoop]) -> None:
+    """Both have the prompt in their prefix cache when it comes again."""
+    front = LoopsByPolicy(loops)
+
+    async def ask(place: int) -> Completion:
+        return await front.submit(PROMPT, GREEDY, place).result()
+
+    async def ask_all() -> list[Completion]:
+        return [await ask(place) for place in (0, 1, 0, 1)]
+
+    first, second, *again = asyncio.run(ask_all())
+    assert first.behavior_logprobs != pytest.approx(second.behavior_logprobs, abs=1e-3)
+    for before, after in zip((first, second), again, strict=True):
+        assert after.token_ids == before.token_ids
+        assert after.behavior_logprobs == pytest.approx(before.behavior_logprobs, abs=1e-5)
+    stats = front.stats()
+    assert stats["serve/requests"] == 4.0 and stats["serve/prefix_hit_tokens"] > 0.0
+    assert stats["serve/compiles"] == loops[0].stats()["serve/compiles"]
+
+
+def test_a_place_that_is_none_and_a_loop_that_failed(loops: list[EngineLoop]) -> None:
+    front = LoopsByPolicy(loops)
+    for place in (None, 2, -1):
+        with pytest.raises(ValueError, match=f"place is {place}; expected 0 to 1"):
+            front.submit(PROMPT, GREEDY, place)
+    assert front.status == "ok"
+    loops[1].close()
+    assert front.status == "failed"
