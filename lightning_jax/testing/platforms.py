@@ -4,7 +4,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 
 def mesh_for(platform: str, mesh: Mesh) -> AbstractMesh:
-    """The mesh's shape, for `cuda` one of H100s; other platforms' kernels ask for no device.
+    """The mesh without its devices; for `cuda` as one of H100s.
 
     Since 0.11 JAX lowers a Triton kernel only for a GPU that it knows: a process's own, or that of
     the abstract mesh on which the kernel's arrays lie or under which it is traced.
