@@ -22,7 +22,7 @@ from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.bundles import bundle
 from lightning_jax.rl.objectives import policy_objective
 from lightning_jax.rl.train_step import make_train_functions, zero_accumulators
-from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.engine import Engine, Fill
 from lightning_jax.serve.programs import start_of
 from lightning_jax.types import SamplingParams, TrainingSequence
 
@@ -68,7 +68,8 @@ def main() -> None:
     serve = ServeConfig(slots=args.slots, max_len=2 * args.context, prefill_buckets=(args.context,))
     engine = Engine(model.config, serve, dtype=args.dtype)
     params, ids = engine.place(model.params), list(range(5, 5 + args.context))
-    seconds = median_s(lambda: engine.prefill(params, ids).cache, 5)
+    fills = [Fill(0, 0, ids)]
+    seconds = median_s(lambda: engine.prefill(params, engine.init_row(), fills), 5)
     report(f"prefill of {args.context}", seconds, args.context, 2 * body * args.context, rate)
     state = engine.init_state()
     for slot in range(args.slots):

@@ -91,9 +91,12 @@ def write_cache(
     new_keys: Float[Array, "B T K D"],
     new_values: Float[Array, "B T K D"],
     positions: Int[Array, "B T"],
+    rows: Int[Array, " B"] | None = None,
 ) -> tuple[Segments, Segments]:
-    """One layer with new tokens at `positions` of its first B rows; those outside write nothing."""
-    rows = jnp.arange(new_keys.shape[0])[:, None]
+    """One layer with new tokens at `positions` of these rows, or of the first B; those outside
+    write nothing.
+    """
+    rows = (jnp.arange(new_keys.shape[0]) if rows is None else rows)[:, None]
     written_keys, written_values = [], []
     for start, key, value in zip(segment_starts(values), keys, values, strict=True):
         # A negative index would count from the end.
@@ -117,32 +120,33 @@ def attend_cache(
     keys: Segments,
     values: Segments,
     positions: Int[Array, "B T"],
+    rows: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Attention to the first B rows, at indices up to each query's own position.
+    """Attention to these rows, or to the first B, at indices up to each query's own position.
 
     Query head h reads key head h // (H / K). Segments that no query sees are skipped where there
-    are several queries a row; a caller that knows better leaves them out. With one query a row a
-    TPU and a GPU run kernels of their own, which skip what a row does not see (flash_decode.py).
+    are several queries a row; a caller that knows better leaves them out. With one query for each
+    of the first rows a TPU and a GPU run kernels of their own, which skip what a row does not see
+    (flash_decode.py).
     The parts are put together as in arXiv 1805.02867.
     """
-    rows, length, heads, size = queries.shape
+    number, length, heads, size = queries.shape
     kv_heads = values[0].shape[1]
-    grouped = queries.reshape(rows, length, kv_heads, heads // kv_heads, size) * size**-0.5
-    grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, size)
+    grouped = queries.reshape(number, length, kv_heads, heads // kv_heads, size) * size**-0.5
+    grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(number, kv_heads, -1, size)
     end = sum(value.shape[VALUE_AXIS] for value in values)
     # Padding sees index 0, so that it does not make real queries walk segments that are empty.
     index = jnp.where(positions < end, positions, 0)
     parts = []
     for start, key, value in zip(segment_starts(values), keys, values, strict=True):
-        if length == 1:
-            parts.append(_attend_token(grouped, key, value, index - start))
-            continue
-        arrays = (grouped, key[:rows], value[:rows], index - start)
-        if start == 0:
-            parts.append(_attend_segment(*arrays))
+        arrays = (grouped, key, value, index - start)
+        if length == 1 and rows is None:
+            parts.append(_attend_token(*arrays))
+        elif start == 0:
+            parts.append(_attend_rows(*arrays, rows))
         else:
-            parts.append(_attend_if(index.max() >= start, *arrays))
-    out = _combine(parts).reshape(rows, kv_heads, heads // kv_heads, length, size)
+            parts.append(_attend_if(index.max() >= start, *arrays, rows))
+    out = _combine(parts).reshape(number, kv_heads, heads // kv_heads, length, size)
     return out.transpose(0, 3, 1, 2, 4).reshape(queries.shape).astype(queries.dtype)
 
 
@@ -158,7 +162,7 @@ def _combine(parts: Sequence[_Part]) -> Any:
 def _attend_token(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
     """One query a row; keys and values of all rows of the cache."""
     if values.shape[VALUE_AXIS] % flash_decode.SIZE:
-        return _attend_first_rows(queries, keys, values, index)
+        return _attend_rows(queries, keys, values, index)
     return jax.lax.platform_dependent(
         queries,
         keys,
@@ -166,7 +170,7 @@ def _attend_token(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
         index,
         tpu=_kernel(flash_decode.attend_tpu),
         cuda=_kernel(flash_decode.attend_gpu),
-        default=_attend_first_rows,
+        default=_attend_rows,
     )
 
 
@@ -180,13 +184,11 @@ def _kernel(attend: Callable[..., Any]) -> Callable[..., _Part]:
     return jax.jit(run)
 
 
-def _attend_first_rows(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
-    rows = queries.shape[0]
-    return _attend_segment(queries, keys[:rows], values[:rows], index)
-
-
-def _attend_segment(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
+def _attend_rows(queries: Any, keys: Any, values: Any, index: Any, chosen: Any = None) -> _Part:
+    """Attention to one segment of the chosen rows, or of the first ones."""
     rows, kv_heads, _, size = queries.shape
+    taken = slice(rows) if chosen is None else chosen
+    keys, values = keys[taken], values[taken]
     span = values.shape[2]
     wide = jnp.float32
     scores = jnp.einsum("bkmd,bkdc->bkmc", queries, keys, preferred_element_type=wide)
@@ -201,9 +203,9 @@ def _attend_segment(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
     return _Part(highest, weights.sum(axis=-1, keepdims=True), out.reshape(*scores.shape[:3], size))
 
 
-def _attend_if(wanted: Any, queries: Any, keys: Any, values: Any, index: Any) -> _Part:
-    def nothing(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
+def _attend_if(wanted: Any, queries: Any, *arrays: Any) -> _Part:
+    def nothing(queries: Any, *_: Any) -> _Part:
         column = jnp.zeros((*queries.shape[:3], 1), jnp.float32)
         return _Part(column + MASKED, column, jnp.zeros(queries.shape, jnp.float32))
 
-    return jax.lax.cond(wanted, _attend_segment, nothing, queries, keys, values, index)
+    return jax.lax.cond(wanted, _attend_rows, nothing, queries, *arrays)

@@ -138,7 +138,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Any, rope: Any, ends: Any, cached: Any, at: Any, chosen: Any
+        self, x: Any, rope: Any, ends: Any, cached: Any, at: Any, rows: Any, chosen: Any
     ) -> tuple[Any, Any]:
         config = self.config
         h = RMSNorm(config.norm_eps, name="attn_norm")(x)
@@ -146,8 +146,8 @@ class Layer(nn.Module):
         if cached is None:
             mixed = attention.attend_tree(queries, keys, values, ends)
         else:
-            cached = write_cache(cached[0], cached[1], keys, values, at)
-            mixed = attend_cache(queries, cached[0], cached[1], at)
+            cached = write_cache(cached[0], cached[1], keys, values, at, rows)
+            mixed = attend_cache(queries, cached[0], cached[1], at, rows)
         mixed = mixed.reshape(*mixed.shape[:2], config.num_heads * config.head_dim)
         x = x + self._linear("o", config.embed_dim)(mixed, chosen)
         h = RMSNorm(config.norm_eps, name="mlp_norm")(x)
@@ -209,7 +209,7 @@ def _forward_recomputing(
 
     @jax.checkpoint
     def step(x: Any, layer: Params) -> tuple[Any, None]:
-        arrays = (x, rope, ends, None, None, chosen)
+        arrays = (x, rope, ends, None, None, None, chosen)
         return Layer(config).apply({"params": gather(layer)}, *arrays)[0], None
 
     x, _ = jax.lax.scan(step, x, stacked)
@@ -224,7 +224,7 @@ def _as_it_is(params: Params) -> Params:
 def _init(config: DecoderConfig, key: Any, dtype: Any) -> Params:
     x, place = jnp.zeros((1, 1, config.embed_dim)), jnp.zeros((1, 1), jnp.int32)
     chosen = None if config.num_adapters is None else jnp.zeros(1, jnp.int32)
-    arrays = (x, _rope(config, place), place, None, place, chosen)
+    arrays = (x, _rope(config, place), place, None, place, None, chosen)
     keys = jax.random.split(key, config.num_layers + 2)
     parts = {
         f"layers_{i}": Layer(config).init(keys[i], *arrays)["params"]
@@ -252,6 +252,7 @@ def forward(  # noqa: PLR0913  (each is a choice of its own)
     *,
     ends: Int[Array, "B T"] | None = None,
     cache: KVCache | None = None,
+    rows: Int[Array, " B"] | None = None,
     remat: bool = False,
     gather: Gather | None = None,
     adapters: Int[Array, " B"] | None = None,
@@ -260,8 +261,9 @@ def forward(  # noqa: PLR0913  (each is a choice of its own)
 
     Without a cache, node i of a row sees node j iff `j <= i < ends[j]` (plain causal without
     `ends`); `positions` only turn queries and keys. With a cache, which may have more rows, row b
-    goes to cache row b at index = position, and each token sees the indices up to its own. A
-    position of C or more marks padding: nothing is written and its hidden state means nothing.
+    goes to cache row `rows[b]`, or b without `rows`, at index = position, and each token sees the
+    indices up to its own. A position of C or more marks padding: nothing is written and its hidden
+    state means nothing.
     Donate the cache at the jit boundary. `remat` keeps less for the backward pass and computes the
     layers once more instead, and then `gather` sees one layer at a time. It comes from
     `sharding.make_gather`. `adapters` says which of several each row is read with.
@@ -280,7 +282,7 @@ def forward(  # noqa: PLR0913  (each is a choice of its own)
     x, rope, layers = params["embed"]["embedding"][tokens], _rope(config, positions), []
     for i in range(config.num_layers):
         cached = None if cache is None else (cache.keys[i], cache.values[i])
-        arrays = (x, rope, ends, cached, positions, adapters)
+        arrays = (x, rope, ends, cached, positions, rows, adapters)
         x, cached = _layer(config, params[f"layers_{i}"], *arrays)
         layers.append(cached)
     x = _final_norm(params, config, x)

@@ -1,14 +1,15 @@
-"""The policy as prefill, insert and generate over slots; the only holder of the KV cache.
+"""The policy as prefill, activate and generate over slots; the only holder of the KV cache.
 
-A slot is one row of the decode batch. `prefill` computes the keys and values of a prompt but for
-its last token, `insert` puts them into a slot, and the last prompt token rides the next `generate`
-step, as every token does. So there is one place that samples, and requests with the same prompt
-share all of its prefill. A row is its slot's; what outlives it is copied to `pages`.
+A slot is one row of the decode batch. `prefill` writes the keys and values of prompts, but for
+their last tokens, to rows of the cache, several at once; the last prompt token rides the next
+`generate` step, as every token does. So there is one place that samples, and requests with the
+same prompt share all of its prefill. A row is its slot's; what outlives it is copied to `pages`.
 
 All functions take the state and return the new one; what they say they donate, the caller may not
 touch again. What they compile is in programs.py.
 """
 
+import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,38 +19,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int32
 
 from lightning_jax.config import ConfigError, ServeConfig
-from lightning_jax.models.cache import segment_lengths
+from lightning_jax.models.cache import KVCache, segment_lengths
 from lightning_jax.models.lora import pick
 from lightning_jax.models.matmul import turn_kernels
 from lightning_jax.models.sharding import cache_sharding, param_shardings, reshard
-from lightning_jax.models.transformer import DecoderConfig
+from lightning_jax.models.transformer import DecoderConfig, init_cache
 from lightning_jax.serve import programs
 from lightning_jax.serve.pages import PageCopier
 from lightning_jax.serve.programs import DecodeState, Start, start_of
 from lightning_jax.serve.sampling import Sampled
-from lightning_jax.serve.scheduler import plan_chunks
-from lightning_jax.types import Leaf, SamplingParams
+from lightning_jax.serve.scheduler import plan_prefill, row_counts
+from lightning_jax.types import SamplingParams
 
 Params = Any
 
 
+PREFILL_TOKENS = 512  # of one program; larger products are hardly faster on two CPU cores
+
+
 @dataclass(frozen=True)
-class Prefix:
-    """Keys and values of a sequence's first `length` tokens; what follows in the row is garbage."""
+class Fill:
+    """Tokens for a row of the cache, which holds those before them."""
 
-    cache: Leaf  # KVCache of one row
-    length: int
-
-    @property
-    def capacity(self) -> int:
-        return self.cache.length
-
-
-# `length` is static: a prefix is handed to jit by its cache, never whole.
-jax.tree_util.register_dataclass(Prefix, data_fields=["cache"], meta_fields=["length"])
+    row: int
+    start: int  # position of the first
+    ids: Sequence[int]
+    adapter: int | None = None  # of a model with several adapters, the one to read with
 
 
 class Engine:
@@ -73,6 +71,8 @@ class Engine:
         self.steps_per_dispatch = serve.steps_per_dispatch
         lengths = {min(bucket, serve.max_len) for bucket in serve.prefill_buckets}
         self.buckets = tuple(sorted(lengths))
+        tokens = max(PREFILL_TOKENS, self.buckets[-1])
+        self._chunks_at_once = {b: row_counts(b, tokens, serve.slots) for b in self.buckets}
         self.capacities = tuple(itertools.accumulate(segment_lengths(serve.max_len)))
         self.slot_counts = _slot_counts(serve.slots)
         self._dtype = jnp.dtype(dtype)
@@ -85,14 +85,12 @@ class Engine:
         state = DecodeState(cache, plain, plain, plain)
         sizes = {"config": self.config, "dtype": self._dtype}
         init = partial(programs.init_state, slots=self.num_slots, max_len=self.max_len, **sizes)
-        prefill = partial(programs.prefill_chunk, config=self.config)
+        prefill = partial(programs.prefill, config=self.config)
         generate = partial(programs.generate, config=self.config)
         self._init = jax.jit(init, out_shardings=state)
-        self._empty = jax.jit(
-            partial(programs.empty_prefix, **sizes), static_argnums=0, out_shardings=cache
-        )
+        row = partial(init_cache, self.config, 1, self.max_len, self._dtype)
+        self._init_row = jax.jit(row, out_shardings=cache)
         self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=cache)
-        self._extract = jax.jit(programs.extract_row, static_argnums=2, out_shardings=cache)
         self._insert = jax.jit(programs.insert_row, donate_argnums=0, out_shardings=state)
         self._activate = jax.jit(programs.activate, donate_argnums=0, out_shardings=state)
         self._retire = jax.jit(programs.retire, donate_argnums=0, out_shardings=state)
@@ -133,67 +131,50 @@ class Engine:
         """All slots empty and inactive."""
         return self._init()
 
-    def capacity_for(self, length: int) -> int:
-        """The shortest compiled row length that holds `length` tokens. ValueError if none does."""
-        for capacity in self.capacities:
-            if capacity >= length:
-                return capacity
-        raise ValueError(
-            f"a sequence of {length} tokens does not fit; expected at most {self.max_len}. "
-            "Raise serve.max_len or shorten the prompt."
-        )
+    def init_row(self) -> KVCache:
+        """An empty cache of one row, for a prompt that is prefilled before it has a slot."""
+        return self._init_row()
 
-    def _segments_for(self, length: int) -> int:
-        return self.capacities.index(self.capacity_for(length)) + 1
+    def prefill(self, params: Params, cache: KVCache, fills: Sequence[Fill]) -> KVCache:
+        """The cache with all of these tokens in their rows; what follows in a row is garbage.
 
-    def _buckets_for(self, capacity: int) -> tuple[int, ...]:
-        """Chunks for rows of this length: not longer than the row, unless all are."""
-        return tuple(b for b in self.buckets if b <= capacity) or self.buckets[:1]
-
-    def prefill(
-        self,
-        params: Params,
-        ids: Sequence[int],
-        existing_prefix: Prefix | None = None,
-        adapter: int | None = None,
-    ) -> Prefix:
-        """The prefix extended by `ids`, in chunks of bucket lengths. Donates `existing_prefix`.
-
-        Of a model with several adapters, `adapter` is the one to read with, the slot's, too.
-        ValueError if the result is longer than the existing prefix's capacity, or than any.
+        In chunks of bucket lengths, those of different rows together, so a row may occur once in
+        `fills`. Donates `cache`. ValueError if a row would get longer than `max_len`.
         """
-        start = existing_prefix.length if existing_prefix else 0
-        total = start + len(ids)
-        capacity = existing_prefix.capacity if existing_prefix else self.capacity_for(total)
-        if capacity < total:
-            raise ValueError(
-                f"the prefix has room for {capacity} tokens; expected {total}. "
-                "Extract it with that capacity."
-            )
-        cache = existing_prefix.cache if existing_prefix else self._empty(capacity)
-        tokens = np.asarray(ids, np.int32)
-        chosen = None if adapter is None else np.int32(adapter)
-        done = 0
-        for bucket in plan_chunks(len(ids), self._buckets_for(capacity)):
-            chunk = tokens[done : done + bucket]
-            padded = np.pad(chunk, (0, bucket - len(chunk)))
+        for fill in fills:
+            if (total := fill.start + len(fill.ids)) > self.max_len:
+                raise ValueError(
+                    f"a sequence of {total} tokens does not fit; expected at most {self.max_len}. "
+                    "Raise serve.max_len or shorten the prompt."
+                )
+        lengths = [len(fill.ids) for fill in fills]
+        for batch in plan_prefill(lengths, self.buckets, self._chunks_at_once):
+            chosen = [fills[index] for index, _, _ in batch.chunks]
+            tokens = np.zeros((len(chosen), batch.bucket), np.int32)
+            for row, fill, (_, first, end) in zip(tokens, chosen, batch.chunks, strict=True):
+                row[: end - first] = fill.ids[first:end]
+            _, firsts, ends = np.array(batch.chunks, np.int32).T
             cache = self._prefill(
-                params, cache, padded, np.int32(start + done), np.int32(len(chunk)), chosen
+                params,
+                cache,
+                np.array([fill.row for fill in chosen], np.int32),
+                tokens,
+                firsts + np.array([fill.start for fill in chosen], np.int32),
+                ends - firsts,
+                self._adapters([fill.adapter for fill in chosen]),
             )
-            done += len(chunk)
-        return Prefix(cache, total)
+        return cache
 
-    def extract(self, state: DecodeState, slot: int, length: int, capacity: int) -> Prefix:
-        """A copy of the first `length` tokens of a slot's row, with room for `capacity`."""
-        segments = self._segments_for(capacity)
-        return Prefix(self._extract(state.cache, np.int32(slot), segments), length)
+    def _adapters(self, chosen: Sequence[int | None]) -> Int32[np.ndarray, " B"] | None:
+        several = self.config.num_adapters is not None
+        return np.array(chosen, np.int32) if several else None
 
-    def insert(self, prefix: Prefix, state: DecodeState, slot: int, start: Start) -> DecodeState:
-        """The state with `prefix` in the slot's row and the slot active. Donates `state`."""
-        return self._insert(state, prefix.cache, np.int32(slot), start)
+    def insert(self, row: KVCache, state: DecodeState, slot: int, start: Start) -> DecodeState:
+        """The state with a cache of one row in the slot, and the slot active. Donates `state`."""
+        return self._insert(state, row, np.int32(slot), start)
 
     def activate(self, state: DecodeState, slot: int, start: Start) -> DecodeState:
-        """As `insert`, for a slot whose row holds the prefix already. Donates `state`."""
+        """The state with the slot active; its row holds what is before `start`. Donates `state`."""
         return self._activate(state, np.int32(slot), start)
 
     def generate(
@@ -218,7 +199,8 @@ class Engine:
         """
         if bias is not None:
             return self._generate_biased(params, state, bias)
-        segments = self._segments_for(self.max_len if longest is None else longest)
+        length = self.max_len if longest is None else longest
+        segments = 1 + bisect.bisect_left(self.capacities, length)
         wanted = self.num_slots if num_slots is None else num_slots
         rows = next(n for n in self.slot_counts if n >= wanted)
         program = self._generate if steps == 1 else self._generate_several
@@ -233,32 +215,27 @@ class Engine:
     @property
     def compiles(self) -> int:
         """How many programs were compiled so far."""
-        functions = (self._init, self._empty, self._prefill, self._extract)
-        functions += (self._insert, self._activate, self._retire, self._generate)
-        functions += (self._generate_several, self._generate_biased)
+        functions = (self._init, self._init_row, self._prefill, self._insert, self._activate)
+        functions += (self._retire, self._generate, self._generate_several, self._generate_biased)
         compiled: Any = functions
         return self.pages.compiles + sum(function._cache_size() for function in compiled)
 
     def warmup(self, params: Params, state: DecodeState) -> DecodeState:
-        """Compiles every program but `pages`'s by running it; no slot is active afterwards.
-
-        Donates `state`.
+        """Compiles every program that serves slots, but `pages`'s, by running it; no slot is active
+        afterwards. Donates `state`.
         """
         adapter = None if self.config.num_adapters is None else 0
-        start = start_of(0, 0, SamplingParams(), 0, adapter)
-        state = self.activate(state, 0, start)
-        for capacity in self.capacities:
-            prefix = Prefix(self._empty(capacity), 0)
-            for bucket in self._buckets_for(capacity):
-                tokens, chosen = np.zeros(bucket, np.int32), start.adapter
-                cache = self._prefill(
-                    params, prefix.cache, tokens, np.int32(0), np.int32(0), chosen
-                )
-                prefix = Prefix(cache, 0)
-            state = self.insert(prefix, state, 0, start)
-            self.extract(state, 0, 0, capacity)
-            for count, steps in itertools.product(self.slot_counts, {1, self.steps_per_dispatch}):
-                state, _ = self.generate(params, state, capacity, num_slots=count, steps=steps)
+        cache = state.cache
+        for bucket, counts in self._chunks_at_once.items():
+            for count in counts:
+                fills = [Fill(row, 0, [0] * bucket, adapter) for row in range(count)]
+                cache = self.prefill(params, cache, fills)
+        state = replace(state, cache=cache)
+        state = self.activate(state, 0, start_of(0, 0, SamplingParams(), 0, adapter))
+        for capacity, count, steps in itertools.product(
+            self.capacities, self.slot_counts, {1, self.steps_per_dispatch}
+        ):
+            state, _ = self.generate(params, state, capacity, num_slots=count, steps=steps)
         bias = np.zeros((self.num_slots, self.config.vocab_size), np.float32)
         state, _ = self.generate(params, state, bias=bias)
         return jax.block_until_ready(self.retire(state, range(self.num_slots)))

@@ -23,7 +23,7 @@ import numpy as np
 from flax import struct
 
 from lightning_jax.models.cache import KVCache
-from lightning_jax.serve.engine import Engine, Prefix
+from lightning_jax.serve.engine import Engine, Fill
 from lightning_jax.serve.generation import EngineError
 from lightning_jax.serve.programs import DecodeState, Start, start_of
 from lightning_jax.serve.sampling import Sampled
@@ -115,7 +115,7 @@ class RecordedToken(int):
 class PrefilledPrompt:
     """What prefill hands to insert."""
 
-    cache: KVCache
+    row: KVCache  # of one row
     start: Start
 
 
@@ -222,14 +222,13 @@ class JetStreamEngine(engine_api.Engine):
             ids = tuple(np.asarray(padded_tokens)[:true_length].tolist())
             prompt = Prompt(ids, SamplingParams(temperature=0.0), 0)
         *context, last = prompt.ids
-        prefix = self._engine.prefill(params, context)
+        row = self._engine.prefill(params, self._engine.init_row(), [Fill(0, 0, context)])
         start = start_of(last, len(context), prompt.sampling, prompt.seed)
-        return PrefilledPrompt(prefix.cache, start)
+        return PrefilledPrompt(row, start)
 
     @_spares_the_process
     def insert(self, prefix: PrefilledPrompt, decode_state: DecodeState, slot: int) -> DecodeState:
-        length = int(prefix.start.position)
-        return self._engine.insert(Prefix(prefix.cache, length), decode_state, slot, prefix.start)
+        return self._engine.insert(prefix.row, decode_state, slot, prefix.start)
 
     @_spares_the_process
     def generate(

@@ -16,14 +16,13 @@ from lightning_jax.models.lora import frozen_part, overlay
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 from lightning_jax.serve.adjust import LogitAdjuster, needs_adjusting
 from lightning_jax.serve.constraint import GrammarCompiler, GrammarError
-from lightning_jax.serve.engine import Engine, Prefix
+from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.generation import Delivery, EngineError, Generation, deliver
 from lightning_jax.serve.intake import Intake, LoopStatus
 from lightning_jax.serve.prefix_cache import PrefixCache
-from lightning_jax.serve.programs import start_of
+from lightning_jax.serve.prompts import Prompts
 from lightning_jax.serve.response import Response, SampledToken
-from lightning_jax.serve.scheduler import Admission, Scheduler
-from lightning_jax.serve.score import Scorer
+from lightning_jax.serve.scheduler import Scheduler
 from lightning_jax.serve.steps import Request, Stepper, Steps
 from lightning_jax.types import FinishReason, SamplingParams
 
@@ -36,10 +35,11 @@ class _Inbox:
 
     submitted: list[Request] = field(default_factory=list)
     cancelled: list[Generation] = field(default_factory=list)
-    weights: tuple[Any, int] | None = None
+    weights: Any = None  # None: those of before
+    version: int | None = None  # of the weights from now on
 
     def __bool__(self) -> bool:
-        return bool(self.submitted or self.cancelled or self.weights)
+        return bool(self.submitted or self.cancelled or self.version is not None)
 
 
 class EngineLoop:
@@ -58,7 +58,7 @@ class EngineLoop:
         self._base = frozen_part(self._params)  # None: all weights come anew
         self._state = engine.init_state()
         self._prefixes = PrefixCache(engine, version)
-        self._scorer = Scorer(engine.config, engine.capacities)
+        self._prompts = Prompts(engine, self._prefixes)
         self._scheduler: Scheduler[Request] = Scheduler(engine.num_slots)
         self._stepper = Stepper(engine)
         self._ahead: Steps | None = None  # its results are still to be handed out
@@ -127,21 +127,22 @@ class EngineLoop:
             self._changed.notify()
         return generation
 
-    def load_weights(self, params: Any, version: int) -> None:
+    def load_weights(self, params: Any | None, version: int) -> None:
         """Requests submitted from now on use these; running ones go on with them from their next
-        token.
+        token. None: the last ones have this version, too, and what they computed stays cached.
 
         Raises ValueError unless the version is above the last one, EngineError after a failure.
         """
-        placed = overlay(self._base, self._engine.place(params))
+        placed = None if params is None else overlay(self._base, self._engine.place(params))
         with self._changed:
             if version <= self._published:
                 raise ValueError(
                     f"weights version is {version}; expected more than the last, {self._published}."
                 )
             self._intake.check_failure()
-            self._published = version
-            self._inbox.weights = (placed, version)
+            self._published = self._inbox.version = version
+            if placed is not None:
+                self._inbox.weights = placed
             self._changed.notify()
 
     async def drain(self) -> None:
@@ -157,7 +158,7 @@ class EngineLoop:
     def stats(self) -> dict[str, float]:
         """Counters since the start, and how many requests run and wait now."""
         running = len(self._scheduler.running)
-        counted = self._counts | self._stepper.counts
+        counted = self._counts | self._prompts.counts | self._stepper.counts
         counts = {f"serve/{name}": float(count) for name, count in counted.items()}
         return counts | {
             "serve/running": float(running),
@@ -216,8 +217,11 @@ class EngineLoop:
             if self._intake.failure:
                 return False
             inbox, self._inbox = self._inbox, _Inbox()
-        if inbox.weights:
-            self._params, self._version = inbox.weights
+        if inbox.version is not None:
+            self._version = inbox.version
+            self._prefixes.keep_all(self._version)
+        if inbox.weights is not None:
+            self._params = inbox.weights
             self._prefixes.forget_all(self._version)
         for request in inbox.submitted:
             self._scheduler.enqueue(request)
@@ -226,43 +230,18 @@ class EngineLoop:
         self._retire()
         for request in inbox.submitted:
             if not request.finished:
-                request.held = self._prefixes.hold(request.prompt[:-1], request.adapter)
-        while admission := self._scheduler.admit():
-            self._begin(admission)
+                self._prompts.hold(request)
+        self._begin()
         self._step()
         self._send()
         return True
 
-    def _begin(self, admission: Admission[Request]) -> None:
-        """Fills the slot's row with the prompt but for its last token, and sets it to decode
-        that.
-        """
-        request, slot = admission.request, admission.slot
-        adapter = request.adapter
-        *context, last = request.prompt
-        start = start_of(last, len(context), request.sampling, request.seed, adapter)
-        if request.sampling.score_prompt:
-            request.response.prompt_scores = self._scorer(self._params, request.prompt, adapter)
-        self._state, reuse = self._prefixes.restore(self._state, slot, context, adapter)
-        self._let_go(request)
-        prefix = None
-        if 0 < reuse < len(context):
-            prefix = self._engine.extract(self._state, slot, reuse, len(context))
-        if reuse < len(context):
-            prefix = self._engine.prefill(self._params, context[reuse:], prefix, adapter)
-        self._state = self._insert(prefix, slot, start)
-        # Now, not when the response is there: the siblings come next.
-        self._prefixes.keep(self._state, slot, context, self._version, adapter)
-        request.version = self._version
-        self._stepper.begin(request, slot, len(context))
-        self._counts["requests"] += 1
-        self._counts["prefill_tokens"] += len(context) - reuse
-        self._counts["prefix_hit_tokens"] += reuse
-
-    def _insert(self, prefix: Prefix | None, slot: int, start: Any) -> Any:
-        if prefix is None:
-            return self._engine.activate(self._state, slot, start)
-        return self._engine.insert(prefix, self._state, slot, start)
+    def _begin(self) -> None:
+        """Gives the free slots to those who wait."""
+        admissions = list(iter(self._scheduler.admit, None))
+        self._state = self._prompts.begin(self._params, self._version, self._state, admissions)
+        for admission in admissions:
+            self._stepper.begin(admission.request, len(admission.request.prompt) - 1)
 
     def _step(self) -> None:
         """Starts a step, or several, and hands out what was sampled before, which is ready.
@@ -311,7 +290,7 @@ class EngineLoop:
         request.finished = True
         if request.slot is None:
             self._scheduler.remove(request)
-            self._let_go(request)
+            self._prompts.let_go(request)
         else:
             self._scheduler.release(request.slot)
             self._retiring.append(request)
@@ -333,15 +312,10 @@ class EngineLoop:
         if slots:
             self._state = self._engine.retire(self._state, slots)
 
-    def _let_go(self, request: Request) -> None:
-        if request.held is not None:
-            self._prefixes.let_go(request.held)
-            request.held = None
-
     def _send(self) -> None:
         deliveries, self._outgoing = self._outgoing, []
         deliver(deliveries)
         self._intake.remove(item.generation for item in deliveries if item.outcome is not None)
 
 
-_COUNTERS = ("requests", "cancelled", "tokens_forced", "prefill_tokens", "prefix_hit_tokens")
+_COUNTERS = ("cancelled", "tokens_forced")

@@ -53,6 +53,15 @@ class PrefixCache:
         """Ends a `hold`."""
         self._tree.unpin(node)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether it has any room."""
+        return self._copier.num_pages > 0
+
+    def match(self, ids: Sequence[int], adapter: int | None = None) -> int:
+        """How many of the first of `ids` are cached."""
+        return self._tree.match(ids, adapter).length
+
     def restore(
         self, state: DecodeState, slot: int, ids: Sequence[int], adapter: int | None = None
     ) -> tuple[DecodeState, int]:
@@ -85,3 +94,7 @@ class PrefixCache:
     def forget_all(self, version: int) -> None:
         """New weights: nothing that older ones computed is ever read again."""
         self._tree.reset(version)
+
+    def keep_all(self, version: int) -> None:
+        """The same weights under a new version: what they computed stays."""
+        self._tree.version = version

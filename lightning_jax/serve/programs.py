@@ -70,49 +70,37 @@ def init_state(*, config: DecoderConfig, slots: int, max_len: int, dtype: Any) -
     )
 
 
-def empty_prefix(capacity: int, *, config: DecoderConfig, dtype: Any) -> KVCache:
-    return init_cache(config, 1, capacity, dtype)
-
-
-def prefill_chunk(
+def prefill(
     params: Params,
     cache: KVCache,
-    tokens: Int32[Array, " T"],
-    start: Int32[Array, ""],
-    length: Int32[Array, ""],
-    adapter: Int32[Array, ""] | None = None,
+    rows: Int32[Array, " B"],
+    tokens: Int32[Array, "B T"],
+    starts: Int32[Array, " B"],
+    lengths: Int32[Array, " B"],
+    adapters: Int32[Array, " B"] | None = None,
     *,
     config: DecoderConfig,
 ) -> KVCache:
-    """The one-row cache with `length` tokens written from position `start` on."""
-    index = jnp.arange(len(tokens), dtype=jnp.int32)
+    """The cache with the first `lengths` tokens written to `rows`, from positions `starts` on."""
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     # A position past the end writes nothing.
-    positions = jnp.where(index < length, start + index, cache.length)
-    chosen = None if adapter is None else adapter[None]
+    positions = jnp.where(index < lengths[:, None], starts[:, None] + index, cache.length)
     _, written = forward(
-        params, config, tokens[None], positions[None], cache=cache, adapters=chosen
+        params, config, tokens, positions, cache=cache, rows=rows, adapters=adapters
     )
     assert written is not None, "a cache goes in, so one comes out"
     return written
 
 
-def extract_row(cache: KVCache, slot: Int32[Array, ""], segments: int) -> KVCache:
-    def cut(rows: Any) -> Any:
-        return jax.lax.dynamic_slice(rows, (slot, 0, 0, 0), (1, *rows.shape[1:]))
-
-    return jax.tree.map(cut, join(cache.split()[:segments]))
-
-
 def insert_row(
-    state: DecodeState, prefix: KVCache, slot: Int32[Array, ""], start: Start
+    state: DecodeState, row: KVCache, slot: Int32[Array, ""], start: Start
 ) -> DecodeState:
+    """The state with a cache of one row in the slot, and the slot active."""
+
     def put(rows: Any, row: Any) -> Any:
         return jax.lax.dynamic_update_slice(rows, row, (slot, 0, 0, 0))
 
-    parts = prefix.split()
-    rows = state.cache.split()
-    rows[: len(parts)] = jax.tree.map(put, rows[: len(parts)], parts)
-    return activate(replace(state, cache=join(rows)), slot, start)
+    return activate(replace(state, cache=jax.tree.map(put, state.cache, row)), slot, start)
 
 
 def activate(state: DecodeState, slot: Int32[Array, ""], start: Start) -> DecodeState:

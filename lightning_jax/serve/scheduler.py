@@ -1,6 +1,7 @@
-"""Who gets which slot when, and in which chunks a prompt is computed. No JAX in here."""
+"""Who gets which slot when, and how prompts are cut into batches of chunks. No JAX in here."""
 
 from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
@@ -78,5 +79,42 @@ def plan_chunks(num_tokens: int, buckets: tuple[int, ...]) -> tuple[int, ...]:
     smaller = [bucket for bucket in buckets if bucket < num_tokens]
     plans: list[tuple[int, ...]] = [(larger[0],)] if larger else []
     if smaller:
-        plans.append((smaller[-1], *plan_chunks(num_tokens - smaller[-1], buckets)))
+        full = (num_tokens - 1) // smaller[-1]
+        rest = plan_chunks(num_tokens - full * smaller[-1], buckets)
+        plans.append((smaller[-1],) * full + rest)
     return min(plans, key=lambda plan: sum(plan) + CHUNK_OVERHEAD * len(plan))
+
+
+@dataclass(frozen=True)
+class ChunkBatch:
+    """Chunks that one program computes: tokens `first` to `end` of each of these prompts."""
+
+    bucket: int  # the length that they are padded to
+    chunks: tuple[tuple[int, int, int], ...]  # (prompt, first, end)
+
+
+def row_counts(bucket: int, tokens: int, most: int) -> tuple[int, ...]:
+    """How many chunks of this bucket a program takes: 32 gives 1, 4, 16 for up to 512 tokens."""
+    counts = [1]
+    while (more := 4 * counts[-1]) <= most and more * bucket <= tokens:
+        counts.append(more)
+    return tuple(counts)
+
+
+def plan_prefill(
+    lengths: Sequence[int], buckets: tuple[int, ...], counts: Mapping[int, tuple[int, ...]]
+) -> Iterator[ChunkBatch]:
+    """All chunks of prompts of these lengths, a prompt's own in order. `counts` says of each
+    bucket how many chunks a batch may have.
+    """
+    plans = [deque(plan_chunks(length, buckets)) for length in lengths]
+    done = [0] * len(lengths)
+    for bucket in sorted(buckets, reverse=True):  # as a prompt's own chunks, the large ones first
+        while due := [i for i, plan in enumerate(plans) if plan and plan[0] == bucket]:
+            batch = []
+            for i in due[: max(count for count in counts[bucket] if count <= len(due))]:
+                plans[i].popleft()
+                end = min(done[i] + bucket, lengths[i])
+                batch.append((i, done[i], end))
+                done[i] = end
+            yield ChunkBatch(bucket, tuple(batch))

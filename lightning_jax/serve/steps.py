@@ -56,10 +56,10 @@ class Stepper:
         self._positions = np.zeros(engine.num_slots, np.int64)  # of the token decoded next
         self.counts = dict.fromkeys(_COUNTERS, 0)
 
-    def begin(self, request: Request, slot: int, position: int) -> None:
-        """The request has the slot now, and its next token goes to `position`."""
-        request.slot, request.num_due = slot, request.response.limit
-        self._positions[slot] = position
+    def begin(self, request: Request, position: int) -> None:
+        """The request has a slot now, and its next token goes to `position`."""
+        request.num_due = request.response.limit
+        self._positions[request.slot] = position
 
     def start(
         self, params: Any, state: DecodeState, version: int, running: Mapping[int, Request]

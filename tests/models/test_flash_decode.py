@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from lightning_jax.config import MeshConfig
 from lightning_jax.models import flash_decode
-from lightning_jax.models.cache import _attend_segment, attend_cache
+from lightning_jax.models.cache import _attend_rows, attend_cache
 from lightning_jax.models.sharding import make_mesh
 from lightning_jax.testing.platforms import mesh_for
 
@@ -43,7 +43,7 @@ def test_rows_read_what_they_see(platform, rows, slots, heads, members, width, s
     values = jnp.asarray(np.where(beyond[:, None, :, None], np.float32(1e30), values))
     kernel = functools.partial(KERNELS[platform], interpret=True)
     got = jax.jit(kernel)(queries, keys, values, index)
-    plain = jax.jit(_attend_segment)
+    plain = jax.jit(_attend_rows)
     wanted = plain(queries, keys[:rows], values[:rows], index[:, None])
     seen = np.asarray(index) >= 0
     for ours, theirs in zip(got, wanted, strict=True):

@@ -25,7 +25,7 @@ from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.objectives import policy_objective
 from lightning_jax.rl.train_state import init_state
 from lightning_jax.rl.train_step import TrainFunctions, make_train_functions, update
-from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.engine import Engine, Fill
 from lightning_jax.serve.programs import start_of
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_policies
@@ -108,21 +108,24 @@ def test_slots_decode_each_with_its_own_adapter() -> None:
     engine = Engine(MODEL.config, serve)
     params, state = engine.place(MODEL.params), engine.init_state()
     ids, greedy = list(range(40, 60)), SamplingParams(temperature=0.0)
-    for slot, adapter in ((0, 1), (1, 0), (3, 1)):
-        prefix = engine.prefill(params, ids[:-1], adapter=adapter)
+    chosen = (1, 0, 0, 1)
+    fills = [Fill(slot, 0, ids[:-1], adapter) for slot, adapter in enumerate(chosen)]
+    state = dataclasses.replace(state, cache=engine.prefill(params, state.cache, fills))
+    for slot, adapter in enumerate(chosen):
         start = start_of(ids[-1], len(ids) - 1, greedy, 0, adapter)
-        state = engine.insert(prefix, state, slot, start)
+        state = engine.activate(state, slot, start)
     found = []
     for _ in range(5):
         state, sampled = engine.generate(params, state)
         found.append((np.asarray(sampled.tokens), np.asarray(sampled.behavior_logprobs)))
     single = Engine(ALONE[0].config, serve)
     assert ALONE[1].config == ALONE[0].config
-    for adapter, slots in ((1, (0, 3)), (0, (1,))):
+    for adapter, slots in ((1, (0, 3)), (0, (1, 2))):
         alone = ALONE[adapter]
         placed, own = single.place(alone.params), single.init_state()
         start = start_of(ids[-1], len(ids) - 1, greedy, 0)
-        own = single.insert(single.prefill(placed, ids[:-1]), own, 0, start)
+        row = single.prefill(placed, single.init_row(), [Fill(0, 0, ids[:-1])])
+        own = single.insert(row, own, 0, start)
         for tokens, logprobs in found:
             own, sampled = single.generate(placed, own)
             for slot in slots:

@@ -1,5 +1,6 @@
 """The slots compute what one full forward pass computes, whatever else goes on."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,17 +11,18 @@ import pytest
 
 from lightning_jax.config import MeshConfig, ServeConfig
 from lightning_jax.models.transformer import forward, unembed
-from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.engine import Engine, Fill
 from lightning_jax.serve.programs import start_of
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import SamplingParams
 
+LENGTHS = (270, 41, 9, 60, 2)
 GREEDY = SamplingParams(temperature=0.0)
 
 
 def full_logprobs(model: Any, ids: list[int]) -> np.ndarray:
     """Log-probabilities [T, V] of what follows each token, by one pass without a cache."""
-    padded = np.pad(ids, (0, 128 - len(ids)))  # what follows a token does not reach it
+    padded = np.pad(ids, (0, -len(ids) % 128))  # what follows a token does not reach it
     return np.asarray(_full_pass(model.params, model.config, padded))[: len(ids)]
 
 
@@ -42,8 +44,18 @@ def decode(engine: Engine, params: Any, state: Any, slots: list[int], steps: int
 
 
 def begin(engine: Engine, params: Any, state: Any, slot: int, ids: list[int], sampling=GREEDY):
-    prefix = engine.prefill(params, ids[:-1])
-    return engine.insert(prefix, state, slot, start_of(ids[-1], len(ids) - 1, sampling, 5))
+    state = fill(engine, params, state, [Fill(slot, 0, ids[:-1])])
+    return engine.activate(state, slot, start_of(ids[-1], len(ids) - 1, sampling, 5))
+
+
+def fill(engine: Engine, params: Any, state: Any, fills: list[Fill]):
+    return replace(state, cache=engine.prefill(params, state.cache, fills))
+
+
+def row_of(state: Any, slot: int, length: int) -> Any:
+    """Copies of the keys and values of a slot's first `length` tokens."""
+    keys = [np.concatenate(layer, 3)[slot, :, :, :length] for layer in state.cache.keys]
+    return keys, [np.concatenate(layer, 2)[slot, :, :length] for layer in state.cache.values]
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 33, 70])  # none, one and several chunks
@@ -64,23 +76,38 @@ def test_one_cpu_serves_turned_kernels(model, engine):
     assert engine.config.turned and "kernel" not in query
 
 
-def test_a_prefix_taken_from_a_running_slot_gives_the_same_logprobs(model, engine):
-    params = engine.place(model.params)
-    shared = np.random.default_rng(0).integers(0, 256, 40).tolist()
-    state = begin(engine, params, engine.init_state(), 0, [*shared, 3])
-    state, first, _ = decode(engine, params, state, [0], 4)
-    ids = [*shared, 7, 8, 9]
-    prefix = engine.extract(state, 0, len(shared), len(ids) - 1)
-    prefix = engine.prefill(params, ids[len(shared) : -1], prefix)
-    state = engine.insert(prefix, state, 3, start_of(ids[-1], len(ids) - 1, GREEDY, 0))
-    state, tokens, logprobs = decode(engine, params, state, [3, 0], 5)
-    response = tokens[:, 0].tolist()
-    expected = full_logprobs(model, ids + response)[len(ids) - 1 : -1]
-    np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(5), response], atol=1e-5)
-    # The slot copied from goes on as if nothing had happened.
-    alone = begin(engine, params, engine.init_state(), 0, [*shared, 3])
-    _, undisturbed, _ = decode(engine, params, alone, [0], 9)
-    assert undisturbed[:, 0].tolist() == [*first[:, 0], *tokens[:, 1]]
+def test_prompts_filled_together_while_another_decodes_are_as_if_alone(model):
+    engine = Engine(model.config, ServeConfig(slots=6, max_len=300, prefill_buckets=(8, 32)))
+    params, rng = engine.place(model.params), np.random.default_rng(0)
+    rows = (4, 0, 5, 2, 3)  # five: a batch of four chunks, and others of one
+    prompts = {row: rng.integers(0, 256, n).tolist() for row, n in zip(rows, LENGTHS, strict=True)}
+    state = begin(engine, params, engine.init_state(), 1, [7, 8, 9])
+    state, first, _ = decode(engine, params, state, [1], 4)
+    half = {row: len(ids) // 2 for row, ids in prompts.items()}
+    state = fill(engine, params, state, [Fill(r, 0, prompts[r][: half[r]]) for r in rows])
+    rest = [Fill(row, half[row], prompts[row][half[row] : -1]) for row in reversed(rows)]
+    state = fill(engine, params, state, rest)
+    for row, ids in prompts.items():
+        state = engine.activate(state, row, start_of(ids[-1], len(ids) - 1, GREEDY, 0))
+    state, tokens, logprobs = decode(engine, params, state, [*rows, 1], 5)
+    for i, ids in enumerate(prompts.values()):
+        response = tokens[:, i].tolist()
+        expected = full_logprobs(model, ids + response)[len(ids) - 1 : -1]
+        np.testing.assert_allclose(logprobs[:, i], expected[np.arange(5), response], atol=1e-5)
+    # The slot that was running goes on as if nothing had happened.
+    alone = begin(engine, params, engine.init_state(), 1, [7, 8, 9])
+    _, undisturbed, _ = decode(engine, params, alone, [1], 9)
+    assert undisturbed[:, 0].tolist() == [*first[:, 0], *tokens[:, len(rows)]]
+
+
+def test_a_row_of_its_own_put_into_a_slot_is_as_if_filled_there(model, engine):
+    params, ids = engine.place(model.params), list(range(3, 50))
+    row = engine.prefill(params, engine.init_row(), [Fill(0, 0, ids[:-1])])
+    start = start_of(ids[-1], len(ids) - 1, GREEDY, 0)
+    inserted = engine.insert(row, engine.init_state(), 2, start)
+    _, tokens, _ = decode(engine, params, inserted, [2], 4)
+    filled = begin(engine, params, engine.init_state(), 2, ids)
+    assert decode(engine, params, filled, [2], 4)[1].tolist() == tokens.tolist()
 
 
 def test_a_retired_row_stays_readable_while_others_decode(model, engine):
@@ -88,11 +115,10 @@ def test_a_retired_row_stays_readable_while_others_decode(model, engine):
     ids = list(range(20))
     state = begin(engine, params, engine.init_state(), 1, ids)
     state = begin(engine, params, state, 0, [5, 6, 7])
-    before = jax.device_get(engine.extract(state, 1, 19, 19).cache)
+    before = row_of(state, 1, 19)
     state = engine.retire(state, [1])
     state, _, _ = decode(engine, params, state, [0], 6)
-    after = jax.device_get(engine.extract(state, 1, 19, 19).cache)
-    jax.tree.map(np.testing.assert_array_equal, before, after)
+    jax.tree.map(np.testing.assert_array_equal, before, row_of(state, 1, 19))
 
 
 def test_greedy_tokens_do_not_depend_on_batch_mates(model, engine):
@@ -192,19 +218,19 @@ def test_the_likeliest_tokens_are_the_policys_own_whatever_the_bias(model, engin
 
 def test_nothing_compiles_after_warmup():
     model = tiny_model(0, num_layers=1)
-    engine = Engine(model.config, ServeConfig(slots=2, max_len=300, prefill_buckets=(32, 512)))
+    engine = Engine(model.config, ServeConfig(slots=4, max_len=300, prefill_buckets=(32, 512)))
     params = engine.place(model.params)
     state = engine.warmup(params, engine.init_state())
     compiled = engine.compiles
     params = engine.place(jax.tree.map(lambda leaf: leaf * 1.1, model.params))
-    for slot, length in ((0, 1), (1, 7), (0, 30), (1, 290)):
+    for slot, length in ((0, 1), (1, 7), (0, 30), (3, 290)):
+        fills = [Fill(row, slot, [1] * (length - row)) for row in range(min(4, length))]
+        state = fill(engine, params, state, fills)
         state = begin(engine, params, state, slot, list(range(length))[-250:] * 1)
         state, _ = engine.generate(params, state, length + 1)
         state, _ = engine.generate(params, state, length + 2, num_slots=1)
-        bias = np.full((2, model.config.vocab_size), length, np.float32)
+        bias = np.full((4, model.config.vocab_size), length, np.float32)
         state, _ = engine.generate(params, state, length + 3, bias)
-        prefix = engine.extract(state, slot, length - 1, 299)
-        state = engine.insert(prefix, state, 1 - slot, start_of(1, length - 1, GREEDY, 0))
         state = engine.activate(state, slot, start_of(1, 0, GREEDY, 0))
         state = engine.retire(state, [slot])
     assert engine.compiles == compiled
@@ -243,6 +269,6 @@ def test_one_and_eight_devices_agree(model, engine):
 def test_what_does_not_fit_is_refused(model, engine):
     params = engine.place(model.params)
     with pytest.raises(ValueError, match=r"97 tokens does not fit.*at most 96"):
-        engine.prefill(params, [1] * 97)
+        engine.prefill(params, engine.init_row(), [Fill(0, 40, [1] * 57)])
     with pytest.raises(ValueError, match=r"serve\.max_len is 4096.*2048 positions"):
         Engine(model.config, ServeConfig(max_len=4096))

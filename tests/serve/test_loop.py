@@ -158,6 +158,23 @@ async def test_weights_swap_between_steps_and_no_prefix_survives_it(bench: Bench
         bench.loop.load_weights(other_params, 3)
 
 
+async def test_the_same_weights_under_a_new_version_keep_their_prefixes(bench: Bench, other_params):
+    ids = bench.ids("a frozen policy is asked the same again")
+    await bench.loop.submit(ids, greedy(4)).result()
+    bench.loop.load_weights(None, 1)
+    again = await bench.loop.submit(ids, greedy(4)).result()
+    assert again.policy_versions == (1,) * 4
+    assert bench.loop.stats()["serve/prefix_hit_tokens"] == len(ids) - 1
+    # What the thread has not taken out yet is not lost by a version that follows.
+    with bench.loop._changed:
+        bench.loop.load_weights(other_params, 2)
+        bench.loop.load_weights(None, 3)
+    fresh = await bench.loop.submit(ids, greedy(4)).result()
+    assert fresh.policy_versions == (3,) * 4
+    assert bench.loop.stats()["serve/prefix_hit_tokens"] == len(ids) - 1
+    assert fresh.behavior_logprobs != pytest.approx(again.behavior_logprobs, abs=1e-3)
+
+
 async def _zip(generation, numbers):
     for number in numbers:
         yield await anext(generation), number

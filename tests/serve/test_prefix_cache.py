@@ -22,9 +22,10 @@ QUEUE = replace(SERVE, max_queue=400)
 
 
 @contextmanager
-def running(model, engine: Engine) -> Iterator[EngineLoop]:
+def running(model, engine: Engine, *, start: bool = True) -> Iterator[EngineLoop]:
     loop = EngineLoop(engine, model.params, 0, model.tokenizer, QUEUE)
-    loop.start()
+    if start:
+        loop.start()
     yield loop
     loop.close()
 
@@ -69,6 +70,21 @@ async def test_siblings_that_come_together_compute_their_prompt_once(model, engi
         stats = loop.stats()
     assert stats["serve/prefill_tokens"] == 74
     assert stats["serve/prefix_hit_tokens"] == 15 * 74
+
+
+async def test_groups_that_come_mixed_compute_each_prompt_once_and_the_rest_together(model, engine):
+    shared = [random_ids(i, 50) for i in (1, 2)]
+    prompts = [[*shared[i % 2], *random_ids(10 + i // 4, 5 + i)] for i in range(16)]
+    prompts += [shared[0][:3], [9], shared[0][:3]]  # too short to be worth a copy
+    with running(model, with_pages(engine, 60), start=False) as loop:
+        generations = [loop.submit(ids, greedy(6)) for ids in prompts]
+        loop.start()
+        for ids, generation in zip(prompts, generations, strict=True):
+            check(model, ids, await generation.result())
+        stats = loop.stats()
+    own = sum(len(ids) - 1 for ids in prompts) - 14 * 50  # 50 tokens once for each group
+    assert stats["serve/prefill_tokens"] <= own
+    assert stats["serve/prefill_tokens"] + stats["serve/prefix_hit_tokens"] == own + 14 * 50
 
 
 async def test_turns_find_their_history_though_others_had_the_rows(model, engine):

@@ -1,0 +1,98 @@
+"""Prompts of the requests that get a slot: what is cached is copied to its row, the rest computed.
+
+Requests that begin in one turn of the loop are prefilled together, except that what several of them
+begin with is computed for one, cached, and copied to the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_jax.serve.engine import Engine, Fill
+from lightning_jax.serve.prefix_cache import MIN_REUSE, PrefixCache
+from lightning_jax.serve.programs import DecodeState, start_of
+from lightning_jax.serve.scheduler import Admission
+from lightning_jax.serve.score import Scorer
+from lightning_jax.serve.steps import Request
+
+_COUNTERS = ("requests", "prefill_tokens", "prefix_hit_tokens")
+
+
+class Prompts:
+    """Begins requests. The engine's thread only; the state of the slots is the caller's."""
+
+    def __init__(self, engine: Engine, prefixes: PrefixCache) -> None:
+        self._engine, self._prefixes = engine, prefixes
+        self._scorer = Scorer(engine.config, engine.capacities)
+        self.counts = dict.fromkeys(_COUNTERS, 0)
+
+    def hold(self, request: Request) -> None:
+        """Keeps what is cached of the prompt for as long as the request waits."""
+        request.held = self._prefixes.hold(request.prompt[:-1], request.adapter)
+
+    def let_go(self, request: Request) -> None:
+        """Ends a `hold`, if there is one."""
+        if request.held is not None:
+            self._prefixes.let_go(request.held)
+            request.held = None
+
+    def begin(
+        self,
+        params: Any,
+        version: int,
+        state: DecodeState,
+        admissions: Sequence[Admission[Request]],
+    ) -> DecodeState:
+        """The state with each request's prompt, but for its last token, in its slot's row, and the
+        slot set to decode that token. Donates `state`.
+        """
+        while admissions:
+            now: list[Admission[Request]] = []
+            later: list[Admission[Request]] = []
+            for admission in admissions:
+                (later if self._repeats(admission, now) else now).append(admission)
+            fills = []
+            for admission in now:
+                state, fill = self._restore(state, admission)
+                fills.append(fill)
+            state = replace(state, cache=self._engine.prefill(params, state.cache, fills))
+            for admission in now:
+                state = self._start(params, version, state, admission)
+            admissions = later
+        return state
+
+    def _repeats(self, admission: Admission[Request], others: Sequence[Admission[Request]]) -> bool:
+        """Whether one of the others computes what the prompt begins with and the cache lacks."""
+        prompt, adapter = admission.request.prompt, admission.request.adapter
+        head = prompt[: self._prefixes.match(prompt[:-1], adapter) + MIN_REUSE]
+        if not self._prefixes.keeps or len(head) == len(prompt):  # too little is left of it
+            return False
+        requests = [other.request for other in others]
+        return any(o.adapter == adapter and o.prompt[: len(head)] == head for o in requests)
+
+    def _restore(
+        self, state: DecodeState, admission: Admission[Request]
+    ) -> tuple[DecodeState, Fill]:
+        """Copies what is cached of the prompt to the slot's row; what is left to compute."""
+        request, slot = admission.request, admission.slot
+        context = request.prompt[:-1]
+        state, reuse = self._prefixes.restore(state, slot, context, request.adapter)
+        self.let_go(request)
+        self.counts["requests"] += 1
+        self.counts["prefill_tokens"] += len(context) - reuse
+        self.counts["prefix_hit_tokens"] += reuse
+        return state, Fill(slot, reuse, context[reuse:], request.adapter)
+
+    def _start(
+        self, params: Any, version: int, state: DecodeState, admission: Admission[Request]
+    ) -> DecodeState:
+        request, slot = admission.request, admission.slot
+        *context, last = request.prompt
+        # Now, not when the response is there: the siblings come next.
+        self._prefixes.keep(state, slot, context, version, request.adapter)
+        if request.sampling.score_prompt:
+            scores = self._scorer(params, request.prompt, request.adapter)
+            request.response.prompt_scores = scores
+        request.slot, request.version = slot, version
+        start = start_of(last, len(context), request.sampling, request.seed, request.adapter)
+        return self._engine.activate(state, slot, start)
