@@ -6,7 +6,6 @@ the first one when the prompt was computed, the others evenly after it.
 """
 
 import asyncio
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,6 +17,8 @@ from pathlib import Path
 import aiohttp
 from workloads import MAX_LEN, SLOTS, THREADS, Reply, Result, measure_twice
 
+from lightning_jax.testing.ports import free_port
+
 START_S = 60.0
 
 
@@ -27,12 +28,6 @@ class LlamaServer:
 
     url: str
     process: int
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @asynccontextmanager

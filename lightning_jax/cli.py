@@ -1,26 +1,24 @@
-"""The `lightning-jax` command."""
+"""The `lightning-jax` command.
+
+JAX, and what stands on it, takes seconds to import, and neither --help nor a wrong flag needs any
+of it: each command imports what it runs.
+"""
 
 import argparse
 import errno
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from lightning_jax import plan
-from lightning_jax.compiled import keep_compiled
-from lightning_jax.config import Config, ModelConfig, ServeConfig, load_config
-from lightning_jax.gateway.app import Gateway
-from lightning_jax.models.load import load_shape
-from lightning_jax.models.lora import adapted_shape
-from lightning_jax.server import ServerConfig, serve
-from lightning_jax.types import UserError
-from lightning_jax.verify import as_text, verify
-from lightning_jax.view.command import show
-from lightning_jax.view.load import DEFAULT_LIMIT
-from lightning_jax.view.terminal import DEFAULT_CHARS
+from lightning_jax.config_sections import ModelConfig, ServeConfig, ServerConfig
+from lightning_jax.view import DEFAULT_CHARS, DEFAULT_LIMIT
+
+if TYPE_CHECKING:
+    from lightning_jax.gateway.app import Gateway
 
 # Flags of `serve` that are fields of ServeConfig, which has their defaults.
 SERVE_FLAGS = {
@@ -42,7 +40,19 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; its exit code. A mistake of the caller's gives one sentence and 1 or 2."""
     arguments = _parser().parse_args(argv)
-    # force: libraries that were imported above have set up the root logger for themselves.
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        _fail("stopped", 130)
+        # JAX, interrupted while it compiles, crashes where the interpreter is taken down.
+        os._exit(130)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from lightning_jax.compiled import keep_compiled
+    from lightning_jax.types import UserError
+
+    # force: libraries that were imported have set up the root logger for themselves.
     logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
     logging.getLogger("lightning_jax").setLevel(logging.INFO)
     keep_compiled()
@@ -54,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
         return _fail(f"error: {error}; free or open the place, then try again.", 1)
-    except KeyboardInterrupt:
-        return _fail("stopped", 130)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,6 +148,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from lightning_jax import plan
+    from lightning_jax.config import Config, load_config
+    from lightning_jax.models.load import load_shape
+    from lightning_jax.models.lora import adapted_shape
+
     for flag in ("devices", "device_gib"):
         value = getattr(arguments, flag)
         if value is not None and not value > 0:
@@ -174,15 +187,19 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         return _fail(f"error: {error}", 2)
 
-    def announce(gateway: Gateway) -> None:
+    def announce(gateway: "Gateway") -> None:
         key = "" if arguments.api_key else f" with API key {gateway.api_key}"
         print(f"{gateway.model_name} answers at {gateway.url}/v1{key}", flush=True)
+
+    from lightning_jax.server import serve
 
     serve(config, announce)
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from lightning_jax.verify import as_text, verify
+
     if arguments.limit is not None and arguments.limit < 1:
         return _fail(f"error: --limit is {arguments.limit}; expected at least 1.", 2)
     if arguments.tolerance is not None and not arguments.tolerance > 0:
@@ -193,6 +210,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _view(arguments: argparse.Namespace) -> int:
+    from lightning_jax.view.command import show
+
     for flag, lowest in (("step", 0), ("limit", 1), ("chars", 0)):
         value = getattr(arguments, flag)
         if value is not None and value < lowest:

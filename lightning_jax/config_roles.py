@@ -137,6 +137,7 @@ def check_policies(
             "have nothing in common that one head could read."
         )
     _check_roles(policies, roles)
+    _check_initial(policies, roles, model)
 
 
 def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig]) -> None:
@@ -161,6 +162,21 @@ def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleC
                 f"policies.{name} is the policy of no role, and roles name {_listed(named)}; "
                 "expected a role for each where they name any. Correct its name, or where agents "
                 f"ask for it as their model add roles.{name}={{model: {name}, policy: {name}}}."
+            )
+
+
+def _check_initial(
+    policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig], model: ModelConfig
+) -> None:
+    """Raises ValueError where the initial weights, which a role asks for, are not those of all."""
+    others = [name for name, policy in policies.items() if policy.base not in (None, model.name)]
+    for name, role in roles.items():
+        if others and role.served_by == "initial":
+            raise ValueError(
+                f"roles.{name}.served_by is 'initial' and policies.{others[0]} begins as "
+                f"{policies[others[0]].base!r}; expected policies that all begin as {model.name!r}"
+                f", or the role to say whose weights it means: add a policy with trains: false and "
+                f"the base that you want, and name it as roles.{name}.policy."
             )
 
 

@@ -98,7 +98,9 @@ class ServeConfig:
     api_key: str | None = None  # None: a random one
     slots: int = 16  # requests decoded at once, of each policy that has weights of its own
     max_len: int = 1024  # tokens of prompt and response together that a slot holds
-    prefill_buckets: tuple[int, ...] = (32, 128, 512)  # padded prompt lengths, one compile each
+    # Padded lengths of a prompt's chunks. A program takes as many as 1, 4, 16, ... chunks of one
+    # length at once, up to 512 tokens or the longest chunk; each is a compile.
+    prefill_buckets: tuple[int, ...] = (32, 128, 512)
     # Decode steps that the device is told to make in one go, where no response reaches its limit in
     # them. More than 1 compiles every decode program twice, a response that stops within them
     # wastes the rest (serve/tokens_past_end), and who comes waits for all of them. It pays where
@@ -276,4 +278,21 @@ class DistributedConfig:
                 "0 to num_processes - 1 with distributed.mode manual",
             ),
             timeout_s=(self.timeout_s >= 1, "at least 1 second"),
+        )
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What one server is and does, without a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    record: str | None = None  # a SQLite file that keeps every call; None: no call is kept
+    drain_s: float = 30.0  # how long running requests may go on once it is told to stop
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            record=(self.record != "", "the name of a file"),
+            drain_s=(self.drain_s >= 0, "0 or more seconds"),
         )

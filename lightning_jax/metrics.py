@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
 Metrics = dict[str, float]
 Row = dict[str, float | int]  # metrics and their step
 
@@ -60,6 +57,9 @@ def plot_curves(rows: Sequence[Mapping[str, float | int]], path: Path, title: st
     panels = [panel for panel in PANELS if any(name in row for row in rows for name in panel[1])]
     if not panels:
         return
+    import matplotlib  # half a second, which only what draws should take
+    from matplotlib.figure import Figure
+
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.0 * lines), layout="constrained")

@@ -106,10 +106,15 @@ class Replica:
             self.states[name] = self.learner.init(params, trains=name in self._learning)
         self.reference = self._first_reference()
 
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The weights that the last step trained, by name."""
+        return self._trained_by(self.step - 1)
+
     def publish(self) -> None:
-        """The part of the other processes in `Engine.place` of the weights that are trained."""
-        for state in self.states.values():
-            self._publish(state.params)
+        """The part of the other processes in `Engine.place` of what the last step trained."""
+        for name in self.changed:
+            self._publish(self.states[name].params)
 
     def publish_all(self) -> None:
         """As `publish`, of all weights."""
@@ -136,8 +141,13 @@ class Replica:
 
     @property
     def _learning(self) -> tuple[str, ...]:
-        """The weights that the steps of this phase change. A warm-up trains all."""
-        return self.config.weights if self.phase == "warmup" else self.config.trained_weights
+        """The weights that the steps of this phase change."""
+        return self._trained_by(self.step)
+
+    def _trained_by(self, step: int) -> tuple[str, ...]:
+        """The weights that this step changes. A warm-up trains all."""
+        config = self.config
+        return config.weights if step < config.warmup.num_steps else config.trained_weights
 
     def _described(self, policy: str) -> str:
         """A policy in the words of a checkpoint, which holds no moments of frozen weights."""

@@ -234,13 +234,15 @@ class Run:
         return metrics | {"time/train_s": time.monotonic() - started}
 
     def _publish_next(self) -> Metrics:
-        """Goes to the next step and has its weights served; how long their way took."""
+        """Goes to the next step and has its weights served; how long their way took. Weights that
+        the step did not train only get its version.
+        """
         self.leader.call("advance")
         started = time.monotonic()
         self.leader.tell("publish")
-        params = [state.params for state in self.replica.states.values()]
-        for loop, of_loop in zip(self.loops, params, strict=True):
-            loop.load_weights(of_loop, self.step)
+        params = {name: self.replica.states[name].params for name in self.replica.changed}
+        for loop, name in zip(self.loops, self.config.weights, strict=True):
+            loop.load_weights(params.get(name), self.step)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))

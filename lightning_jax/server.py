@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 
-from lightning_jax.config import MeshConfig, ModelConfig, ServeConfig
+from lightning_jax.config_sections import MeshConfig, ServerConfig
 from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.http import check_address
 from lightning_jax.models.load import load_model
 from lightning_jax.models.sharding import make_mesh
 from lightning_jax.models.tokenizer import Tokenizer
@@ -20,16 +21,6 @@ from lightning_jax.store import Store
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ServerConfig:
-    """What one server is and does."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    serve: ServeConfig = field(default_factory=ServeConfig)
-    record: str | None = None  # a SQLite file that keeps every call; None: no call is kept
-    drain_s: float = 30.0  # how long running requests may go on once it is told to stop
-
-
 def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
     """Serves until SIGINT or SIGTERM, then finishes what runs, for `drain_s` at most.
 
@@ -37,6 +28,7 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
     second signal ends running requests at once. Raises UserError where the model, the address or
     the file of the record cannot be had.
     """
+    asyncio.run(check_address(config.serve))  # a taken port should show before minutes of compiling
     loop, tokenizer = _load(config)
     with ExitStack() as at_end:
         store = None
@@ -48,9 +40,10 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
         # Last in, first out: what still runs gets an error from the engine, and time to send it.
         at_end.callback(lambda: runner.run(gateway.close()))
         at_end.callback(loop.close)
-        runner.run(gateway.start())  # first, for a taken port should show before the compiling
-        loop.warmup()
+        _compile(loop)
         loop.start()
+        # Now, for whoever connects before waits in silence, and for minutes.
+        runner.run(gateway.start())
         announce(gateway)
         runner.run(_until_stopped(loop, config.drain_s))
 
@@ -60,6 +53,13 @@ def _load(config: ServerConfig) -> tuple[EngineLoop, Tokenizer]:
     model, dtype = load_model(config.model.name, config.model.dtype), config.model.dtype
     engine = Engine(model.config, config.serve, dtype=dtype, mesh=make_mesh(MeshConfig()))
     return EngineLoop(engine, model.params, 0, model.tokenizer, config.serve), model.tokenizer
+
+
+def _compile(loop: EngineLoop) -> None:
+    log.info("compiling: minutes at a model's first start on a machine, less at the next ones")
+    started = time.monotonic()
+    loop.warmup()
+    log.info("compiled in %.0f s", time.monotonic() - started)
 
 
 async def _until_stopped(loop: EngineLoop, drain_s: float) -> None:

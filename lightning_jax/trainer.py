@@ -6,7 +6,7 @@
     run_dir/store.sqlite    every rollout and every span
     run_dir/checkpoints/    params, optimizer state, places in the task pipelines
     run_dir/metrics.jsonl   a row a step: row s is about weights version s and its update
-    run_dir/curves.png      the same as a picture
+    run_dir/curves.png      the same as a picture, drawn every half minute at most and at the end
     run_dir/policy/         the trained policy as a Hugging Face directory
     run_dir/policy_adapter/ its adapters alone, for peft, where model.lora has them
                             (of several policies each in a folder of its name, here and there)

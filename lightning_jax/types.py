@@ -7,7 +7,6 @@ vocabulary, E embedding, H query heads, K key/value heads, D head size, L layers
 length, G groups, N rollouts of a group. Log-probabilities are in nats, of the token at that index.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -310,8 +309,3 @@ def _same_length(record: Any, *names: str) -> None:
         raise ValueError(
             f"{type(record).__name__} fields differ in length: {lengths}; expected equal."
         )
-
-
-def as_dict(record: Any) -> dict[str, Any]:
-    """A record as plain containers, for JSON."""
-    return dataclasses.asdict(record)

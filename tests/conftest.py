@@ -67,7 +67,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def undrawn() -> Iterator[None]:
-    """A run draws its curves anew after every step, which takes longer than the tests' steps do.
+    """A run draws its curves when it begins and ends, which takes longer than the tests' steps do.
     Tests of the picture take this back.
     """
     with pytest.MonkeyPatch.context() as patch:

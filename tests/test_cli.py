@@ -101,12 +101,27 @@ async def test_it_ends_in_time_and_a_random_key_is_printed(model_dir: Path) -> N
                 assert isinstance(ended, openai.InternalServerError)
                 assert "the engine was closed" in str(ended)
         assert await asyncio.to_thread(process.wait, 20) == 0
-        assert "8 requests were cut off" in process.communicate()[1]
+        said = process.communicate()[1]
+        assert "8 requests were cut off" in said
+        assert re.search(r"loaded .*\ncompiling: .*\ncompiled in \d+ s\nserving ", said), said
 
 
 async def _running(http: aiohttp.ClientSession, base_url: str) -> float:
     async with http.get(base_url.removesuffix("/v1") + "/healthz") as got:
         return (await got.json())["engine"]["serve/running"]
+
+
+def test_stopped_while_it_compiles_it_says_so(model_dir: Path) -> None:
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    command = [sys.executable, "-m", "lightning_jax", "serve", "--model", str(model_dir)]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "compiling" not in process.stderr.readline():
+            assert process.poll() is None
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == "stopped\n"
+    assert process.returncode == 130
 
 
 @pytest.mark.parametrize(
@@ -116,6 +131,8 @@ async def _running(http: aiohttp.ClientSession, base_url: str) -> float:
         (["serve", "--slotz", "3"], 2, "unrecognized arguments: --slotz 3"),
         (["serve", "--port", "x"], 2, "argument --port: invalid int value: 'x'"),
         (["serve", "--port", "70000"], 2, "port is 70000; expected 0 (any free port) to 65535."),
+        (["serve", "--drain-s", "nan"], 2, "drain_s is nan; expected 0 or more seconds."),
+        (["serve", "--record", ""], 2, "record is ''; expected the name of a file."),
         (["serve", "--dtype", "int4"], 2, "dtype is 'int4'; expected float32 or bfloat16."),
         (["serve", "--model", "./none"], 1, "model './none' does not exist; expected"),
         (["serve", "--max-len", "9999"], 1, "serve.max_len is 9999; expected at most the model's"),
@@ -139,6 +156,16 @@ def test_mistakes_give_one_sentence(
     output = capsys.readouterr()
     assert sentence in output.err and "Traceback" not in output.err and output.out == ""
     assert sum(line.startswith("error: ") for line in output.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["serve", "--help"], ["serv"], ["view", "--chars"]])
+def test_nothing_large_is_imported_for_help_and_wrong_flags(flags: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "lightning_jax", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "lightning-jax" in (done.stdout if "--help" in flags else done.stderr)
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert "lightning_jax.cli" in imported
+    assert not imported & {"jax", "numpy", "matplotlib", "aiohttp", "omegaconf"}
 
 
 def test_a_taken_port_is_said_before_anything_compiles(

@@ -60,6 +60,10 @@ def test_later_layers_win(tmp_path: Path) -> None:
             ["policy is 'a'", "served_by is initial"],
         ),
         (
+            "policies.a.base=gpt2 roles.w={agent: w, trains: false, served_by: initial}",
+            ["roles.w.served_by is 'initial'", "policies.a begins as 'gpt2'", "roles.w.policy"],
+        ),
+        (
             "policies.a={} model.lora.rank=1 serve.orchestrator=jetstream",
             ["orchestrator is 'jetstream' with several policies", "expected native"],
         ),

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +36,7 @@ from lightning_jax.learner import make_learner
 from lightning_jax.metrics import read_metrics
 from lightning_jax.models.load import load_model, save_hf
 from lightning_jax.store import Store
+from lightning_jax.testing.ports import free_port
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.trainer import train
 from lightning_jax.types import Task
@@ -94,18 +94,12 @@ def _start(*arguments: str) -> "subprocess.Popen[str]":
     )  # fmt: skip
 
 
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "adapters", "policies", "own"])
 def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
     model_dir, one, two = tmp_path / "tiny", tmp_path / "one", tmp_path / "two"
     save_hf(model_dir, tiny_model())
-    port = _free_port()
+    port = str(free_port())
     processes = [_start(str(model_dir), str(two), port, str(i), kind) for i in range(2)]
     asyncio.run(train(config(model_dir, one, DistributedConfig(), kind), TASKS, TASKS))
     for process in processes:

@@ -16,6 +16,7 @@ from lightning_jax.config import (
     MeshConfig,
     OptimizerConfig,
     PolicyConfig,
+    WarmupConfig,
 )
 from lightning_jax.own_weights import join_metrics, join_values, own_sequences
 from lightning_jax.replica import Replica
@@ -133,3 +134,19 @@ def test_a_policy_ends_where_it_would_alone_and_after_a_break_too(tmp_path: Path
         same(again.reference[name], start)
     for each in (again, alone):
         each.close()
+
+
+def test_frozen_weights_change_in_a_warm_up_only(tmp_path: Path) -> None:
+    """So they are published after its last step, and then no more."""
+    config = dataclasses.replace(
+        BOTH,
+        algorithm=AlgorithmConfig(),
+        policies={"a": PolicyConfig(), "b": PolicyConfig(trains=False)},
+        warmup=WarmupConfig(num_steps=2, demonstrations="demos.py:make"),
+    )
+    made, changed = replica(config, tmp_path), []
+    for _ in range(4):
+        made.advance()
+        changed.append(made.changed)
+    assert changed == [("a", "b"), ("a", "b"), ("a",), ("a",)]
+    made.close()

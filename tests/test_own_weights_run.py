@@ -90,6 +90,11 @@ def test_two_policies_learn_and_the_frozen_one_stays(models: Path, trained: Any)
         assert rows[0][f"rollout/calls_mean/policy={name}"] == 1.0
         moved = max(np.abs(leaf - before[path]).max() for path, leaf in exported(run, name).items())
         assert moved == 0.0 if name == "judge" else moved > 1e-3
+    # The listener's and the speaker's weights were copied, the judge's only got the next version.
+    leaves = begin[0].values()
+    size = 2 * 4 * sum(leaf.size for leaf in leaves) / 1e9
+    published = rows[0]["serve/publish_gb_per_s"] * rows[0]["time/publish_s"]
+    assert published == pytest.approx(size)
     # Each is trained on what it sampled itself, with the weights that sampled it.
     assert max(row.get("train/mismatch_kl", 0.0) for row in rows) < 1e-5
     assert rows[0]["rollout/dropped_frozen_calls"] == 8.0

@@ -152,7 +152,7 @@ def test_a_program_that_is_not_there_is_told_at_the_start(command: str) -> None:
 
 
 async def test_megabytes_do_not_block_and_only_the_last_are_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     flood = "head -c 8000000 /dev/zero | tr '\\0' x"
     ended = await run_program(

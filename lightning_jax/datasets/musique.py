@@ -50,7 +50,8 @@ def load_musique(
     """
     check_split(split)
     folder, released = _find(root, Path(cache_dir).absolute())
-    corpus = corpus or read_corpus(corpus_of(root, cache_dir))
+    if corpus is None:
+        corpus = read_corpus(corpus_of(root, cache_dir))
     if released:
         read, dropped = _released_tasks(folder / _RELEASED[split], corpus)
     else:

@@ -148,7 +148,7 @@ class Gateway:
     async def _list(
         self, listings: list[tuple[Dialect, Listing]], request: web.Request
     ) -> web.StreamResponse:
-        """What is served, in the terms of the first dialect whose header the request has."""
+        """What a listing answers, that of the first dialect whose header the request has."""
         named = [found for found in listings if found[1].header in request.headers]
         dialect, listing = next(iter(named), listings[0])
         try:

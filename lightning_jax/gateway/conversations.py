@@ -1,22 +1,36 @@
-"""Conversations that a later request may go on from by the id of a response."""
+"""Responses that are kept: to be read again, and for later requests to go on from."""
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from lightning_jax.types import Message
 
 MAX_SAVED = 1000  # per rollout, and outside of any
 
 
+@dataclass(frozen=True)
+class SavedResponse:
+    """A response as it was answered, and the whole conversation that it ended."""
+
+    body: Mapping[str, Any]
+    messages: tuple[Message, ...]
+
+
 class SavedConversations:
-    """Whole conversations by the id of the response that ended them; the oldest are forgotten."""
+    """Saved responses by their ids; the oldest are forgotten."""
 
     def __init__(self) -> None:
-        self._messages: OrderedDict[str, tuple[Message, ...]] = OrderedDict()
+        self._saved: OrderedDict[str, SavedResponse] = OrderedDict()
 
-    def save(self, response_id: str, messages: tuple[Message, ...]) -> None:
-        self._messages[response_id] = messages
-        if len(self._messages) > MAX_SAVED:
-            self._messages.popitem(last=False)
+    def save(self, response_id: str, response: SavedResponse) -> None:
+        self._saved[response_id] = response
+        if len(self._saved) > MAX_SAVED:
+            self._saved.popitem(last=False)
 
-    def get(self, response_id: str) -> tuple[Message, ...] | None:
-        return self._messages.get(response_id)
+    def get(self, response_id: str) -> SavedResponse | None:
+        return self._saved.get(response_id)
+
+    def forget(self, response_id: str) -> None:
+        del self._saved[response_id]

@@ -74,10 +74,16 @@ async def listen(app: web.Application, serve: ServeConfig) -> web.AppRunner:
         await runner.cleanup()
         raise GatewayError(
             f"the gateway cannot listen on {serve.host}:{serve.port} "
-            f"({error.strerror or error}); expected a free port of its own. Set serve.port "
-            "to another one, or to 0 for any."
+            f"({error.strerror or error}); expected a free port of its own. Set serve.port, "
+            "or --port, to another one, or to 0 for any."
         ) from error
     return runner
+
+
+async def check_address(serve: ServeConfig) -> None:
+    """Raises GatewayError when the address cannot be had; otherwise it is free again afterwards."""
+    runner = await listen(web.Application(), serve)
+    await runner.cleanup()
 
 
 def check_exposure(serve: ServeConfig) -> None:
@@ -86,7 +92,8 @@ def check_exposure(serve: ServeConfig) -> None:
         if not ipaddress.ip_address(serve.host).is_loopback and not serve.api_key:
             raise GatewayError(
                 f"serve.host is {serve.host!r}, which other machines can reach, and serve.api_key "
-                "is not set; expected a key. Set serve.api_key, or serve.host to 127.0.0.1."
+                "is not set; expected a key. Set serve.api_key, or --api-key, or leave serve.host "
+                "at 127.0.0.1."
             )
 
 

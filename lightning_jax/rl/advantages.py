@@ -99,7 +99,7 @@ def step_advantages(
         "discount": algorithm.discount,
         "gae_lambda": algorithm.gae_lambda,
     }
-    known = values or [None] * len(trajectories)
+    known = [None] * len(trajectories) if values is None else values
     credits = [
         assign_credit(trajectory, values=of_calls, **knobs)
         for trajectory, of_calls in zip(trajectories, known, strict=True)

@@ -18,11 +18,10 @@ from lightning_jax.rollout_metrics import Reading, to_trajectories
 from lightning_jax.store import Store
 from lightning_jax.tracing.tree import placed
 from lightning_jax.types import Rollout, UserError
+from lightning_jax.view import DEFAULT_LIMIT
 from lightning_jax.view.build import newest_first, view_rollout, view_run
 from lightning_jax.view.credit import step_credit, trained_on
 from lightning_jax.view.records import RolloutView, RunView, StepCredit
-
-DEFAULT_LIMIT = 30  # rollouts of a table
 
 
 class ViewError(UserError, ValueError):

@@ -11,10 +11,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from lightning_jax.view import DEFAULT_CHARS
 from lightning_jax.view.records import CallView, RolloutView, RunView, SpanView
 from lightning_jax.view.text import cut
 
-DEFAULT_CHARS = 2000  # of one text
 MAX_SPANS = 200  # lines of a waterfall
 # Columns from which task and reason have columns of their own, and phase and step, which an id
 # tells too, have any.

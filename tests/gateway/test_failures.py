@@ -236,7 +236,7 @@ async def test_closing_ends_calls_outside_of_rollouts_too(bench: Bench) -> None:
 async def test_an_address_that_cannot_be_had_is_one_sentence(bench: Bench) -> None:
     taken = int(bench.gateway.url.rsplit(":", 1)[1])
     for host, port, words in (
-        ("127.0.0.1", taken, rf"cannot listen on 127.0.0.1:{taken} .*Set serve.port to another"),
+        ("127.0.0.1", taken, rf"cannot listen on 127.0.0.1:{taken} .*Set serve.port, or --port"),
         ("no-such-host.invalid", 0, "cannot listen on no-such-host.invalid:0"),
     ):
         other = Gateway(

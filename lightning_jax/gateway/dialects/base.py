@@ -125,7 +125,7 @@ JSON_ARRAY = Framing("application/json", ndjson, begin=b"[", between=b",", close
 
 @dataclass(frozen=True)
 class Listing:
-    """A GET (or a POST, as Ollama has one) that says what is served."""
+    """A request that no policy answers: for what is served, or what was answered before."""
 
     method: str
     path: str

@@ -1,7 +1,7 @@
 """OpenAI's responses.
 
 A stored conversation is all messages up to an answer, by that answer's id; instructions are of one
-request only. Nothing reads or deletes a stored response itself.
+request only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,11 +30,11 @@ from lightning_jax.gateway.dialects.openai_common import (
 )
 from lightning_jax.gateway.dialects.responses_input import input_messages
 from lightning_jax.gateway.dialects.responses_output import Output
+from lightning_jax.gateway.dialects.responses_saved import LISTINGS, LOGPROBS, saved
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice, agent_of
 from lightning_jax.types import MAX_TOP_LOGPROBS, Message
 
-LOGPROBS = "message.output_text.logprobs"
 # Fields that ask for what this server cannot do, each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -79,9 +79,10 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     )
     store = fields.flag(body, "store", True)
 
-    def save(response_id: str, answer: Message) -> None:
+    def save(response: Mapping[str, Any], answer: Message) -> None:
         if store:
-            sender.conversations.save(response_id, (*conversation, answer))
+            kept = saved(response, (*conversation, answer))
+            sender.conversations.save(response["id"], kept)
 
     return request, lambda context: ResponsesReply(request, settings, save, context)
 
@@ -125,15 +126,15 @@ def _previous(body: fields.Body, sender: Sender) -> tuple[Message, ...]:
     response_id = body.get("previous_response_id")
     if response_id is None:
         return ()
-    messages = sender.conversations.get(response_id)
-    if messages is None:
+    found = sender.conversations.get(response_id)
+    if found is None:
         raise invalid(
             f"previous_response_id is {fields.brief(response_id)}, which is not stored here; "
             "expected the id of a response that this rollout got with store left on.",
             "previous_response_id",
             "previous_response_not_found",
         )
-    return messages
+    return found.messages
 
 
 def _format(body: fields.Body) -> dict[str, Any]:
@@ -196,7 +197,7 @@ class ResponsesReply:
 
     request: PolicyRequest
     settings: Mapping[str, Any]
-    save: Callable[[str, Message], None]
+    save: Callable[[Mapping[str, Any], Message], None]
     context: ReplyContext
     _output: Output = field(init=False)  # of the stream
 
@@ -240,7 +241,7 @@ class ResponsesReply:
         if self.request.return_token_ids:
             response["prompt_token_ids"] = list(answer.prompt_ids)
             response["token_ids"] = list(answer.completion.token_ids)
-        self.save(response["id"], answer.as_message())
+        self.save(response, answer.as_message())
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -299,6 +300,7 @@ RESPONSES = Dialect(
     paths=("/v1/responses",),
     parse=parse,
     framing=Framing("text/event-stream", sse, numbered=True),
+    listings=LISTINGS,
     error=_error,
     error_event=_error_event,
 )

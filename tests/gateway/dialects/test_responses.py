@@ -15,6 +15,7 @@ from lightning_jax.gateway.conversations import SavedConversations
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
 from lightning_jax.gateway.dialects.responses import parse
 from lightning_jax.gateway.dialects.responses_input import input_messages
+from lightning_jax.gateway.dialects.responses_saved import LOGPROBS
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.request import PolicyRequest, ToolChoice
 from lightning_jax.gateway.tool_calls import CallArguments, CallStart, Piece, TextPiece
@@ -217,6 +218,42 @@ async def test_only_what_was_stored_in_this_rollout_is_found(bench: Bench, store
         assert status == (200 if found else 400)
         assert found or reply["error"]["code"] == "previous_response_not_found"
         assert found or reply["error"]["param"] == "previous_response_id"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_response_is_read_again_until_it_is_deleted(bench: Bench, stream: bool) -> None:
+    llm, asked = bench.rollout(), TOOLS | {"max_output_tokens": 64}
+    if stream:
+        made = _checked((await _events(bench, llm.base_url, **asked))[-1]["response"])
+    else:
+        made = await _post(bench, llm.base_url, **asked)
+    assert made.output[0].type == "function_call"
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        found = await client.responses.retrieve(made.id)
+        assert found.to_dict() == made.to_dict() and _extras(found) == set()
+        await client.responses.delete(made.id)
+        for again in (client.responses.retrieve, client.responses.delete):
+            with pytest.raises(openai.NotFoundError, match="is not stored here") as refused:
+                await again(made.id)
+            assert refused.value.param == "response_id"
+
+
+async def test_a_saved_response_has_no_logprobs_and_comes_whole(bench: Bench) -> None:
+    asked = BODY | {"include": [LOGPROBS], "return_token_ids": True}
+    _, made, _ = await bench.post(asked, path=PATH)
+    place: dict[str, Any] = {"base_url": f"{bench.gateway.url}/v1", "max_retries": 0}
+    async with openai.AsyncOpenAI(api_key="right-key", **place) as client:
+        (part,) = made["output"][0]["content"]
+        assert len(part["logprobs"]) == len(made.pop("token_ids")) and made.pop("prompt_token_ids")
+        part["logprobs"] = []
+        assert (await client.responses.retrieve(made["id"])).to_dict() == made
+        with pytest.raises(openai.BadRequestError, match="which are not saved"):
+            await client.responses.retrieve(made["id"], include=[LOGPROBS])
+        with pytest.raises(openai.BadRequestError, match="a saved response comes whole"):
+            await client.responses.retrieve(made["id"], stream=True)
+    async with openai.AsyncOpenAI(api_key="wrong", **place) as client:
+        with pytest.raises(openai.AuthenticationError):
+            await client.responses.delete(made["id"])
 
 
 def test_text_and_calls_become_items_one_after_the_other() -> None:

@@ -1,0 +1,63 @@
+"""OpenAI's responses once more: read by their ids, and deleted."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lightning_jax.gateway.conversations import SavedResponse
+from lightning_jax.gateway.dialects.base import Listing, Sender
+from lightning_jax.gateway.errors import ApiError, invalid
+from lightning_jax.gateway.fields import Body, brief
+from lightning_jax.types import Message
+
+LOGPROBS: Final = "message.output_text.logprobs"
+
+
+def saved(response: Mapping[str, Any], messages: tuple[Message, ...]) -> SavedResponse:
+    """What is kept of a response: all but log-probabilities and token ids, which take most room."""
+    body = {key: value for key, value in response.items() if not key.endswith("token_ids")}
+    body["output"] = [_without_logprobs(item) for item in response["output"]]
+    return SavedResponse(body, messages)
+
+
+def _without_logprobs(item: Mapping[str, Any]) -> dict[str, Any]:
+    if "content" not in item:  # a call
+        return dict(item)
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
+
+
+def _retrieve(body: Body, sender: Sender) -> Any:
+    found = _find(sender)
+    if sender.query.get("stream", "false") != "false":
+        raise invalid("stream is set, and a saved response comes whole; expected none.", "stream")
+    asked = [value for name, value in sender.query.items() if name in ("include", "include[]")]
+    if LOGPROBS in asked:
+        raise invalid(
+            f"include asks for {LOGPROBS}, which are not saved; expected them to be taken from the "
+            "first answer.",
+            "include",
+        )
+    return found.body
+
+
+def _delete(body: Body, sender: Sender) -> Any:
+    _find(sender)
+    sender.conversations.forget(sender.path["response_id"])
+    return {"id": sender.path["response_id"], "object": "response", "deleted": True}
+
+
+def _find(sender: Sender) -> SavedResponse:
+    response_id = sender.path["response_id"]
+    found = sender.conversations.get(response_id)
+    if found is None:
+        raise ApiError(
+            404,
+            "response_not_found",
+            f"response_id is {brief(response_id)}, which is not stored here; expected the id of a "
+            "response that this rollout got with store left on.",
+            param="response_id",
+        )
+    return found
+
+
+PATH = "/v1/responses/{response_id}"
+LISTINGS = (Listing("GET", PATH, _retrieve), Listing("DELETE", PATH, _delete))
