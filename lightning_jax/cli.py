@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -83,6 +83,11 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=ModelConfig.name, help=f"{model} (default: %(default)s)")
     parser.add_argument(
         "--dtype", default=ModelConfig.dtype, help=f"{dtype} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--activation-dtype",
+        metavar="float32",
+        help="of activations beside bfloat16 weights, for a CPU (default: that of the weights)",
     )
     defaults = {field.name: field.default for field in fields(ServeConfig)}
     for name, text in SERVE_FLAGS.items():
@@ -167,8 +172,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.device_gib is not None:
         capacity = int(arguments.device_gib * plan.GIB)
     make = plan.make_plan if arguments.quick else plan.compile_plan
-    model = load_shape(config.model.name)
-    model = adapted_shape(model, config.model.lora, config.num_adapters)
+    shape = load_shape(config.model.name)
+    shape = replace(shape, activation_dtype=config.model.activation_dtype)
+    model = adapted_shape(shape, config.model.lora, config.num_adapters)
     made = make(model, config, capacity)
     print(plan.as_table(made))
     plan.check_plan(made)
@@ -179,7 +185,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     settings = {name: getattr(arguments, name) for name in SERVE_FLAGS}
     try:
         config = ServerConfig(
-            model=ModelConfig(name=arguments.model, dtype=arguments.dtype),
+            model=ModelConfig(
+                name=arguments.model,
+                dtype=arguments.dtype,
+                activation_dtype=arguments.activation_dtype,
+            ),
             serve=ServeConfig(**settings, api_key=arguments.api_key),
             record=arguments.record,
             drain_s=arguments.drain_s,

@@ -60,13 +60,23 @@ class ModelConfig:
         "smollm2-135m-instruct"  # a name, a Hugging Face directory or hub id, or a .gguf file
     )
     dtype: str = "float32"  # of weights and activations: float32 or bfloat16
+    # None: as `dtype`. float32 beside bfloat16 weights: activations are rounded for products with
+    # weights, and for nothing else. On a CPU the fastest there is.
+    activation_dtype: str | None = None
     remat: bool = (
         False  # recompute activations in the backward pass: less memory, a third more time
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
-        require(self, dtype=(self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"))
+        require(
+            self,
+            dtype=(self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
+            activation_dtype=(
+                self.activation_dtype in (None, "float32"),
+                "float32, or none for those of the weights",
+            ),
+        )
 
 
 @dataclass(frozen=True)

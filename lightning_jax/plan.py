@@ -184,9 +184,9 @@ def _times(number: int, part: Part) -> Part:
 
 def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
     serve, dtype = config.serve, jnp.dtype(config.model.dtype)
-    place = cache_sharding(model, mesh)
-    pages = PageCopier(model, serve, dtype, place).num_pages * cache_bytes(
-        model, 1, PAGE, place, dtype
+    place, cached = cache_sharding(model, mesh), _activation_dtype(config)
+    pages = PageCopier(model, serve, cached, place).num_pages * cache_bytes(
+        model, 1, PAGE, place, cached
     )
     parts = [
         Part(
@@ -196,7 +196,7 @@ def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Par
         ),
         Part(
             "keys and values of slots",
-            cache_bytes(model, serve.slots, serve.max_len, place, dtype),
+            cache_bytes(model, serve.slots, serve.max_len, place, cached),
             f"Lower serve.slots={serve.slots} or serve.max_len={serve.max_len}",
         ),
         Part(
@@ -216,19 +216,21 @@ def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Par
 
 def _step_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
     """What the gradients of one microbatch need; the first is there between microbatches too."""
-    batch, how = config.batch, {"remat": config.model.remat, "dtype": config.model.dtype}
+    batch, remat = config.batch, config.model.remat
     weights = weight_bytes(model, mesh, jnp.float32, trained_part)
     rows = -(-batch.rows // num_row_shards(mesh))
     return [
         Part("gradients", weights, _MORE_DEVICES),
         Part(
             "gradients of a microbatch and weights as used",
-            weights + used_weight_bytes(model, mesh, **how),
+            weights + used_weight_bytes(model, mesh, remat=remat, dtype=config.model.dtype),
             _cheaper_step(config),
         ),
         Part(
             "activations",
-            rows * batch.row_len * activation_bytes(model, mesh, **how),
+            rows
+            * batch.row_len
+            * activation_bytes(model, mesh, remat=remat, dtype=_activation_dtype(config)),
             _smaller_rows(config, rows),
         ),
         Part(
@@ -272,6 +274,10 @@ def _publish_parts(
             _SPLIT_SERVING,
         ),
     )
+
+
+def _activation_dtype(config: Config) -> jnp.dtype:
+    return jnp.dtype(config.model.activation_dtype or config.model.dtype)
 
 
 def _largest(parts: Sequence[Part]) -> Part:

@@ -50,8 +50,9 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
 
 def _load(config: ServerConfig) -> tuple[EngineLoop, Tokenizer]:
     """The engine with the model's weights. It has its own copy; what was loaded is freed here."""
-    model, dtype = load_model(config.model.name, config.model.dtype), config.model.dtype
-    engine = Engine(model.config, config.serve, dtype=dtype, mesh=make_mesh(MeshConfig()))
+    named, mesh = config.model, make_mesh(MeshConfig())
+    model = load_model(named.name, named.dtype, named.activation_dtype)
+    engine = Engine(model.config, config.serve, dtype=named.dtype, mesh=mesh)
     return EngineLoop(engine, model.params, 0, model.tokenizer, config.serve), model.tokenizer
 
 

@@ -169,7 +169,7 @@ def _front(config: Config, loops: Sequence[Any]) -> Any:
 
 
 def _load(config: Config) -> LoadedModel:
-    model = load_model(config.model.name, config.model.dtype)
+    model = load_model(config.model.name, config.model.dtype, config.model.activation_dtype)
     return adapted(model, config.model.lora, config.seed, config.num_adapters)
 
 

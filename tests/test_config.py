@@ -87,6 +87,7 @@ def test_a_mistake_is_one_sentence(argument: str, words: list[str]) -> None:
         ("optimizer.mu_dtype=float16", "optimizer.mu_dtype is 'float16'"),
         ("warmup.optimizer.mu_dtype=float16", "warmup.optimizer.mu_dtype is 'float16'"),
         ("warmup.num_steps=-1", "warmup.num_steps is -1"),
+        ("model.activation_dtype=float16", "model.activation_dtype is 'float16'"),
         ("model.lora.alpha=0", "model.lora.alpha is 0.0"),
         ("roles.writer={trains: true}", "roles.writer.agent is None"),
         ("reward_rules.slip={fact: slip, reward: 1}", "reward_rules.slip.fact is 'slip'"),

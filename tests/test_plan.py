@@ -64,6 +64,17 @@ def test_one_device_by_hand() -> None:
     assert made.total == sum(found.values())
 
 
+def test_float32_activations_beside_bfloat16_weights_by_hand() -> None:
+    def found(dtype: str, activation_dtype: str | None = None) -> dict[str, int]:
+        model = ModelConfig(dtype=dtype, activation_dtype=activation_dtype)
+        return sizes(plan.make_plan(MODEL.config, dataclasses.replace(CONFIG, model=model)))
+
+    wide, narrow = found("bfloat16", "float32"), found("bfloat16")
+    assert wide["weights that serve"] == narrow["weights that serve"]
+    for name in ("keys and values of slots", "activations"):
+        assert wide[name] == 2 * narrow[name] == found("float32")[name]
+
+
 def test_frozen_roles_of_the_initial_weights_are_served_beside_the_policy() -> None:
     roles = {"checker": RoleConfig(agent="checker", trains=False, served_by="initial")}
     found = sizes(plan.make_plan(MODEL.config, dataclasses.replace(CONFIG, roles=roles)))

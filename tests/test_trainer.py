@@ -43,6 +43,7 @@ from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.trainer import train
 from lightning_jax.types import Task
+from lightning_jax.verify import verify
 
 TOY = Path(__file__).with_name("toy_agent.py")
 MODEL = tiny_model(num_layers=1)
@@ -72,6 +73,24 @@ def _config(model_dir: Path, run_dir: Path, **changes: object) -> Config:
         mesh=MeshConfig(fsdp=1),
     )
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+
+
+def test_bfloat16_weights_learn_it_beside_float32_activations(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    config = _config(
+        model_dir,
+        tmp_path / "run",
+        num_steps=8,
+        model=ModelConfig(name=str(model_dir), dtype="bfloat16", activation_dtype="float32"),
+        optimizer=OptimizerConfig(learning_rate=5e-2),
+    )
+    rows = asyncio.run(train(config, TASKS, TASKS))
+    rewards = [row["rollout/reward_mean"] for row in rows if "rollout/reward_mean" in row]
+    assert rewards[0] < 0.3 and rewards[-1] > 0.5
+    assert max(row.get("train/mismatch_kl", 0.0) for row in rows) < 1e-4
+    report = verify(tmp_path / "run", tolerance=0.05)
+    assert any(version.comparisons for version in report.versions) and not report.off
 
 
 def test_a_toy_task_is_learned_in_eight_steps(model_dir: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import huggingface_hub
@@ -39,8 +39,11 @@ class LoadedModel:
     tokenizer: Tokenizer
 
 
-def load_model(name: str, dtype: str = "float32") -> LoadedModel:
+def load_model(
+    name: str, dtype: str = "float32", activation_dtype: str | None = None
+) -> LoadedModel:
     """The named model in `dtype`, in the host's memory: one device may be too small for all of it.
+    `activation_dtype` goes into its shape.
 
     Raises ModelError, with one sentence that says what to do.
     """
@@ -62,12 +65,13 @@ def load_model(name: str, dtype: str = "float32") -> LoadedModel:
         raise ModelError(str(error)) from error
     jax.block_until_ready(params)
     logger.info("loaded %s from %s in %.1f s", name, path, time.monotonic() - started)
+    config = replace(config, activation_dtype=activation_dtype)
     return LoadedModel(name, config, params, vocabulary)
 
 
 def load_like(model: LoadedModel, name: str, dtype: str = "float32") -> LoadedModel:
     """The named model. Raises ModelError where its shape or its vocabulary is not `model`'s."""
-    other = load_model(name, dtype)
+    other = load_model(name, dtype, model.config.activation_dtype)
     same_shape = other.config == model.config
     if not same_shape or other.tokenizer.vocabulary != model.tokenizer.vocabulary:
         raise ModelError(

@@ -66,7 +66,8 @@ class Engine:
                 f"serve.max_len is {serve.max_len}; expected at most the model's "
                 f"{config.max_positions} positions. Lower serve.max_len."
             )
-        self.config, self.mesh = replace(config, turned=_on_one_cpu(mesh)), mesh
+        turned = dtype == "float32" and _on_one_cpu(mesh)
+        self.config, self.mesh = replace(config, turned=turned), mesh
         self.num_slots, self.max_len = serve.slots, serve.max_len
         self.steps_per_dispatch = serve.steps_per_dispatch
         lengths = {min(bucket, serve.max_len) for bucket in serve.prefill_buckets}
@@ -76,19 +77,20 @@ class Engine:
         self.capacities = tuple(itertools.accumulate(segment_lengths(serve.max_len)))
         self.slot_counts = _slot_counts(serve.slots)
         self._dtype = jnp.dtype(dtype)
+        self._cache_dtype = jnp.dtype(config.activation_dtype or dtype)
         self._plain, self._cache = _shardings(mesh, config)
-        self.pages = PageCopier(config, serve, self._dtype, self._cache)
+        self.pages = PageCopier(config, serve, self._cache_dtype, self._cache)
         self._compile_later()
 
     def _compile_later(self) -> None:
         plain, cache = self._plain, self._cache
         state = DecodeState(cache, plain, plain, plain)
-        sizes = {"config": self.config, "dtype": self._dtype}
+        sizes = {"config": self.config, "dtype": self._cache_dtype}
         init = partial(programs.init_state, slots=self.num_slots, max_len=self.max_len, **sizes)
         prefill = partial(programs.prefill, config=self.config)
         generate = partial(programs.generate, config=self.config)
         self._init = jax.jit(init, out_shardings=state)
-        row = partial(init_cache, self.config, 1, self.max_len, self._dtype)
+        row = partial(init_cache, self.config, 1, self.max_len, self._cache_dtype)
         self._init_row = jax.jit(row, out_shardings=cache)
         self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=cache)
         self._insert = jax.jit(programs.insert_row, donate_argnums=0, out_shardings=state)

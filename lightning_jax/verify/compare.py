@@ -35,7 +35,8 @@ def compare_all(
     """One report a version, of each policy that has weights of its own, by whose name the sources
     are. The numbers are the trainer's: its own function, dtype and mesh.
     """
-    model, mesh = load_model(config.model.name, config.model.dtype), make_mesh(config.mesh)
+    named, mesh = config.model, make_mesh(config.mesh)
+    model = load_model(named.name, named.dtype, named.activation_dtype)
     model = adapted(model, config.model.lora, config.seed, config.num_adapters)
     shardings = param_shardings(model.config, mesh)
     initial = jax.device_put(model.params, shardings)

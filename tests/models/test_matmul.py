@@ -1,6 +1,7 @@
 """Products and their gradients against numpy, and a model with turned kernels against itself."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,39 @@ def test_the_gradients_are_those_of_a_product():
     ours, usual = (jax.grad(loss, (1, 2))(product, x, KERNEL) for product in (matmul, jnp.matmul))
     for mine, theirs in zip(ours, usual, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("rows", [(1, 1), (2, 7)])  # a CPU makes two rows of one
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_beside_a_bfloat16_kernel_what_goes_in_is_rounded_and_nothing_else(dtype, rows, axis):
+    """Values and gradients are those of numpy in float64 with rounded sides, but for the kernel's
+    gradient, which has the kernel's dtype.
+    """
+    x, weight = (RANDOM.standard_normal((*rows, size)).astype(np.float32) for size in (6, 5))
+    x = jnp.asarray(x, dtype)
+    kernel = KERNEL.astype(jnp.bfloat16)
+    rounded = [
+        np.asarray(jnp.asarray(side, jnp.bfloat16), np.float64) for side in (x, weight, kernel)
+    ]
+
+    @jax.jit
+    def loss(x, kernel):
+        out = matmul(x, kernel.T if axis else kernel, axis)
+        return (weight * out).sum(), out
+
+    (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(x, kernel)
+    assert out.dtype == grads[0].dtype == x.dtype and grads[1].dtype == jnp.bfloat16
+    exact = 1e-5 if dtype == "float32" else 2**-7
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), rounded[0] @ rounded[2], rtol=exact, atol=exact
+    )
+    np.testing.assert_allclose(
+        np.asarray(grads[0], np.float64), rounded[1] @ rounded[2].T, rtol=exact, atol=exact
+    )
+    sides = np.asarray(x, np.float64), weight if dtype == "float32" else rounded[1]
+    expected = np.einsum("abi,abo->io", *sides)
+    np.testing.assert_allclose(np.asarray(grads[1], np.float64), expected, rtol=2**-7, atol=2**-6)
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (FEW_ROWS, 1), (2, FEW_ROWS)])  # on the left, and right
@@ -61,3 +95,22 @@ def test_a_turned_model_says_the_same(tied):
 
     want = logits(params, plain)
     np.testing.assert_allclose(logits(turned, replace(plain, turned=True)), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_with_float32_activations_a_bfloat16_model_differs_by_its_roundings(tied):
+    shape = replace(tiny_model(num_layers=2).config, tie_embeddings=tied)
+    params = init_params(shape, jax.random.key(0), jnp.bfloat16)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    tokens = positions = jnp.arange(9)[None]
+
+    @partial(jax.jit, static_argnums=1)
+    def logits(params, config):
+        hidden, _ = forward(params, config, tokens, positions)
+        return hidden, unembed(params, config, hidden[0])
+
+    hidden, found = logits(params, replace(shape, activation_dtype="float32"))
+    (_, want), (low, _) = logits(wide, shape), logits(params, shape)
+    assert hidden.dtype == found.dtype == jnp.float32 and low.dtype == jnp.bfloat16
+    error = np.abs(found - want).max() / np.abs(want).max()
+    assert 1e-6 < error < 2**-7

@@ -70,6 +70,24 @@ def test_prefill_and_decode_equal_one_full_pass(model, engine, length):
     np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(12), response], atol=1e-5)
 
 
+def test_beside_bfloat16_weights_rows_and_cache_may_be_float32():
+    model = tiny_model(0)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
+    config = replace(model.config, activation_dtype="float32")
+    engine = Engine(config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
+    placed, state = engine.place(model.params), engine.init_state()
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.cache)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(placed)} == {jnp.dtype("bfloat16")}
+    ids = list(range(30, 70))
+    state = begin(engine, placed, state, 2, ids)
+    _, tokens, logprobs = decode(engine, placed, state, [2], 12)
+    response = tokens[:, 0].tolist()
+    padded = np.pad(ids + response, (0, 128 - len(ids) - 12))
+    expected = _full_pass(params, config, padded)[len(ids) - 1 : len(ids) + 11]
+    # Sums in another order may round the other way before the next product.
+    np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(12), response], atol=5e-3)
+
+
 def test_one_cpu_serves_turned_kernels(model, engine):
     query = engine.place(model.params)["layers_0"]["q"]
     np.testing.assert_array_equal(query["kernel_t"], model.params["layers_0"]["q"]["kernel"].T)
