@@ -314,6 +314,6 @@ def unembed(
         kernel, axis = params["embed"]["embedding"], 1
     else:
         kernel, axis = params["head"]["kernel"], 0
-    if hidden.dtype != kernel.dtype:
+    if config.activation_dtype:  # JAX's rule would take the gradient from sums of bfloat16
         return matmul(hidden, kernel, axis)
     return product(hidden, kernel, (hidden.ndim - 1, axis))

@@ -63,9 +63,11 @@ class Prompts:
 
     def _repeats(self, admission: Admission[Request], others: Sequence[Admission[Request]]) -> bool:
         """Whether one of the others computes what the prompt begins with and the cache lacks."""
+        if not others or not self._prefixes.keeps:  # most requests begin alone: no look-up for them
+            return False
         prompt, adapter = admission.request.prompt, admission.request.adapter
         head = prompt[: self._prefixes.match(prompt[:-1], adapter) + MIN_REUSE]
-        if not self._prefixes.keeps or len(head) == len(prompt):  # too little is left of it
+        if len(head) == len(prompt):  # too little is left of it
             return False
         requests = [other.request for other in others]
         return any(o.adapter == adapter and o.prompt[: len(head)] == head for o in requests)
