@@ -1,10 +1,11 @@
 """How fast is the server on the work that agents give it, next to others in the same run?
 
-    python benchmarks/serve.py [--model NAME] [--only W1 W2]
+    python benchmarks/serve.py [--model NAME] [--only W1 W2] [--ours bfloat16 float32]
                                [--peers vllm llama_cpp transformers] [--peer NAME=URL ...]
                                [--llama-server BINARY FILE.gguf]
 
-Without peers only our server is measured, over HTTP, in a process of its own. `--peers` are engines
+Without peers only our server is measured, over HTTP, in a process of its own: with bfloat16 weights
+beside float32 activations, which is its fastest on a CPU, and all in float32. `--peers` are engines
 that `peers/run_NAME.py` calls inside its own process, without HTTP, so the comparison leans to
 their side; each has an environment of its own in `peers/.venvs/`, made once from
 `requirements-NAME.txt` (llama.cpp is compiled, which takes minutes). They read the same weights
@@ -19,9 +20,9 @@ is measured after another. Each workload is run twice and the second time is rep
 is compiled or loaded at first use does not count; prompts differ between the two, so that nothing
 of them is cached.
 
-In the table `ratio` is a peer's seconds to ours, `ms/token` the median time between two tokens of a
-response, and `prefill/s` how many prompt tokens were computed a second until every request had its
-first token, where all requests fit in at once.
+In the table `ratio` is a peer's seconds to those of ours that comes first, `ms/token` the median time
+between two tokens of a response, and `prefill/s` how many prompt tokens were computed a second
+until every request had its first token, where all requests fit in at once.
 """
 
 import argparse
@@ -59,6 +60,11 @@ from lightning_jax.models.load import load_model, save_hf
 from lightning_jax.testing.environments import environment
 
 HERE = Path(__file__).parent
+# What our server is told: the types of its weights, and of its activations beside them.
+OURS = {
+    "bfloat16": ("--dtype", "bfloat16", "--activation-dtype", "float32"),
+    "float32": ("--dtype", "float32"),
+}
 PEERS = {
     "vllm": ("float32", "bfloat16"),
     "llama_cpp": ("bfloat16",),
@@ -127,10 +133,11 @@ async def measure_server(target: Target, name: str) -> Row:
     return Row(name, target.name, found)
 
 
-def start_ours(model: str) -> tuple[Target, subprocess.Popen]:
+def start_ours(model: str, dtype: str) -> tuple[Target, subprocess.Popen]:
     """Our own server, once it answers."""
     command = [sys.executable, "-m", "lightning_jax", "serve", "--model", model, "--port", "0"]
     command += ["--slots", str(SLOTS), "--max-len", str(MAX_LEN), "--api-key", "bench"]
+    command += OURS[dtype]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ.copy())
     assert child.stdout is not None, "its output is piped"
     line = child.stdout.readline()
@@ -138,12 +145,12 @@ def start_ours(model: str) -> tuple[Target, subprocess.Popen]:
         child.kill()
         raise RuntimeError(f"our server did not start: {line!r}")
     url = line.split(" answers at ")[1].split()[0]
-    return Target("lightning_jax", url, "bench", "policy", child.pid), child
+    return Target(f"ours {dtype}", url, "bench", "policy", child.pid), child
 
 
-def measure_ours(model: str, names: Sequence[str]) -> Iterator[Row]:
+def measure_ours(model: str, dtype: str, names: Sequence[str]) -> Iterator[Row]:
     """Our server, which runs only while it is measured."""
-    target, child = start_ours(model)
+    target, child = start_ours(model, dtype)
     try:
         for name in names:
             yield asyncio.run(measure_server(target, name))
@@ -258,7 +265,9 @@ def compare(args: argparse.Namespace, servers: Sequence[Target]) -> int:
     directory = hf_directory(args.model) if args.peers else Path()
     print_machine()
     print_line(head())
-    measured: list[Callable[[], Iterator[Row]]] = [partial(measure_ours, args.model, args.only)]
+    measured: list[Callable[[], Iterator[Row]]] = [
+        partial(measure_ours, args.model, dtype, args.only) for dtype in args.ours
+    ]
     measured += [
         partial(measure_peer, peer, dtype, directory, args.only, pythons[peer])
         for peer in args.peers
@@ -292,6 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare servers on the work of agents.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--ours", nargs="+", choices=OURS, default=list(OURS), metavar="DTYPE")
     parser.add_argument(
         "--peers", nargs="+", choices=PEERS, default=[], help="engines, each in its own process"
     )

@@ -33,7 +33,7 @@ from lightning_jax.metrics import Row, read_metrics
 from lightning_jax.testing.environments import environment
 
 COLUMNS = ("seconds", "ratio", "tokens/s", "computed", "cpu s", "first s", "MiB", "x MiB", "norm")
-OURS = "lightning_jax"
+OURS, OURS_BF16 = "lightning_jax", "lightning_jax bf16"
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Trainer:
 
 TRAINERS = (
     Trainer(OURS, None),
+    Trainer(OURS_BF16, None, ("--dtype", "bfloat16")),
     Trainer("torch", "torch", (), ("a",)),  # in b it takes minutes and no target is about it
     Trainer("torch all logits", "torch", ("--logits", "all"), ("a",)),
     Trainer("torch bf16 autocast", "torch", ("--dtype", "bfloat16"), ("a",)),

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from speed import flops_per_s
 from updates import LEARNING_RATE, MAX_GRAD_NORM, Call, Clock, Result, main
 
@@ -37,9 +36,14 @@ def batch_config(args: argparse.Namespace) -> BatchConfig:
 
 
 def measure(args: argparse.Namespace, calls: Sequence[Call]) -> Result:
-    model = load_model(args.model)
+    precision = ModelConfig(
+        dtype=args.dtype,
+        activation_dtype=None if args.dtype == "float32" else "float32",
+        remat=args.remat,
+    )
+    model = load_model(args.model, activation_dtype=precision.activation_dtype)
     config = Config(
-        model=ModelConfig(remat=args.remat),
+        model=precision,
         # The log-probs of the policy before the update are its own: the ratio is 1.
         algorithm=AlgorithmConfig(proximal="old"),
         batch=batch_config(args),
@@ -72,7 +76,7 @@ def measure(args: argparse.Namespace, calls: Sequence[Call]) -> Result:
     batch = config.batch
     computed = int(metrics["train/num_batches"]) * batch.rows * batch.row_len
     found = clock.result(grad_norm=norms[0], computed=computed)
-    rate = flops_per_s(jnp.float32)
+    rate = flops_per_s(args.dtype)
     # Only nodes that are read count, so that padding is no excuse.
     nodes = metrics["train/tokens_forest"]
     flops = 6 * ((total - embedding) * nodes + embedding * num_targets)
@@ -85,6 +89,9 @@ def measure(args: argparse.Namespace, calls: Sequence[Call]) -> Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights read"
+    )
     parser.add_argument("--rows", type=int, help="of a microbatch")
     parser.add_argument("--row-len", type=int, help="nodes of a row")
     parser.add_argument("--remat", action="store_true", help="compute layers twice, keep less")

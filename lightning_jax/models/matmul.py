@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Float32
 
 FEW_ROWS = 32  # up to so many, a turned kernel is on the left of its product
@@ -48,19 +49,29 @@ _matmul.defvjp(_forward, _backward)
 
 
 def _product_as(dtype: Any, left: Any, right: Any, axes: tuple[int, int]) -> Any:
-    """The sums over these axes, in `dtype`. Where all is bfloat16 a CPU makes float32 of it first:
-    sums of bfloat16, which it makes one by one, take it three to seven times as long.
+    """The sums over these axes, in `dtype`; where one of the three is bfloat16, both sides are.
+
+    A CPU makes float32 sums of bfloat16 first: sums of bfloat16, which it makes one by one, take
+    it three to seven times as long.
     """
+    narrow = min(left.dtype, right.dtype, jnp.dtype(dtype), key=lambda dtype: dtype.itemsize)
+    if narrow == jnp.float32:
+        return product(left, right, axes)
 
-    def rounded(left: Any, right: Any) -> Any:
-        return product(left, right, axes).astype(dtype)
+    def plain(left: Any, right: Any) -> Any:
+        dims = (((axes[0],), (axes[1],)), ((), ()))
+        return jax.lax.dot_general(left, right, dims, preferred_element_type=dtype)
 
-    if {left.dtype, right.dtype, dtype} != {jnp.dtype("bfloat16")}:
-        return rounded(left, right)
-    plain = functools.partial(
-        jax.lax.dot_general, dimension_numbers=(((axes[0],), (axes[1],)), ((), ()))
-    )
-    return jax.lax.platform_dependent(left, right, cpu=rounded, default=plain)
+    def on_cpu(left: Any, right: Any) -> Any:
+        # A left side that XLA reads turned keeps it from its library for products, which takes half
+        # as long, so it is laid out anew; not on several devices, which would all be sent all rows.
+        if axes[0] != 0 or jax.device_count() > 1:
+            return product(left, right, axes).astype(dtype)
+        turned = with_layout_constraint(left.T, Layout(major_to_minor=(0, 1)))
+        return product(turned, right, (1, axes[1])).astype(dtype)
+
+    sides = left.astype(narrow), right.astype(narrow)
+    return jax.lax.platform_dependent(*sides, cpu=on_cpu, default=plain)
 
 
 def product(left: Any, right: Any, axes: tuple[int, int]) -> Float32[Array, "..."]:

@@ -112,7 +112,9 @@ def _token_logprobs(
     logprobs = jnp.where(chosen, logits, 0.0).sum(axis=-1) - total
     if not entropy_gradient:
         logits, total = jax.lax.stop_gradient((logits, total))
-    entropy = total - (jnp.exp(logits - total[:, :, None]) * logits).sum(axis=-1)
+    # A choice between product and sum, else YNN on a CPU makes both one slow operation.
+    expected = jnp.where(mask[:, :, None], jnp.exp(logits - total[:, :, None]) * logits, 0.0)
+    entropy = total - expected.sum(axis=-1)
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
 
 

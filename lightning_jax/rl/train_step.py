@@ -178,23 +178,50 @@ def _apply(
     """`grads` are those of the weights and of the value head."""
     grad_norm, value_grad_norm = map(optax.tree.norm, grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(value_grad_norm)
-    updates, opt_state = optimizer.update(grads[0], state.opt_state, state.params)
-    made = state.critic
     metrics = {
         "train/grad_norm": grad_norm,
         "train/skipped_updates": 1.0 - finite.astype(jnp.float32),
     }
-    if critic is not None and made is not None:
-        moved, moments = critic.optimizer.update(grads[1], made.opt_state, made.head)
-        made = CriticState(optax.apply_updates(made.head, moved), moments)
+    if critic is not None and state.critic is not None:
         metrics["train/value_grad_norm"] = value_grad_norm
-    new = optax.apply_updates(state.params, updates), opt_state, made
     old = state.params, state.opt_state, state.critic
-    keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+    move = functools.partial(_move, optimizer, critic)
     if several is None or present is None:
-        return TrainState(state.step + 1, *keep(new, old)), metrics
+        return TrainState(state.step + 1, *_move_if(finite, move, old, grads)), metrics
+    new = move(old, grads)
     which, of_each = kept_updates(several, grads, present)
     params, opt_state = choose(which, new[:2], old[:2])
     is_stack = critic is not None and critic.num_heads is not None
-    head = choose(which, new[2], old[2]) if is_stack else keep(new[2], old[2])
+    head = choose(which, new[2], old[2]) if is_stack else _keep(finite, new[2], old[2])
     return TrainState(state.step + 1, params, opt_state, head), metrics | of_each
+
+
+def _move(
+    optimizer: optax.GradientTransformation,
+    critic: Critic | None,
+    old: tuple[Params, Any, CriticState | None],
+    grads: tuple[Any, Any],
+) -> tuple[Any, Any, CriticState | None]:
+    """Params, their optimizer's state and the critic after an update."""
+    params, opt_state, made = old
+    updates, opt_state = optimizer.update(grads[0], opt_state, params)
+    if critic is not None and made is not None:
+        moved, moments = critic.optimizer.update(grads[1], made.opt_state, made.head)
+        made = CriticState(optax.apply_updates(made.head, moved), moments)
+    return optax.apply_updates(params, updates), opt_state, made
+
+
+def _move_if(finite: Bool[Array, ""], move: Callable[..., Any], old: Any, grads: Any) -> Any:
+    """`move(old, grads)`, or `old` where the gradient is not finite."""
+
+    def by_choice(old: Any, grads: Any) -> Any:
+        return _keep(finite, move(old, grads), old)
+
+    def by_branch(old: Any, grads: Any) -> Any:  # for a choice XLA copies the moments on a CPU
+        return jax.lax.cond(finite, move, lambda old, _: old, old, grads)
+
+    return jax.lax.platform_dependent(old, grads, cpu=by_branch, default=by_choice)
+
+
+def _keep(finite: Bool[Array, ""], new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
