@@ -20,8 +20,8 @@ is measured after another. Each workload is run twice and the second time is rep
 is compiled or loaded at first use does not count; prompts differ between the two, so that nothing
 of them is cached.
 
-In the table `ratio` is a peer's seconds to those of ours that comes first, `ms/token` the median time
-between two tokens of a response, and `prefill/s` how many prompt tokens were computed a second
+In the table `ratio` is a peer's seconds to those of ours that comes first, `ms/token` the median
+time between two tokens of a response, and `prefill/s` how many prompt tokens were computed a second
 until every request had its first token, where all requests fit in at once.
 """
 
