@@ -184,9 +184,9 @@ def _times(number: int, part: Part) -> Part:
 
 def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
     serve, dtype = config.serve, jnp.dtype(config.model.dtype)
-    place, cached = cache_sharding(model, mesh), _activation_dtype(config)
-    pages = PageCopier(model, serve, cached, place).num_pages * cache_bytes(
-        model, 1, PAGE, place, cached
+    place = cache_sharding(model, mesh)
+    pages = PageCopier(model, serve, dtype, place).num_pages * cache_bytes(
+        model, 1, PAGE, place, dtype
     )
     parts = [
         Part(
@@ -196,7 +196,7 @@ def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Par
         ),
         Part(
             "keys and values of slots",
-            cache_bytes(model, serve.slots, serve.max_len, place, cached),
+            cache_bytes(model, serve.slots, serve.max_len, place, dtype),
             f"Lower serve.slots={serve.slots} or serve.max_len={serve.max_len}",
         ),
         Part(

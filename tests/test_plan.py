@@ -70,9 +70,9 @@ def test_float32_activations_beside_bfloat16_weights_by_hand() -> None:
         return sizes(plan.make_plan(MODEL.config, dataclasses.replace(CONFIG, model=model)))
 
     wide, narrow = found("bfloat16", "float32"), found("bfloat16")
-    assert wide["weights that serve"] == narrow["weights that serve"]
-    for name in ("keys and values of slots", "activations"):
-        assert wide[name] == 2 * narrow[name] == found("float32")[name]
+    for name in ("weights that serve", "keys and values of slots"):
+        assert 2 * wide[name] == 2 * narrow[name] == found("float32")[name]
+    assert wide["activations"] == 2 * narrow["activations"] == found("float32")["activations"]
 
 
 def test_frozen_roles_of_the_initial_weights_are_served_beside_the_policy() -> None:

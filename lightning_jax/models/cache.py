@@ -134,6 +134,7 @@ def attend_cache(
     kv_heads = values[0].shape[1]
     grouped = queries.reshape(number, length, kv_heads, heads // kv_heads, size) * size**-0.5
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(number, kv_heads, -1, size)
+    grouped = grouped.astype(keys[0].dtype)  # else keys would be made the wider type of both
     end = sum(value.shape[VALUE_AXIS] for value in values)
     # Padding sees index 0, so that it does not make real queries walk segments that are empty.
     index = jnp.where(positions < end, positions, 0)

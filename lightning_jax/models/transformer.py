@@ -56,7 +56,7 @@ class DecoderConfig:
     lora: LoraConfig | None = None  # the adapters that are among its parameters, of rank 1 or more
     num_adapters: int | None = None  # of each kernel: [N, ...], a row chooses one; None: one, [...]
     turned: bool = False  # its kernels are kernel_t, which has no gradient (matmul.py)
-    activation_dtype: str | None = None  # of activations and cache; None: the weights'
+    activation_dtype: str | None = None  # None: the weights'
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -77,26 +77,27 @@ class Engine:
         self.capacities = tuple(itertools.accumulate(segment_lengths(serve.max_len)))
         self.slot_counts = _slot_counts(serve.slots)
         self._dtype = jnp.dtype(dtype)
-        self._cache_dtype = jnp.dtype(config.activation_dtype or dtype)
+        self.compiler_options = _compiler_options(self._dtype, mesh)
+        self._jit = partial(jax.jit, compiler_options=self.compiler_options)
         self._plain, self._cache = _shardings(mesh, config)
-        self.pages = PageCopier(config, serve, self._cache_dtype, self._cache)
+        self.pages = PageCopier(config, serve, self._dtype, self._cache, self._jit)
         self._compile_later()
 
     def _compile_later(self) -> None:
-        plain, cache = self._plain, self._cache
+        jit, plain, cache = self._jit, self._plain, self._cache
         state = DecodeState(cache, plain, plain, plain)
-        sizes = {"config": self.config, "dtype": self._cache_dtype}
+        sizes = {"config": self.config, "dtype": self._dtype}
         init = partial(programs.init_state, slots=self.num_slots, max_len=self.max_len, **sizes)
         prefill = partial(programs.prefill, config=self.config)
         generate = partial(programs.generate, config=self.config)
-        self._init = jax.jit(init, out_shardings=state)
-        row = partial(init_cache, self.config, 1, self.max_len, self._cache_dtype)
-        self._init_row = jax.jit(row, out_shardings=cache)
-        self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=cache)
-        self._insert = jax.jit(programs.insert_row, donate_argnums=0, out_shardings=state)
-        self._activate = jax.jit(programs.activate, donate_argnums=0, out_shardings=state)
-        self._retire = jax.jit(programs.retire, donate_argnums=0, out_shardings=state)
-        self._generate = jax.jit(
+        self._init = jit(init, out_shardings=state)
+        row = partial(init_cache, self.config, 1, self.max_len, self._dtype)
+        self._init_row = jit(row, out_shardings=cache)
+        self._prefill = jit(prefill, donate_argnums=1, out_shardings=cache)
+        self._insert = jit(programs.insert_row, donate_argnums=0, out_shardings=state)
+        self._activate = jit(programs.activate, donate_argnums=0, out_shardings=state)
+        self._retire = jit(programs.retire, donate_argnums=0, out_shardings=state)
+        self._generate = jit(
             generate,
             static_argnames=("segments", "rows"),
             donate_argnums=1,
@@ -105,14 +106,14 @@ class Engine:
         several = partial(
             programs.generate_several, config=self.config, steps=self.steps_per_dispatch
         )
-        self._generate_several = jax.jit(
+        self._generate_several = jit(
             several,
             static_argnames=("segments", "rows"),
             donate_argnums=1,
             out_shardings=(state, plain),
         )
         # Its own program, because most steps need neither the bias nor the likeliest tokens.
-        self._generate_biased = jax.jit(
+        self._generate_biased = jit(
             partial(generate, segments=len(self.capacities), rows=self.num_slots),
             donate_argnums=1,
             out_shardings=(state, plain),
@@ -255,6 +256,14 @@ def _slot_counts(slots: int) -> tuple[int, ...]:
 def _on_one_cpu(mesh: jax.sharding.Mesh | None) -> bool:
     devices = jax.devices()[:1] if mesh is None else mesh.devices.flat
     return len(devices) == 1 and devices[0].platform == "cpu"
+
+
+def _compiler_options(dtype: jnp.dtype, mesh: jax.sharding.Mesh | None) -> dict[str, str] | None:
+    """To write a token to a cache of bfloat16, XLA on a CPU makes float32 of all of it, and back,
+    unless it is told that the CPU knows bfloat16."""
+    if dtype != jnp.bfloat16 or not _on_one_cpu(mesh):
+        return None
+    return {"xla_disable_hlo_passes": "float-normalization-bf16"}
 
 
 def _shardings(mesh: jax.sharding.Mesh | None, config: DecoderConfig) -> tuple[Any, Any]:

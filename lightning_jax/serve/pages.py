@@ -22,18 +22,25 @@ MOST_PAGES = 8  # times what the slots hold: a tiny model takes no memory that i
 
 
 class PageCopier:
-    """Compiled copies for one slot layout; `place` is where the slots' cache and the pool lie."""
+    """Compiled copies for one slot layout; `place` is where the slots' cache and the pool lie, and
+    `jit` is `jax.jit` with the engine's options.
+    """
 
     def __init__(
-        self, config: DecoderConfig, serve: ServeConfig, dtype: Any, place: jax.sharding.Sharding
+        self,
+        config: DecoderConfig,
+        serve: ServeConfig,
+        dtype: Any,
+        place: jax.sharding.Sharding,
+        jit: Callable[..., Any] = jax.jit,
     ) -> None:
         self.num_blocks = serve.max_len // PAGE  # whole pages of a row; its last tokens stay out
         wanted = int(serve.prefix_cache_mib * 2**20) // page_bytes(config, dtype)
         self.num_pages = min(wanted, MOST_PAGES * serve.slots * self.num_blocks)
         init = partial(init_cache, config, self.num_pages, PAGE, dtype)
-        self._init = jax.jit(init, out_shardings=place)
-        self._restore = jax.jit(_restore, donate_argnums=0, out_shardings=place)
-        self._store = jax.jit(_store, donate_argnums=0, out_shardings=place)
+        self._init = jit(init, out_shardings=place)
+        self._restore = jit(_restore, donate_argnums=0, out_shardings=place)
+        self._store = jit(_store, donate_argnums=0, out_shardings=place)
 
     def init_pool(self) -> KVCache:
         """All pages empty. They take the memory at once."""

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from lightning_jax.config import MeshConfig, ServeConfig
-from lightning_jax.models.transformer import forward, unembed
+from lightning_jax.models.transformer import forward, init_cache, unembed
+from lightning_jax.serve import programs
 from lightning_jax.serve.engine import Engine, Fill
 from lightning_jax.serve.programs import start_of
 from lightning_jax.testing.tiny import tiny_model
@@ -70,22 +71,39 @@ def test_prefill_and_decode_equal_one_full_pass(model, engine, length):
     np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(12), response], atol=1e-5)
 
 
-def test_beside_bfloat16_weights_rows_and_cache_may_be_float32():
+def test_beside_bfloat16_weights_activations_may_be_float32():
     model = tiny_model(0)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
     config = replace(model.config, activation_dtype="float32")
     engine = Engine(config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
     placed, state = engine.place(model.params), engine.init_state()
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.cache)} == {jnp.dtype("float32")}
-    assert {leaf.dtype for leaf in jax.tree.leaves(placed)} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.cache, placed))} == {jnp.bfloat16}
     ids = list(range(30, 70))
     state = begin(engine, placed, state, 2, ids)
     _, tokens, logprobs = decode(engine, placed, state, [2], 12)
     response = tokens[:, 0].tolist()
     padded = np.pad(ids + response, (0, 128 - len(ids) - 12))
     expected = _full_pass(params, config, padded)[len(ids) - 1 : len(ids) + 11]
-    # Sums in another order may round the other way before the next product.
+    # Keys and values are rounded in the cache, and sums in another order may round the other way.
     np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(12), response], atol=5e-3)
+
+
+def test_one_cpu_writes_to_a_bfloat16_cache_where_it_lies(model):
+    """XLA would make float32 of all of it first."""
+
+    def float32_of_the_cache(options):
+        write = jax.jit(programs.prefill, static_argnames="config", compiler_options=options)
+        cache = init_cache(model.config, 4, 96, jnp.bfloat16)
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
+        numbers = np.array([3], np.int32)
+        tokens = np.arange(8, dtype=np.int32)[None]
+        text = write.lower(params, cache, numbers, tokens, numbers, numbers, config=model.config)
+        shape = ",".join(map(str, cache.keys[0][0].shape))
+        return f"f32[{shape}]" in text.compile().as_text()
+
+    engine = Engine(model.config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
+    assert float32_of_the_cache(None) and not float32_of_the_cache(engine.compiler_options)
+    assert Engine(model.config, ServeConfig(slots=4, max_len=96)).compiler_options is None
 
 
 def test_one_cpu_serves_turned_kernels(model, engine):
