@@ -77,7 +77,9 @@ def test_beside_bfloat16_weights_activations_may_be_float32():
     config = replace(model.config, activation_dtype="float32")
     engine = Engine(config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
     placed, state = engine.place(model.params), engine.init_state()
-    assert {leaf.dtype for leaf in jax.tree.leaves((state.cache, placed))} == {jnp.bfloat16}
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.cache, placed))} == {
+        jnp.dtype("bfloat16")
+    }
     ids = list(range(30, 70))
     state = begin(engine, placed, state, 2, ids)
     _, tokens, logprobs = decode(engine, placed, state, [2], 12)
@@ -99,7 +101,7 @@ def test_one_cpu_writes_to_a_bfloat16_cache_where_it_lies(model):
         tokens = np.arange(8, dtype=np.int32)[None]
         text = write.lower(params, cache, numbers, tokens, numbers, numbers, config=model.config)
         shape = ",".join(map(str, cache.keys[0][0].shape))
-        return f"f32[{shape}]" in text.compile().as_text()
+        return f"f32[{shape}]" in str(text.compile().as_text())
 
     engine = Engine(model.config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
     assert float32_of_the_cache(None) and not float32_of_the_cache(engine.compiler_options)
