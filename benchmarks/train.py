@@ -5,7 +5,8 @@
 
 Each trainer runs in a process of its own, one after another, so that the peak of memory is its own.
 All get the same calls, the same weights from a Hugging Face directory (written once to `.cache/`),
-float32 unless the name says otherwise, and 2 threads; updates.py says what the calls are, and the
+float32 unless the name says otherwise (ours then reads weights as bfloat16, beside float32
+activations), and 2 threads; updates.py says what the calls are, and the
 scripts in `peers/` what each trainer is told. Peers share an environment, made once in
 `peers/.venvs/`. With `--shrink 8` all lengths are an eighth: a quick trial of the command.
 
@@ -125,19 +126,20 @@ def as_line(workload: str, name: str, found: Result, ours: Result | None, tokens
 def print_targets(results: dict[tuple[str, str], Result]) -> None:
     """What the issue asks for, met or missed, as far as it was measured."""
     for workload, peer, column, wanted in TARGETS:
-        ours, theirs = results.get((workload, OURS)), results.get((workload, peer))
-        if ours is None or theirs is None:
-            continue
-        both = (
-            (median_s(theirs), median_s(ours))
-            if column == "seconds"
-            else (theirs.peak_mib or 0.0, ours.peak_mib or 1.0)
-        )
-        ratio, what = both[0] / both[1], {"seconds": "time", "peak_mib": "peak memory"}[column]
-        print_line(
-            f"{workload}: {peer} takes {ratio:.2f} times our {what}; "
-            f"target {wanted:g}: {verdict(ratio >= wanted)}"
-        )
+        for name in (OURS, OURS_BF16):
+            ours, theirs = results.get((workload, name)), results.get((workload, peer))
+            if ours is None or theirs is None:
+                continue
+            both = (
+                (median_s(theirs), median_s(ours))
+                if column == "seconds"
+                else (theirs.peak_mib or 0.0, ours.peak_mib or 1.0)
+            )
+            ratio, what = both[0] / both[1], {"seconds": "time", "peak_mib": "peak memory"}[column]
+            print_line(
+                f"{workload}: {peer} takes {ratio:.2f} times the {what} of {name}; "
+                f"target {wanted:g}: {verdict(ratio >= wanted)}"
+            )
     for (workload, name), found in results.items():
         if found.naive_to_forest is not None and workload == "b":
             print_line(
