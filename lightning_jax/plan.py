@@ -217,6 +217,7 @@ def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Par
 def _step_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
     """What the gradients of one microbatch need; the first is there between microbatches too."""
     batch, remat = config.batch, config.model.remat
+    activation_dtype = jnp.dtype(config.model.activation_dtype or config.model.dtype)
     weights = weight_bytes(model, mesh, jnp.float32, trained_part)
     rows = -(-batch.rows // num_row_shards(mesh))
     return [
@@ -230,7 +231,7 @@ def _step_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
             "activations",
             rows
             * batch.row_len
-            * activation_bytes(model, mesh, remat=remat, dtype=_activation_dtype(config)),
+            * activation_bytes(model, mesh, remat=remat, dtype=activation_dtype),
             _smaller_rows(config, rows),
         ),
         Part(
@@ -274,10 +275,6 @@ def _publish_parts(
             _SPLIT_SERVING,
         ),
     )
-
-
-def _activation_dtype(config: Config) -> jnp.dtype:
-    return jnp.dtype(config.model.activation_dtype or config.model.dtype)
 
 
 def _largest(parts: Sequence[Part]) -> Part:

@@ -260,7 +260,8 @@ def _on_one_cpu(mesh: jax.sharding.Mesh | None) -> bool:
 
 def _compiler_options(dtype: jnp.dtype, mesh: jax.sharding.Mesh | None) -> dict[str, str] | None:
     """To write a token to a cache of bfloat16, XLA on a CPU makes float32 of all of it, and back,
-    unless it is told that the CPU knows bfloat16."""
+    unless it is told that the CPU knows bfloat16.
+    """
     if dtype != jnp.bfloat16 or not _on_one_cpu(mesh):
         return None
     return {"xla_disable_hlo_passes": "float-normalization-bf16"}
