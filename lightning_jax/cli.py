@@ -39,7 +39,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; its exit code. A mistake of the caller's gives one sentence and 1 or 2."""
-    arguments = _parser().parse_args(argv)
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return _run(arguments)
     except KeyboardInterrupt:
@@ -73,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands.add_parser("verify", help="check a run's calls against its weights"))
     _add_view(commands.add_parser("view", help="show a run's rollouts, or one of them in time"))
     _add_plan(commands.add_parser("plan", help="what a run will hold in each device's memory"))
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # whose --help an error names
     return parser
 
 

@@ -128,7 +128,7 @@ def test_stopped_while_it_compiles_it_says_so(model_dir: Path) -> None:
     ("flags", "code", "sentence"),
     [
         ([], 2, "the following arguments are required: COMMAND; see lightning-jax --help"),
-        (["serve", "--slotz", "3"], 2, "unrecognized arguments: --slotz 3"),
+        (["serve", "--slotz", "3"], 2, "arguments: --slotz 3; see lightning-jax serve --help"),
         (["serve", "--port", "x"], 2, "argument --port: invalid int value: 'x'"),
         (["serve", "--port", "70000"], 2, "port is 70000; expected 0 (any free port) to 65535."),
         (["serve", "--drain-s", "nan"], 2, "drain_s is nan; expected 0 or more seconds."),
