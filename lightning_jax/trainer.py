@@ -169,7 +169,11 @@ def _front(config: Config, loops: Sequence[Any]) -> Any:
 
 
 def _load(config: Config) -> LoadedModel:
-    model = load_model(config.model.name, config.model.dtype, config.model.activation_dtype)
+    """All weights that train are loaded in float32: on bfloat16's grid they would have to leave it
+    by half its spacing before a step changed what is computed with.
+    """
+    dtype = config.model.dtype if config.model.lora.rank else "float32"
+    model = load_model(config.model.name, dtype, config.model.activation_dtype)
     return adapted(model, config.model.lora, config.seed, config.num_adapters)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from lightning_jax import run as run_module
+from lightning_jax import trainer
 from lightning_jax.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.config import (
     AgentConfig,
@@ -33,6 +34,7 @@ from lightning_jax.config import (
     ServeConfig,
     WarmupConfig,
 )
+from lightning_jax.config_sections import LoraConfig
 from lightning_jax.metrics import plot_curves, read_metrics
 from lightning_jax.models.load import load_model, save_hf
 from lightning_jax.models.sharding import num_params
@@ -91,6 +93,15 @@ def test_bfloat16_weights_learn_it_beside_float32_activations(
     assert max(row.get("train/mismatch_kl", 0.0) for row in rows) < 1e-4
     report = verify(tmp_path / "run", tolerance=0.05)
     assert any(version.comparisons for version in report.versions) and not report.off
+
+
+@pytest.mark.parametrize(("rank", "dtype"), [(0, "float32"), (2, "bfloat16")])
+def test_weights_that_train_are_loaded_in_float32(
+    rank: int, dtype: str, model_dir: Path, tmp_path: Path
+) -> None:
+    named = ModelConfig(str(model_dir), dtype="bfloat16", lora=LoraConfig(rank=rank))
+    loaded = trainer._load(_config(model_dir, tmp_path, model=named))
+    assert loaded.params["embed"]["embedding"].dtype == dtype
 
 
 def test_a_toy_task_is_learned_in_eight_steps(model_dir: Path, tmp_path: Path) -> None:
