@@ -164,7 +164,7 @@ class Replica:
     def _first_params(self, name: str) -> Params:
         base = self.config.policies[name].base if name else None
         if base not in (None, self.model.name):
-            return load_like(self.model, base, self.config.model.dtype).params
+            return load_like(self.model, base).params
         if name == self.config.weights[-1]:
             return self.model.params
         return jax.tree.map(np.array, self.model.params)

@@ -69,9 +69,12 @@ def load_model(
     return LoadedModel(name, config, params, vocabulary)
 
 
-def load_like(model: LoadedModel, name: str, dtype: str = "float32") -> LoadedModel:
-    """The named model. Raises ModelError where its shape or its vocabulary is not `model`'s."""
-    other = load_model(name, dtype, model.config.activation_dtype)
+def load_like(model: LoadedModel, name: str) -> LoadedModel:
+    """The named model, in the dtype of `model`'s weights. Raises ModelError where its shape or its
+    vocabulary is not `model`'s.
+    """
+    dtype = model.params["embed"]["embedding"].dtype
+    other = load_model(name, str(dtype), model.config.activation_dtype)
     same_shape = other.config == model.config
     if not same_shape or other.tokenizer.vocabulary != model.tokenizer.vocabulary:
         raise ModelError(

@@ -232,6 +232,8 @@ def test_a_model_like_another_has_its_shape_and_vocabulary(tmp_path):
     other = tiny_model(1)
     save_hf(tmp_path / "same", other)
     _assert_equal(load_like(TINY, str(tmp_path / "same")), other)
+    half = load_model(str(tmp_path / "same"), "bfloat16")
+    _assert_equal(load_like(half, str(tmp_path / "same")), half)
     save_hf(tmp_path / "shape", tiny_model(num_layers=1))
     with pytest.raises(ModelError, match=r"shape' has another shape than 'tiny'; expected"):
         load_like(TINY, str(tmp_path / "shape"))
