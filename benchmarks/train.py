@@ -6,9 +6,9 @@
 Each trainer runs in a process of its own, one after another, so that the peak of memory is its own.
 All get the same calls, the same weights from a Hugging Face directory (written once to `.cache/`),
 float32 unless the name says otherwise (ours then reads weights as bfloat16, beside float32
-activations), and 2 threads; updates.py says what the calls are, and the
-scripts in `peers/` what each trainer is told. Peers share an environment, made once in
-`peers/.venvs/`. With `--shrink 8` all lengths are an eighth: a quick trial of the command.
+activations), and 2 threads; updates.py says what the calls are, and the scripts in `peers/` what
+each trainer is told. Peers share an environment, made once in `peers/.venvs/`. With `--shrink 8`
+all lengths are an eighth: a quick trial of the command.
 
 In the table `seconds` is the median of the updates after the first, `ratio` a peer's to ours,
 `tokens/s` counts the tokens of the calls one by one and without padding, `computed` those that went

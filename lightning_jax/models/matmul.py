@@ -54,13 +54,9 @@ def _product_as(dtype: Any, left: Any, right: Any, axes: tuple[int, int]) -> Any
     A CPU makes float32 sums of bfloat16 first: sums of bfloat16, which it makes one by one, take
     it three to seven times as long.
     """
-    narrow = min(left.dtype, right.dtype, jnp.dtype(dtype), key=lambda dtype: dtype.itemsize)
+    narrow = _narrowest(left.dtype, right.dtype, jnp.dtype(dtype))
     if narrow == jnp.float32:
         return product(left, right, axes)
-
-    def plain(left: Any, right: Any) -> Any:
-        dims = (((axes[0],), (axes[1],)), ((), ()))
-        return jax.lax.dot_general(left, right, dims, preferred_element_type=dtype)
 
     def on_cpu(left: Any, right: Any) -> Any:
         # A left side that XLA reads turned keeps it from its library for products, which takes half
@@ -71,23 +67,28 @@ def _product_as(dtype: Any, left: Any, right: Any, axes: tuple[int, int]) -> Any
         return product(turned, right, (1, axes[1])).astype(dtype)
 
     sides = left.astype(narrow), right.astype(narrow)
-    return jax.lax.platform_dependent(*sides, cpu=on_cpu, default=plain)
+    as_asked = functools.partial(_sums, axes=axes, dtype=dtype)
+    return jax.lax.platform_dependent(*sides, cpu=on_cpu, default=as_asked)
 
 
 def product(left: Any, right: Any, axes: tuple[int, int]) -> Float32[Array, "..."]:
     """The float32 sums over these axes of both; where one is bfloat16, both are rounded to it."""
-    narrow = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+    narrow = _narrowest(left.dtype, right.dtype)
     left, right = left.astype(narrow), right.astype(narrow)
-    dot = functools.partial(
-        jax.lax.dot_general,
-        dimension_numbers=(((axes[0],), (axes[1],)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
     is_vector = left.ndim > 1 and left.size == left.shape[axes[0]]
     if narrow == jnp.float32 or not is_vector:
-        return dot(left, right)
+        return _sums(left, right, axes)
     # On a CPU a product of one row of bfloat16 takes ten times as long as one of two.
-    return dot(jnp.concatenate([left, left]), right)[:1]
+    return _sums(jnp.concatenate([left, left]), right, axes)[:1]
+
+
+def _sums(left: Any, right: Any, axes: tuple[int, int], dtype: Any = jnp.float32) -> Any:
+    dims = (((axes[0],), (axes[1],)), ((), ()))
+    return jax.lax.dot_general(left, right, dims, preferred_element_type=dtype)
+
+
+def _narrowest(*dtypes: jnp.dtype) -> jnp.dtype:
+    return min(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def matmul_turned(
@@ -99,15 +100,10 @@ def matmul_turned(
     better on the left.
     """
     rows = x.reshape(-1, x.shape[-1])
-    dot = functools.partial(
-        jax.lax.dot_general,
-        dimension_numbers=(((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
     if len(rows) > FEW_ROWS:
-        out = dot(rows, kernel)
+        out = _sums(rows, kernel, (1, 1))
     else:  # behind a barrier, else the compiler swaps the sides back and saves turning the result
-        out = jax.lax.optimization_barrier(dot(kernel, rows)).T
+        out = jax.lax.optimization_barrier(_sums(kernel, rows, (1, 1))).T
     return out.reshape(*x.shape[:-1], len(kernel))
 
 
