@@ -109,7 +109,8 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configs_load_and_name_their_run(path: Path) -> None:
-    config = load_config(Config, [str(path)])
+    below = [path.with_stem(path.stem.replace("_real", "_cpu"))] if "_real" in path.stem else []
+    config = load_config(Config, [str(layer) for layer in [*below, path]])
     assert config.run_dir == f"runs/{path.stem}"
     assert config.agent.function.startswith("agents/")
 
