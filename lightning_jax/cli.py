@@ -146,7 +146,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "allocates nothing. Exit code 1 if a device is too small."
     )
     parser.add_argument("--config", required=True, help="a YAML file of settings")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="later ones win")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="or another such file; later ones win"
+    )
     devices = "plan for so many simulated devices (default: those of this machine)"
     parser.add_argument("--devices", type=int, metavar="N", help=devices)
     memory = "GiB that a device has (default: what the devices of this machine say)"

@@ -38,7 +38,9 @@ def run_main(
     """
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--config", required=True, help="a YAML file of settings")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="later ones win")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="or another such file; later ones win"
+    )
     arguments = parser.parse_args(argv)
     # force: libraries that were imported above have set up the root logger for themselves.
     logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
