@@ -111,24 +111,31 @@ class ConfigError(UserError, ValueError):
 
 
 def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None = None) -> T:
-    """`argv`: YAML paths and `dotted.key=value`, in order; later wins. Raises ConfigError.
+    """`argv`: YAML paths and `dotted.key=value`, in order; later wins. Raises ConfigError, also
+    where a file asks for a key (`key: ???`) that nothing sets.
 
     `only` names the sections to read; the others keep their defaults. So a reader of an older run
     does not stumble over settings that it has no use for.
     """
-    merged = OmegaConf.structured(schema)
+    merged, given = OmegaConf.structured(schema), OmegaConf.create()
     for arg in argv:
         try:
             layer = OmegaConf.from_dotlist([arg]) if _is_setting(arg) else _load_yaml(arg)
             if only is not None:
                 layer = OmegaConf.masked_copy(layer, list(only))
             merged = OmegaConf.merge(merged, layer)
+            given = OmegaConf.merge(given, layer)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{_where(arg)}: {_one_sentence(error)}") from error
         except YAMLError as error:  # of a setting; a file's has been told as one
             raise ConfigError(
                 f"{_where(arg)} is not readable YAML: {_one_sentence(error)}"
             ) from error
+    unset = sorted(OmegaConf.missing_keys(given))  # in `merged` they keep their defaults
+    if unset:
+        raise ConfigError(
+            f"{unset[0]} is left to be set by one of the files; add {unset[0]}=VALUE."
+        )
     try:
         return _to_object(merged)
     except OmegaConfBaseException as error:

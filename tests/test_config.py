@@ -116,6 +116,19 @@ def test_saved_settings_load_again_and_differences_are_named(tmp_path: Path) -> 
     assert changed_keys(path, other) == ["optimizer.learning_rate"]
 
 
+def test_a_file_may_ask_for_a_setting(tmp_path: Path) -> None:
+    path = tmp_path / "asks.yaml"
+    path.write_text("data:\n  root: ???\nseed: 7\n")
+    for argv in (["data.root=DIR", str(path)], [str(path), "data.root=DIR"]):
+        assert load_config(Config, argv).data.root == "DIR"
+    assert load_config(Config, [str(path), "data.root=null"]).data.root is None
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, [str(path)])
+    assert (
+        str(caught.value) == "data.root is left to be set by one of the files; add data.root=VALUE."
+    )
+
+
 def test_a_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
     path = tmp_path / "lr=1" / "config.yaml"
     path.parent.mkdir()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_jax.config import Config, load_config
+from lightning_jax.config import Config, ConfigError, load_config
 from lightning_jax.experiment import failure_table, load_splits, result_table, run_main
 from lightning_jax.store import Store
 from lightning_jax.tracing import attributes as names
@@ -109,8 +109,12 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configs_load_and_name_their_run(path: Path) -> None:
-    below = [path.with_stem(path.stem.replace("_real", "_cpu"))] if "_real" in path.stem else []
-    config = load_config(Config, [str(layer) for layer in [*below, path]])
+    argv = [str(path)]
+    if path.stem.endswith("_real"):  # on top of another, and its data has to be named
+        with pytest.raises(ConfigError, match=r"data\.root is left to be set"):
+            load_config(Config, argv)
+        argv = [str(path.with_stem(path.stem.replace("_real", "_cpu"))), *argv, "data.root=DIR"]
+    config = load_config(Config, argv)
     assert config.run_dir == f"runs/{path.stem}"
     assert config.agent.function.startswith("agents/")
 
