@@ -2,8 +2,8 @@
 
 An ordinary program on the OpenAI Agents SDK, with its default model class, for any server that has
 OpenAI's Responses API; it knows nothing of training. The questions need several facts, each of
-which stands in another paragraph, as in MuSiQue (Trivedi et al., TACL 2022); the agent and its
-reward follow the one of arXiv 2508.03680.
+which stands in another paragraph, as in MuSiQue (Trivedi et al., TACL 2022), so a search shows none
+twice; the agent and its reward follow the one of arXiv 2508.03680.
 
     python agents/paragraph_search.py --corpus corpus.jsonl.gz --index runs/index --port 8100
     python agents/musique_rag.py --base-url http://127.0.0.1:8000/v1 \\
@@ -22,7 +22,7 @@ import re
 import ssl
 import sys
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -81,13 +81,16 @@ class Library:
     seen: set[str] = field(default_factory=set)  # pids
 
     async def find(self, query: str) -> str:
-        """What the model is told of a query. Raises ConnectionError if nothing answers."""
+        """What the model is told of a query: paragraphs it has not been shown.
+
+        Raises ConnectionError if nothing answers.
+        """
         if self.num_searches >= MAX_SEARCHES:
             return NO_MORE
         self.num_searches += 1
         try:
             async with self.session.post(
-                f"{self.search_url}/search", json={"query": query}
+                f"{self.search_url}/search", json={"query": query, "without": sorted(self.seen)}
             ) as response:
                 response.raise_for_status()
                 paragraphs = (await response.json())["paragraphs"]
@@ -96,7 +99,7 @@ class Library:
             raise ConnectionError(
                 f"the search at {self.search_url} gave no answer ({type(error).__name__}: {error})"
             ) from error
-        self.seen |= {paragraph["pid"] for paragraph in paragraphs}
+        self.seen |= _pids(paragraphs)
         return show(paragraphs)
 
 
@@ -216,11 +219,15 @@ def _conversation(task: Task) -> list[Message]:
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": task["question"]},
     ]
+    seen: set[str] = set()
     for number, query in enumerate(queries(task["decomposition"])):
         function = {"name": search.name, "arguments": json.dumps({"query": query})}
         call = {"id": f"call_{number}", "type": "function", "function": function}
         gold = task["decomposition"][number]["paragraph"]
-        found = _with(gold, _find(task["search_url"], query))
+        found = _find(task["search_url"], query, seen)
+        if gold["pid"] not in seen | _pids(found):
+            found = [*found[:-1], gold]
+        seen |= _pids(found)
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": call["id"], "content": show(found)},
@@ -242,16 +249,14 @@ def queries(decomposition: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _with(gold: Paragraph, found: list[Paragraph]) -> list[Paragraph]:
-    if any(each["pid"] == gold["pid"] for each in found):
-        return found
-    return [*found[:-1], gold]
+def _pids(paragraphs: Sequence[Paragraph]) -> set[str]:
+    return {paragraph["pid"] for paragraph in paragraphs}
 
 
-def _find(search_url: str, query: str) -> list[Paragraph]:
+def _find(search_url: str, query: str, without: Collection[str]) -> list[Paragraph]:
     request = urllib.request.Request(
         f"{search_url.rstrip('/')}/search",
-        json.dumps({"query": query}).encode(),
+        json.dumps({"query": query, "without": sorted(without)}).encode(),
         {"Content-Type": "application/json"},
     )
     try:

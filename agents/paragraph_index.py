@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,14 @@ class ParagraphIndex:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def search(self, query: str, count: int) -> list[Paragraph]:
-        """At most `count` paragraphs, best first; BM25 gives none that shares no word."""
-        found = self._scorer.best(query[:MAX_QUERY_CHARS], min(count, len(self)))
-        return [self.paragraph(place) for place in found]
+    def search(self, query: str, count: int, without: Collection[str] = ()) -> list[Paragraph]:
+        """At most `count` paragraphs, best first, and none of these pids.
+
+        BM25 gives none that shares no word with the query.
+        """
+        enough = min(count + len(without), len(self))
+        found = map(self.paragraph, self._scorer.best(query[:MAX_QUERY_CHARS], enough))
+        return [each for each in found if each["pid"] not in without][:count]
 
     def paragraph(self, place: int) -> Paragraph:
         return json.loads(self._lines[self._starts[place] : self._starts[place + 1]])

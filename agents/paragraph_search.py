@@ -7,6 +7,7 @@ says where it listens: {"url": "http://127.0.0.1:41234", ...}.
 
     POST /search {"query": "who made the Lap Engine?"}
     -> {"paragraphs": [{"pid": "p05358", "title": "Lap Engine", "text": "The Lap Engine is ..."}]}
+    POST /search {"query": "who made the Lap Engine?", "without": ["p05358"]} -> the next best
     GET /health -> {"corpus": ..., "retriever": ..., "num_paragraphs": ...}
 """
 
@@ -17,6 +18,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -30,13 +32,14 @@ def make_app(index: ParagraphIndex, top_k: int, max_chars: int) -> web.Applicati
 
     async def search(request: web.Request) -> web.Response:
         try:
-            query = (await request.json())["query"]
+            body = await request.json()
+            query, without = body["query"], body.get("without", [])
         except (ValueError, TypeError, KeyError):
-            query = None
-        if not isinstance(query, str):
-            expected = 'expected a JSON object with a text "query".'
+            query, without = None, []
+        if not isinstance(query, str) or not _are_texts(without):
+            expected = 'expected a JSON object with a text "query" and, if any, pids in "without".'
             return web.json_response({"error": expected}, status=400)
-        found = await asyncio.to_thread(index.search, query, top_k)
+        found = await asyncio.to_thread(index.search, query, top_k, frozenset(without))
         shown = [each | {"text": clip(each["text"], max_chars)} for each in found]
         return web.json_response({"paragraphs": shown})
 
@@ -47,6 +50,10 @@ def make_app(index: ParagraphIndex, top_k: int, max_chars: int) -> web.Applicati
     app.router.add_post("/search", search)
     app.router.add_get("/health", health)
     return app
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def clip(text: str, max_chars: int) -> str:

@@ -29,6 +29,7 @@ PROGRAM = str(musique_rag.__file__)
 FOUND = [
     {"pid": "p1", "title": "Lap Engine", "text": "It was made\nby James Watt."},
     {"pid": "p2", "title": "Rotative engine", "text": "A kind of engine."},
+    {"pid": "p4", "title": "Governor", "text": "It keeps a speed."},
 ]
 TASK: dict[str, Any] = {
     "id": "q1",
@@ -49,19 +50,23 @@ TASK: dict[str, Any] = {
 
 @dataclass
 class Search:
-    """A double of agents/paragraph_search.py."""
+    """A double of agents/paragraph_search.py with two paragraphs a search."""
 
-    answer: Any = field(default_factory=lambda: {"paragraphs": FOUND})  # None: never
+    answer: Any = "found"  # else a body, an HTTP status, or None: never
     url: str = ""
     queries: list[Any] = field(default_factory=list)
 
     async def find(self, request: web.Request) -> web.Response:
-        self.queries.append((await request.json())["query"])
+        body = await request.json()
+        self.queries.append(body["query"])
         if self.answer is None:
             await asyncio.Event().wait()
         if isinstance(self.answer, int):
             return web.json_response({}, status=self.answer)
-        return web.json_response(self.answer)
+        if self.answer != "found":
+            return web.json_response(self.answer)
+        others = [each for each in FOUND if each["pid"] not in body["without"]]
+        return web.json_response({"paragraphs": others[:2]})
 
 
 @dataclass
@@ -146,7 +151,7 @@ async def test_it_searches_and_answers() -> None:
         "recall": 0.5,
     }  # fmt: skip
     assert search.queries == ["maker of Lap Engine", "James Watt"]
-    first, second, _ = model.bodies
+    first, second, third = model.bodies
     assert first["instructions"] == musique_rag.SYSTEM
     assert first["input"] == [{"role": "user", "content": TASK["question"]}]
     assert (first["model"], first["max_output_tokens"]) == ("policy", musique_rag.MAX_TOKENS)
@@ -154,6 +159,7 @@ async def test_it_searches_and_answers() -> None:
     assert second["input"][-1]["output"] == (
         "Lap Engine: It was made by James Watt.\nRotative engine: A kind of engine."
     )
+    assert third["input"][-1]["output"] == "Governor: It keeps a speed."  # what is new
     assert model.other_paths == []  # no traces are sent anywhere
 
 
@@ -262,10 +268,20 @@ async def test_demonstrations_search_for_each_fact() -> None:
         "arguments": '{"query": "Who made the Lap Engine?"}',
     }
     assert found["tool_call_id"] == call["tool_calls"][0]["id"]
-    # The second search misses the paragraph, which takes the place of the last one found.
     assert found["content"].splitlines()[1] == "Rotative engine: A kind of engine."
-    assert second["content"].splitlines()[1] == "James Watt: He went to Glasgow."
+    # The second search misses the paragraph, which takes the place of the last one found.
+    assert second["content"] == "James Watt: He went to Glasgow."
     assert last["content"] == "<answer>University of Glasgow</answer>"
+
+
+async def test_a_demonstration_does_not_repeat_a_paragraph() -> None:
+    steps = [step | {"paragraph": FOUND[0]} for step in TASK["decomposition"]]
+    async with serving([]) as (_, _, task, _):
+        (record,) = await asyncio.to_thread(
+            musique_rag.demonstrate, [task | {"decomposition": steps}]
+        )
+    found = [each["content"] for each in record["messages"] if each["role"] == "tool"]
+    assert found[0].startswith("Lap Engine: ") and found[1] == "Governor: It keeps a speed."
 
 
 async def test_demonstrations_show_what_a_rollout_shows() -> None:

@@ -94,6 +94,15 @@ def test_dense_finds_meaning(folders: Path, corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("retriever", ["bm25", "dense"])
+def test_what_has_been_seen_is_left_out(folders: Path, corpus: Path, retriever: str) -> None:
+    index = _open(folders, corpus, retriever)
+    query = "Which beam engine is by Watt?"
+    assert [each["pid"] for each in index.search(query, 2)] == ["p0", "p1"]
+    assert [each["pid"] for each in index.search(query, 1, without=["p0"])] == ["p1"]
+    assert index.search(query, 9, without=["p0", "p1", "p2", "p3", "p4", "other"]) == []
+
+
+@pytest.mark.parametrize("retriever", ["bm25", "dense"])
 def test_an_index_is_made_once_and_mapped(folders: Path, corpus: Path, retriever: str) -> None:
     _open(folders, corpus, retriever)
     before = {path: path.stat().st_mtime_ns for path in (folders / retriever).rglob("*")}
@@ -224,7 +233,10 @@ def test_the_service(folders: Path, corpus: Path) -> None:
             "paragraphs": [{"pid": "p0", "title": "Lap Engine", "text": "The Lap Engine is a ..."}]
         }
         assert _post(url, {"query": "zebra"}) == {"paragraphs": []}
-        for bad in (b"", b"{", b"\xff", [], {"query": None}, {"query": 7}, {"q": "x"}, "text"):
+        second = _post(url, {"query": "beam engine Watt", "without": ["p0"]})
+        assert [each["pid"] for each in second["paragraphs"]] == ["p1"]
+        wrong = [{"query": "x", "without": without} for without in ("p0", None, [7])]
+        for bad in (b"", b"{", b"\xff", [], {"query": None}, {"query": 7}, {"q": "x"}, *wrong):
             with pytest.raises(urllib.error.HTTPError, match="400"):
                 _post(url, bad)
         with pytest.raises(urllib.error.HTTPError, match="413"):  # megabytes
