@@ -23,7 +23,8 @@ class AlgorithmConfig:
     baseline: str = "group_mean"  # group_mean, leave_one_out, batch_mean or none
     normalize: str = "group_std"  # group_std, batch_std or none: what advantages are divided by
     # What a token's gradient is, and how much it weighs.
-    loss: str = "clip"  # clip (PPO, per token), gspo (per call), cispo or reinforce
+    loss: str = "clip"  # clip (PPO, per token), gspo (per call), cispo, reinforce or dpo
+    dpo_beta: float = 0.1  # of dpo: how dearly a step away from the reference is bought
     clip_low: float = 0.2  # below 1; 1 is no lower bound
     clip_high: float = 0.2  # above 1
     aggregation: str = "rollout"  # rollout, token, call or constant: what weighs the same
@@ -36,7 +37,7 @@ class AlgorithmConfig:
     correction_high: float = 2.0  # of mask: the largest that is kept; of truncate: the ceiling
     max_staleness: int = 4  # trainer steps; older transitions are dropped and counted
     # Terms beside the policy gradient.
-    kl_coef: float = 0.0  # of the KL to the reference policy; 0: no reference is kept
+    kl_coef: float = 0.0  # of the KL to the reference policy; 0: only dpo keeps a reference
     kl_estimator: str = "k3"  # k1, k2 or k3
     kl_in: str = "loss"  # loss, or reward (each token's advantage loses the KL still to come)
     entropy_coef: float = 0.0  # of the bonus for the entropy of each token's distribution, in nats
@@ -55,6 +56,7 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         self._check_choices()
+        self._check_preferences()
         require(
             self,
             discount=(0 < self.discount <= 1, "above 0 and at most 1"),
@@ -101,7 +103,7 @@ class AlgorithmConfig:
             "credit": ("identical", "per_step", "turn_groups", "learned", "learned_token"),
             "baseline": ("group_mean", "leave_one_out", "batch_mean", "none"),
             "normalize": ("group_std", "batch_std", "none"),
-            "loss": ("clip", "gspo", "cispo", "reinforce"),
+            "loss": ("clip", "gspo", "cispo", "reinforce", "dpo"),
             "aggregation": ("rollout", "token", "call", "constant"),
             "proximal": ("behavior", "old"),
             "correction": ("none", "truncate", "mask"),
@@ -113,6 +115,26 @@ class AlgorithmConfig:
         }.items():
             expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
             require(self, **{name: (getattr(self, name) in choices, expected)})
+
+    def _check_preferences(self) -> None:
+        """What DPO has no place for is refused rather than ignored."""
+        require(self, dpo_beta=(self.dpo_beta > 0, "a positive number"))
+        if self.loss != "dpo":
+            return
+        for name, only in {
+            "credit": "identical",
+            "correction": "none",
+            "kl_coef": 0.0,
+            "entropy_coef": 0.0,
+            "policy_updates": "independent",
+            "num_minibatches": 1,
+        }.items():
+            require(self, **{name: (getattr(self, name) == only, f"{only}, because loss is dpo")})
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen copy of the policy is kept from the beginning of the policy phase."""
+        return self.kl_coef > 0 or self.loss == "dpo"
 
     @property
     def has_critic(self) -> bool:

@@ -1,5 +1,6 @@
 """One phase's way to learn: its objective and optimizer over the forest batches of a step."""
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from lightning_jax.config import BatchConfig, Config, ConfigError
 from lightning_jax.config_roles import policy_places
 from lightning_jax.metrics import Metrics
+from lightning_jax.models.lora import overlay
 from lightning_jax.models.sharding import (
     batch_sharding,
     make_gather,
@@ -30,6 +32,7 @@ from lightning_jax.rl.critic import make_critic
 from lightning_jax.rl.losses import is_maximum
 from lightning_jax.rl.objectives import policy_objective, supervised_objective
 from lightning_jax.rl.optimizer import make_optimizer
+from lightning_jax.rl.preferences import drop_broken_pairs, weigh_pairs
 from lightning_jax.rl.several import Several, separately, several_of, taking_part
 from lightning_jax.rl.train_state import TrainState, init_state
 from lightning_jax.rl.train_step import TrainFunctions
@@ -55,6 +58,7 @@ class Learner:
     needs_old_logprobs: bool = False  # whether the objective tells them from the sampler's
     values_per_token: bool = False  # the states that a critic values: tokens, or calls
     several: Several | None = None  # the policies that it trains; None: one
+    dpo_beta: float | None = None  # None: the loss is another
 
     def init(self, params: Params, *, trains: bool = True) -> TrainState:
         """A state with fresh moments. Takes over `params`, all weights; they go to their places.
@@ -98,12 +102,16 @@ class Learner:
         move the weights the state comes back as it is, `train/num_updates` is 0 and
         `train/skipped_updates` 1; else that counts updates whose gradient was not finite.
         """
-        started = time.monotonic()
+        started, metrics = time.monotonic(), {}
+        if self.dpo_beta is not None:
+            sequences, num_broken = drop_broken_pairs(sequences, self.batch)
+            metrics["train/dropped_pairs"] = float(num_broken)
+        of_each = self._minibatches(sequences)
         parts = [
             make_batches(part, self.batch, skip_zero_advantage=self.skip_zero_advantage)
-            for part in self._minibatches(sequences)
+            for part in of_each
         ]
-        metrics = _merge_packing([stats for _, stats in parts])
+        metrics |= _merge_packing([stats for _, stats in parts])
         metrics["time/batching_s"] = time.monotonic() - started
         rows = batch_sharding(self.mesh)
         minibatches = [place(batches, rows) for batches, _ in parts if batches]
@@ -119,13 +127,42 @@ class Learner:
             ]
         updates = []
         for batches, some in list(zip(minibatches, present, strict=True)) * self.num_epochs:
-            state, learned = train_step.update(self.functions, state, batches, reference, some)
+            if self.dpo_beta is None:
+                state, learned = train_step.update(self.functions, state, batches, reference, some)
+            else:  # there is one minibatch
+                batches, measured = self._prefer(state, reference, of_each[0], parts[0][0], batches)
+                state, learned = train_step.update(self.functions, state, batches, None, some)
+                learned |= measured
             updates.append(learned)
         seconds = (time.monotonic() - started) / self.num_epochs
         return state, metrics | merge_updates(updates) | {
             "train/tokens_per_s": metrics["train/tokens_naive"] / seconds,
             "train/forest_tokens_per_s": metrics["train/tokens_forest"] / seconds,
         }
+
+    def _prefer(
+        self,
+        state: TrainState,
+        reference: Params | None,
+        sequences: Sequence[TrainingSequence],
+        batches: Sequence[Batch],
+        placed: Sequence[Batch],
+    ) -> tuple[list[Batch], Metrics]:
+        """(the placed batches with advantages by DPO, metrics of the pairs); `batches` are the same
+        on the host, packed of the sequences.
+        """
+        assert reference is not None and self.dpo_beta is not None, "DPO has both"
+        policy, old = [
+            to_host(measure(self.functions.logprobs_fn, placed, weights))
+            for weights in (state.policy, overlay(state.base, reference))
+        ]
+        advantages, metrics = weigh_pairs(sequences, batches, policy, old, beta=self.dpo_beta)
+        return [
+            dataclasses.replace(batch, advantages=values)
+            for batch, values in zip(
+                placed, place(advantages, batch_sharding(self.mesh)), strict=True
+            )
+        ], metrics
 
     @property
     def _adapters(self) -> dict[str, int]:
@@ -211,4 +248,5 @@ def make_learner(model: DecoderConfig, config: Config, *, supervised: bool) -> L
         needs_old_logprobs=not supervised and algorithm.needs_old_logprobs,
         values_per_token=algorithm.credit == "learned_token",
         several=several,
+        dpo_beta=algorithm.dpo_beta if not supervised and algorithm.loss == "dpo" else None,
     )

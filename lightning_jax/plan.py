@@ -167,8 +167,10 @@ def _state_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]
     ]
     if frozen := weight_bytes(model, mesh, jnp.dtype(config.model.dtype), frozen_part):
         parts.append(Part("frozen weights", frozen, _MORE_DEVICES))
-    if config.algorithm.kl_coef > 0:
-        reference = Part("reference policy", weights, "Set algorithm.kl_coef to 0")
+    if config.algorithm.has_reference:
+        is_dpo = config.algorithm.loss == "dpo"
+        without = "Set algorithm.loss to clip" if is_dpo else "Set algorithm.kl_coef to 0"
+        reference = Part("reference policy", weights, without)
         parts.append(_times(num_trained, reference))
     return parts
 

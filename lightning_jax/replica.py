@@ -188,10 +188,10 @@ class Replica:
         return _by_name(saved.state)
 
     def _first_reference(self) -> dict[str, Params] | None:
-        """The frozen copies for the KL term, kept on disk for resumption; None where no term needs
-        them. Of a model with adapters they are copies of those.
+        """The frozen copies for the loss, kept on disk for resumption; None where it needs none. Of
+        a model with adapters they are copies of those.
         """
-        if self.config.algorithm.kl_coef == 0 or self.phase == "warmup":
+        if not self.config.algorithm.has_reference or self.phase == "warmup":
             return None
         copies = {}
         for name in self._learning:

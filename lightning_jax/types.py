@@ -219,6 +219,7 @@ class TrainingSequence:
     # The place of the policy that learns, among several: that of the adapter it is read with, or of
     # the weights. None: there is one policy, or it is among its own.
     adapter: int | None = None
+    pair: int | None = None  # of DPO: which of the step's pairs its rollout is in
 
     def __post_init__(self) -> None:
         _fill(self, "loss_mask", True, like="response_token_ids")

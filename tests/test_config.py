@@ -24,7 +24,7 @@ def test_later_layers_win(tmp_path: Path) -> None:
         ("serve.slots=0", ["slots is 0", "at least 1"]),
         ("serve.prefix_cache_mib=-1", ["prefix_cache_mib is -1", "0 for no prefix cache"]),
         ("batch.head_chunk=7", ["head_chunk is 7", "divisor"]),
-        ("algorithm.loss=ppo", ["loss is 'ppo'", "clip, gspo, cispo or reinforce"]),
+        ("algorithm.loss=ppo", ["loss is 'ppo'", "clip, gspo, cispo, reinforce or dpo"]),
         ("algorithm.kl_in=both", ["kl_in is 'both'", "loss or reward"]),
         ("algorithm.correction=truncate", ["correction is 'truncate'", "set proximal to old"]),
         ("algorithm.correction_high=0.5", ["correction_high is 0.5", "correction_low=0.5"]),

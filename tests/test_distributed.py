@@ -48,9 +48,11 @@ TASKS: list[Task] = [{"id": f"t{i}", "question": "ab"[i]} for i in range(2)]
 def config(model_dir: Path, run_dir: Path, place: DistributedConfig, kind: str = "whole") -> Config:
     """A warm-up step and two steps of GRPO with a reference policy, on four devices. Requests run
     one at a time, so that the same weights sample the same tokens. What is trained are whole
-    weights, adapters, the adapters of several policies, or policies that have weights of their own.
+    weights, also by DPO, adapters, the adapters of several policies, or policies that have weights
+    of their own.
     """
-    rank, names, function = (0 if kind in ("whole", "own") else 4), (), "run"
+    rank, names, function = (0 if kind in ("whole", "dpo", "own") else 4), (), "run"
+    algorithm = AlgorithmConfig(loss="dpo") if kind == "dpo" else AlgorithmConfig(kl_coef=0.1)
     if kind in ("policies", "own"):
         names, function = ("speaker", "listener", "judge"), "three_policies"
     return Config(
@@ -64,7 +66,7 @@ def config(model_dir: Path, run_dir: Path, place: DistributedConfig, kind: str =
         roles={name: RoleConfig(agent=name, policy=name) for name in names},
         agent=AgentConfig(f"{TOY}:{function}"),
         rollout=RolloutConfig(tasks_per_step=2, group_size=4, concurrency=1),
-        algorithm=AlgorithmConfig(kl_coef=0.1),
+        algorithm=algorithm,
         batch=BatchConfig(rows=2, row_len=128, max_targets=32, head_chunk=32),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         warmup=WarmupConfig(num_steps=1, demonstrations=f"{TOY}:demonstrate"),
@@ -95,7 +97,7 @@ def _start(*arguments: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["whole", "adapters", "policies", "own"])
+@pytest.mark.parametrize("kind", ["whole", "dpo", "adapters", "policies", "own"])
 def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
     model_dir, one, two = tmp_path / "tiny", tmp_path / "one", tmp_path / "two"
     save_hf(model_dir, tiny_model())
@@ -120,8 +122,8 @@ def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
     store = Store(two / "store.sqlite")
     assert [r.status for r in store.rollouts(phase="train")] == ["scored"] * 2 * 8
     store.close()
-    if kind == "whole":
-        _compare_weights(config(model_dir, two, DistributedConfig()), one, two)
+    if kind in ("whole", "dpo"):
+        _compare_weights(config(model_dir, two, DistributedConfig(), kind), one, two)
     else:
         name = {
             "adapters": "policy_adapter/adapter_model.safetensors",

@@ -98,6 +98,12 @@ def test_eight_devices_by_hand() -> None:
     assert found["logits"] == 3 * 4 * 2 * 4 * 259  # 2 rows
 
 
+def test_dpo_keeps_a_reference() -> None:
+    config = dataclasses.replace(CONFIG, algorithm=AlgorithmConfig(loss="dpo"))
+    found = sizes(plan.make_plan(MODEL.config, config))
+    assert found["reference policy"] == found["weights in float32"]
+
+
 def test_first_moments_in_bfloat16_take_half() -> None:
     """Of the phase that takes more: a warm-up that keeps them in float32 needs all of it."""
     narrow = OptimizerConfig(mu_dtype="bfloat16")

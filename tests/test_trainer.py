@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import sqlite3
@@ -114,6 +115,26 @@ def test_a_toy_task_is_learned_in_eight_steps(model_dir: Path, tmp_path: Path) -
     # One forward function: the sampler's log-probs are the trainer's.
     assert max(row.get("train/mismatch_kl", 0.0) for row in rows) < 1e-5
     _check_run_directory(tmp_path / "run", config)
+
+
+def test_dpo_learns_it_from_pairs(model_dir: Path, tmp_path: Path) -> None:
+    config = _config(
+        model_dir,
+        tmp_path / "run",
+        num_steps=5,
+        algorithm=AlgorithmConfig(loss="dpo", dpo_beta=0.2),
+        optimizer=OptimizerConfig(learning_rate=3e-2),
+    )
+    asyncio.run(train(config, TASKS, []))
+    rows = asyncio.run(train(dataclasses.replace(config, num_steps=10), TASKS, TASKS))
+    assert rows[-1]["eval/reward_mean"] > 0.8
+    steps = [row for row in rows if "train/num_pairs" in row]
+    assert len(steps) == 10 and steps[0]["train/num_pairs"] > 1.0
+    # At first policy and reference are one.
+    assert steps[0]["train/loss"] == pytest.approx(math.log(2.0), abs=1e-6)
+    # Had the sixth step taken a new reference, it would be so again.
+    assert steps[5]["train/loss"] < 0.6 and steps[5]["train/preference_accuracy"] > 0.5
+    assert max(row["train/mismatch_kl"] for row in steps) < 1e-5
 
 
 def test_a_learned_value_goes_on_where_it_was(model_dir: Path, tmp_path: Path) -> None:

@@ -74,9 +74,21 @@ def are_equal(returns: Float[np.ndarray, " N"]) -> bool:
 
 def equal_groups(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> set[str]:
     """The ids of the groups whose returns are all equal."""
-    returns = _returns(trajectories, algorithm)
+    returns = returns_of(trajectories, algorithm)
     groups = _groups([trajectory.group_id for trajectory in trajectories])
     return {group for group, members in groups.items() if are_equal(returns[members])}
+
+
+def group_metrics(
+    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
+) -> dict[str, float]:
+    """How many groups a step has, and in how many of them nothing can be told apart."""
+    num_groups = len({trajectory.group_id for trajectory in trajectories})
+    num_equal = len(equal_groups(trajectories, algorithm))
+    return {
+        "train/num_groups": float(num_groups),
+        "train/equal_groups_share": num_equal / max(num_groups, 1),
+    }
 
 
 def step_advantages(
@@ -108,12 +120,8 @@ def step_advantages(
         advantages = turn_advantages(trajectories, credits, algorithm)
     else:
         advantages = _rollout_advantages(trajectories, credits, algorithm)
-    num_groups = len({trajectory.group_id for trajectory in trajectories})
-    num_equal = len(equal_groups(trajectories, algorithm))
     sizes = [abs(each) for calls in advantages for call in calls for each in _of_tokens(call)]
-    return advantages, {
-        "train/num_groups": float(num_groups),
-        "train/equal_groups_share": num_equal / max(num_groups, 1),
+    return advantages, group_metrics(trajectories, algorithm) | {
         "train/advantage_abs_mean": sum(sizes) / max(len(sizes), 1),
     }
 
@@ -166,7 +174,7 @@ def _rollout_advantages(
         at_turn = np.asarray([credit_at(turn, *pair) for pair in pairs], np.float64)
         baselines.append(baselines_and_scales(at_turn, group_ids, **knobs)[0].tolist())
     # Of returns, not of credits: below lambda 1 those hardly differ in a long rollout.
-    _, scales = baselines_and_scales(_returns(trajectories, algorithm), group_ids, **knobs)
+    _, scales = baselines_and_scales(returns_of(trajectories, algorithm), group_ids, **knobs)
 
     def advantage(credit: Advantage, baseline: float, scale: float) -> Advantage:
         if isinstance(credit, tuple):
@@ -183,7 +191,7 @@ def _of_tokens(advantage: Advantage) -> tuple[float, ...]:
     return advantage if isinstance(advantage, tuple) else (advantage,)
 
 
-def _returns(
+def returns_of(
     trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
 ) -> Float[np.ndarray, " N"]:
     """What each rollout earned, float64, whatever a critic thinks of it."""

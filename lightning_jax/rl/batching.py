@@ -23,6 +23,7 @@ from lightning_jax.types import (
 DROP_REASONS: tuple[str, ...] = (
     "too_long", "too_many_targets", "empty_response", "all_forced", "zero_advantage"
 )  # fmt: skip
+TOO_LARGE = DROP_REASONS[:2]
 
 
 def drop_stale(
@@ -128,7 +129,7 @@ def make_batches(
     kept, dropped = [], Counter(dict.fromkeys(DROP_REASONS, 0))
     dropped_tokens = 0
     for index, sequence in enumerate(sequences):
-        reason = _why_dropped(sequence, config, skip_zero_advantage)
+        reason = why_dropped(sequence, config, skip_zero_advantage)
         if reason is None:
             kept.append((index, sequence))
         else:
@@ -160,9 +161,10 @@ def make_batches(
     }
 
 
-def _why_dropped(
-    sequence: TrainingSequence, config: BatchConfig, skip_zero_advantage: bool
+def why_dropped(
+    sequence: TrainingSequence, config: BatchConfig, skip_zero_advantage: bool = False
 ) -> str | None:
+    """Which of `DROP_REASONS` keeps the sequence out of a row; None: it is trained on."""
     num_targets = _num_targets(sequence)
     if num_targets == 0:
         return "all_forced" if sequence.response_token_ids else "empty_response"

@@ -1,64 +1,108 @@
-"""DPO (arXiv 2305.18290): learning from pairs of responses of which one is preferred.
+"""DPO (arXiv 2305.18290) over the rollouts of a step: the better of two is to become likelier.
 
-The loss of a pair is a function of both its responses, which may lie in different rows and
-microbatches. So each step measures first, and the gradient follows by the chain rule: the loss's
-derivative by a response's log-probability is one number, and takes the place of an advantage.
+The better and the worse are rollouts of one task, as their rewards say (online, as in arXiv
+2404.19733); a rollout's log-probability is the sum over all tokens that its calls sampled, and what
+came back from the environment is context (arXiv 2403.02502).
+
+The loss of a pair is a function of both its rollouts, which may lie in many rows and microbatches.
+So each update measures first, and the gradient follows by the chain rule: the loss's derivative by
+a rollout's log-probability is one number, and takes the place of an advantage.
 """
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
-from lightning_jax.config import BatchConfig
-from lightning_jax.models.transformer import Params
-from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.bundles import measure
-from lightning_jax.rl.objectives import Objective, policy_objective
-from lightning_jax.rl.train_state import TrainState
-from lightning_jax.rl.train_step import TrainFunctions, update
-from lightning_jax.types import Batch, TrainingSequence
+from lightning_jax.config import AlgorithmConfig, BatchConfig
+from lightning_jax.rl.advantages import are_equal, returns_of
+from lightning_jax.rl.batching import TOO_LARGE, drop_stale, make_sequences, why_dropped
+from lightning_jax.rl.weights import num_trained
+from lightning_jax.types import Batch, TrainingSequence, Trajectory
 
-
-@dataclass(frozen=True)
-class PreferencePair:
-    """Two responses to one prompt, token ids throughout."""
-
-    prompt_token_ids: tuple[int, ...]
-    chosen_token_ids: tuple[int, ...]
-    rejected_token_ids: tuple[int, ...]
+Pair = tuple[int, int]  # places of the preferred rollout and of the other
 
 
-def dpo_objective() -> Objective:
-    """The objective of the train functions that `dpo_update` takes: minus advantage * log-prob."""
-    return policy_objective(loss="reinforce", proximal="old")
+def make_pairs(
+    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, *, policy_version: int
+) -> tuple[list[Pair], int]:
+    """(the pairs of a step, number of its calls that are too old).
 
-
-def pair_sequences(pairs: Sequence[PreferencePair]) -> list[TrainingSequence]:
-    """The responses of pair k as sequences 2k (chosen) and 2k + 1 (rejected), of weight 1 / pairs.
-
-    DPO adds up a response's log-probs, so every token has that weight.
+    Of each group the best rollout with the worst, the second best with the second worst, and so on
+    while returns differ, so that a rollout is in one pair at most. A rollout of which a call is too
+    old, or without a token to train, has no partner.
     """
+    fresh, _, num_stale = drop_stale(
+        trajectories,
+        [trajectory.transitions for trajectory in trajectories],
+        policy_version=policy_version,
+        max_staleness=algorithm.max_staleness,
+    )
+    returns = returns_of(trajectories, algorithm)
+    groups: dict[str, list[int]] = defaultdict(list)
+    for place, (trajectory, left) in enumerate(zip(trajectories, fresh, strict=True)):
+        is_whole = len(left.transitions) == len(trajectory.transitions)
+        if is_whole and any(map(num_trained, trajectory.transitions)):
+            groups[trajectory.group_id].append(place)
+    pairs = []
+    for places in groups.values():
+        ranked = sorted(places, key=lambda place: -returns[place])
+        for chosen, rejected in zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False):
+            if not are_equal(returns[[chosen, rejected]]):
+                pairs.append((chosen, rejected))
+    return pairs, num_stale
+
+
+def pair_signs(
+    trajectories: Sequence[Trajectory], pairs: Sequence[Pair]
+) -> list[tuple[float, ...]]:
+    """Of each call 1 if its rollout is preferred, -1 if another is preferred to it, else 0."""
+    signs = np.zeros(len(trajectories))
+    for chosen, rejected in pairs:
+        signs[chosen], signs[rejected] = 1.0, -1.0
     return [
-        TrainingSequence(
-            prompt_token_ids=pair.prompt_token_ids,
-            response_token_ids=response,
-            behavior_logprobs=(0.0,) * len(response),
-            advantage=0.0,
-            weight=1.0 / len(pairs),
-        )
-        for pair in pairs
-        for response in (pair.chosen_token_ids, pair.rejected_token_ids)
+        (float(sign),) * len(trajectory.transitions)
+        for sign, trajectory in zip(signs, trajectories, strict=True)
     ]
+
+
+def pair_sequences(
+    trajectories: Sequence[Trajectory],
+    pairs: Sequence[Pair],
+    *,
+    adapters: Mapping[str, int] | None = None,
+) -> list[TrainingSequence]:
+    """The calls of all pairs, those of pair k with `pair=k` and their sign for an advantage.
+
+    DPO adds up log-probs, so every token weighs one over the number of pairs.
+    """
+    signs = pair_signs(trajectories, pairs)
+    return [
+        replace(sequence, weight=1.0 / len(pairs), pair=number)
+        for number, pair in enumerate(pairs)
+        for place in pair
+        for sequence in make_sequences([trajectories[place]], [signs[place]], adapters=adapters)
+    ]
+
+
+def drop_broken_pairs(
+    sequences: Sequence[TrainingSequence], config: BatchConfig
+) -> tuple[list[TrainingSequence], int]:
+    """(the sequences of the pairs that fit whole into rows, number of pairs that do not).
+
+    Those still count in the mean over pairs.
+    """
+    broken = {_key(each) for each in sequences if why_dropped(each, config) in TOO_LARGE}
+    return [each for each in sequences if _key(each) not in broken], len(broken)
 
 
 def dpo_losses(margins: Float[np.ndarray, " N"], *, beta: float) -> Float[np.ndarray, " N"]:
     """`-log sigmoid(beta * margin)` of each pair, in nats.
 
-    A margin is how much more the policy prefers the chosen response than the reference does: the
-    difference of the two responses' (log-prob - reference log-prob), sums over their tokens.
+    A margin is how much more the policy prefers the chosen rollout than the reference does: the
+    difference of the two rollouts' (log-prob - reference log-prob), sums over their tokens.
     """
     return np.logaddexp(0.0, -beta * margins)
 
@@ -68,72 +112,39 @@ def dpo_advantages(margins: Float[np.ndarray, " N"], *, beta: float) -> Float[np
     return beta * np.exp(-np.logaddexp(0.0, beta * margins))
 
 
-def dpo_update(
-    functions: TrainFunctions,
-    state: TrainState,
-    pairs: Sequence[PreferencePair],
-    config: BatchConfig,
-    ref_params: Params,
+def weigh_pairs(
+    sequences: Sequence[TrainingSequence],
+    batches: Sequence[Batch],
+    logprobs: Sequence[Float[np.ndarray, "B R"]],
+    ref_logprobs: Sequence[Float[np.ndarray, "B R"]],
     *,
     beta: float,
-) -> tuple[TrainState, dict[str, float]]:
-    """One optimizer update on the mean DPO loss of the pairs, and its metrics. Takes over `state`.
+) -> tuple[list[Float[np.ndarray, "B R"]], dict[str, float]]:
+    """(the advantages of each batch's targets, metrics), given what policy and reference measured.
 
-    Pairs of which a response does not fit a row, or is empty, are left out and counted as
-    `train/dropped_pairs`; they still count in the mean. Raises ValueError when no pair is left.
+    With them the gradient of `-advantage * log-prob` is that of the mean DPO loss. `batches` are
+    the packed `sequences`, on the host. Pairs are told apart by policy, too.
     """
-    sequences = pair_sequences(pairs)
-    batches, stats = make_batches(sequences, config)
-    packed = np.zeros(len(sequences), bool)
-    for batch in batches:
-        packed[batch.target_calls[batch.target_mask]] = True
-    complete = packed[0::2] & packed[1::2]
-    if not complete.any():
-        raise ValueError(
-            f"0 of {len(pairs)} pairs can be trained on; expected responses that are not empty and "
-            f"fit rows of batch.row_len={config.row_len} tokens."
-        )
-    policy = sequence_logprobs(functions, state.policy, batches, len(sequences))
-    reference = sequence_logprobs(functions, ref_params, batches, len(sequences))
-    margins = (policy - reference)[0::2] - (policy - reference)[1::2]
-    advantages = dpo_advantages(margins, beta=beta)
-    placed = _with_advantages(batches, advantages, complete)
-    state, metrics = update(functions, state, placed)
-    metrics.pop("train/mismatch_kl")  # nothing was sampled
-    return state, stats | metrics | {
-        "train/loss": float(dpo_losses(margins, beta=beta)[complete].sum() / len(pairs)),
-        "train/preference_accuracy": float((margins[complete] > 0.0).mean()),
-        "train/preference_margin": float(margins[complete].mean()),
-        "train/dropped_pairs": float((~complete).sum()),
+    keys = {key: number for number, key in enumerate(dict.fromkeys(map(_key, sequences)))}
+    pairs = np.asarray([keys[_key(each)] for each in sequences])
+    signs = np.asarray([each.advantage for each in sequences])
+    margins = np.zeros(len(keys))
+    for batch, policy, reference in zip(batches, logprobs, ref_logprobs, strict=True):
+        calls = batch.target_calls[batch.target_mask]
+        gains = (policy.astype(np.float64) - reference)[batch.target_mask]
+        np.add.at(margins, pairs[calls], signs[calls] * gains)
+    of_calls = (signs * dpo_advantages(margins, beta=beta)[pairs]).astype(np.float32)
+    share = sequences[0].weight  # one over the number of pairs, broken ones included
+    # Padding has index -1 and is masked.
+    return [
+        np.where(batch.target_mask, of_calls[batch.target_calls], np.float32(0.0))
+        for batch in batches
+    ], {
+        "train/loss": float(dpo_losses(margins, beta=beta).sum() * share),
+        "train/preference_accuracy": float((margins > 0.0).mean()),
+        "train/preference_margin": float(margins.mean()),
     }
 
 
-def sequence_logprobs(
-    functions: TrainFunctions, params: Params, batches: Sequence[Batch], number: int
-) -> Float[np.ndarray, " N"]:
-    """The log-probability in nats of each of the `number` packed sequences, 0 for one left out."""
-    sums = np.zeros(number)
-    measured = measure(functions.logprobs_fn, batches, params)
-    for batch, logprobs in zip(batches, measured, strict=True):
-        mask = np.asarray(batch.target_mask)
-        known = np.asarray(logprobs, np.float64)[mask]
-        np.add.at(sums, np.asarray(batch.target_calls)[mask], known)
-    return sums
-
-
-def _with_advantages(
-    batches: Sequence[Batch], advantages: Float[np.ndarray, " N"], complete: Bool[np.ndarray, " N"]
-) -> list[Batch]:
-    """Chosen responses are pushed up and rejected ones down, those of incomplete pairs neither."""
-    per_pair = np.where(complete, advantages, 0.0)
-    per_sequence = np.stack([per_pair, -per_pair], axis=1).ravel().astype(np.float32)
-    return [
-        dataclasses.replace(
-            batch,
-            # Padding has index -1 and is masked.
-            advantages=np.where(batch.target_mask, per_sequence[batch.target_calls], 0.0).astype(
-                np.float32
-            ),
-        )
-        for batch in batches
-    ]
+def _key(sequence: TrainingSequence) -> tuple[int | None, int | None]:
+    return sequence.adapter, sequence.pair

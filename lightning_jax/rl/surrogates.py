@@ -91,6 +91,7 @@ SURROGATES: dict[str, Callable[..., Surrogate]] = {
     "gspo": gspo_surrogate,
     "cispo": cispo_surrogate,
     "reinforce": reinforce_surrogate,
+    "dpo": reinforce_surrogate,  # with advantages of pairs, see rl/preferences.py
 }
 
 

@@ -11,6 +11,7 @@ from lightning_jax.rl.advantages import equal_groups, step_advantages
 from lightning_jax.rl.batching import drop_stale
 from lightning_jax.rl.credit import assign_credit, punish_overlong
 from lightning_jax.rl.policies import learning_parts
+from lightning_jax.rl.preferences import make_pairs, pair_signs
 from lightning_jax.runner import FINISHED
 from lightning_jax.types import Rollout, Trajectory
 from lightning_jax.view.records import CallCredit, StepCredit
@@ -49,7 +50,7 @@ def step_credit(
         equal = equal_groups(trajectories, algorithm)
         left_out = [each for each in trajectories if each.group_id in equal]
         for part in learning_parts(left_out, algorithm, policies or {}).values():
-            by_call |= _of_calls(_punished(part, algorithm), algorithm, set(), EQUAL_GROUP)
+            by_call |= _of_calls(_punished(part, algorithm), algorithm, step, set(), EQUAL_GROUP)
         trajectories = [each for each in trajectories if each.group_id not in equal]
     fresh, _, _ = drop_stale(
         trajectories,
@@ -60,9 +61,13 @@ def step_credit(
     trained = {call.call_id for each in fresh for call in each.transitions}
     stale = f"not trained: more than {algorithm.max_staleness} steps old"
     for part in learning_parts(trajectories, algorithm, policies or {}).values():
-        by_call |= _of_calls(_punished(part, algorithm), algorithm, trained, stale)
+        by_call |= _of_calls(_punished(part, algorithm), algorithm, step, trained, stale)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         notes.append("advantages are shown before each token's share of the KL is taken off")
+    if algorithm.loss == "dpo":
+        notes.append(
+            "advantages are signs: 1 in the rollout of a pair that is preferred, -1 in the other"
+        )
     return StepCredit(by_call, tuple(notes))
 
 
@@ -83,11 +88,16 @@ def _punished(
 def _of_calls(
     trajectories: Sequence[Trajectory],
     algorithm: AlgorithmConfig,
+    step: int,
     trained: set[str],
     otherwise: str,
 ) -> dict[str, CallCredit]:
     """By call id; `otherwise` is the note of the calls that are not `trained`."""
-    advantages, _ = step_advantages(trajectories, algorithm)
+    if algorithm.loss == "dpo":
+        pairs, _ = make_pairs(trajectories, algorithm, policy_version=step)
+        advantages = pair_signs(trajectories, pairs)
+    else:
+        advantages, _ = step_advantages(trajectories, algorithm)
     found = {}
     for trajectory, of_calls in zip(trajectories, advantages, strict=True):
         credits = assign_credit(trajectory, scheme=algorithm.credit, discount=algorithm.discount)

@@ -6,6 +6,7 @@ it under the reference. So log-probs are now -0.594535 and -1, -1.693147, -1. A 
 the prompt, and 0.5, 0.25, 0 before the tokens of B.
 """
 
+import math
 import re
 from pathlib import Path
 
@@ -18,10 +19,16 @@ from lightning_jax.config import BatchConfig, Config, load_config
 from lightning_jax.rl.advantages import step_advantages
 from lightning_jax.rl.batching import make_batches, make_sequences
 from lightning_jax.rl.losses import policy_loss
+from lightning_jax.rl.preferences import weigh_pairs
+from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.testing.records import trajectory, transition
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 RATIOS = {2: 1.5, 3: 1.0, 4: 0.5, 5: 1.0}  # by token id
+STEP = [
+    trajectory(transition([1], [2]), reward=1.0, rollout="A"),
+    trajectory(transition([1], [3, 4, 5]), reward=0.0, rollout="B"),
+]
 VALUES = {
     "learned": [((0.5,),), ((0.5,),)],
     "learned_token": [((0.5,),), ((0.5, 0.25, 0.0),)],
@@ -58,42 +65,52 @@ def rows() -> dict[str, list[str]]:
     return {
         name: [f"algorithm.{setting}" for setting in settings.split()]
         for name, settings in table
-        if name in LOSSES
+        if name in (*LOSSES, "DPO")
     }
 
 
 def test_the_table_is_read_whole():
     text = DOCS.read_text()
     first = text[: text.index("`tests/rl/test_algorithms.py`")]
-    assert list(rows()) == list(LOSSES)
-    assert first.count("\n| ") == len(LOSSES) + 1  # with the heading
+    assert list(rows()) == [*LOSSES, "DPO"]
+    assert first.count("\n| ") == len(LOSSES) + 2  # with the heading
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_algorithm_by_hand(name):
     algorithm = load_config(Config, rows()[name]).algorithm
-    step = [
-        trajectory(transition([1], [2]), reward=1.0, rollout="A"),
-        trajectory(transition([1], [3, 4, 5]), reward=0.0, rollout="B"),
-    ]
-    advantages, _ = step_advantages(step, algorithm, VALUES.get(algorithm.credit))
+    advantages, _ = step_advantages(STEP, algorithm, VALUES.get(algorithm.credit))
     sequences = make_sequences(
-        step,
+        STEP,
         advantages,
         aggregation=algorithm.aggregation,
         token_divisor=algorithm.token_divisor,
     )
+    batch, sampled, current = measured(sequences)
+    batch.behavior_logprobs[:] = sampled
+    batch = jax.tree.map(jnp.asarray, batch)
+    reference = jnp.asarray(sampled) if algorithm.kl_coef else None
+    loss, _ = policy_loss(jnp.asarray(current), batch, algorithm, ref_logprobs=reference)
+    assert loss == pytest.approx(LOSSES[name], abs=2e-6)
+
+
+def test_dpo_by_hand():
+    algorithm = load_config(Config, rows()["DPO"]).algorithm
+    sequences, _ = prepare_step(STEP, algorithm, policy_version=0)
+    batch, sampled, current = measured(sequences)
+    knobs = {"beta": algorithm.dpo_beta}
+    (advantages,), metrics = weigh_pairs(sequences, [batch], [current], [sampled], **knobs)
+    # A gained 0.405465 and B lost 0.693147: a margin of ln 3.
+    assert metrics["train/loss"] == pytest.approx(math.log(1 + 3**-0.1), abs=2e-6)
+    slope = 0.1 / (1 + 3**0.1)
+    np.testing.assert_allclose(advantages, [[slope, -slope, -slope, -slope]], atol=1e-6)
+
+
+def measured(sequences):
+    """(the batch, log-probs when they were sampled, log-probs now)."""
     (batch,), _ = make_batches(
         sequences, BatchConfig(rows=1, row_len=16, max_targets=4, head_chunk=4)
     )
     sampled = np.full((1, 4), -1.0, np.float32)
     ratios = [[RATIOS[token] for token in batch.target_ids[0].tolist()]]
-    batch.behavior_logprobs[:] = sampled
-    batch = jax.tree.map(jnp.asarray, batch)
-    loss, _ = policy_loss(
-        jnp.asarray(sampled + np.log(ratios).astype(np.float32)),
-        batch,
-        algorithm,
-        ref_logprobs=jnp.asarray(sampled) if algorithm.kl_coef else None,
-    )
-    assert loss == pytest.approx(LOSSES[name], abs=2e-6)
+    return batch, sampled, sampled + np.log(ratios).astype(np.float32)

@@ -47,3 +47,20 @@ def test_long_responses_cost_before_credit_is_given():
     # 3 - 2 for both calls of the first rollout, 1 - 2 for the other
     assert [s.advantage for s in sequences] == [1.0, 1.0, -1.0]
     assert metrics["train/overlong_penalty_mean"] == pytest.approx(4 / 3)
+
+
+def test_with_dpo_the_calls_of_pairs_are_what_is_trained():
+    third = trajectory(transition([1], [7], version=6), reward=2.0, rollout="t")
+    algorithm = AlgorithmConfig(
+        loss="dpo", overlong_penalty=2.0, overlong_max_tokens=2, overlong_buffer=0
+    )
+    # Of returns 3 - 2, 1 - 2 and 2 the last is the best and the second the worst.
+    sequences, metrics = prepare_step([*step(), third], algorithm, policy_version=0)
+    assert [(s.response_token_ids, s.advantage) for s in sequences] == [((7,), 1.0), ((5, 6), -1.0)]
+    assert [(s.weight, s.pair) for s in sequences] == [(1.0, 0)] * 2
+    assert (metrics["train/num_pairs"], metrics["train/num_groups"]) == (1.0, 1.0)
+    assert metrics["train/overlong_penalty_mean"] == 1.0
+    # The first has a stale call.
+    sequences, metrics = prepare_step([*step(), third], algorithm, policy_version=6)
+    assert (metrics["train/num_pairs"], metrics["train/dropped_stale"]) == (1.0, 1.0)
+    assert prepare_step(step(), algorithm, policy_version=6)[0] == []

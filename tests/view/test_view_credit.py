@@ -79,6 +79,20 @@ def test_credit_by_hand() -> None:
     }
 
 
+def test_pairs_are_shown_by_their_signs() -> None:
+    calls = [dataclasses.replace(transition([1], [2]), call_id=name) for name in "abc"]
+    trajectories = [
+        trajectory(call, reward=reward, rollout=call.call_id)
+        for call, reward in zip(calls, (0.0, 1.0, 0.5), strict=True)
+    ]
+    shown = step_credit(trajectories, AlgorithmConfig(loss="dpo"), step=0)
+    assert {name: each.advantage for name, each in shown.by_call.items()} == {
+        "a": -1.0, "b": 1.0, "c": 0.0
+    }  # fmt: skip
+    (note,) = shown.notes
+    assert "preferred" in note
+
+
 def test_learned_credit_is_not_made_up() -> None:
     found = step_credit(_step(0), AlgorithmConfig(credit="learned"), step=8)
     assert not found.by_call
