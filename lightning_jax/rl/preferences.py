@@ -128,19 +128,19 @@ def weigh_pairs(
     keys = {key: number for number, key in enumerate(dict.fromkeys(map(_key, sequences)))}
     pairs = np.asarray([keys[_key(each)] for each in sequences])
     signs = np.asarray([each.advantage for each in sequences])
-    margins = np.zeros(len(keys))
+    margins, shares = np.zeros((2, len(keys)))
+    shares[pairs] = [each.weight for each in sequences]
     for batch, policy, reference in zip(batches, logprobs, ref_logprobs, strict=True):
         calls = batch.target_calls[batch.target_mask]
         gains = (policy.astype(np.float64) - reference)[batch.target_mask]
         np.add.at(margins, pairs[calls], signs[calls] * gains)
     of_calls = (signs * dpo_advantages(margins, beta=beta)[pairs]).astype(np.float32)
-    share = sequences[0].weight  # one over the number of pairs, broken ones included
     # Padding has index -1 and is masked.
     return [
         np.where(batch.target_mask, of_calls[batch.target_calls], np.float32(0.0))
         for batch in batches
     ], {
-        "train/loss": float(dpo_losses(margins, beta=beta).sum() * share),
+        "train/loss": float((dpo_losses(margins, beta=beta) * shares).sum()),
         "train/preference_accuracy": float((margins > 0.0).mean()),
         "train/preference_margin": float(margins.mean()),
     }
