@@ -90,11 +90,14 @@ def train_and_report(
 
 
 def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> str:
-    """A line for each evaluation, and a line below for each value of the task field `by`."""
+    """A line for each evaluation, and a line below for each value of the task field `by`.
+
+    What changed is since the start of the phase, the warm-up or what follows it, task by task.
+    """
     lines = ["step  greedy reward on dev tasks"]
     for row in rows:
         if "eval/reward_mean" in row:
-            lines.append(f"{row['step']:4.0f}  {_result(row, '')}")
+            lines.append(f"{row['step']:4.0f}  {_result(row, '')}{_change(row)}")
             start = f"eval/reward_mean/{by}="
             values = [name.removeprefix(start) for name in row if name.startswith(start)]
             lines += [f"      {by}={value}: {_result(row, f'/{by}={value}')}" for value in values]
@@ -120,6 +123,16 @@ def failure_table(store: Store) -> str:
         such_as = f", such as in {example}" if example else ""
         lines.append(f"  {what}: {number} {reason}{such_as}")
     return "\n".join(lines)
+
+
+def _change(row: Mapping[str, float | int]) -> str:
+    if "eval/change_mean" not in row:
+        return ""
+    return (
+        f"   {row['eval/change_mean']:+.3f} ± {row['eval/change_stderr']:.3f} since step "
+        f"{row['eval/change_since_step']:.0f}: {row['eval/num_better']:.0f} better, "
+        f"{row['eval/num_worse']:.0f} worse"
+    )
 
 
 def _result(row: Mapping[str, float | int], part: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from jaxtyping import Float
 
 from lightning_jax.config import RewardRule
 from lightning_jax.metrics import Metrics
@@ -15,6 +16,9 @@ from lightning_jax.tracing.rewards import Decode, apply_rules
 from lightning_jax.tracing.roles import Policies, Roles, assign_roles, only_trained
 from lightning_jax.tracing.tree import placed
 from lightning_jax.types import Rollout, Span, Task, Trajectory, Transition
+
+# What a rollout ended as, if it measures the policy; a failed agent earned 0.
+MEASURED = ("scored", "agent_failure")
 
 
 @dataclass(frozen=True)
@@ -184,18 +188,35 @@ def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
     A rollout that the infrastructure failed to the last is no measurement and is counted apart.
     """
-    rewards = [r.reward or 0.0 for r in rollouts if r.status in ("scored", "agent_failure")]
+    rewards = np.asarray([r.reward or 0.0 for r in rollouts if r.status in MEASURED])
     failed = sum(r.status == "agent_failure" for r in rollouts)
     metrics = {
         "eval/num_tasks": float(len(rewards)),
         "eval/num_agent_failures": float(failed),
         "eval/num_infrastructure_failures": float(len(rollouts) - len(rewards)),
     }
-    if rewards:
-        spread = np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0
-        metrics["eval/reward_mean"] = float(np.mean(rewards))
-        metrics["eval/reward_stderr"] = float(spread / len(rewards) ** 0.5)
+    if rewards.size:
+        metrics["eval/reward_mean"] = float(rewards.mean())
+        metrics["eval/reward_stderr"] = _standard_error(rewards)
     return metrics | _reported(rollouts, "eval")
+
+
+def eval_change(before: Sequence[Rollout], rollouts: Sequence[Rollout]) -> Metrics:
+    """How an evaluation differs from one before, task by task, over the tasks that both measured.
+
+    The standard error is that of the mean of these differences: much smaller than the two means'
+    own where most tasks come out as they did before. Nothing without such a task.
+    """
+    old, new = _measured(before), _measured(rollouts)
+    changes = np.asarray([new[task] - old[task] for task in new if task in old])
+    if not changes.size:
+        return {}
+    return {
+        "eval/change_mean": float(changes.mean()),
+        "eval/change_stderr": _standard_error(changes),
+        "eval/num_better": float((changes > 0.0).sum()),
+        "eval/num_worse": float((changes < 0.0).sum()),
+    }
 
 
 def eval_metrics_by(
@@ -218,12 +239,22 @@ def eval_metrics_by(
     }
 
 
+def _measured(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """By task; the newest attempt counts."""
+    return {each.task_id: each.reward or 0.0 for each in rollouts if each.status in MEASURED}
+
+
+def _standard_error(values: Float[np.ndarray, " N"]) -> float:
+    """Of the mean of at least one value; 0 of a single one."""
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
+
+
 def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
     """Means of what agents returned beside their rewards, as `eval/agent_f1_mean`.
 
     They are over the same rollouts as the reward of an evaluation, and a failed agent counts as 0.
     """
-    finished = [r for r in rollouts if r.status in ("scored", "agent_failure")]
+    finished = [r for r in rollouts if r.status in MEASURED]
     names = sorted({name for rollout in finished for name in rollout.metrics})
     return {
         f"{area}/agent_{_code(name)}_mean": sum(r.metrics.get(name, 0.0) for r in finished)

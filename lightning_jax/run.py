@@ -29,6 +29,7 @@ from lightning_jax.rl.advantages import equal_groups
 from lightning_jax.rl.policies import prepare_policies
 from lightning_jax.rollout_metrics import (
     Reading,
+    eval_change,
     eval_metrics,
     eval_metrics_by,
     to_trajectories,
@@ -130,6 +131,10 @@ class Run:
         started = time.monotonic()
         rollouts = await self._collect(self.dev_tasks, "eval", 1)
         results = eval_metrics(rollouts) | eval_metrics_by(settings.by, self.dev_tasks, rollouts)
+        since = 0 if after_warmup <= 0 else self.config.warmup.num_steps
+        if since < step:  # what the warm-up changed, or the policy phase
+            change = eval_change(self.store.rollouts(phase="eval", step=since), rollouts)
+            results |= change and change | {"eval/change_since_step": float(since)}
         return results | {"time/eval_s": time.monotonic() - started}
 
     async def _supervised_step(self) -> Metrics:

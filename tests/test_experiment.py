@@ -93,6 +93,11 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
             "eval/reward_mean": 0.5,
             "eval/reward_stderr": 0.1,
             "eval/num_tasks": 12.0,
+            "eval/change_mean": 0.25,
+            "eval/change_stderr": 0.0625,
+            "eval/num_better": 4.0,
+            "eval/num_worse": 1.0,
+            "eval/change_since_step": 0.0,
             "eval/reward_mean/hops=2": 0.75,
             "eval/reward_stderr/hops=2": 0.2,
             "eval/num_tasks/hops=2": 4.0,
@@ -101,7 +106,7 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
     assert result_table(rows, "hops").splitlines() == [
         "step  greedy reward on dev tasks",
         "   0  0.250 ± 0.125 (n=12)",
-        "   2  0.500 ± 0.100 (n=12)",
+        "   2  0.500 ± 0.100 (n=12)   +0.250 ± 0.062 since step 0: 4 better, 1 worse",
         "      hops=2: 0.750 ± 0.200 (n=4)",
     ]
     assert len(result_table(rows).splitlines()) == 3

@@ -8,6 +8,7 @@ from lightning_jax.config import RewardRule, RoleConfig
 from lightning_jax.rollout_metrics import (
     Reading,
     agent_metrics,
+    eval_change,
     eval_metrics,
     eval_metrics_by,
     rollout_metrics,
@@ -73,6 +74,33 @@ def test_an_evaluation_has_its_standard_error() -> None:
     assert metrics["eval/reward_stderr"] == pytest.approx(0.25)
     assert metrics["eval/num_infrastructure_failures"] == 1
     assert "eval/reward_mean" not in eval_metrics([])
+
+
+def _of_task(index: int, status: str, **fields: object) -> Rollout:
+    return _rollout(index, status, task_id=f"t{index}", **fields)
+
+
+def test_evaluations_are_compared_task_by_task() -> None:
+    before = [
+        _of_task(0, "infrastructure_failure", reason="engine_error"),
+        *(_of_task(i, "scored", reward=reward) for i, reward in enumerate((0.5, 0.0, 1.0, 0.0))),
+        _of_task(4, "scored", reward=1.0),
+    ]
+    after = [
+        *(_of_task(i, "scored", reward=reward) for i, reward in enumerate((0.5, 1.0, 0.5, 1.0))),
+        _of_task(4, "infrastructure_failure", reason="engine_error"),
+        _of_task(5, "scored", reward=1.0),
+    ]
+    # Tasks 0 to 3 were measured twice: differences 0, 1, -0.5, 1 of mean 0.375, variance 0.5625.
+    assert eval_change(before, after) == {
+        "eval/change_mean": pytest.approx(0.375),
+        "eval/change_stderr": pytest.approx(0.375),
+        "eval/num_better": 2.0,
+        "eval/num_worse": 1.0,
+    }
+    failed = eval_change(before, [_of_task(2, "agent_failure", reason="deadline")])
+    assert (failed["eval/change_mean"], failed["eval/change_stderr"]) == (-1.0, 0.0)
+    assert eval_change(before, after[4:]) == eval_change([], after) == {}
 
 
 def test_what_agents_measured_is_averaged() -> None:

@@ -217,6 +217,12 @@ def test_the_warmup_learns_the_demonstrations_first(model_dir: Path, tmp_path: P
     evals = {row["step"]: row["eval/reward_mean"] for row in rows if "eval/reward_mean" in row}
     assert evals[0] < 0.5 < evals[10]
     assert sorted(evals) == [0, 10, 12]
+    # What the warm-up changed, then what came after it.
+    assert "eval/change_mean" not in rows[0]
+    for row, since in ((rows[10], 0), (rows[12], 10)):
+        assert row["eval/change_since_step"] == since
+        change = evals[int(row["step"])] - evals[since]
+        assert row["eval/change_mean"] == pytest.approx(change, abs=1e-12)
 
 
 def _short(model_dir: Path, run_dir: Path) -> Config:
