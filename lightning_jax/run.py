@@ -132,9 +132,9 @@ class Run:
         rollouts = await self._collect(self.dev_tasks, "eval", 1)
         results = eval_metrics(rollouts) | eval_metrics_by(settings.by, self.dev_tasks, rollouts)
         since = 0 if after_warmup <= 0 else self.config.warmup.num_steps
-        if since < step:  # what the warm-up changed, or the policy phase
-            change = eval_change(self.store.rollouts(phase="eval", step=since), rollouts)
-            results |= change and change | {"eval/change_since_step": float(since)}
+        before = self.store.rollouts(phase="eval", step=since) if since < step else []
+        if change := eval_change(before, rollouts):  # by the warm-up, or by the policy phase
+            results |= change | {"eval/change_since_step": float(since)}
         return results | {"time/eval_s": time.monotonic() - started}
 
     async def _supervised_step(self) -> Metrics:
