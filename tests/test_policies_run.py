@@ -78,6 +78,26 @@ def adapters(config: Config) -> dict[Any, np.ndarray]:
     return leaves
 
 
+@pytest.mark.parametrize("rank", [4, 0])  # adapters, or weights of their own
+def test_dpo_teaches_each_policy_by_its_own_calls(
+    rank: int, model_dir: Path, tmp_path: Path
+) -> None:
+    config = settings(
+        model_dir,
+        tmp_path / "run",
+        num_steps=1,
+        model=ModelConfig(name=str(model_dir), lora=dataclasses.replace(LORA, rank=rank)),
+        algorithm=AlgorithmConfig(loss="dpo"),
+        rollout=RolloutConfig(tasks_per_step=4, group_size=8),
+    )
+    (row,) = asyncio.run(train(config, TASKS, []))
+    for name in NAMES[:2]:
+        assert row[f"train/num_pairs/policy={name}"] > 0.0
+    # Of each policy the mean over its pairs is ln 2 while it is its own reference.
+    losses = [row["train/loss"] / 2] if rank else [row[f"train/loss/policy={n}"] for n in NAMES[:2]]
+    assert losses == pytest.approx([np.log(2.0)] * len(losses), abs=1e-5)
+
+
 def test_two_policies_learn_and_the_frozen_one_stays(model_dir: Path, tmp_path: Path) -> None:
     config = settings(model_dir, tmp_path / "run")
     rows = asyncio.run(train(config, TASKS, []))
