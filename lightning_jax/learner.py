@@ -125,38 +125,43 @@ class Learner:
                 train_step.with_old_logprobs(self.functions, state.policy, batches)
                 for batches in minibatches
             ]
+        known = None
+        if self.dpo_beta is not None:  # there is one minibatch, and its loss needs nothing more
+            assert reference is not None, "DPO keeps one"
+            known = self._logprobs(minibatches[0], overlay(state.base, reference))
+            reference = None
         updates = []
         for batches, some in list(zip(minibatches, present, strict=True)) * self.num_epochs:
-            if self.dpo_beta is None:
-                state, learned = train_step.update(self.functions, state, batches, reference, some)
-            else:  # there is one minibatch
-                batches, measured = self._prefer(state, reference, of_each[0], parts[0][0], batches)
-                state, learned = train_step.update(self.functions, state, batches, None, some)
-                learned |= measured
-            updates.append(learned)
+            measured: Metrics = {}
+            if known is not None:
+                current = self._logprobs(batches, state.policy)
+                batches, measured = self._prefer(of_each[0], parts[0][0], batches, current, known)
+            state, learned = train_step.update(self.functions, state, batches, reference, some)
+            updates.append(learned | measured)
         seconds = (time.monotonic() - started) / self.num_epochs
         return state, metrics | merge_updates(updates) | {
             "train/tokens_per_s": metrics["train/tokens_naive"] / seconds,
             "train/forest_tokens_per_s": metrics["train/tokens_forest"] / seconds,
         }
 
+    def _logprobs(self, placed: Sequence[Batch], weights: Params) -> Any:
+        """Of the targets of each batch, on the host."""
+        return to_host(measure(self.functions.logprobs_fn, placed, weights))
+
     def _prefer(
         self,
-        state: TrainState,
-        reference: Params | None,
         sequences: Sequence[TrainingSequence],
         batches: Sequence[Batch],
         placed: Sequence[Batch],
+        logprobs: Any,
+        ref_logprobs: Any,
     ) -> tuple[list[Batch], Metrics]:
         """(the placed batches with advantages by DPO, metrics of the pairs); `batches` are the same
         on the host, packed of the sequences.
         """
-        assert reference is not None and self.dpo_beta is not None, "DPO has both"
-        policy, old = [
-            to_host(measure(self.functions.logprobs_fn, placed, weights))
-            for weights in (state.policy, overlay(state.base, reference))
-        ]
-        advantages, metrics = weigh_pairs(sequences, batches, policy, old, beta=self.dpo_beta)
+        beta = self.dpo_beta
+        assert beta is not None, "DPO has one"
+        advantages, metrics = weigh_pairs(sequences, batches, logprobs, ref_logprobs, beta=beta)
         return [
             dataclasses.replace(batch, advantages=values)
             for batch, values in zip(

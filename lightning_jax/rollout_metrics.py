@@ -15,10 +15,7 @@ from lightning_jax.tracing.convert import spans_to_transitions, to_trajectory
 from lightning_jax.tracing.rewards import Decode, apply_rules
 from lightning_jax.tracing.roles import Policies, Roles, assign_roles, only_trained
 from lightning_jax.tracing.tree import placed
-from lightning_jax.types import Rollout, Span, Task, Trajectory, Transition
-
-# What a rollout ended as, if it measures the policy; a failed agent earned 0.
-MEASURED = ("scored", "agent_failure")
+from lightning_jax.types import FINISHED, Rollout, Span, Task, Trajectory, Transition
 
 
 @dataclass(frozen=True)
@@ -188,7 +185,7 @@ def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
     A rollout that the infrastructure failed to the last is no measurement and is counted apart.
     """
-    rewards = np.asarray([r.reward or 0.0 for r in rollouts if r.status in MEASURED])
+    rewards = np.asarray([r.reward or 0.0 for r in rollouts if r.status in FINISHED])
     failed = sum(r.status == "agent_failure" for r in rollouts)
     metrics = {
         "eval/num_tasks": float(len(rewards)),
@@ -241,7 +238,7 @@ def eval_metrics_by(
 
 def _measured(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """By task; the newest attempt counts."""
-    return {each.task_id: each.reward or 0.0 for each in rollouts if each.status in MEASURED}
+    return {each.task_id: each.reward or 0.0 for each in rollouts if each.status in FINISHED}
 
 
 def _standard_error(values: Float[np.ndarray, " N"]) -> float:
@@ -254,7 +251,7 @@ def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
 
     They are over the same rollouts as the reward of an evaluation, and a failed agent counts as 0.
     """
-    finished = [r for r in rollouts if r.status in MEASURED]
+    finished = [r for r in rollouts if r.status in FINISHED]
     names = sorted({name for rollout in finished for name in rollout.metrics})
     return {
         f"{area}/agent_{_code(name)}_mean": sum(r.metrics.get(name, 0.0) for r in finished)

@@ -26,14 +26,13 @@ from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.gateway.rollouts import derive_seed
 from lightning_jax.store import Store
 from lightning_jax.tracing.tracer import below_root, root_span
-from lightning_jax.types import LLM, Rollout, RolloutStatus, Task, UserError
+from lightning_jax.types import FINISHED, LLM, Rollout, RolloutStatus, Task, UserError
 
 log = logging.getLogger(__name__)
 
 # A reward, or a mapping with "reward" and other numbers, which are kept and averaged.
 Result = float | Mapping[str, float] | None
 Agent = Callable[[Task, LLM], Awaitable[Result]]
-FINISHED = ("scored", "agent_failure")
 
 
 @dataclass(frozen=True)

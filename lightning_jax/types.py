@@ -19,6 +19,7 @@ FinishReason = Literal["stop", "length", "error", "cancelled"]
 # A rollout's life. "scored" and the two failures are final; only an infrastructure failure is
 # retried.
 RolloutStatus = Literal["queued", "running", "scored", "agent_failure", "infrastructure_failure"]
+FINISHED = ("scored", "agent_failure")  # what measures the policy, and is not tried again
 Message = dict[str, Any]  # an OpenAI chat message
 TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability), best first
 Advantage = float | tuple[float, ...]  # of all tokens of a call, or of each that is trained

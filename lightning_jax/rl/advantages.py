@@ -45,7 +45,7 @@ def baselines_and_scales(
     returns equal would bias the gradient.
     """
     baselines, scales = np.zeros_like(returns), np.ones_like(returns)
-    for members in _groups(group_ids).values():
+    for members in group_members(group_ids).values():
         group = returns[members]
         if baseline in ("group_mean", "leave_one_out"):
             baselines[members] = group_baselines(group, baseline)
@@ -75,7 +75,7 @@ def are_equal(returns: Float[np.ndarray, " N"]) -> bool:
 def equal_groups(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> set[str]:
     """The ids of the groups whose returns are all equal."""
     returns = returns_of(trajectories, algorithm)
-    groups = _groups([trajectory.group_id for trajectory in trajectories])
+    groups = group_members([trajectory.group_id for trajectory in trajectories])
     return {group for group, members in groups.items() if are_equal(returns[members])}
 
 
@@ -200,7 +200,7 @@ def returns_of(
     return np.asarray(earned, np.float64)
 
 
-def _groups(group_ids: Sequence[str]) -> dict[str, list[int]]:
+def group_members(group_ids: Sequence[str]) -> dict[str, list[int]]:
     """The places of each group's rollouts."""
     members: dict[str, list[int]] = defaultdict(list)
     for place, group_id in enumerate(group_ids):

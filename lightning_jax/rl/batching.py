@@ -20,10 +20,8 @@ from lightning_jax.types import (
     Trajectory,
 )
 
-DROP_REASONS: tuple[str, ...] = (
-    "too_long", "too_many_targets", "empty_response", "all_forced", "zero_advantage"
-)  # fmt: skip
-TOO_LARGE = DROP_REASONS[:2]
+TOO_LARGE = ("too_long", "too_many_targets")
+DROP_REASONS: tuple[str, ...] = (*TOO_LARGE, "empty_response", "all_forced", "zero_advantage")
 
 
 def drop_stale(

@@ -9,7 +9,6 @@ So each update measures first, and the gradient follows by the chain rule: the l
 a rollout's log-probability is one number, and takes the place of an advantage.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lightning_jax.config import AlgorithmConfig, BatchConfig
-from lightning_jax.rl.advantages import are_equal, returns_of
+from lightning_jax.rl.advantages import are_equal, group_members, returns_of
 from lightning_jax.rl.batching import TOO_LARGE, drop_stale, make_sequences, why_dropped
 from lightning_jax.rl.weights import num_trained
 from lightning_jax.types import Batch, TrainingSequence, Trajectory
@@ -41,14 +40,13 @@ def make_pairs(
         max_staleness=algorithm.max_staleness,
     )
     returns = returns_of(trajectories, algorithm)
-    groups: dict[str, list[int]] = defaultdict(list)
-    for place, (trajectory, left) in enumerate(zip(trajectories, fresh, strict=True)):
-        is_whole = len(left.transitions) == len(trajectory.transitions)
-        if is_whole and any(map(num_trained, trajectory.transitions)):
-            groups[trajectory.group_id].append(place)
+    usable = [
+        len(left.transitions) == len(whole.transitions) and any(map(num_trained, left.transitions))
+        for left, whole in zip(fresh, trajectories, strict=True)
+    ]
     pairs = []
-    for places in groups.values():
-        ranked = sorted(places, key=lambda place: -returns[place])
+    for members in group_members([each.group_id for each in trajectories]).values():
+        ranked = sorted(filter(usable.__getitem__, members), key=lambda place: -returns[place])
         for chosen, rejected in zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False):
             if not are_equal(returns[[chosen, rejected]]):
                 pairs.append((chosen, rejected))

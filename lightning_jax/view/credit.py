@@ -12,8 +12,7 @@ from lightning_jax.rl.batching import drop_stale
 from lightning_jax.rl.credit import assign_credit, punish_overlong
 from lightning_jax.rl.policies import learning_parts
 from lightning_jax.rl.preferences import make_pairs, pair_signs
-from lightning_jax.runner import FINISHED
-from lightning_jax.types import Rollout, Trajectory
+from lightning_jax.types import FINISHED, Rollout, Trajectory
 from lightning_jax.view.records import CallCredit, StepCredit
 
 EQUAL_GROUP = "not trained: the returns of its group are all equal"
