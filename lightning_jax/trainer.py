@@ -105,11 +105,7 @@ async def open_run(
     agent = make_agent(config.agent)
     directory = Path(config.run_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    changed = [
-        key
-        for key in changed_keys(directory / "config.yaml", config)
-        if not key.startswith(HARMLESS)
-    ]
+    changed = _changed_settings(config)
     model = _model_that_fits(config)
     store = Store(directory / "store.sqlite")
     mesh = serving_mesh(config)
@@ -121,13 +117,7 @@ async def open_run(
         initial = make_loop(engine, model.params, 0, model.tokenizer, config.serve)
     run = Run(config, model, store, train_tasks, dev_tasks)
     save_config(config, directory / "config.yaml")
-    if changed:
-        log.warning(
-            "settings changed since this run began (%s); it goes on from step %d without the "
-            "rollouts that the store holds of later steps",
-            ", ".join(changed),
-            run.step,
-        )
+    _warn_of_changes(changed, run.step)
     if abandoned := store.abandon_running():
         log.info("%d rollouts were running when the last process ended; they run again", abandoned)
     run.leader.tell("publish_all")
@@ -161,6 +151,22 @@ async def open_run(
         run.leader.dismiss()
         await run.close()
         store.close()
+
+
+def _changed_settings(config: Config) -> list[str]:
+    """Keys of the settings that make the run another one than its directory holds."""
+    changed = changed_keys(Path(config.run_dir) / "config.yaml", config)
+    return [key for key in changed if not key.startswith(HARMLESS)]
+
+
+def _warn_of_changes(changed: Sequence[str], step: int) -> None:
+    if changed:
+        log.warning(
+            "settings changed since this run began (%s); it goes on from step %d without the "
+            "rollouts that the store holds of later steps",
+            ", ".join(changed),
+            step,
+        )
 
 
 def _front(config: Config, loops: Sequence[Any]) -> Any:

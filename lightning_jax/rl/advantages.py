@@ -82,12 +82,18 @@ def equal_groups(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig)
 def group_metrics(
     trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
 ) -> dict[str, float]:
-    """How many groups a step has, and in how many of them nothing can be told apart."""
-    num_groups = len({trajectory.group_id for trajectory in trajectories})
-    num_equal = len(equal_groups(trajectories, algorithm))
+    """How many groups a step has, in how many of them nothing can be told apart, and in how many
+    the rewards of calls alone tell rollouts apart, none of which did better than another.
+    """
+    returns = returns_of(trajectories, algorithm)
+    rewards = np.asarray([trajectory.reward for trajectory in trajectories], np.float64)
+    groups = group_members([trajectory.group_id for trajectory in trajectories]).values()
+    unequal = [members for members in groups if not are_equal(returns[members])]
+    num_by_calls = sum(are_equal(rewards[members]) for members in unequal)
     return {
-        "train/num_groups": float(num_groups),
-        "train/equal_groups_share": num_equal / max(num_groups, 1),
+        "train/num_groups": float(len(groups)),
+        "train/equal_groups_share": (len(groups) - len(unequal)) / max(len(groups), 1),
+        "train/only_call_rewards_share": num_by_calls / max(len(groups), 1),
     }
 
 

@@ -46,14 +46,7 @@ def policy_loss(
     gradient. Values where the mask is False do not matter. Raises ValueError when a coefficient is
     above 0 and what it is for is missing.
     """
-    if algorithm.kl_coef > 0.0 and ref_logprobs is None:
-        raise ValueError(
-            f"kl_coef is {algorithm.kl_coef} without ref_logprobs; pass them or set it to 0."
-        )
-    if algorithm.entropy_coef > 0.0 and entropy is None:
-        raise ValueError(
-            f"entropy_coef is {algorithm.entropy_coef} without entropy; pass it or set it to 0."
-        )
+    _check_given(algorithm, ref_logprobs, entropy)
     mask = batch.target_mask
     logprobs, advantages = _masked(logprobs, mask), _masked(batch.advantages, mask)
     behavior = _masked(batch.behavior_logprobs, mask)
@@ -126,6 +119,17 @@ def add_metrics(sums: Metrics, more: Metrics) -> Metrics:
 def is_maximum(name: str) -> bool:
     """Whether a metric is a maximum, by its name."""
     return name.endswith("_max")
+
+
+def _check_given(algorithm: AlgorithmConfig, ref_logprobs: object, entropy: object) -> None:
+    if algorithm.kl_coef > 0.0 and ref_logprobs is None:
+        raise ValueError(
+            f"kl_coef is {algorithm.kl_coef} without ref_logprobs; pass them or set it to 0."
+        )
+    if algorithm.entropy_coef > 0.0 and entropy is None:
+        raise ValueError(
+            f"entropy_coef is {algorithm.entropy_coef} without entropy; pass it or set it to 0."
+        )
 
 
 def _correction(

@@ -58,6 +58,19 @@ def test_equal_rewards_and_single_rollouts_give_zeros():
     assert metrics["train/equal_groups_share"] == 1.0
 
 
+def test_groups_that_only_the_rewards_of_calls_tell_apart():
+    def called(reward: float, of_call: float, group: str):
+        return trajectory(transition([1], [2], reward=of_call), reward=reward, group=group)
+
+    step = [called(0.0, -0.1, "by calls"), called(0.0, 0.0, "by calls")]
+    step += [called(1.0, -0.1, "by both"), called(0.0, 0.0, "by both")]
+    step += [called(0.0, -0.1, "equal"), called(0.0, -0.1, "equal")]
+    step += [called(1.0, -1.0, "cancelled"), called(0.0, 0.0, "cancelled")]
+    _, metrics = step_advantages(step, AlgorithmConfig())
+    assert metrics["train/only_call_rewards_share"] == 0.25
+    assert metrics["train/equal_groups_share"] == 0.5
+
+
 def test_equal_up_to_rounding_is_equal():
     returns = np.asarray([0.1 + 0.2, 0.3])
     baselines, scales = baselines_and_scales(
