@@ -70,7 +70,8 @@ def plot_curves(rows: Sequence[Mapping[str, float | int]], path: Path, title: st
         _draw(axes, rows, metrics, log_scale)
         axes.set_title(name, fontsize=9)
         axes.set_xlabel("trainer step", fontsize=8)
-        axes.tick_params(labelsize=7)
+        axes.tick_params(which="both", labelsize=7)  # within a decade all labels are minor ones
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     for axes in figure.axes[len(panels) :]:
         axes.set_axis_off()
