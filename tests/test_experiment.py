@@ -119,6 +119,8 @@ def test_the_configs_load_and_name_their_run(path: Path) -> None:
         with pytest.raises(ConfigError, match=r"data\.root is left to be set"):
             load_config(Config, argv)
         argv = [str(path.with_stem(path.stem.replace("_real", "_cpu"))), *argv, "data.root=DIR"]
+    if path.stem == "spider_policies_cpu":  # on top of another, too
+        argv = [str(path.with_stem("spider_cpu")), *argv]
     config = load_config(Config, argv)
     assert config.run_dir == f"runs/{path.stem}"
     assert config.agent.function.startswith("agents/")

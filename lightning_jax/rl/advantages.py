@@ -85,15 +85,18 @@ def group_metrics(
     """How many groups a step has, in how many of them nothing can be told apart, and in how many
     the rewards of calls alone tell rollouts apart, none of which did better than another.
     """
-    returns = returns_of(trajectories, algorithm)
     rewards = np.asarray([trajectory.reward for trajectory in trajectories], np.float64)
-    groups = group_members([trajectory.group_id for trajectory in trajectories]).values()
-    unequal = [members for members in groups if not are_equal(returns[members])]
-    num_by_calls = sum(are_equal(rewards[members]) for members in unequal)
+    groups = group_members([trajectory.group_id for trajectory in trajectories])
+    equal = equal_groups(trajectories, algorithm)
+    by_calls = [
+        group
+        for group, members in groups.items()
+        if group not in equal and are_equal(rewards[members])
+    ]
     return {
         "train/num_groups": float(len(groups)),
-        "train/equal_groups_share": (len(groups) - len(unequal)) / max(len(groups), 1),
-        "train/only_call_rewards_share": num_by_calls / max(len(groups), 1),
+        "train/equal_groups_share": len(equal) / max(len(groups), 1),
+        "train/only_call_rewards_share": len(by_calls) / max(len(groups), 1),
     }
 
 
