@@ -120,6 +120,8 @@ def test_the_configs_load_and_name_their_run(path: Path) -> None:
             load_config(Config, argv)
         argv = [str(path.with_stem(path.stem.replace("_real", "_cpu"))), *argv, "data.root=DIR"]
     if path.stem == "spider_policies_cpu":  # on top of another, too
+        with pytest.raises(ConfigError, match=r"serve\.max_len is left to be set"):
+            load_config(Config, argv)
         argv = [str(path.with_stem("spider_cpu")), *argv]
     config = load_config(Config, argv)
     assert config.run_dir == f"runs/{path.stem}"
