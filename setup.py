@@ -7,7 +7,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["lightning_jax", "lightning_jax.*"]),
-    package_data={"lightning_jax.view": ["*.jinja"]},
+    package_data={"lightning_jax.view": ["*.jinja"], "lightning_jax": ["starter/*"]},
     install_requires=[
         "jax>=0.10",
         "flax>=0.12",

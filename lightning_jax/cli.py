@@ -5,20 +5,28 @@ of it: each command imports what it runs.
 """
 
 import argparse
-import errno
-import logging
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from lightning_jax.command_line import (
+    STOPPED,
+    add_settings,
+    is_place_closed,
+    log_plainly,
+    stop_on_sigterm,
+)
 from lightning_jax.config_sections import ModelConfig, ServeConfig, ServerConfig
 from lightning_jax.view import DEFAULT_CHARS, DEFAULT_LIMIT
 
 if TYPE_CHECKING:
     from lightning_jax.gateway.app import Gateway
+
+STARTER = Path(__file__).parent / "starter"  # what `new` copies
 
 # Flags of `serve` that are fields of ServeConfig, which has their defaults.
 SERVE_FLAGS = {
@@ -45,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except KeyboardInterrupt:
-        _fail("stopped", 130)
+        _fail(arguments.stopped, 130)
         # JAX, interrupted while it compiles, crashes where the interpreter is taken down.
         os._exit(130)
 
@@ -54,23 +62,24 @@ def _run(arguments: argparse.Namespace) -> int:
     from lightning_jax.compiled import keep_compiled
     from lightning_jax.types import UserError
 
-    # force: libraries that were imported have set up the root logger for themselves.
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
-    logging.getLogger("lightning_jax").setLevel(logging.INFO)
+    log_plainly()
     keep_compiled()
     try:
         return arguments.run(arguments)
     except UserError as error:
         return _fail(f"error: {error}", 1)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if not is_place_closed(error):
             raise
         return _fail(f"error: {error}; free or open the place, then try again.", 1)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="lightning-jax", description="Serve a model, or check a training run.")
+    parser = _Parser(prog="lightning-jax", description="Train an agent, or serve a model.")
+    parser.set_defaults(stopped="stopped")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_new(commands.add_parser("new", help="make a folder with an agent and tasks to begin with"))
+    _add_train(commands.add_parser("train", help="train an agent on tasks of your own"))
     _add_serve(commands.add_parser("serve", help="answer OpenAI's API, and others, with a model"))
     _add_verify(commands.add_parser("verify", help="check a run's calls against its weights"))
     _add_view(commands.add_parser("view", help="show a run's rollouts, or one of them in time"))
@@ -78,6 +87,21 @@ def _parser() -> argparse.ArgumentParser:
     for command in commands.choices.values():
         command.set_defaults(parser=command)  # whose --help an error names
     return parser
+
+
+def _add_new(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Makes a folder with an agent, its tasks and settings, all to be changed."
+    parser.add_argument("folder", metavar="DIR", type=Path, help="what to make")
+    parser.set_defaults(run=_new)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Trains the agent that the settings name on the tasks of data.root: a file of JSON "
+        "objects, one a line, or a folder with train.jsonl and dev.jsonl."
+    )
+    add_settings(parser)
+    parser.set_defaults(run=_train, stopped=STOPPED)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -145,10 +169,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "Says what a run would hold in the memory of each device. Compiles its training step and "
         "allocates nothing. Exit code 1 if a device is too small."
     )
-    parser.add_argument("--config", required=True, help="a YAML file of settings")
-    parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="or another such file; later ones win"
-    )
+    add_settings(parser)
     devices = "plan for so many simulated devices (default: those of this machine)"
     parser.add_argument("--devices", type=int, metavar="N", help=devices)
     memory = "GiB that a device has (default: what the devices of this machine say)"
@@ -156,6 +177,31 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     quick = "estimate what a step needs from shapes instead of compiling it"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.set_defaults(run=_plan)
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    folder = arguments.folder
+    if folder.exists():
+        return _fail(f"error: {folder} is there already; expected a new folder. Choose another.", 1)
+    try:
+        shutil.copytree(STARTER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    except OSError as error:
+        return _fail(f"error: {folder} cannot be made ({error}); choose another place.", 1)
+    for path in sorted(folder.iterdir()):
+        print(path)
+    print(f"\ncd {folder} && lightning-jax train --config config.yaml")
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from lightning_jax.config import Config, load_config
+    from lightning_jax.datasets.task_files import load_task_files
+    from lightning_jax.experiment import load_splits, train_and_report
+
+    stop_on_sigterm()
+    config = load_config(Config, [arguments.config, *arguments.settings])
+    train_and_report(config, *load_splits(config, load_task_files))
+    return 0
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What the scripts in experiments/ share: the command line, the two splits, the table at the end.
+"""What the scripts in experiments/ share: the start, the two splits, the table at the end.
 
 A script's `main` takes the settings, does what is its own (a server that all rollouts share, say)
 and ends in `train_and_report`; `run_main` calls it.
@@ -6,15 +6,19 @@ and ends in `train_and_report`; `run_main` calls it.
 
 import argparse
 import asyncio
-import errno
-import logging
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from lightning_jax.command_line import (
+    STOPPED,
+    add_settings,
+    is_place_closed,
+    log_plainly,
+    stop_on_sigterm,
+)
 from lightning_jax.compiled import keep_compiled
 from lightning_jax.config import Config, DataConfig, load_config
 from lightning_jax.distributed import is_leader
@@ -37,27 +41,21 @@ def run_main(
     the process with one sentence, and so do Ctrl-C and SIGTERM.
     """
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    parser.add_argument("--config", required=True, help="a YAML file of settings")
-    parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="or another such file; later ones win"
-    )
+    add_settings(parser)
     arguments = parser.parse_args(argv)
-    # force: libraries that were imported above have set up the root logger for themselves.
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
-    logging.getLogger("lightning_jax").setLevel(logging.INFO)
-    # As Ctrl-C: what stops jobs must not leave the programs of their agents behind.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    log_plainly()
+    stop_on_sigterm()
     keep_compiled()
     try:
         main(load_config(Config, [arguments.config, *arguments.settings]))
     except UserError as error:
         sys.exit(f"error: {error}")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if not is_place_closed(error):
             raise
         sys.exit(f"error: {error}; free or open the place, then the same command goes on")
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from the last checkpoint")
+        sys.exit(STOPPED)
 
 
 def cache_dir(config: Config) -> Path:

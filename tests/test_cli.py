@@ -39,6 +39,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def own_sigterm() -> Iterator[None]:
+    """Takes back what `train` does to the signal that stops jobs."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
 @contextmanager
 def _serving(model_dir: Path, *flags: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """The process of `lightning-jax serve`, and the line that it prints once it answers."""
@@ -156,6 +164,77 @@ def test_mistakes_give_one_sentence(
     output = capsys.readouterr()
     assert sentence in output.err and "Traceback" not in output.err and output.out == ""
     assert sum(line.startswith("error: ") for line in output.err.splitlines()) == 1
+
+
+def test_what_new_makes_trains_and_goes_on(
+    tmp_path: Path,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    own_logging: None,
+    own_sigterm: None,
+) -> None:
+    folder = tmp_path / "mine"
+    assert _exit_code(["new", str(folder)]) == 0
+    made, _, command = capsys.readouterr().out.strip().rpartition("\n\n")
+    assert made.splitlines() == [
+        str(folder / name) for name in ("agent.py", "config.yaml", "tasks.jsonl")
+    ]
+    assert command.startswith(f"cd {folder} && lightning-jax train --config config.yaml")
+    monkeypatch.chdir(folder)
+    settings = {
+        "num_steps": 1,
+        "model.name": model_dir,
+        "serve.slots": 1,
+        "serve.max_len": 512,
+        "serve.prefill_buckets": "[128]",
+        "rollout.tasks_per_step": 1,
+        "rollout.group_size": 2,
+        "rollout.max_tokens": 4,
+        "batch.row_len": 1024,
+        "eval.num_tasks": 2,
+        "mesh.fsdp": 1,
+    }
+    command = ["train", "--config", "config.yaml", *(f"{k}={v}" for k, v in settings.items())]
+    assert _exit_code(command) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("240 train tasks {'for_dev': 60}, 60 dev tasks {'for_train': 240}\n")
+    assert "rollouts: 6 scored, 0 failed by the agent" in said  # 2, and 2 evaluations of 2
+    assert "policy: runs/first/policy" in said and Path("runs/first/policy").is_dir()
+    assert _exit_code(command) == 0
+    assert "rollouts: 6 scored" in capsys.readouterr().out
+    assert _exit_code([*command, "agent.function=agent.py:walk"]) == 1
+    assert "agent.py has no such function" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "sentence"),
+    [
+        (["new"], 2, "the following arguments are required: DIR"),
+        (["new", "."], 1, "error: . is there already; expected a new folder"),
+        (["new", "file/below"], 1, "error: file/below cannot be made ([Errno 20] Not a"),
+        (["train"], 2, "the following arguments are required: --config"),
+        (["train", "--config", "no.yaml"], 1, "config no.yaml does not exist"),
+        (["train", "--config", "own.yaml"], 1, "data.root is null; expected a file of tasks"),
+        (["train", "--config", "own.yaml", "data.root=x.jsonl"], 1, "'x.jsonl', which does not"),
+    ],
+)
+def test_mistakes_before_training_give_one_sentence(
+    flags: list[str],
+    code: int,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    own_logging: None,
+    own_sigterm: None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("own.yaml").write_text("num_steps: 1\n")
+    assert _exit_code(flags) == code
+    output = capsys.readouterr()
+    assert sentence in output.err and "Traceback" not in output.err and output.out == ""
 
 
 @pytest.mark.parametrize("flags", [["--help"], ["serve", "--help"], ["serv"], ["view", "--chars"]])

@@ -23,7 +23,10 @@ ROWS = (
         *("lowering", "plan"),
     ),
     ("trainer", "run", "step_metrics", "export", "server", "verify", "view"),
-    ("cli", "__main__", "experiment", "side_process", "compiled"),
+    (
+        *("cli", "command_line", "__main__", "experiment", "side_process", "compiled"),
+        "starter",
+    ),
     ("testing",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

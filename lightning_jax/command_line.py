@@ -1,0 +1,33 @@
+"""What the `lightning-jax` command and the scripts in experiments/ share. Imports nothing large."""
+
+import argparse
+import errno
+import logging
+import signal
+
+STOPPED = "stopped; the same command goes on from the last checkpoint"
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """`--config FILE` and what may follow it: `arguments.config` and `arguments.settings`."""
+    parser.add_argument("--config", required=True, help="a YAML file of settings")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="or another such file; later ones win"
+    )
+
+
+def log_plainly() -> None:
+    """Our own messages as they are, of others only warnings."""
+    # force: libraries that were imported above have set up the root logger for themselves.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
+    logging.getLogger("lightning_jax").setLevel(logging.INFO)
+
+
+def stop_on_sigterm() -> None:
+    """As Ctrl-C: what stops jobs must not leave the programs of their agents behind."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def is_place_closed(error: OSError) -> bool:
+    """Whether a disk is full or a place may not be written, which is not our fault."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)

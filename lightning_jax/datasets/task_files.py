@@ -1,0 +1,94 @@
+"""A user's own tasks: JSON objects in files, one a line."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+from lightning_jax.config import DataConfig
+from lightning_jax.datasets.files import (
+    DatasetError,
+    check_split,
+    limit_tasks,
+    read_records,
+)
+from lightning_jax.types import Task
+
+DEV_SHARE = 0.2  # of the tasks of a single file
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
+
+
+def load_task_files(
+    root: str | Path | None, split: str, config: DataConfig, cache_dir: str | Path
+) -> tuple[list[Task], dict[str, int]]:
+    """The split's tasks as they stand in the file, and how many were left out for which reason.
+
+    `root` is a folder with a file `train` and a file `dev`, each `.jsonl`, `.jsonl.gz` or `.json`
+    (a list), or one such file, of which a fifth, always the same one, is dev. A task may have any
+    fields; one without `id` gets its place in the file. A task is asked once however often it is
+    there, and one that dev has is not trained on. Nothing is written. Raises DatasetError.
+    """
+    check_split(split)
+    if root is None:
+        raise DatasetError(
+            "data.root is null; expected a file of tasks, or a folder with train.jsonl and "
+            "dev.jsonl. Set data.root."
+        )
+    path, dropped = Path(root), Counter[str]()
+    if not path.exists():
+        raise DatasetError(
+            f"data.root is {str(root)!r}, which does not exist; expected a file of tasks, or a "
+            "folder with train.jsonl and dev.jsonl."
+        )
+    if path.is_dir():
+        found = _read(_file(path, split), dropped)
+        if split == "train":
+            asked = {_content(task) for task in _read(_file(path, "dev"), Counter())}
+            kept = [task for task in found if _content(task) not in asked]
+            dropped["in_dev"] = len(found) - len(kept)
+            found = kept
+    else:
+        tasks = _read(path, dropped)
+        num_dev = min(max(1, int(DEV_SHARE * len(tasks))), len(tasks))
+        held_out = set(random.Random(0).sample(range(len(tasks)), num_dev))
+        found = [task for i, task in enumerate(tasks) if (i in held_out) == (split == "dev")]
+        dropped["for_dev" if split == "train" else "for_train"] = len(tasks) - len(found)
+    if not found:
+        raise DatasetError(f"{path} has 0 {split} tasks; expected at least 1, add some.")
+    found = limit_tasks(found, split, config.max_train_tasks, dropped)
+    return found, {reason: number for reason, number in dropped.items() if number}
+
+
+def _file(folder: Path, split: str) -> Path:
+    for suffix in SUFFIXES:
+        if (path := folder / f"{split}{suffix}").is_file():
+            return path
+    raise DatasetError(
+        f"{folder} has no {split}.jsonl; expected it and the other split's file beside it."
+    )
+
+
+def _read(path: Path, dropped: Counter[str]) -> list[Task]:
+    """The file's tasks, each once; those that repeat another are counted."""
+    contents: set[str] = set()
+    places: dict[str, str] = {}
+    tasks: list[Task] = []
+    for number, (where, record) in enumerate(read_records(path), start=1):
+        if (content := _content(record)) in contents:
+            dropped["repeated"] += 1
+            continue
+        contents.add(content)
+        task = {"id": str(number)} | record
+        task["id"] = name = str(task["id"])
+        if name in places:
+            raise DatasetError(
+                f"{where} has the id {name!r} of {places[name]}; expected each once, or no ids."
+            )
+        places[name] = where
+        tasks.append(task)
+    return tasks
+
+
+def _content(task: Task) -> str:
+    """What makes two tasks the same one."""
+    return json.dumps({name: task[name] for name in task if name != "id"}, sort_keys=True)

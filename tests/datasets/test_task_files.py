@@ -1,0 +1,96 @@
+"""A user's own tasks: every line is asked once, or counted; dev and train share none."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_jax.config import DataConfig
+from lightning_jax.datasets.files import DatasetError
+from lightning_jax.datasets.task_files import load_task_files
+
+
+def _write(path: Path, *tasks: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    return path
+
+
+def _load(root: Path | None, split: str, **settings: Any) -> tuple[list[dict], dict[str, int]]:
+    return load_task_files(root, split, DataConfig(**settings), "")
+
+
+def test_a_fifth_of_a_single_file_is_dev(tmp_path: Path) -> None:
+    file = _write(tmp_path / "tasks.jsonl", *({"question": f"q{i}"} for i in range(10)))
+    train, train_left_out = _load(file, "train")
+    dev, dev_left_out = _load(file, "dev")
+    assert (len(train), train_left_out) == (8, {"for_dev": 2})
+    assert (len(dev), dev_left_out) == (2, {"for_train": 8})
+    assert sorted(int(task["id"]) for task in train + dev) == list(range(1, 11))
+    assert all(task["question"] == f"q{int(task['id']) - 1}" for task in train + dev)
+    assert _load(file, "dev") == (dev, dev_left_out)
+
+
+def test_a_repeated_task_is_on_one_side_only(tmp_path: Path) -> None:
+    tasks = [{"id": f"t{i}", "question": f"q{i % 5}"} for i in range(20)]
+    file = _write(tmp_path / "tasks.jsonl", *tasks)
+    (train, left_out), (dev, _) = _load(file, "train"), _load(file, "dev")
+    assert left_out == {"repeated": 15, "for_dev": 1}
+    assert sorted(task["id"] for task in train + dev) == ["t0", "t1", "t2", "t3", "t4"]
+
+
+def test_a_folder_has_a_file_for_each_split(tmp_path: Path) -> None:
+    _write(tmp_path / "train.jsonl", {"id": 7, "q": "a"}, {"q": "b"}, {"id": "x", "q": "c"})
+    (tmp_path / "dev.json").write_text(json.dumps([{"q": "b", "id": "other"}, {"q": "d"}]))
+    assert _load(tmp_path, "train") == (
+        [{"id": "7", "q": "a"}, {"id": "x", "q": "c"}],
+        {"in_dev": 1},
+    )
+    assert _load(tmp_path, "dev") == ([{"q": "b", "id": "other"}, {"id": "2", "q": "d"}], {})
+    assert _load(tmp_path, "train", max_train_tasks=1)[1] == {
+        "in_dev": 1,
+        "over_max_train_tasks": 1,
+    }
+
+
+def test_a_compressed_file_is_read(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "tasks.jsonl.gz", "wt") as file:
+        file.write('{"q": 1}\n\n{"q": 2}\n')
+    assert [len(_load(tmp_path / "tasks.jsonl.gz", split)[0]) for split in ("train", "dev")] == [
+        1,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (['{"q": 1}'], "tasks.jsonl has 0 train tasks; expected at least 1"),
+        ([], "tasks.jsonl has 0 train tasks; expected at least 1"),
+        (['{"q": 1}', "[1]"], "tasks.jsonl:2 is a list; expected an object"),
+        (['{"q": 1', '{"q": 2}'], "tasks.jsonl:1 is not JSON"),
+        (
+            ['{"id": "a", "q": 1}', '{"id": "a", "q": 2}'],
+            "tasks.jsonl:2 has the id 'a' of .*tasks.jsonl:1; expected each once",
+        ),
+        (['{"id": 2, "q": 1}', '{"q": 2}'], "tasks.jsonl:2 has the id '2' of"),
+    ],
+)
+def test_what_cannot_be_used_gets_one_sentence(
+    tmp_path: Path, lines: list[str], sentence: str
+) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("\n".join(lines))
+    with pytest.raises(DatasetError, match=sentence):
+        _load(file, "train")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"data\.root is null; expected a file of tasks"):
+        _load(None, "train")
+    with pytest.raises(DatasetError, match=r"none\.jsonl', which does not exist"):
+        _load(tmp_path / "none.jsonl", "train")
+    _write(tmp_path / "train.jsonl", {"q": 1})
+    with pytest.raises(DatasetError, match=r"has no dev\.jsonl"):
+        _load(tmp_path, "train")
