@@ -108,18 +108,18 @@ def failure_table(store: Store) -> str:
     counts = Counter(rollout.status for rollout in rollouts)
     num_failed = sum(number for _, number, _ in failed_calls)
     found = [
-        (each.status.removesuffix("_failure"), each.count, each.reason, each.example)
+        (each.status.removesuffix("_failure"), each.count, each.reason, each.example, each.detail)
         for each in failures(rollouts)
     ]
-    found += [("call", number, reason, example) for reason, number, example in failed_calls]
+    found += [("call", number, reason, example, "") for reason, number, example in failed_calls]
     lines = [
         f"rollouts: {counts['scored']} scored, {counts['agent_failure']} failed by the agent, "
         f"{counts['infrastructure_failure']} by the infrastructure; "
         f"calls: {store.num_calls() - num_failed} answered, {num_failed} failed"
     ]
-    for what, number, reason, example in found:
+    for what, number, reason, example, detail in found:
         such_as = f", such as in {example}" if example else ""
-        lines.append(f"  {what}: {number} {reason}{such_as}")
+        lines.append(f"  {what}: {number} {reason}{such_as}" + (f": {detail}" if detail else ""))
     return "\n".join(lines)
 
 

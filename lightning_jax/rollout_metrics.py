@@ -1,6 +1,7 @@
 """From finished rollouts to trajectories, with a count of all that gives no training data."""
 
 import re
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from lightning_jax.tracing.rewards import Decode, apply_rules
 from lightning_jax.tracing.roles import Policies, Roles, assign_roles, only_trained
 from lightning_jax.tracing.tree import placed
 from lightning_jax.types import FINISHED, Rollout, Span, Task, Trajectory, Transition
+
+MAX_DETAIL_CHARS = 240  # of what a failure says of itself
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,19 @@ class Failure:
     reason: str
     count: int
     example: str  # a rollout id
+    detail: str = ""  # what the example's failure says of itself, on one line
 
 
 def failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
     """Failed rollouts by status and reason, the most frequent first; the example is the first."""
-    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    alike: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         if rollout.reason is not None:
-            alike[rollout.status, rollout.reason].append(rollout.rollout_id)
-    found = [Failure(*key, len(ids), ids[0]) for key, ids in alike.items()]
+            alike[rollout.status, rollout.reason].append(rollout)
+    found = [
+        Failure(*key, len(those), those[0].rollout_id, _one_line(those[0].detail or ""))
+        for key, those in alike.items()
+    ]
     return tuple(sorted(found, key=lambda each: -each.count))
 
 
@@ -258,6 +265,10 @@ def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
         / len(finished)
         for name in names
     }
+
+
+def _one_line(text: str) -> str:
+    return textwrap.shorten(text, MAX_DETAIL_CHARS, placeholder=" ...")
 
 
 def _code(reason: str) -> str:

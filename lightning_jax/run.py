@@ -35,7 +35,7 @@ from lightning_jax.rollout_metrics import (
     to_trajectories,
 )
 from lightning_jax.runner import Runner, load_function, make_requests, run_rollouts
-from lightning_jax.step_metrics import FiniteWatch, serve_metrics
+from lightning_jax.step_metrics import FailureWatch, FiniteWatch, serve_metrics
 from lightning_jax.store import Store
 from lightning_jax.tasks import TaskIterator, demonstration_sequences, group_tasks, spread
 from lightning_jax.tracing.tracer import flush_process_tracer
@@ -61,6 +61,7 @@ class Run:
         warmup, directory = config.warmup, Path(config.run_dir)
         self.config, self.model, self.store, self.directory = config, model, store, directory
         self.finite = FiniteWatch(config.weights, config.algorithm.max_nonfinite_steps)
+        self.failures = FailureWatch(store)
         self.saving: asyncio.Task[float] | None = None  # a checkpoint that is being written
         self.row_at = time.monotonic()  # when the last row was whole
         self.drawn_at = -math.inf  # when the curves were drawn
@@ -213,7 +214,10 @@ class Run:
     async def _collect(
         self, tasks: Sequence[Task], phase: str, group_size: int, *, first_place: int = 0
     ) -> list[Rollout]:
-        """Finished rollouts of the tasks, whose places in the step begin at `first_place`."""
+        """Finished rollouts of the tasks, whose places in the step begin at `first_place`.
+
+        Raises TooManyFailures or BrokenAgent where the run had better end.
+        """
         requests = [
             replace(request, place=first_place + request.place)
             for request in make_requests(tasks, phase, self.step, group_size)
@@ -225,7 +229,9 @@ class Run:
             def on_done(rollout: Rollout) -> None:
                 bar.update()
 
-            return await run_rollouts(requests, self.runner, on_done=on_done)
+            rollouts = await run_rollouts(requests, self.runner, on_done=on_done)
+        self.failures.see(rollouts, f"{phase} {self.step}")
+        return rollouts
 
     async def _learn(self, sequences: Sequence[TrainingSequence]) -> Metrics:
         """As `_update`, once nobody reads the state any more that an update takes over."""

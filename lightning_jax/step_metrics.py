@@ -1,10 +1,16 @@
-"""What the numbers of a run's steps say: to a person, and about whether it still learns."""
+"""What the numbers of a run's steps say: to a person, and about whether it can still learn."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
 from lightning_jax.metrics import Metrics
-from lightning_jax.types import UserError
+from lightning_jax.rollout_metrics import Failure, failures
+from lightning_jax.store import Store
+from lightning_jax.tracing import attributes as names
+from lightning_jax.types import Rollout, UserError
+
+log = logging.getLogger(__name__)
 
 
 class NotFinite(UserError, RuntimeError):
@@ -39,6 +45,49 @@ class FiniteWatch:
                     "(algorithm.max_nonfinite_steps). Lower the learning rate, or look for rewards "
                     "and log-probabilities that are not finite."
                 )
+
+
+class BrokenAgent(UserError, RuntimeError):
+    """No rollout got as far as an answer of the policy: there is nothing to learn from."""
+
+
+class FailureWatch:
+    """Tells of each kind of failed rollouts when it is first seen, not only at a run's end."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._told: set[tuple[str, str]] = set()
+
+    def see(self, rollouts: Sequence[Rollout], what: str) -> None:
+        """Reads the finished rollouts of `what`, such as "step 3". Raises BrokenAgent where all
+        failed by the agent and the policy answered no call of theirs.
+        """
+        found = failures(rollouts)
+        if rollouts and all(
+            each.status == "agent_failure" and not self._answered(each) for each in rollouts
+        ):
+            raise BrokenAgent(
+                f"{what}: all {len(rollouts)} rollouts failed before the policy had answered a "
+                f"call, such as {_such_as(found[0])}; expected an agent that gets so far. Mend it, "
+                "its tasks, or the setting that the failure names."
+            )
+        for each in found:
+            if (each.status, each.reason) not in self._told:
+                self._told.add((each.status, each.reason))
+                who = each.status.removesuffix("_failure")
+                log.warning(
+                    "%s: %d of %d rollouts failed by the %s, such as %s",
+                    *(what, each.count, len(rollouts), who, _such_as(each)),
+                )
+
+    def _answered(self, rollout: Rollout) -> bool:
+        """Whether the policy answered one of its calls."""
+        spans = self._store.spans(rollout.rollout_id)
+        return any(names.POLICY in span.attributes and span.error is None for span in spans)
+
+
+def _such_as(failure: Failure) -> str:
+    return f"{failure.example}: {failure.reason}: {failure.detail}".rstrip(": .")
 
 
 def summary(row: Metrics) -> str:

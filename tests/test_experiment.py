@@ -144,7 +144,8 @@ def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
         rollout = Rollout(f"r{number}", "t", "g", "train", 0, number, 1, "queued")
         store.add_rollout(rollout)
         store.set_status(rollout.rollout_id, "running")
-        store.set_status(rollout.rollout_id, status, reward=1.0, reason=reason)
+        detail = reason and f"it took\nlong {number}"
+        store.set_status(rollout.rollout_id, status, reward=1.0, reason=reason, detail=detail)
     call: dict[str, Any] = {names.POLICY: "policy"}
     spans = [
         Span("t", "1", None, "chat", 0, 1, call),
@@ -157,7 +158,7 @@ def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
     assert failure_table(store).splitlines() == [
         "rollouts: 1 scored, 2 failed by the agent, 0 by the infrastructure; "
         "calls: 1 answered, 1 failed",
-        "  agent: 2 deadline, such as in r1",
+        "  agent: 2 deadline, such as in r1: it took long 1",
         "  call: 1 call_timeout, such as in r0",
     ]
     store.close()

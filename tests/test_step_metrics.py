@@ -1,8 +1,16 @@
-"""Steps without a finite gradient are counted in a row, for each set of weights."""
+"""Steps without a finite gradient are counted in a row, for each set of weights; what fails is told
+at once.
+"""
+
+import logging
+from pathlib import Path
 
 import pytest
 
-from lightning_jax.step_metrics import FiniteWatch, NotFinite
+from lightning_jax.step_metrics import BrokenAgent, FailureWatch, FiniteWatch, NotFinite
+from lightning_jax.store import Store
+from lightning_jax.tracing import attributes as names
+from lightning_jax.types import Rollout, RolloutStatus, Span
 
 
 def step(**skipped: float) -> dict[str, float]:
@@ -22,3 +30,49 @@ def test_one_policy_that_never_learns_stops_the_run_though_the_other_does() -> N
     watch.see(step(a=0.0, b=1.0), 3)
     with pytest.raises(NotFinite, match="gradient of b was not finite in 2 steps in a row, the la"):
         watch.see(step(a=0.0, b=1.0), 4)
+
+
+def rollout(
+    number: int, status: RolloutStatus = "scored", reason: str | None = None, detail: str = ""
+) -> Rollout:
+    return Rollout(
+        f"r{number}", "t", "g", "eval", 0, number, 1, status, reason=reason, detail=detail
+    )
+
+
+def test_each_kind_of_failure_is_told_when_it_is_first_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "lightning_jax")
+    watch = FailureWatch(Store(tmp_path / "store.sqlite"))
+    some = [
+        rollout(0),
+        rollout(1, "agent_failure", "KeyError", "'text'\n  of a task"),
+        rollout(2, "agent_failure", "KeyError", "'answer'"),
+        rollout(3, "infrastructure_failure", "call_timeout"),
+    ]
+    watch.see(some, "eval 0")
+    watch.see(some, "train 0")
+    watch.see([*some, rollout(4, "agent_failure", "deadline", "longer than 5 s")], "train 1")
+    assert caplog.messages == [
+        "eval 0: 2 of 4 rollouts failed by the agent, such as r1: KeyError: 'text' of a task",
+        "eval 0: 1 of 4 rollouts failed by the infrastructure, such as r3: call_timeout",
+        "train 1: 1 of 5 rollouts failed by the agent, such as r4: deadline: longer than 5 s",
+    ]
+
+
+def test_a_run_ends_where_no_rollout_gets_an_answer(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.sqlite")
+    failed = [rollout(0, "agent_failure", "KeyError", "'text'"), rollout(1, "agent_failure", "no")]
+    refused = Span("t", "1", None, "chat", 0, 1, {names.POLICY: "policy"}, "too long")
+    store.add_span("r1", refused)
+    with pytest.raises(BrokenAgent, match=r"eval 0: all 2 rollouts failed .* r0: KeyError: 'text'"):
+        FailureWatch(store).see(failed, "eval 0")
+    FailureWatch(store).see([*failed, rollout(2)], "eval 0")
+    store.add_span("r1", Span("t", "2", None, "chat", 1, 2, {names.POLICY: "policy"}))
+    FailureWatch(store).see(failed, "eval 0")
+    store.close()
+
+
+def test_a_step_without_rollouts_is_no_failure(tmp_path: Path) -> None:
+    FailureWatch(Store(tmp_path / "store.sqlite")).see([], "train 0")
