@@ -91,7 +91,7 @@ def _such_as(failure: Failure) -> str:
 
 
 def summary(row: Metrics) -> str:
-    """The few numbers of a row that a person watches."""
+    """The few numbers of a row that a person watches; failed rollouts where there are any."""
     shown = {
         "eval": "eval/reward_mean",
         "reward": "rollout/reward_mean",
@@ -99,7 +99,13 @@ def summary(row: Metrics) -> str:
         "entropy": "train/entropy",
         "kl": "train/mismatch_kl",
     }
-    return " ".join(f"{name} {row[key]:.3g}" for name, key in shown.items() if key in row)
+    failed = sum(
+        row.get(f"{phase}/num_{whose}_failures", 0.0)
+        for phase in ("eval", "rollout")
+        for whose in ("agent", "infrastructure")
+    )
+    told = [f"{name} {row[key]:.3g}" for name, key in shown.items() if key in row]
+    return " ".join(told + ([f"failed {failed:.0f}"] if failed else []))
 
 
 def serve_metrics(before: Metrics, after: Metrics) -> Metrics:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_jax.step_metrics import BrokenAgent, FailureWatch, FiniteWatch, NotFinite
+from lightning_jax.step_metrics import BrokenAgent, FailureWatch, FiniteWatch, NotFinite, summary
 from lightning_jax.store import Store
 from lightning_jax.tracing import attributes as names
 from lightning_jax.types import Rollout, RolloutStatus, Span
@@ -76,3 +76,10 @@ def test_a_run_ends_where_no_rollout_gets_an_answer(tmp_path: Path) -> None:
 
 def test_a_step_without_rollouts_is_no_failure(tmp_path: Path) -> None:
     FailureWatch(Store(tmp_path / "store.sqlite")).see([], "train 0")
+
+
+def test_failed_rollouts_are_told_with_the_step() -> None:
+    row = {"eval/reward_mean": 0.25, "eval/num_agent_failures": 0.0, "train/entropy": 1.23456}
+    assert summary(row) == "eval 0.25 entropy 1.23"
+    row |= {"eval/num_agent_failures": 2.0, "rollout/num_infrastructure_failures": 1.0}
+    assert summary(row) == "eval 0.25 entropy 1.23 failed 3"

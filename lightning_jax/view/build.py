@@ -80,7 +80,10 @@ def view_run(
         rows=tuple(_row(rollout, spans) for rollout, spans in shown),
         num_left_out=len(matching) - len(shown),
         counts=dict(Counter(rollout.status for rollout in matching)),
-        failures=tuple(replace(each, reason=printable(each.reason)) for each in failures(matching)),
+        failures=tuple(
+            replace(each, reason=printable(each.reason), detail=printable(each.detail))
+            for each in failures(matching)
+        ),
     )
 
 

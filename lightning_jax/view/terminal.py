@@ -60,7 +60,8 @@ def _below(view: RunView) -> Iterator[Text]:
     yield _text(f"in all: {counts}")
     for each in view.failures:
         status = each.status.replace("_", " ")
-        yield _text(f"{each.count} {status}: {each.reason}, such as {each.example}", "red")
+        detail = each.detail and f": {each.detail}"
+        yield _text(f"{each.count} {status}: {each.reason}, such as {each.example}{detail}", "red")
 
 
 def render_rollout(view: RolloutView, width: int, chars: int = DEFAULT_CHARS) -> RenderableType:

@@ -47,7 +47,8 @@ def test_the_table_is_newest_first_and_limited(
     assert lines[4].split()[0] == "train-00003-001-00-1" and "deadline" in lines[4]
     assert "not shown: 1 of 5 rollouts;" in lines[6]
     assert lines[7].strip() == "in all: 1 agent failure, 4 scored"
-    assert lines[8].strip() == "1 agent failure: deadline, such as train-00003-001-00-1"
+    of = "train-00003-001-00-1"
+    assert lines[8].strip() == f"1 agent failure: deadline, such as {of}: it took too long"
     assert main(["view", str(run), "--phase", "eval", "--step", "3"]) == 0
     table = capsys.readouterr().out
     assert "eval-00003-000-00-1" in table and "train" not in table and "not shown" not in table

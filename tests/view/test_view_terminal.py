@@ -68,7 +68,8 @@ def test_failed_rollouts_are_red_and_say_why() -> None:
     text = _printed(render_rollout(_view([], of=failed), 80), 80, color=True)
     assert "\x1b[31mdeadline: longer than 1 s\x1b[0m" in text
     run = view_run("run", [failed], [(failed, [])])
-    assert "1 agent failure: deadline, such as train-00003-000-00-1" in _printed(
+    of = "train-00003-000-00-1"
+    assert f"1 agent failure: deadline, such as {of}: longer than 1 s" in _printed(
         render_run(run, 80), 80
     )
     lines = _printed(render_run(run, 60), 60).splitlines()
