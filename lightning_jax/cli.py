@@ -189,7 +189,9 @@ def _new(arguments: argparse.Namespace) -> int:
         return _fail(f"error: {folder} cannot be made ({error}); choose another place.", 1)
     for path in sorted(folder.iterdir()):
         print(path)
-    print(f"\ncd {folder} && lightning-jax train --config config.yaml")
+    found = shutil.which("lightning-jax")  # not where it was called by its path
+    command = "lightning-jax" if found else f"{sys.executable} -m lightning_jax"
+    print(f"\ncd {folder} && {command} train --config config.yaml")
     return 0
 
 

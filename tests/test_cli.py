@@ -20,7 +20,7 @@ import pytest
 from lightning_jax.cli import main
 from lightning_jax.models.load import save_hf
 from lightning_jax.store import Store
-from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.testing.tiny import TINY_RUN, tiny_model
 from lightning_jax.tracing.convert import spans_to_transitions
 
 LONG: dict[str, Any] = {
@@ -175,26 +175,19 @@ def test_what_new_makes_trains_and_goes_on(
     own_sigterm: None,
 ) -> None:
     folder = tmp_path / "mine"
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     assert _exit_code(["new", str(folder)]) == 0
     made, _, command = capsys.readouterr().out.strip().rpartition("\n\n")
     assert made.splitlines() == [
         str(folder / name) for name in ("agent.py", "config.yaml", "tasks.jsonl")
     ]
     assert command.startswith(f"cd {folder} && lightning-jax train --config config.yaml")
+    monkeypatch.setattr("shutil.which", lambda name: None)  # called by its path
+    assert _exit_code(["new", str(tmp_path / "other")]) == 0
+    assert f"&& {sys.executable} -m lightning_jax train --config" in capsys.readouterr().out
+    monkeypatch.undo()
     monkeypatch.chdir(folder)
-    settings = {
-        "num_steps": 1,
-        "model.name": model_dir,
-        "serve.slots": 1,
-        "serve.max_len": 512,
-        "serve.prefill_buckets": "[128]",
-        "rollout.tasks_per_step": 1,
-        "rollout.group_size": 2,
-        "rollout.max_tokens": 4,
-        "batch.row_len": 1024,
-        "eval.num_tasks": 2,
-        "mesh.fsdp": 1,
-    }
+    settings = TINY_RUN | {"model.name": model_dir, "eval.num_tasks": 2}
     command = ["train", "--config", "config.yaml", *(f"{k}={v}" for k, v in settings.items())]
     assert _exit_code(command) == 0
     said = capsys.readouterr().out

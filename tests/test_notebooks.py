@@ -7,7 +7,7 @@ import pytest
 from nbclient import NotebookClient
 
 from lightning_jax.models.load import save_hf
-from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.testing.tiny import TINY_RUN, tiny_model
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 BETWEEN = "%reset -f\n%env SETTINGS=mesh.fsdp=1"
@@ -38,19 +38,10 @@ def test_an_agent_is_trained_its_run_analysed_and_a_larger_one_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_hf(tmp_path / "tiny", tiny_model(num_layers=1))
-    settings = {
+    settings = TINY_RUN | {
         "run_dir": tmp_path / "run",
-        "num_steps": 1,
         "model.name": tmp_path / "tiny",
-        "serve.slots": 1,
-        "serve.max_len": 512,
-        "serve.prefill_buckets": "[128]",
-        "rollout.tasks_per_step": 1,
-        "rollout.group_size": 2,
-        "rollout.max_tokens": 4,
-        "batch.row_len": 1024,
         "eval.num_tasks": 1,
-        "mesh.fsdp": 1,
     }
     monkeypatch.setenv("SETTINGS", " ".join(f"{key}={value}" for key, value in settings.items()))
     monkeypatch.setenv("RUNS", str(tmp_path / "run"))

@@ -14,6 +14,18 @@ from lightning_jax.models.names import flatten, unflatten
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.models.transformer import DecoderConfig, Params, init_params
 
+# Settings with which a run of the model takes seconds.
+TINY_RUN = {
+    "num_steps": 1,
+    "serve.slots": 1,
+    "serve.max_len": 512,
+    "serve.prefill_buckets": "[128]",
+    "rollout.tasks_per_step": 1,
+    "rollout.group_size": 2,
+    "rollout.max_tokens": 4,
+    "batch.row_len": 1024,
+    "mesh.fsdp": 1,
+}
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}"
