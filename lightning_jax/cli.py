@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.run is _new:  # it copies three files
+        return _new(arguments)
     from lightning_jax.compiled import keep_compiled
     from lightning_jax.types import UserError
 

@@ -191,7 +191,7 @@ def test_what_new_makes_trains_and_goes_on(
     command = ["train", "--config", "config.yaml", *(f"{k}={v}" for k, v in settings.items())]
     assert _exit_code(command) == 0
     said = capsys.readouterr().out
-    assert said.startswith("240 train tasks {'for_dev': 60}, 60 dev tasks {'for_train': 240}\n")
+    assert said.startswith("240 train tasks, 60 dev tasks\n")
     assert "rollouts: 6 scored, 0 failed by the agent" in said  # 2, and 2 evaluations of 2
     assert "policy: runs/first/policy" in said and Path("runs/first/policy").is_dir()
     assert _exit_code(command) == 0

@@ -72,7 +72,8 @@ def test_both_splits_are_loaded_and_counted(
 ) -> None:
     def load(root: Any, split: str, config: Any, cache: Path) -> Any:
         assert (root, cache) == ("there", tmp_path / "data")
-        return [{"id": f"{split}{i}"} for i in range(2 + (split == "dev"))], {f"{split}_bad": 1}
+        left_out = {"too_long": 2, "broken": 1} if split == "train" else {}
+        return [{"id": f"{split}{i}"} for i in range(2 + (split == "dev"))], left_out
 
     config = Config(run_dir=str(tmp_path / "run"))
     config = Config(run_dir=config.run_dir, data=type(config.data)(root="there"))
@@ -80,7 +81,7 @@ def test_both_splits_are_loaded_and_counted(
     assert [task["id"] for task in train] == ["train0", "train1"]
     assert len(dev) == 3
     assert capsys.readouterr().out == (
-        "2 train tasks {'train_bad': 1}, 3 dev tasks {'dev_bad': 1}\n"
+        "2 train tasks (left out: 2 too_long, 1 broken), 3 dev tasks\n"
     )
 
 

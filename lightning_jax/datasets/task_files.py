@@ -52,7 +52,6 @@ def load_task_files(
         num_dev = min(max(1, int(DEV_SHARE * len(tasks))), len(tasks))
         held_out = set(random.Random(0).sample(range(len(tasks)), num_dev))
         found = [task for i, task in enumerate(tasks) if (i in held_out) == (split == "dev")]
-        dropped["for_dev" if split == "train" else "for_train"] = len(tasks) - len(found)
     if not found:
         raise DatasetError(f"{path} has 0 {split} tasks; expected at least 1, add some.")
     found = limit_tasks(found, split, config.max_train_tasks, dropped)

@@ -25,8 +25,8 @@ def test_a_fifth_of_a_single_file_is_dev(tmp_path: Path) -> None:
     file = _write(tmp_path / "tasks.jsonl", *({"question": f"q{i}"} for i in range(10)))
     train, train_left_out = _load(file, "train")
     dev, dev_left_out = _load(file, "dev")
-    assert (len(train), train_left_out) == (8, {"for_dev": 2})
-    assert (len(dev), dev_left_out) == (2, {"for_train": 8})
+    assert (len(train), train_left_out) == (8, {})
+    assert (len(dev), dev_left_out) == (2, {})
     assert sorted(int(task["id"]) for task in train + dev) == list(range(1, 11))
     assert all(task["question"] == f"q{int(task['id']) - 1}" for task in train + dev)
     assert _load(file, "dev") == (dev, dev_left_out)
@@ -36,7 +36,7 @@ def test_a_repeated_task_is_on_one_side_only(tmp_path: Path) -> None:
     tasks = [{"id": f"t{i}", "question": f"q{i % 5}"} for i in range(20)]
     file = _write(tmp_path / "tasks.jsonl", *tasks)
     (train, left_out), (dev, _) = _load(file, "train"), _load(file, "dev")
-    assert left_out == {"repeated": 15, "for_dev": 1}
+    assert left_out == {"repeated": 15}
     assert sorted(task["id"] for task in train + dev) == ["t0", "t1", "t2", "t3", "t4"]
 
 
