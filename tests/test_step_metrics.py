@@ -3,6 +3,8 @@ at once.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,12 @@ def test_one_policy_that_never_learns_stops_the_run_though_the_other_does() -> N
         watch.see(step(a=0.0, b=1.0), 4)
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with closing(Store(tmp_path / "store.sqlite")) as store:
+        yield store
+
+
 def rollout(
     number: int, status: RolloutStatus = "scored", reason: str | None = None, detail: str = ""
 ) -> Rollout:
@@ -41,10 +49,10 @@ def rollout(
 
 
 def test_each_kind_of_failure_is_told_when_it_is_first_seen(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "lightning_jax")
-    watch = FailureWatch(Store(tmp_path / "store.sqlite"))
+    watch = FailureWatch(store)
     some = [
         rollout(0),
         rollout(1, "agent_failure", "KeyError", "'text'\n  of a task"),
@@ -61,8 +69,7 @@ def test_each_kind_of_failure_is_told_when_it_is_first_seen(
     ]
 
 
-def test_a_run_ends_where_no_rollout_gets_an_answer(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store.sqlite")
+def test_a_run_ends_where_no_rollout_gets_an_answer(store: Store) -> None:
     failed = [rollout(0, "agent_failure", "KeyError", "'text'"), rollout(1, "agent_failure", "no")]
     refused = Span("t", "1", None, "chat", 0, 1, {names.POLICY: "policy"}, "too long")
     store.add_span("r1", refused)
@@ -71,11 +78,10 @@ def test_a_run_ends_where_no_rollout_gets_an_answer(tmp_path: Path) -> None:
     FailureWatch(store).see([*failed, rollout(2)], "eval 0")
     store.add_span("r1", Span("t", "2", None, "chat", 1, 2, {names.POLICY: "policy"}))
     FailureWatch(store).see(failed, "eval 0")
-    store.close()
 
 
-def test_a_step_without_rollouts_is_no_failure(tmp_path: Path) -> None:
-    FailureWatch(Store(tmp_path / "store.sqlite")).see([], "train 0")
+def test_a_step_without_rollouts_is_no_failure(store: Store) -> None:
+    FailureWatch(store).see([], "train 0")
 
 
 def test_failed_rollouts_are_told_with_the_step() -> None:

@@ -259,8 +259,8 @@ def _on_one_cpu(mesh: jax.sharding.Mesh | None) -> bool:
 
 
 def _compiler_options(dtype: jnp.dtype, mesh: jax.sharding.Mesh | None) -> dict[str, str] | None:
-    """To write a token to a cache of bfloat16, XLA on a CPU makes float32 of all of it, and back,
-    unless it is told that the CPU knows bfloat16.
+    """To write a token to a cache of bfloat16, the XLA of JAX 0.10 makes float32 of all of it on a
+    CPU, and back, unless it is told that the CPU knows bfloat16. Later ones need no telling.
     """
     if dtype != jnp.bfloat16 or not _on_one_cpu(mesh):
         return None

@@ -1,12 +1,15 @@
 """The shared calculator, ours and broken ones: only a call that breaks its server fails."""
 
 import asyncio
+import contextlib
+import os
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -43,9 +46,13 @@ NO_SERVERS = {
 }
 
 
-def processes_of_session(group: int | str) -> list[str]:
-    found = subprocess.run(["ps", "-o", "pid=", "-s", str(group)], capture_output=True, text=True)
-    return found.stdout.split()
+def processes_of_session(group: int) -> list[int]:
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == group:
+                found.append(pid)
+    return found
 
 
 @pytest_asyncio.fixture
@@ -141,7 +148,8 @@ print(*(os.waitstatus_to_exitcode(os.waitpid(user, 0)[1]) for user in users))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "Traceback" not in done.stderr, done.stderr
-    *groups, codes = done.stdout.splitlines()
+    *servers, codes = done.stdout.splitlines()
+    groups = [int(pid) for pid in servers]
     assert [int(code) for code in codes.split()] == list(ends.values())
     assert len(set(groups)) == len(ends)
     deadline = time.monotonic() + 5

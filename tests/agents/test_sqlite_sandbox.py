@@ -65,7 +65,7 @@ def test_extract_sql(text: str, sql: str) -> None:
         "",
         "SELECT \0",
         "SELECT '\ud800'",
-        "SELECT " + "(" * 5000 + "1" + ")" * 5000,
+        "SELECT " + "NOT " * 5000 + "1",
     ],
 )
 def test_everything_but_one_select_is_refused(task: dict[str, Any], sql: str) -> None:

@@ -91,7 +91,7 @@ def test_beside_bfloat16_weights_activations_may_be_float32():
 
 
 def test_one_cpu_writes_to_a_bfloat16_cache_where_it_lies(model):
-    """XLA would make float32 of all of it first."""
+    """JAX 0.10's XLA would make float32 of all of it first."""
 
     def float32_of_the_cache(options):
         write = jax.jit(programs.prefill, static_argnames="config", compiler_options=options)
@@ -104,7 +104,8 @@ def test_one_cpu_writes_to_a_bfloat16_cache_where_it_lies(model):
         return f"f32[{shape}]" in str(text.compile().as_text())
 
     engine = Engine(model.config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
-    assert float32_of_the_cache(None) and not float32_of_the_cache(engine.compiler_options)
+    assert not float32_of_the_cache(engine.compiler_options)
+    assert float32_of_the_cache(None) or jax.__version_info__ >= (0, 11)  # why it is told
     assert Engine(model.config, ServeConfig(slots=4, max_len=96)).compiler_options is None
 
 
