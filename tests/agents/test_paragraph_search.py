@@ -225,6 +225,13 @@ def _post(url: str, body: Any) -> Any:
         return json.load(response)
 
 
+def _refusal(url: str, body: Any) -> int:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        _post(url, body)
+    with refused.value:
+        return refused.value.code
+
+
 def test_the_service(folders: Path, corpus: Path) -> None:
     _open(folders, corpus, "bm25")
     where = ("--corpus", str(corpus), "--index", str(folders / "bm25"))
@@ -237,10 +244,8 @@ def test_the_service(folders: Path, corpus: Path) -> None:
         assert [each["pid"] for each in second["paragraphs"]] == ["p1"]
         wrong = [{"query": "x", "without": without} for without in ("p0", None, [7])]
         for bad in (b"", b"{", b"\xff", [], {"query": None}, {"query": 7}, {"q": "x"}, *wrong):
-            with pytest.raises(urllib.error.HTTPError, match="400"):
-                _post(url, bad)
-        with pytest.raises(urllib.error.HTTPError, match="413"):  # megabytes
-            _post(url, {"query": "x" * 3_000_000})
+            assert _refusal(url, bad) == 400
+        assert _refusal(url, {"query": "x" * 3_000_000}) == 413  # megabytes
         with urllib.request.urlopen(f"{url}/health", timeout=10) as response:
             health = json.load(response)
         assert (health["retriever"], health["num_paragraphs"]) == ("bm25", 5)
