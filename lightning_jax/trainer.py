@@ -20,7 +20,7 @@ sampled twice.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -102,55 +102,54 @@ async def open_run(
     config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
 ) -> AsyncIterator["Run"]:
     """A run at the step its directory has reached, its server up; closes all of it at the end."""
-    agent = make_agent(config.agent)
+    agent, make_loop = make_agent(config.agent), _orchestrator(config)
     directory = Path(config.run_dir)
     directory.mkdir(parents=True, exist_ok=True)
     changed = _changed_settings(config)
     model = _model_that_fits(config)
-    store = Store(directory / "store.sqlite")
-    mesh = serving_mesh(config)
-    engine = Engine(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
-    make_loop = _orchestrator(config)
-    initial = None
-    if any(role.served_by == "initial" for role in config.roles.values()):
-        # Before the run, which takes the weights over. All loops run the engine's programs.
-        initial = make_loop(engine, model.params, 0, model.tokenizer, config.serve)
-    run = Run(config, model, store, train_tasks, dev_tasks)
-    save_config(config, directory / "config.yaml")
-    _warn_of_changes(changed, run.step)
-    if abandoned := store.abandon_running():
-        log.info("%d rollouts were running when the last process ended; they run again", abandoned)
-    run.leader.tell("publish_all")
-    loops = [
-        make_loop(engine, state.policy, run.step, model.tokenizer, config.serve)
-        for state in run.replica.states.values()
-    ]
-    running = loops if initial is None else [*loops, initial]
-    gateway = Gateway(
-        _front(config, loops),
-        model.tokenizer,
-        store,
-        model_name=model.name,
-        serve=config.serve,
-        routing=Routing(config.roles, config.policies),
-        initial=None if initial is None else _front(config, [initial] * len(loops)),
-    )
-    reuse_before = run.step + 1 if changed else config.total_steps + 1
-    runner = Runner(agent, gateway, store, config.rollout, config.seed, reuse_before)
-    try:
+    async with AsyncExitStack() as at_end:  # last in, first out
+        store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
+        mesh = serving_mesh(config)
+        engine = Engine(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
+        initial = None
+        if any(role.served_by == "initial" for role in config.roles.values()):
+            # Before the run, which takes the weights over. All loops run the engine's programs.
+            initial = make_loop(engine, model.params, 0, model.tokenizer, config.serve)
+        run = Run(config, model, store, train_tasks, dev_tasks)
+        at_end.push_async_callback(run.close)
+        at_end.callback(run.leader.dismiss)
+        save_config(config, directory / "config.yaml")
+        _warn_of_changes(changed, run.step)
+        if abandoned := store.abandon_running():
+            log.info(
+                "%d rollouts were running when the last process ended; they run again", abandoned
+            )
+        run.leader.tell("publish_all")
+        loops = [
+            make_loop(engine, state.policy, run.step, model.tokenizer, config.serve)
+            for state in run.replica.states.values()
+        ]
+        running = loops if initial is None else [*loops, initial]
+        for each in running:
+            at_end.callback(each.close)
+        gateway = Gateway(
+            _front(config, loops),
+            model.tokenizer,
+            store,
+            model_name=model.name,
+            serve=config.serve,
+            routing=Routing(config.roles, config.policies),
+            initial=None if initial is None else _front(config, [initial] * len(loops)),
+        )
+        at_end.push_async_callback(gateway.close)
+        reuse_before = run.step + 1 if changed else config.total_steps + 1
+        runner = Runner(agent, gateway, store, config.rollout, config.seed, reuse_before)
         await gateway.start()
         for each in running:
             await asyncio.to_thread(each.warmup)
             each.start()
         run.connect(loops, runner)
         yield run
-    finally:
-        await gateway.close()
-        for each in running:
-            each.close()
-        run.leader.dismiss()
-        await run.close()
-        store.close()
 
 
 def _changed_settings(config: Config) -> list[str]:
