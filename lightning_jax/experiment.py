@@ -68,11 +68,11 @@ def load_splits(config: Config, load: LoadTasks) -> tuple[list[Task], list[Task]
     cache = cache_dir(config)
     train_tasks, left_out = load(config.data.root, "train", config.data, cache)
     dev_tasks, dev_left_out = load(config.data.root, "dev", config.data, cache)
-    print(f"{_size(train_tasks, 'train', left_out)}, {_size(dev_tasks, 'dev', dev_left_out)}")
+    print(f"{_told(train_tasks, 'train', left_out)}, {_told(dev_tasks, 'dev', dev_left_out)}")
     return train_tasks, dev_tasks
 
 
-def _size(tasks: Sequence[Task], split: str, left_out: Mapping[str, int]) -> str:
+def _told(tasks: Sequence[Task], split: str, left_out: Mapping[str, int]) -> str:
     reasons = ", ".join(f"{number} {reason}" for reason, number in left_out.items())
     return f"{len(tasks)} {split} tasks" + (f" (left out: {reasons})" if reasons else "")
 

@@ -317,6 +317,23 @@ def test_jetstream_evaluates_but_cannot_train(model_dir: Path, tmp_path: Path) -
     assert rewards["native"] == rewards["jetstream"]  # greedy: the same tokens
 
 
+def test_a_run_that_fails_while_it_opens_closes_its_store(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Path] = []
+
+    class Watched(Store):
+        def close(self) -> None:
+            closed.append(self.path)
+            super().close()
+
+    monkeypatch.setattr(trainer, "Store", Watched)
+    config = _config(model_dir, tmp_path / "run", warmup=WarmupConfig(demonstrations=f"{TOY}:no"))
+    with pytest.raises(ConfigError, match="no such function"):
+        asyncio.run(train(config, TASKS, TASKS))
+    assert closed == [tmp_path / "run" / "store.sqlite"]
+
+
 def test_no_equal_group_moves_the_weights(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ def load_task_files(
             dropped["in_dev"] = len(found) - len(kept)
             found = kept
     else:
-        tasks = _read(path, dropped)
+        tasks = _read(path, dropped if split == "train" else Counter())  # counted once
         num_dev = min(max(1, int(DEV_SHARE * len(tasks))), len(tasks))
         held_out = set(random.Random(0).sample(range(len(tasks)), num_dev))
         found = [task for i, task in enumerate(tasks) if (i in held_out) == (split == "dev")]

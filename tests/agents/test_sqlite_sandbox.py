@@ -76,6 +76,15 @@ def test_everything_but_one_select_is_refused(task: dict[str, Any], sql: str) ->
     assert [path.name for path in Path(task["db_path"]).parent.iterdir()] == ["pets?.sqlite"]
 
 
+def test_deep_parentheses_are_refused_or_answered(task: dict[str, Any]) -> None:
+    """Newer releases of SQLite have a parser whose stack grows."""
+    sql = "SELECT " + "(" * 5000 + "1" + ")" * 5000
+    try:
+        assert run_query(task["db_path"], sql).rows == [(1,)]
+    except QueryError as error:
+        assert "stack overflow" in str(error)
+
+
 @pytest.mark.parametrize(
     "sql",
     [

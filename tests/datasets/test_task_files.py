@@ -35,8 +35,8 @@ def test_a_fifth_of_a_single_file_is_dev(tmp_path: Path) -> None:
 def test_a_repeated_task_is_on_one_side_only(tmp_path: Path) -> None:
     tasks = [{"id": f"t{i}", "question": f"q{i % 5}"} for i in range(20)]
     file = _write(tmp_path / "tasks.jsonl", *tasks)
-    (train, left_out), (dev, _) = _load(file, "train"), _load(file, "dev")
-    assert left_out == {"repeated": 15}
+    (train, left_out), (dev, dev_left_out) = _load(file, "train"), _load(file, "dev")
+    assert (left_out, dev_left_out) == ({"repeated": 15}, {})
     assert sorted(task["id"] for task in train + dev) == ["t0", "t1", "t2", "t3", "t4"]
 
 
