@@ -1,19 +1,21 @@
 """How fast and how large is an update of the trainer, next to others in the same run?
 
-    python benchmarks/train.py [--model NAME] [--only a b] [--peers torch trl] [--steps N]
+    python benchmarks/train.py [--only a b] [--peers torch trl] [--steps N] [--rounds N]
     python benchmarks/train.py --loop RUN_DIR
 
 Each trainer runs in a process of its own, one after another, so that the peak of memory is its own.
 All get the same calls, the same weights from a Hugging Face directory (written once to `.cache/`),
 float32 unless the name says otherwise (ours then reads weights as bfloat16, beside float32
 activations), and 2 threads; updates.py says what the calls are, and the scripts in `peers/` what
-each trainer is told. Peers share an environment, made once in `peers/.venvs/`. With `--shrink 8`
-all lengths are an eighth: a quick trial of the command.
+each trainer is told. Peers share an environment, made once in `peers/.venvs/`. With `--rounds 3`
+each has three turns, so that a machine which is faster at one time than at another favours none.
+With `--shrink 8` all lengths are an eighth: a quick trial of the command.
 
-In the table `seconds` is the median of the updates after the first, `ratio` a peer's to ours,
-`tokens/s` counts the tokens of the calls one by one and without padding, `computed` those that went
-through the model, `first s` is the first update less the median (ours compiles in it), and `x MiB`
-a peer's peak memory to ours. `norm` is that of the first gradient: the same work, the same norm.
+In the table `seconds` is the median of the updates after each turn's first, `ratio` a peer's to
+ours, `tokens/s` counts the tokens of the calls one by one and without padding, `computed` those
+that went through the model, `first s` is the first update less the median (ours compiles in it),
+and `x MiB` a peer's peak memory to ours. `norm` is that of the first gradient: the same work, the
+same norm.
 
 `--loop` reads `metrics.jsonl` of a run and prints which part of a step takes what share of it; the
 first step of the policy phase, which compiles, does not count.
@@ -24,7 +26,7 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from serve import HERE, PeerError, as_words, events, hf_directory, print_line, print_machine
@@ -79,6 +81,18 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], float | None]] = {
 
 def median_s(found: Result) -> float:
     return statistics.median(found.seconds[1:])
+
+
+def merged(before: Result | None, found: Result) -> Result:
+    """Two turns of a trainer as one: all updates but the second's first, and the higher peak."""
+    if before is None:
+        return found
+    return replace(
+        found,
+        seconds=before.seconds + found.seconds[1:],
+        cpu_s=before.cpu_s + found.cpu_s[1:],
+        peak_mib=max(before.peak_mib or 0.0, found.peak_mib or 0.0) or None,
+    )
 
 
 def measure(trainer: Trainer, workload: str, args: argparse.Namespace, python: Path) -> Result:
@@ -184,18 +198,22 @@ def compare(args: argparse.Namespace) -> int:
     failed = 0
     for workload in args.only:
         tokens = num_tokens(WORKLOADS[workload](args.shrink))
-        for trainer in TRAINERS:
-            if workload not in trainer.workloads or trainer.peer not in (None, *args.peers):
-                continue
+        trainers = [
+            trainer
+            for trainer in TRAINERS
+            if workload in trainer.workloads and trainer.peer in (None, *args.peers)
+        ]
+        for trainer in trainers * args.rounds:
             try:
                 found = measure(trainer, workload, args, peers if trainer.peer else python)
             except PeerError as error:
                 failed += 1
                 print_line(str(error))
                 continue
-            results[workload, trainer.name] = found
+            key = (workload, trainer.name)
+            results[key] = merged(results.get(key), found)
             ours = results.get((workload, OURS))
-            print_line(as_line(workload, trainer.name, found, ours, tokens))
+            print_line(as_line(workload, trainer.name, results[key], ours, tokens))
     print_line(f"load {os.getloadavg()[0]:.2f}")
     print_targets(results)
     print_norms(results)
@@ -227,6 +245,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--peers", nargs="*", choices=("torch", "trl"), default=[])
     parser.add_argument("--steps", type=int, default=3, help="updates after the first")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of each trainer")
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by this")
     parser.add_argument("--loop", type=Path, metavar="RUN_DIR", help="a run to read instead")
     args = parser.parse_args()
