@@ -167,6 +167,7 @@ def usage() -> calculator_client.Usage:
 
 # ---- Demonstrations ----------------------------------------------------------------------------
 
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _GADGET = re.compile(r'<gadget id="calculator">(.*?)</gadget>\s*(?:<output>(.*?)</output>)?', re.S)
 
 
@@ -211,6 +212,41 @@ def _conversation(task: Task) -> list[Message]:
             {"role": "tool", "tool_call_id": f"call_{index}", "content": output},
         ]
     return [*messages, {"role": "assistant", "content": _ending(after, task)}]
+
+
+def demonstrate_in_one_call(tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """The same solutions as one calculation each, `(692 + 692) - 458`: nobody has to find out when
+    to stop.
+    """
+    nested = [
+        task | {"chain": f'<gadget id="calculator">{expression}</gadget>'}
+        for task in tasks
+        if (expression := in_one_expression(task))
+    ]
+    return demonstrate(nested)
+
+
+def in_one_expression(task: Task) -> str:
+    """The calculations of the task's chain, put into one another.
+
+    Empty where that is not certain: a result which no later calculation uses, or which is a number
+    of the question as well.
+    """
+    given = set(_NUMBER.findall(task["question"]))
+    whole, expressions, used = "", dict[str, str](), set[str]()  # expressions by their results
+    for _, expression in steps_of(task.get("chain") or "")[0]:
+        if given & expressions.keys():
+            return ""
+        used |= expressions.keys() & set(_NUMBER.findall(expression))
+        whole = _NUMBER.sub(
+            lambda number, of=expressions: f"({of[number[0]]})" if number[0] in of else number[0],
+            expression,
+        )
+        try:
+            expressions = expressions | {calculate(expression): whole}
+        except ArithmeticFault:
+            return ""
+    return whole if len(used) == len(expressions) - 1 else ""
 
 
 def demonstrate_without_tool(tasks: Sequence[Task]) -> list[list[Message]]:

@@ -172,6 +172,37 @@ def test_a_demonstration_without_the_tool() -> None:
     ]
 
 
+def test_a_demonstration_in_one_call() -> None:
+    (found,) = calcx_math.demonstrate_in_one_call([TASK])
+    system, user, call, output, answer = found["messages"]
+    assert [system, user] == FIRST
+    assert call["content"] == ""
+    arguments = '{"expression": "48 + (48/2)"}'
+    assert call["tool_calls"][0]["function"] == {"name": "calculator", "arguments": arguments}
+    assert output["content"] == "72"
+    assert answer == {"role": "assistant", "content": "The answer is 72."}
+
+
+@pytest.mark.parametrize(
+    ("expressions", "whole"),
+    [
+        (["3 + 2"], "3 + 2"),
+        (["7 - 2", "1.5 * 5", "7.5 / 5 - 0.5"], "(1.5 * (7 - 2)) / (7 - 2) - 0.5"),
+        (["7 - 2", "1.5 * 5", "7.5 - 1"], "(1.5 * (7 - 2)) - 1"),
+        (["7 - 2", "7 + 2", "9 / 5"], "(7 + 2) / (7 - 2)"),
+        (["7 - 2", "5 * 5"], "(7 - 2) * (7 - 2)"),
+        (["7 - 2", "55 - 15"], ""),  # nothing uses the 5
+        (["7 - 4", "3 * 2"], ""),  # 3 is a number of the question too
+        (["1 / 0"], ""),
+        ([], ""),
+    ],
+)
+def test_calculations_in_one_expression(expressions: list[str], whole: str) -> None:
+    chain = "".join(f'<gadget id="calculator">{each}</gadget>' for each in expressions)
+    task = TASK | {"question": "3 birds and 7 storks met 2 ducks.", "chain": chain}
+    assert calcx_math.in_one_expression(task) == whole
+
+
 @pytest.mark.parametrize(
     "chain",
     [None, "", "no calculation", '<gadget id="calculator">x + 1</gadget><output>2</output>'],
@@ -179,6 +210,7 @@ def test_a_demonstration_without_the_tool() -> None:
 def test_a_task_without_a_solution_shows_nothing(chain: str | None) -> None:
     task = TASK | {"chain": chain}
     assert calcx_math.demonstrate([task]) == calcx_math.demonstrate_without_tool([task]) == []
+    assert calcx_math.demonstrate_in_one_call([task]) == []
 
 
 # ---- By hand -------------------------------------------------------------------------------------
