@@ -111,16 +111,18 @@ class ConfigError(UserError, ValueError):
 
 
 def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None = None) -> T:
-    """`argv`: YAML paths and `dotted.key=value`, in order; later wins. Raises ConfigError, also
-    where a file asks for a key (`key: ???`) that nothing sets.
+    """`argv`: YAML paths and `dotted.key=value`, in order; later wins. A file may stand on another,
+    which it names as seen from itself (`base: spider_cpu.yaml`): that is read before it, unless it
+    was named already. Raises ConfigError, also where a file asks for a key (`key: ???`) that
+    nothing sets.
 
     `only` names the sections to read; the others keep their defaults. So a reader of an older run
     does not stumble over settings that it has no use for.
     """
     merged, given = OmegaConf.structured(schema), OmegaConf.create()
-    for arg in argv:
+    for arg in _with_bases(argv):
         try:
-            layer = OmegaConf.from_dotlist([arg]) if _is_setting(arg) else _load_yaml(arg)
+            layer = OmegaConf.from_dotlist([arg]) if _is_setting(arg) else _load_yaml(arg)[1]
             if only is not None:
                 layer = OmegaConf.masked_copy(layer, list(only))
             merged = OmegaConf.merge(merged, layer)
@@ -158,15 +160,42 @@ def _is_setting(arg: str) -> bool:
     return "=" in arg and not Path(arg).is_file()
 
 
-def _load_yaml(path: str) -> Any:
+def _with_bases(argv: Sequence[str]) -> list[str]:
+    """The arguments, and before each file those it stands on that do not come before it already."""
+    found: list[str] = []
+    for arg in argv:
+        found += [*_bases(arg, found), arg]
+    return found
+
+
+def _bases(arg: str, before: Sequence[str]) -> list[str]:
+    """What `arg` stands on, the lowest first; a circle ends where it comes back to itself."""
+    base = None if _is_setting(arg) else _load_yaml(arg)[0]
+    if base is None or Path(base).resolve() in {Path(each).resolve() for each in before}:
+        return []
+    return [*_bases(base, [*before, arg]), base]
+
+
+def _load_yaml(path: str) -> tuple[str | None, Any]:
+    """The file that this one stands on, if any, and what it sets."""
     if not Path(path).is_file():
         raise ConfigError(
             f"config {path} does not exist; expected a YAML file or key=value. Check the path."
         )
     try:
-        return OmegaConf.load(path)
+        layer = OmegaConf.load(path)
     except (YAMLError, OSError) as error:
         raise ConfigError(f"config {path} is not readable YAML: {error}") from error
+    base = layer.pop("base", None) if OmegaConf.is_dict(layer) else None
+    if base is None:
+        return None, layer
+    below = Path(path).parent / str(base)
+    if not below.is_file():
+        raise ConfigError(
+            f"config {path} has base: {base}, but {below} does not exist; expected a YAML file, as "
+            "seen from this one. Check the path."
+        )
+    return str(below), layer
 
 
 def _to_object(node: Any, key: str = "") -> Any:

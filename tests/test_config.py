@@ -136,6 +136,44 @@ def test_a_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
     assert load_config(Config, [str(path), "seed=7"]) == Config(num_steps=3, seed=7)
 
 
+def test_a_file_may_stand_on_another(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    files = {
+        "low.yaml": "num_steps: 3\nseed: 1\nrun_dir: low\n",
+        "sub/middle.yaml": "base: ../low.yaml\nseed: 2\nrun_dir: middle\n",
+        "sub/top.yaml": "base: middle.yaml\nrun_dir: top\n",
+        "other.yaml": "num_steps: 9\nrun_dir: other\n",
+        "circle.yaml": "base: sub/../circle.yaml\nseed: 5\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    def loaded(*names: str) -> Config:
+        return load_config(Config, [str(tmp_path / n) if n in files else n for n in names])
+
+    assert loaded("sub/top.yaml") == Config(num_steps=3, seed=2, run_dir="top")
+    assert loaded("sub/top.yaml", "seed=4") == Config(num_steps=3, seed=4, run_dir="top")
+    # A file that was named before is not read again, so what came after it stays.
+    assert loaded("low.yaml", "other.yaml", "sub/top.yaml") == Config(
+        num_steps=9, seed=2, run_dir="top"
+    )
+    assert loaded("other.yaml", "sub/top.yaml") == Config(num_steps=3, seed=2, run_dir="top")
+    assert loaded("circle.yaml") == Config(seed=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("base: gone.yaml\n", r"top.yaml has base: gone.yaml, but \S*gone.yaml does not exist"),
+        ("base: [a.yaml]\n", r"top.yaml has base: \['a.yaml'\], but"),
+    ],
+)
+def test_a_base_that_is_no_file(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "top.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_config(Config, [str(tmp_path / "top.yaml")])
+
+
 @pytest.mark.parametrize(
     "setting", ["agent.command=node 'my agent.mjs' 3", "agent.command=[node, my agent.mjs, 3]"]
 )

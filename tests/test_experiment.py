@@ -116,14 +116,10 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configs_load_and_name_their_run(path: Path) -> None:
     argv = [str(path)]
-    if path.stem.endswith("_real"):  # on top of another, and its data has to be named
+    if path.stem.endswith("_real"):
         with pytest.raises(ConfigError, match=r"data\.root is left to be set"):
             load_config(Config, argv)
-        argv = [str(path.with_stem(path.stem.replace("_real", "_cpu"))), *argv, "data.root=DIR"]
-    if path.stem == "spider_policies_cpu":  # on top of another, too
-        with pytest.raises(ConfigError, match=r"serve\.max_len is left to be set"):
-            load_config(Config, argv)
-        argv = [str(path.with_stem("spider_cpu")), *argv]
+        argv = [*argv, "data.root=DIR"]
     config = load_config(Config, argv)
     assert config.run_dir == f"runs/{path.stem}"
     assert config.agent.function.startswith("agents/")
