@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -186,7 +186,7 @@ def _load_yaml(path: str) -> tuple[str | None, Any]:
         layer = OmegaConf.load(path)
     except (YAMLError, OSError) as error:
         raise ConfigError(f"config {path} is not readable YAML: {error}") from error
-    base = layer.pop("base", None) if OmegaConf.is_dict(layer) else None
+    base = layer.pop("base", None) if isinstance(layer, DictConfig) else None
     if base is None:
         return None, layer
     below = Path(path).parent / str(base)
