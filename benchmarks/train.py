@@ -249,6 +249,8 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by this")
     parser.add_argument("--loop", type=Path, metavar="RUN_DIR", help="a run to read instead")
     args = parser.parse_args()
+    if min(args.steps, args.rounds, args.shrink) < 1:
+        parser.error("--steps, --rounds and --shrink are numbers of 1 or more.")
     if args.loop:
         try:
             print_line("\n".join(shares(read_metrics(args.loop / "metrics.jsonl"))))

@@ -28,7 +28,7 @@ def main(config: Config) -> None:
         file = agent.function.rpartition(":")[0]
         usage = load_function(f"{file}:usage")  # says first what is not installed
     train_tasks, dev_tasks = load_splits(config, load_calcx)
-    print(f"{sum('chain' in task for task in train_tasks)} train tasks have a solution to show")
+    print(f"{sum('chain' in task for task in train_tasks)} train tasks come with a solution")
     started = time.monotonic()
     train_and_report(config, train_tasks, dev_tasks)
     if usage is None:

@@ -2,7 +2,8 @@
 pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,19 +121,12 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
     does not stumble over settings that it has no use for.
     """
     merged, given = OmegaConf.structured(schema), OmegaConf.create()
-    for arg in _with_bases(argv):
-        try:
-            layer = OmegaConf.from_dotlist([arg]) if _is_setting(arg) else _load_yaml(arg)[1]
+    for name, layer in _layers(argv):
+        with _told(name):
             if only is not None:
                 layer = OmegaConf.masked_copy(layer, list(only))
             merged = OmegaConf.merge(merged, layer)
             given = OmegaConf.merge(given, layer)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{_where(arg)}: {_one_sentence(error)}") from error
-        except YAMLError as error:  # of a setting; a file's has been told as one
-            raise ConfigError(
-                f"{_where(arg)} is not readable YAML: {_one_sentence(error)}"
-            ) from error
     unset = sorted(OmegaConf.missing_keys(given))  # in `merged` they keep their defaults
     if unset:
         raise ConfigError(
@@ -160,42 +154,58 @@ def _is_setting(arg: str) -> bool:
     return "=" in arg and not Path(arg).is_file()
 
 
-def _with_bases(argv: Sequence[str]) -> list[str]:
-    """The arguments, and before each file those it stands on that do not come before it already."""
-    found: list[str] = []
+@contextmanager
+def _told(arg: str) -> Iterator[None]:
+    """Says a fault in what the argument sets as one sentence that names it."""
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{_where(arg)}: {_one_sentence(error)}") from error
+    except YAMLError as error:  # of a setting; a file's has been told as one
+        raise ConfigError(f"{_where(arg)} is not readable YAML: {_one_sentence(error)}") from error
+
+
+def _layers(argv: Sequence[str]) -> list[tuple[str, Any]]:
+    """What each argument sets, under its name, and before a file those that it stands on."""
+    found: list[tuple[str, Any]] = []
     for arg in argv:
-        found += [*_bases(arg, found), arg]
+        if _is_setting(arg):
+            with _told(arg):
+                found.append((arg, OmegaConf.from_dotlist([arg])))
+        else:
+            found += _file_layers(arg, [name for name, _ in found])
     return found
 
 
-def _bases(arg: str, before: Sequence[str]) -> list[str]:
-    """What `arg` stands on, the lowest first; a circle ends where it comes back to itself."""
-    base = None if _is_setting(arg) else _load_yaml(arg)[0]
-    if base is None or Path(base).resolve() in {Path(each).resolve() for each in before}:
-        return []
-    return [*_bases(base, [*before, arg]), base]
-
-
-def _load_yaml(path: str) -> tuple[str | None, Any]:
-    """The file that this one stands on, if any, and what it sets."""
-    if not Path(path).is_file():
-        raise ConfigError(
-            f"config {path} does not exist; expected a YAML file or key=value. Check the path."
-        )
-    try:
-        layer = OmegaConf.load(path)
-    except (YAMLError, OSError) as error:
-        raise ConfigError(f"config {path} is not readable YAML: {error}") from error
-    base = layer.pop("base", None) if isinstance(layer, DictConfig) else None
+def _file_layers(path: str, before: Sequence[str]) -> list[tuple[str, Any]]:
+    """A file and those it stands on, the lowest first, without those of `before`; a circle ends
+    where it comes back to itself.
+    """
+    with _told(path):
+        layer = _load_yaml(path)
+        base = layer.pop("base", None) if isinstance(layer, DictConfig) else None
     if base is None:
-        return None, layer
+        return [(path, layer)]
     below = Path(path).parent / str(base)
     if not below.is_file():
         raise ConfigError(
             f"config {path} has base: {base}, but {below} does not exist; expected a YAML file, as "
             "seen from this one. Check the path."
         )
-    return str(below), layer
+    if below.resolve() in {Path(each).resolve() for each in before}:
+        return [(path, layer)]
+    return [*_file_layers(str(below), [*before, path]), (path, layer)]
+
+
+def _load_yaml(path: str) -> Any:
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"config {path} does not exist; expected a YAML file or key=value. Check the path."
+        )
+    try:
+        return OmegaConf.load(path)
+    except (YAMLError, OSError) as error:
+        raise ConfigError(f"config {path} is not readable YAML: {error}") from error
 
 
 def _to_object(node: Any, key: str = "") -> Any:

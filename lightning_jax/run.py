@@ -148,6 +148,11 @@ class Run:
         prepared = time.monotonic()
         metrics = await self._learn(sequences)
         metrics["time/prepare_s"] = prepared - started
+        # Some tasks may have no demonstration: the function says so by leaving them out.
+        metrics |= {
+            "train/num_tasks": float(len(tasks)),
+            "train/num_conversations": float(len(conversations)),
+        }
         return {name.replace("train/", "warmup/"): value for name, value in metrics.items()}
 
     async def _policy_step(self) -> Metrics:

@@ -199,6 +199,15 @@ def _check_run_directory(run: Path, config: Config) -> None:
     store.close()
 
 
+def test_tasks_without_a_demonstration_are_counted(model_dir: Path, tmp_path: Path) -> None:
+    warmup = WarmupConfig(num_steps=1, group_size=4, demonstrations=f"{TOY}:demonstrate_some")
+    config = _config(model_dir, tmp_path / "run", num_steps=0, warmup=warmup)
+    row = asyncio.run(train(config, TASKS, TASKS))[0]
+    number = 4 * warmup.groups_per_step
+    assert (row["warmup/num_tasks"], row["warmup/num_conversations"]) == (number, number / 2)
+    assert row["warmup/num_sequences"] == number / 2
+
+
 def test_the_warmup_learns_the_demonstrations_first(model_dir: Path, tmp_path: Path) -> None:
     config = _config(
         model_dir,
