@@ -6,17 +6,17 @@ into segments, which are arrays of their own: a step that needs only the beginni
 takes only the first ones, while a slice of one array would be copied.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from lightning_jax.models import flash_decode
+from lightning_jax.models import flash_cache
 from lightning_jax.models.blockwise import MASKED
 from lightning_jax.types import Leaf
 
@@ -56,11 +56,16 @@ def join(parts: Sequence[KVCache]) -> KVCache:
     return KVCache(chain([part.keys for part in parts]), chain([part.values for part in parts]))
 
 
-def segment_lengths(length: int) -> tuple[int, ...]:
+def segment_lengths(length: int, *, whole: bool = False) -> tuple[int, ...]:
     """The segments of rows of `length` tokens: 1600 gives 256, 256, 256, 256, 512, 64.
 
     Long ones are half of what comes before, so that what is read is little more than what is there.
+    `whole` is for a device whose kernels read no more of a row than is there: 1600 gives 1536, 64,
+    the first being all that the kernels take.
     """
+    if whole:
+        rest = length % flash_cache.SIZE
+        return tuple(part for part in (length - rest, rest) if part)
     lengths: list[int] = []
     while (done := sum(lengths)) < length:
         lengths.append(min(max(SEGMENT, done // 2 // SEGMENT * SEGMENT), length - done))
@@ -73,10 +78,17 @@ def segment_starts(segments: Sequence[Any]) -> list[int]:
 
 
 def make_cache(
-    *, layers: int, rows: int, length: int, kv_heads: int, head_dim: int, dtype: Any
+    *,
+    layers: int,
+    rows: int,
+    length: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    whole: bool = False,
 ) -> KVCache:
-    """An empty cache, zeros."""
-    lengths = segment_lengths(length)
+    """An empty cache, zeros, in the segments of `segment_lengths`."""
+    lengths = segment_lengths(length, whole=whole)
     keys = [(rows, kv_heads, head_dim, size) for size in lengths]
     values = [(rows, kv_heads, size, head_dim) for size in lengths]
     return KVCache(
@@ -125,9 +137,9 @@ def attend_cache(
     """Attention to these rows, or to the first B, at indices up to each query's own position.
 
     Query head h reads key head h // (H / K). Segments that no query sees are skipped where there
-    are several queries a row; a caller that knows better leaves them out. With one query for each
-    of the first rows a TPU and a GPU run kernels of their own, which skip what a row does not see
-    (flash_decode.py).
+    are several queries a row; a caller that knows better leaves them out. A GPU runs a kernel of
+    its own, and a TPU one with one query for each of the first rows; they skip what a row does not
+    see (flash_cache.py).
     The parts are put together as in arXiv 1805.02867.
     """
     number, length, heads, size = queries.shape
@@ -138,15 +150,11 @@ def attend_cache(
     end = sum(value.shape[VALUE_AXIS] for value in values)
     # Padding sees index 0, so that it does not make real queries walk segments that are empty.
     index = jnp.where(positions < end, positions, 0)
-    parts = []
-    for start, key, value in zip(segment_starts(values), keys, values, strict=True):
-        arrays = (grouped, key, value, index - start)
-        if length == 1 and rows is None:
-            parts.append(_attend_token(*arrays))
-        elif start == 0:
-            parts.append(_attend_rows(*arrays, rows))
-        else:
-            parts.append(_attend_if(index.max() >= start, *arrays, rows))
+    segments = zip(segment_starts(values), keys, values, strict=True)
+    parts = [
+        _attend_segment(grouped, key, value, index - start, rows, certain=start == 0)
+        for start, key, value in segments
+    ]
     out = _combine(parts).reshape(number, kv_heads, heads // kv_heads, length, size)
     return out.transpose(0, 3, 1, 2, 4).reshape(queries.shape).astype(queries.dtype)
 
@@ -160,29 +168,34 @@ def _combine(parts: Sequence[_Part]) -> Any:
     return out / total
 
 
-def _attend_token(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
-    """One query a row; keys and values of all rows of the cache."""
-    if values.shape[VALUE_AXIS] % flash_decode.SIZE:
-        return _attend_rows(queries, keys, values, index)
-    return jax.lax.platform_dependent(
-        queries,
-        keys,
-        values,
-        index,
-        tpu=_kernel(flash_decode.attend_tpu),
-        cuda=_kernel(flash_decode.attend_gpu),
-        default=_attend_rows,
-    )
+def _attend_segment(
+    queries: Any, keys: Any, values: Any, index: Any, rows: Any, *, certain: bool
+) -> _Part:
+    """Attention to one segment of these rows, or of the first ones; `certain`: each query sees
+    something of it.
+    """
+    is_token = index.shape[1] == 1 and rows is None
+    plain = _attend_rows if is_token or certain else _attend_if
+    arrays = (queries, keys, values, index, *(() if rows is None else (rows,)))
+    if values.shape[VALUE_AXIS] % flash_cache.SIZE:
+        return plain(*arrays)
+    kernels = {"cuda": _on_gpu} | ({"tpu": _on_tpu} if is_token else {})
+    return jax.lax.platform_dependent(*arrays, **kernels, default=plain)
 
 
-@functools.cache
-def _kernel(attend: Callable[..., Any]) -> Callable[..., _Part]:
-    """Jitted, so that the layers of a model trace it once, not each."""
+# Jitted, so that the layers of a model trace them once, not each.
+@jax.jit
+def _on_tpu(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
+    arrays = (queries, keys, values, index[:, 0])
+    return _Part(*flash_cache.per_device(flash_cache.attend_tpu, *arrays))
 
-    def run(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
-        return _Part(*flash_decode.per_device(attend, queries, keys, values, index[:, 0]))
 
-    return jax.jit(run)
+@jax.jit
+def _on_gpu(queries: Any, keys: Any, values: Any, index: Any, rows: Any = None) -> _Part:
+    rows = jnp.asarray(np.arange(len(queries), dtype=np.int32)) if rows is None else rows
+    index = jnp.tile(index, (1, queries.shape[2] // index.shape[1]))
+    arrays = (queries, keys, values, index, rows)
+    return _Part(*flash_cache.per_device(flash_cache.attend_gpu, *arrays))
 
 
 def _attend_rows(queries: Any, keys: Any, values: Any, index: Any, chosen: Any = None) -> _Part:
@@ -204,9 +217,10 @@ def _attend_rows(queries: Any, keys: Any, values: Any, index: Any, chosen: Any =
     return _Part(highest, weights.sum(axis=-1, keepdims=True), out.reshape(*scores.shape[:3], size))
 
 
-def _attend_if(wanted: Any, queries: Any, *arrays: Any) -> _Part:
+def _attend_if(queries: Any, keys: Any, values: Any, index: Any, *chosen: Any) -> _Part:
     def nothing(queries: Any, *_: Any) -> _Part:
         column = jnp.zeros((*queries.shape[:3], 1), jnp.float32)
         return _Part(column + MASKED, column, jnp.zeros(queries.shape, jnp.float32))
 
-    return jax.lax.cond(wanted, _attend_rows, nothing, queries, *arrays)
+    arrays = (queries, keys, values, index, *chosen)
+    return jax.lax.cond(index.max() >= 0, _attend_rows, nothing, *arrays)

@@ -70,8 +70,15 @@ class DecoderConfig:
             )
 
 
-def init_cache(config: DecoderConfig, slots: int, length: int, dtype: Any = jnp.float32) -> KVCache:
-    """An empty cache of this model's shape, zeros."""
+def init_cache(
+    config: DecoderConfig,
+    slots: int,
+    length: int,
+    dtype: Any = jnp.float32,
+    *,
+    whole: bool = False,
+) -> KVCache:
+    """An empty cache of this model's shape, zeros; `whole`: see `cache.segment_lengths`."""
     return make_cache(
         layers=config.num_layers,
         rows=slots,
@@ -79,6 +86,7 @@ def init_cache(config: DecoderConfig, slots: int, length: int, dtype: Any = jnp.
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
+        whole=whole,
     )
 
 

@@ -74,7 +74,10 @@ class Engine:
         self.buckets = tuple(sorted(lengths))
         tokens = max(PREFILL_TOKENS, self.buckets[-1])
         self._chunks_at_once = {b: row_counts(b, tokens, serve.slots) for b in self.buckets}
-        self.capacities = tuple(itertools.accumulate(segment_lengths(serve.max_len)))
+        # A GPU's kernels read a row as far as it goes, whatever the program, so it needs just one.
+        self._whole = _platform(mesh) == "gpu"
+        segments = segment_lengths(serve.max_len, whole=self._whole)
+        self.capacities = tuple(itertools.accumulate(segments))
         self.slot_counts = _slot_counts(serve.slots)
         self._dtype = jnp.dtype(dtype)
         self.compiler_options = _compiler_options(self._dtype, mesh)
@@ -86,12 +89,12 @@ class Engine:
     def _compile_later(self) -> None:
         jit, plain, cache = self._jit, self._plain, self._cache
         state = DecodeState(cache, plain, plain, plain)
-        sizes = {"config": self.config, "dtype": self._dtype}
+        sizes = {"config": self.config, "dtype": self._dtype, "whole": self._whole}
         init = partial(programs.init_state, slots=self.num_slots, max_len=self.max_len, **sizes)
         prefill = partial(programs.prefill, config=self.config)
         generate = partial(programs.generate, config=self.config)
         self._init = jit(init, out_shardings=state)
-        row = partial(init_cache, self.config, 1, self.max_len, self._dtype)
+        row = partial(init_cache, self.config, 1, self.max_len, self._dtype, whole=self._whole)
         self._init_row = jit(row, out_shardings=cache)
         self._prefill = jit(prefill, donate_argnums=1, out_shardings=cache)
         self._insert = jit(programs.insert_row, donate_argnums=0, out_shardings=state)
@@ -253,9 +256,12 @@ def _slot_counts(slots: int) -> tuple[int, ...]:
     return (*(count for count in counts if count < slots), slots)
 
 
+def _platform(mesh: jax.sharding.Mesh | None) -> str:
+    return (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+
+
 def _on_one_cpu(mesh: jax.sharding.Mesh | None) -> bool:
-    devices = jax.devices()[:1] if mesh is None else mesh.devices.flat
-    return len(devices) == 1 and devices[0].platform == "cpu"
+    return (mesh is None or mesh.size == 1) and _platform(mesh) == "cpu"
 
 
 def _compiler_options(dtype: jnp.dtype, mesh: jax.sharding.Mesh | None) -> dict[str, str] | None:

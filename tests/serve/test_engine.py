@@ -11,6 +11,7 @@ import pytest
 
 from lightning_jax.config import MeshConfig, ServeConfig
 from lightning_jax.models.transformer import forward, init_cache, unembed
+from lightning_jax.serve import engine as engine_module
 from lightning_jax.serve import programs
 from lightning_jax.serve.engine import Engine, Fill
 from lightning_jax.serve.programs import start_of
@@ -197,6 +198,18 @@ def test_reading_less_of_the_cache_changes_nothing():
     long = begin(engine, params, engine.init_state(), 0, ids)
     _, all_ = engine.generate(params, long)
     np.testing.assert_allclose(less.behavior_logprobs[0], all_.behavior_logprobs[0], atol=1e-6)
+
+
+def test_rows_of_a_gpu_lie_in_one_piece_and_serve_the_same(model, monkeypatch):
+    monkeypatch.setattr(engine_module, "_platform", lambda mesh: "gpu")
+    engine = Engine(model.config, ServeConfig(slots=4, max_len=384, prefill_buckets=(64,)))
+    assert engine.capacities == (384,)
+    ids = np.random.default_rng(3).integers(0, 256, 300).tolist()
+    state = begin(engine, model.params, engine.init_state(), 2, ids)
+    _, tokens, logprobs = decode(engine, model.params, state, [2], 4)
+    response = tokens[:, 0].tolist()
+    expected = full_logprobs(model, ids + response)[299:-1]
+    np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(4), response], atol=1e-5)
 
 
 def test_stepping_fewer_slots_changes_nothing(model, engine):

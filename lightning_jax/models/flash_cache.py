@@ -1,10 +1,12 @@
-"""Attention of one new token a row to the key/value cache, as Pallas kernels for TPU and GPU.
+"""Attention of new tokens to the key/value cache, as Pallas kernels for TPU and GPU.
 
 A row reads the blocks of keys and values up to its own last token, and no more, however much longer
 the other rows are. That is arXiv 2309.06180's aim with rows that lie in one piece: cache.py's
-segments are read as they lie, without a copy. The recurrence over blocks is flash.py's.
+segments are read as they lie, without a copy. The recurrence over blocks is flash.py's. The TPU's
+kernel takes one new token a row; the GPU's any number, so that it prefills, too.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,21 +24,24 @@ from lightning_jax.models.mesh_axes import partition
 
 SIZE = 128  # the tokens of a segment that the kernels take are a multiple of this
 _TPU_SIZES = (512, 256, SIZE)
-_GPU_SIZE = 64
+_GPU_SIZES = (64, 32)  # tokens of a block whose rows have up to 256 bytes, and of longer rows
 _GPU_NARROWEST = 16  # queries and head sizes that tensor cores take
+_GPU_PROGRAMS = 512  # three to four for each of an H100's 132 processors
 
 
-def per_device(kernel: Callable[..., Any], queries: Any, keys: Any, values: Any, index: Any) -> Any:
+def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
     """What a kernel gives that each device of the arrays' mesh calls for its key heads.
 
     Where the mesh does not divide those, each device computes all of them.
     """
+    kv_heads = arrays[1].shape[1]
 
     def place(mesh: Any) -> tuple[Any, Any]:
-        by_head = jax.P(None, *partition(("kv_heads",), (keys.shape[1],), mesh))
-        return (by_head, by_head, by_head, jax.P()), (by_head, by_head, by_head)
+        heads = partition(("kv_heads",), (kv_heads,), mesh)
+        by_head = jax.P(None, *heads)
+        return (by_head,) * 3 + (jax.P(),) * (len(arrays) - 3), (by_head,) * 3
 
-    return flash.per_device(kernel, (queries, keys, values, index), place)
+    return flash.per_device(kernel, arrays, place)
 
 
 def attend_tpu(
@@ -109,57 +114,84 @@ def attend_gpu(
     queries: Float[Array, "B K M D"],
     keys: Float[Array, "S K D C"],
     values: Float[Array, "S K C D"],
-    index: Int[Array, " B"],
+    index: Int[Array, "B M"],
+    rows: Int[Array, " B"],
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B K M 1"], Float[Array, "B K M 1"], Float[Array, "B K M D"]]:
-    """As `attend_tpu`. A head size that is no power of two makes it copy the cache, padded."""
-    rows, kv_heads, members, width = queries.shape
+    """As `attend_tpu`, for any number of new tokens of any rows of the cache.
+
+    Query m of row b sees the tokens of cache row `rows[b]` up to `index[b, m]`. Where rows and
+    heads are too few for all processors of a GPU, a row's tokens are dealt out in parts.
+    A head size that is no power of two makes it copy the cache, padded.
+    """
+    number, kv_heads, members, width = queries.shape
     wide = max(_GPU_NARROWEST, pl.next_power_of_2(width))
-    tall = max(_GPU_NARROWEST, pl.next_power_of_2(members))
+    size = _GPU_SIZES[wide * keys.dtype.itemsize > 256]  # else it is too much shared memory
+    tall = min(size, max(_GPU_NARROWEST, pl.next_power_of_2(members)))
     keys, values = pad_to(keys, wide, 2), pad_to(values, wide, 3)
     queries = pad_to(pad_to(queries, wide, 3), tall, 2)
-    span = values.shape[2]
+    slots, span, height = keys.shape[0], values.shape[2], queries.shape[2]
+    # What is padded sees nothing.
+    index = jnp.pad(
+        jnp.minimum(index, span - 1), ((0, 0), (0, -members % tall)), constant_values=-1
+    )
+    programs = number * kv_heads * height // tall
+    parts = max(1, min(_GPU_PROGRAMS // programs, span // (2 * size)))
 
-    def of_head(head: Any, row: Any) -> Any:
-        return row, head, 0, 0
+    def of_queries(head: Any, part: Any, block: Any, row: Any) -> Any:
+        return row, head, block, 0
 
-    column = jax.ShapeDtypeStruct((rows, kv_heads, tall), jnp.float32)
+    def of_part(head: Any, part: Any, block: Any, row: Any) -> Any:
+        return part, row, head, block, 0
+
+    def of_head(head: Any, part: Any, block: Any, row: Any) -> Any:
+        return 0, head, 0, 0
+
+    column = jax.ShapeDtypeStruct((parts, number, kv_heads, height, 1), jnp.float32)
     highest, total, out = pl.pallas_call(
-        _gpu_kernel,
-        grid=(kv_heads, rows),
+        functools.partial(_gpu_kernel, size=size),
+        grid=(kv_heads, parts, height // tall, number),
         in_specs=[
-            pl.BlockSpec((None,), lambda head, row: (row,)),
-            pl.BlockSpec((None, None, tall, wide), of_head),
-            pl.BlockSpec((None, None, wide, span), of_head),
-            pl.BlockSpec((None, None, span, wide), of_head),
+            pl.BlockSpec((None,), lambda head, part, block, row: (row,)),
+            pl.BlockSpec((None, tall), lambda head, part, block, row: (row, block)),
+            pl.BlockSpec((None, None, tall, wide), of_queries),
+            pl.BlockSpec((slots, None, wide, span), of_head),
+            pl.BlockSpec((slots, None, span, wide), of_head),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, tall), lambda head, row: (row, head, 0)),
-            pl.BlockSpec((None, None, tall), lambda head, row: (row, head, 0)),
-            pl.BlockSpec((None, None, tall, wide), of_head),
+            pl.BlockSpec((None, None, None, tall, 1), of_part),
+            pl.BlockSpec((None, None, None, tall, 1), of_part),
+            pl.BlockSpec((None, None, None, tall, wide), of_part),
         ],
-        out_shape=[column, column, jax.ShapeDtypeStruct(queries.shape, jnp.float32)],
+        out_shape=[column, column, jax.ShapeDtypeStruct((parts, *queries.shape), jnp.float32)],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
-    )(jnp.minimum(index, span - 1), queries, keys, values)
-    highest, total = (x[:, :, :members, None] for x in (highest, total))
-    return highest, total, out[:, :, :members, :width]
+    )(rows, index, queries, keys, values)
+    top = highest.max(axis=0)
+    scale = jnp.exp(highest - top[None])
+    total, out = (total * scale).sum(axis=0), (out * scale).sum(axis=0)
+    return top[:, :, :members], total[:, :, :members], out[:, :, :members, :width]
 
 
 def _gpu_kernel(
-    index: Any, query: Any, key: Any, value: Any, highest: Any, total: Any, out: Any
+    row: Any, index: Any, query: Any, keys: Any, values: Any, *results: Any, size: int
 ) -> None:
-    """All tokens of one row and key head."""
-    rows, last = query[...], index[...]
+    """One part of the tokens of one row and key head, for one block of queries."""
+    row, queries, limits = row[...], query[...], index[...]
+    blocks = jnp.maximum(jnp.max(limits) + size, 0) // size  # those that some query sees
+    each = (blocks + pl.num_programs(1) - 1) // pl.num_programs(1)
+    first = pl.program_id(1) * each
 
     def meet(step: Any, sums: Sums) -> Sums:
-        block = pl.ds(step * _GPU_SIZE, _GPU_SIZE)
-        return sums.add(_scores(rows, key[:, block], step * _GPU_SIZE, last), value[block, :])
+        block = pl.ds(step * size, size)
+        scores = _scores(queries, keys[row, :, block], step * size, limits[:, None])
+        return sums.add(scores, values[row, block, :])
 
-    sums = jax.lax.fori_loop(0, (last + _GPU_SIZE) // _GPU_SIZE, meet, Sums.start(*rows.shape))
-    highest[...], total[...] = (x.reshape(rows.shape[0]) for x in sums[:2])
-    out[...] = sums.out
+    end = jnp.minimum(first + each, blocks)
+    sums = jax.lax.fori_loop(first, end, meet, Sums.start(*queries.shape))
+    for ref, result in zip(results, sums, strict=True):
+        ref[...] = result
 
 
 def _scores(query: Any, key: Any, first: Any, last: Any) -> Any:
