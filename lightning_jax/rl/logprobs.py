@@ -1,12 +1,14 @@
 """Log-probabilities of a batch's targets, without logits of all of them at once."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from lightning_jax.models.mesh_axes import MESH_AXES
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params, forward, unembed
 from lightning_jax.types import Batch
 
@@ -62,7 +64,8 @@ def read_nodes(
 
 def head_params(params: Params, gather: Gather | None) -> Params:
     """The weights of the LM head, ready for use: all that `node_logprobs` reads."""
-    read = {name: params[name] for name in ("embed", "head") if name in params}
+    name = "head" if "head" in params else "embed"
+    read = {name: params[name]}
     return gather(read) if gather else read
 
 
@@ -79,23 +82,104 @@ def node_logprobs(
     hidden = jnp.take_along_axis(
         nodes, batch.target_nodes[:, :, None], axis=1, mode="promise_in_bounds"
     )
+    head = _Head(config, entropy_gradient)
+    targets = (hidden, batch.target_ids, batch.target_mask)
+    chunks = jax.tree.map(lambda part: _split(part, head_chunk), targets)
+    wanted = chunks[2].any(axis=(1, 2))
+    logprobs, entropy = _on_each_device(head, params, wanted, *chunks)
+    return _join(logprobs), _join(entropy)
 
-    # Under the checkpoint the branches keep nothing for the backward pass but their inputs.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def chunk_logprobs(chunk: Any) -> Any:
-        def head(hidden: Any, ids: Any, mask: Any) -> Any:
-            logits = unembed(params, config, hidden)
-            return _token_logprobs(logits, ids, mask, entropy_gradient=entropy_gradient)
 
-        def nothing(hidden: Any, ids: Any, mask: Any) -> Any:
+@dataclass(frozen=True)
+class _Head:
+    """How the LM head is read."""
+
+    config: DecoderConfig
+    entropy_gradient: bool
+
+    @property
+    def is_trained(self) -> bool:
+        """Adapters leave it as it is."""
+        return self.config.lora is None
+
+    def read(self, params: Params, hidden: Any, ids: Any, mask: Any) -> tuple[Any, Any]:
+        """(log-probability, entropy) of each target of a chunk."""
+        logits = unembed(params, self.config, hidden)
+        return _token_logprobs(logits, ids, mask, entropy_gradient=self.entropy_gradient)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _read_chunks(
+    head: _Head, params: Params, wanted: Any, hidden: Any, ids: Any, mask: Any
+) -> tuple[Any, Any]:
+    """`head.read` of each chunk [B size], one after the other; zeros where none is `wanted` [N]."""
+
+    def one(chunk: Any) -> tuple[Any, Any]:
+        is_wanted, *targets = chunk
+
+        def nothing(params: Params, hidden: Any, ids: Any, mask: Any) -> tuple[Any, Any]:
             return jnp.zeros(mask.shape, jnp.float32), jnp.zeros(mask.shape, jnp.float32)
 
-        return jax.lax.cond(chunk[2].any(), head, nothing, *chunk)
+        return jax.lax.cond(is_wanted, head.read, nothing, params, *targets)
 
-    parts = (hidden, batch.target_ids, batch.target_mask)
-    chunks = jax.tree.map(lambda part: _split(part, head_chunk), parts)
-    logprobs, entropy = jax.lax.map(chunk_logprobs, chunks)
-    return _join(logprobs), _join(entropy)
+    return jax.lax.map(one, (wanted, hidden, ids, mask))
+
+
+def _read_forward(head: _Head, *inputs: Any) -> tuple[Any, Any]:
+    return _read_chunks(head, *inputs), inputs
+
+
+def _read_backward(head: _Head, saved: Any, out_grads: Any) -> tuple[Any, ...]:
+    """Logits are made anew, and what the chunks add to the head's gradient is added where it lies.
+
+    JAX's own rule keeps a copy of the head for each chunk, and adds zeros for those that are not
+    wanted.
+    """
+    params, *chunks = saved
+
+    def one(added: Params, chunk: Any) -> tuple[Params, Any]:
+        is_wanted, hidden, ids, mask, *grads = chunk
+
+        def read(trained: Params, hidden: Any) -> tuple[Any, Any]:
+            return head.read(trained or params, hidden, ids, mask)
+
+        def add(added: Params, hidden: Any) -> tuple[Params, Any]:
+            new, hidden_grad = jax.vjp(read, trained, hidden)[1](tuple(grads))
+            return jax.tree.map(jnp.add, added, new), hidden_grad
+
+        def nothing(added: Params, hidden: Any) -> tuple[Params, Any]:
+            return added, jnp.zeros_like(hidden)
+
+        return jax.lax.cond(is_wanted, add, nothing, added, hidden)
+
+    trained = params if head.is_trained else {}
+    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
+    added, hidden_grads = jax.lax.scan(one, start, (*chunks, *out_grads))
+    head_grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), added, trained)
+    return head_grads or None, None, hidden_grads, None, None
+
+
+_read_chunks.defvjp(_read_forward, _read_backward)
+
+
+def _on_each_device(head: _Head, params: Params, *chunks: Any) -> tuple[Any, Any]:
+    """`_read_chunks` of each device's rows, so that the head's gradients are added up over devices
+    once, not chunk by chunk. The compiler still splits what lies along other axes of the mesh.
+    """
+    read = functools.partial(_read_chunks, head)
+    mesh = jax.typeof(chunks[1]).sharding.mesh
+    axes = [axis for axis in MESH_AXES["rows"] if dict(mesh.shape).get(axis, 1) > 1]
+    if not axes:
+        return read(params, *chunks)
+    rows, whole = jax.P(None, axes), jax.P()
+    return jax.shard_map(
+        read,
+        mesh=mesh,
+        axis_names=set(axes),
+        in_specs=(whole, whole, rows, rows, rows),
+        out_specs=(rows, rows),
+        check_vma=False,  # else the gradients would be added up where the weights meet the rows
+    )(params, *chunks)
 
 
 def _token_logprobs(

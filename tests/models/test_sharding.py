@@ -181,6 +181,29 @@ def collectives(program: str) -> list[tuple[str, tuple[int, ...]]]:
     return found
 
 
+def loops_around(program: str) -> dict[str, int]:
+    """In how many loops each computation of a compiled program runs, by name."""
+    called: dict[str, list[tuple[str, int]]] = {}
+    name = entry = ""
+    for line in program.splitlines():
+        if begun := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            name = begun[2]
+            entry = name if begun[1] else entry
+        repeated = " while(" in line
+        names = r"(?:\w+_computations?|body|calls|to_apply)=(%[\w.-]+|\{[^}]*\})"
+        called.setdefault(name, []).extend(
+            (each, int(repeated))
+            for group in re.findall(names, line)
+            for each in re.findall(r"%([\w.-]+)", group)
+        )
+    depths, waiting = {}, [(entry, 0)]
+    while waiting:
+        name, depth = waiting.pop()
+        depths[name] = max(depth, depths.get(name, 0))
+        waiting += [(each, depth + more) for each, more in called.get(name, [])]
+    return depths
+
+
 def matrices(sizes: tuple[int, int, int]) -> Counter[tuple[int, ...]]:
     """How many matrices a device computes with, by shape: those of the model, split by tensor."""
     tensor = sizes[2]
@@ -215,6 +238,19 @@ def test_a_program_moves_what_its_mesh_asks_for_and_no_more(sizes):
     assert not {op for op, _ in moved} & {"all-to-all", "collective-permute"}
     # The optimizer works where the weights lie: only the norm of the gradient goes round.
     assert {shape for _, shape in collectives(optimizer)} <= {()}
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+def test_gradients_are_added_up_over_devices_once_a_microbatch(sizes):
+    """Not once for each chunk of targets, as those of the head could be."""
+    _, _, _, program, _ = five_steps(sizes)
+    depths, used, found = loops_around(program), matrices(sizes), []
+    for part in re.split(r"\n(?=(?:ENTRY )?%?[\w.-]+ \()", program):
+        moved = {tuple(sorted(shape)) for op, shape in collectives(part) if op != "all-gather"}
+        if moved & {tuple(sorted(shape)) for shape in used}:
+            found.append(depths[re.match(r"(?:ENTRY )?%?([\w.-]+)", part)[1]])  # pyright: ignore
+    assert set(found) == {1}  # the loop over microbatches
+    assert max(depths.values()) == 2  # that over chunks is there
 
 
 def test_frozen_weights_have_no_gradient_to_add_up():
