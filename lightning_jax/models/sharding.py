@@ -135,6 +135,8 @@ def _gather_leaf(leaf: Any, split: NamedSharding) -> Any:
 
     @jax.custom_vjp
     def bring(leaf: Any) -> Any:
+        # In two steps, else the compiler brings float32 together and casts it then.
+        leaf = jax.lax.with_sharding_constraint(leaf, split)
         return jax.lax.with_sharding_constraint(leaf, whole)
 
     def put_back(_: None, grad: Any) -> tuple[Any]:

@@ -1,6 +1,7 @@
 """Log-probabilities of a batch's targets, without logits of all of them at once."""
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,11 +84,10 @@ def node_logprobs(
         nodes, batch.target_nodes[:, :, None], axis=1, mode="promise_in_bounds"
     )
     head = _Head(config, entropy_gradient)
-    targets = (hidden, batch.target_ids, batch.target_mask)
-    chunks = jax.tree.map(lambda part: _split(part, head_chunk), targets)
-    wanted = chunks[2].any(axis=(1, 2))
-    logprobs, entropy = _on_each_device(head, params, wanted, *chunks)
-    return _join(logprobs), _join(entropy)
+    hidden, mask = _split(hidden, head_chunk), _split(batch.target_mask, head_chunk)
+    ids, wanted = _split(batch.target_ids, head_chunk), mask.any(axis=(1, 2))
+    read: Any = _read_chunks(head, params, wanted, hidden, ids, mask)
+    return _join(read[0]), _join(read[1])
 
 
 @dataclass(frozen=True)
@@ -114,72 +114,99 @@ def _read_chunks(
 ) -> tuple[Any, Any]:
     """`head.read` of each chunk [B size], one after the other; zeros where none is `wanted` [N]."""
 
-    def one(chunk: Any) -> tuple[Any, Any]:
-        is_wanted, *targets = chunk
+    def nothing(params: Params, hidden: Any, ids: Any, mask: Any) -> tuple[Any, Any]:
+        return jnp.zeros(mask.shape, jnp.float32), jnp.zeros(mask.shape, jnp.float32)
 
-        def nothing(params: Params, hidden: Any, ids: Any, mask: Any) -> tuple[Any, Any]:
-            return jnp.zeros(mask.shape, jnp.float32), jnp.zeros(mask.shape, jnp.float32)
+    def read(params: Params, *chunks: Any) -> tuple[Any, None]:
+        def one(chunk: Sequence[Any]) -> tuple[Any, Any]:
+            is_wanted, *targets = chunk
+            return jax.lax.cond(is_wanted, head.read, nothing, params, *targets)
 
-        return jax.lax.cond(is_wanted, head.read, nothing, params, *targets)
+        return jax.lax.map(one, chunks), None
 
-    return jax.lax.map(one, (wanted, hidden, ids, mask))
+    return _on_each_device(read, params, wanted, hidden, ids, mask)[0]
 
 
 def _read_forward(head: _Head, *inputs: Any) -> tuple[Any, Any]:
     return _read_chunks(head, *inputs), inputs
 
 
-def _read_backward(head: _Head, saved: Any, out_grads: Any) -> tuple[Any, ...]:
-    """Logits are made anew, and what the chunks add to the head's gradient is added where it lies.
+def _read_backward(head: _Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
+    """Logits are made anew, and what the chunks add to the head's gradient is added where it lies,
+    in float32; over devices only then.
 
-    JAX's own rule keeps a copy of the head for each chunk, and adds zeros for those that are not
-    wanted.
+    JAX's own rule adds over devices chunk by chunk, keeps a copy of the head for each, and adds
+    zeros for those that are not wanted.
     """
-    params, *chunks = saved
 
-    def one(added: Params, chunk: Any) -> tuple[Params, Any]:
-        is_wanted, hidden, ids, mask, *grads = chunk
+    def pull(params: Params, *chunks: Any) -> tuple[Any, Any]:
+        trained = params if head.is_trained else {}
 
-        def read(trained: Params, hidden: Any) -> tuple[Any, Any]:
-            return head.read(trained or params, hidden, ids, mask)
+        def one(added: Params, chunk: Any) -> tuple[Params, Any]:
+            is_wanted, hidden, ids, mask, *grads = chunk
 
-        def add(added: Params, hidden: Any) -> tuple[Params, Any]:
-            new, hidden_grad = jax.vjp(read, trained, hidden)[1](tuple(grads))
-            return jax.tree.map(jnp.add, added, new), hidden_grad
+            def read(trained: Params, hidden: Any) -> tuple[Any, Any]:
+                return head.read(trained or params, hidden, ids, mask)
 
-        def nothing(added: Params, hidden: Any) -> tuple[Params, Any]:
-            return added, jnp.zeros_like(hidden)
+            def add(added: Params, hidden: Any) -> tuple[Params, Any]:
+                new, hidden_grad = jax.vjp(read, trained, hidden)[1](tuple(grads))
+                return jax.tree.map(jnp.add, added, new), hidden_grad
 
-        return jax.lax.cond(is_wanted, add, nothing, added, hidden)
+            def nothing(added: Params, hidden: Any) -> tuple[Params, Any]:
+                return added, jnp.zeros_like(hidden)
 
-    trained = params if head.is_trained else {}
-    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
-    added, hidden_grads = jax.lax.scan(one, start, (*chunks, *out_grads))
-    head_grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), added, trained)
-    return head_grads or None, None, hidden_grads, None, None
+            return jax.lax.cond(is_wanted, add, nothing, added, hidden)
+
+        start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
+        added, hidden_grads = jax.lax.scan(one, start, chunks)
+        add_up = functools.partial(_add_up, axes=_row_axes(inputs[2]))
+        return hidden_grads, jax.tree.map(add_up, added, trained) or None
+
+    hidden_grads, head_grads = _on_each_device(pull, *inputs, *out_grads)
+    return head_grads, None, hidden_grads, None, None
 
 
 _read_chunks.defvjp(_read_forward, _read_backward)
 
 
-def _on_each_device(head: _Head, params: Params, *chunks: Any) -> tuple[Any, Any]:
-    """`_read_chunks` of each device's rows, so that the head's gradients are added up over devices
-    once, not chunk by chunk. The compiler still splits what lies along other axes of the mesh.
+def _on_each_device(
+    run: Callable[..., tuple[Any, Any]], params: Params, wanted: Any, *chunks: Any
+) -> tuple[Any, Any]:
+    """What `run` gives of each device's rows of chunks [N B ...]: rows, and what is the same on all
+    devices. The compiler still splits what lies along other axes of the mesh.
     """
-    read = functools.partial(_read_chunks, head)
-    mesh = jax.typeof(chunks[1]).sharding.mesh
-    axes = [axis for axis in MESH_AXES["rows"] if dict(mesh.shape).get(axis, 1) > 1]
+    axes = _row_axes(chunks[0])
     if not axes:
-        return read(params, *chunks)
+        return run(params, wanted, *chunks)
     rows, whole = jax.P(None, axes), jax.P()
     return jax.shard_map(
-        read,
-        mesh=mesh,
+        run,
+        mesh=jax.typeof(chunks[0]).sharding.mesh,
         axis_names=set(axes),
-        in_specs=(whole, whole, rows, rows, rows),
-        out_specs=(rows, rows),
-        check_vma=False,  # else the gradients would be added up where the weights meet the rows
-    )(params, *chunks)
+        in_specs=(whole, whole, *[rows] * len(chunks)),
+        out_specs=(rows, whole),
+        check_vma=False,
+    )(params, wanted, *chunks)
+
+
+def _add_up(grad: Any, leaf: Any, axes: tuple[str, ...]) -> Any:
+    """A gradient in its leaf's dtype, added up over devices, all of which get it."""
+    if not axes:
+        return grad.astype(leaf.dtype)
+
+    def in_float32(grad: Any) -> Any:  # XLA's CPU compiler aborts over such a sum in bfloat16
+        return jax.lax.psum(grad, axes).astype(leaf.dtype)
+
+    def as_it_is_used(grad: Any) -> Any:
+        return jax.lax.psum(grad.astype(leaf.dtype), axes)
+
+    return jax.lax.platform_dependent(grad, cpu=in_float32, default=as_it_is_used)
+
+
+def _row_axes(chunk: Any) -> tuple[str, ...]:
+    """The axes of the mesh between whose devices a chunk's rows are split."""
+    sizes = dict(jax.typeof(chunk).sharding.mesh.shape)
+    return tuple(axis for axis in MESH_AXES["rows"] if sizes.get(axis, 1) > 1)
 
 
 def _token_logprobs(
