@@ -174,6 +174,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     devices = "plan for so many simulated devices (default: those of this machine)"
     parser.add_argument("--devices", type=int, metavar="N", help=devices)
+    absent = "plan for devices that are not here: h100:8, v5e:2x4 (needs their compiler)"
+    parser.add_argument("--target", metavar="NAME", help=absent)
     memory = "GiB that a device has (default: what the devices of this machine say)"
     parser.add_argument("--device-gib", type=float, metavar="GIB", help=memory)
     quick = "estimate what a step needs from shapes instead of compiling it"
@@ -213,15 +215,20 @@ def _plan(arguments: argparse.Namespace) -> int:
     from lightning_jax.config import Config, load_config
     from lightning_jax.models.load import load_shape
     from lightning_jax.models.lora import adapted_shape
+    from lightning_jax.targets import target_devices
 
     for flag in ("devices", "device_gib"):
         value = getattr(arguments, flag)
         if value is not None and not value > 0:
             name = "--" + flag.replace("_", "-")
             return _fail(f"error: {name} is {value:g}; expected above 0.", 2)
+    if arguments.devices is not None and arguments.target is not None:
+        return _fail("error: --devices and --target are both set; choose one.", 2)
     config = load_config(Config, [arguments.config, *arguments.settings])
-    capacity = None
-    if arguments.devices is not None:
+    capacity = devices = None
+    if arguments.target is not None:
+        devices, capacity = target_devices(arguments.target)
+    elif arguments.devices is not None:
         plan.simulate_devices(arguments.devices)
     elif arguments.device_gib is None:
         capacity = plan.device_capacity()
@@ -231,7 +238,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     shape = load_shape(config.model.name)
     shape = replace(shape, activation_dtype=config.model.activation_dtype)
     model = adapted_shape(shape, config.model.lora, config.num_adapters)
-    made = make(model, config, capacity)
+    made = make(model, config, capacity, devices)
     print(plan.as_table(made))
     plan.check_plan(made)
     return 0

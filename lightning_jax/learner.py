@@ -216,9 +216,17 @@ def _merge_packing(parts: Sequence[Metrics]) -> Metrics:
     }
 
 
-def make_learner(model: DecoderConfig, config: Config, *, supervised: bool) -> Learner:
-    """The learner of the warm-up (`supervised`) or of the policy phase."""
-    algorithm, mesh = config.algorithm, make_mesh(config.mesh)
+def make_learner(
+    model: DecoderConfig,
+    config: Config,
+    *,
+    supervised: bool,
+    devices: Sequence[Any] | None = None,
+) -> Learner:
+    """The learner of the warm-up (`supervised`) or of the policy phase, on a mesh of these devices,
+    by default of all.
+    """
+    algorithm, mesh = config.algorithm, make_mesh(config.mesh, devices)
     if config.batch.rows % num_row_shards(mesh):
         raise ConfigError(
             f"batch.rows is {config.batch.rows}; expected a multiple of {num_row_shards(mesh)}, "

@@ -1,12 +1,14 @@
 """What a run will hold in the memory of each device, and whether it fits, before it starts.
 
 `make_plan` works on shapes alone. `compile_plan` also compiles the training step for the devices
-at hand, which may be simulated ones, and takes the compiler's word for what the step needs.
+at hand, or for simulated or absent ones (targets.py), and takes the compiler's word for what the
+step needs.
 """
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,9 +65,16 @@ class Plan:
         return sum(part.num_bytes for part in self.parts)
 
 
-def make_plan(model: DecoderConfig, config: Config, capacity: int | None = None) -> Plan:
-    """The plan from shapes: exact for what is kept, an estimate for what a step needs on top."""
-    training, serving = make_mesh(config.mesh), serving_mesh(config)
+def make_plan(
+    model: DecoderConfig,
+    config: Config,
+    capacity: int | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Plan:
+    """The plan from shapes: exact for what is kept, an estimate for what a step needs on top. For
+    these devices, by default all that are here.
+    """
+    training, serving = make_mesh(config.mesh, devices), serving_mesh(config, devices)
     trained = _state_parts(model, config, training)
     served = _serving_parts(model, config, serving)
     shared = not set(training.devices.flat).isdisjoint(serving.devices.flat)
@@ -83,17 +92,22 @@ def make_plan(model: DecoderConfig, config: Config, capacity: int | None = None)
     return Plan(tuple(parts), during, f"{training.size} x {kind}, {sizes}", capacity)
 
 
-def compile_plan(model: DecoderConfig, config: Config, capacity: int | None = None) -> Plan:
+def compile_plan(
+    model: DecoderConfig,
+    config: Config,
+    capacity: int | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Plan:
     """The plan with the compiler's own figure for what an update needs beside the arrays it gets
     and gives back. Compiles; allocates nothing.
     """
     # A value head is too small to count.
     algorithm = replace(config.algorithm, credit="identical", value_coef=0.0)
     config = replace(config, algorithm=algorithm)
-    plan = make_plan(model, config, capacity)
+    plan = make_plan(model, config, capacity, devices)
     if plan.during != "an update":
         return plan
-    learner = make_learner(model, config, supervised=False)
+    learner = make_learner(model, config, supervised=False, devices=devices)
     needed = max(
         lowered.compile().memory_analysis().temp_size_in_bytes
         for lowered in lower_step(learner, config)

@@ -73,14 +73,14 @@ def param_shapes(config: DecoderConfig) -> Params:
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
-def serving_mesh(config: Config) -> Mesh:
-    """The devices that serve: those of `serve.mesh`, by default the trainer's.
+def serving_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
+    """The devices that serve: those of `serve.mesh`, by default the trainer's, among these or all.
 
     Of several processes only process 0 serves, with all its devices: by default each of them
     computes a share of every layer. Raises ConfigError where it would not use them all.
     """
     if jax.process_count() == 1:
-        return make_mesh(config.serve.mesh or config.mesh)
+        return make_mesh(config.serve.mesh or config.mesh, devices)
     own = [device for device in jax.devices() if device.process_index == 0]
     mesh = make_mesh(config.serve.mesh or MeshConfig(fsdp=1, tensor=-1), own)
     if mesh.size != len(own):

@@ -1,0 +1,109 @@
+"""Devices that are not here, for which their own compilers compile all the same.
+
+A TPU's compiler is libtpu (`pip install libtpu`), a GPU's comes with `jax[cuda12]`; neither needs
+the device, and nothing that is compiled so can run.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from jax.errors import JaxRuntimeError
+from jax.experimental import topologies
+
+from lightning_jax.config import ConfigError
+
+# What XLA's GPU compiler asks of a GPU; bytes, and bytes a second. From NVIDIA's data sheets and
+# what the cards say of themselves.
+_SHARED = {"shared_memory_per_block_optin": 232448, "shared_memory_per_core": 233472}
+_HOPPER = {"core_count": 132, "fpus_per_core": 128, "l2_cache_size": 52428800, **_SHARED}
+_GPUS: dict[str, dict[str, int | float]] = {
+    "a100": {
+        "core_count": 108,
+        "fpus_per_core": 64,
+        "l2_cache_size": 41943040,
+        "shared_memory_per_block_optin": 166912,
+        "shared_memory_per_core": 167936,
+        "clock_rate_ghz": 1.41,
+        "memory_bandwidth": 2039040000000,
+        "device_memory_size": 85100068864,
+    },
+    "h100": _HOPPER
+    | {
+        "clock_rate_ghz": 1.98,
+        "memory_bandwidth": 3352320000000,
+        "device_memory_size": 84942979072,
+    },
+    "h200": _HOPPER
+    | {
+        "clock_rate_ghz": 1.98,
+        "memory_bandwidth": 4800000000000,
+        "device_memory_size": 151397597184,
+    },
+}
+_ANY_GPU = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "threads_per_core_limit": 2048,
+    "shared_memory_per_block": 49152,
+    "block_dim_limit_x": 2**31 - 1,
+    "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+}
+_CAPABILITIES = {
+    "a100": "{ major: 8 }",
+    "h100": "{ major: 9 feature_extension: ACCELERATED_FEATURES }",
+    "h200": "{ major: 9 feature_extension: ACCELERATED_FEATURES }",
+}
+_JAX_TAKES = 0.75  # of a GPU's memory, by default
+EXPECTED = f"one of {', '.join(_GPUS)}, alone or as h100:8, or a TPU slice such as v5e:2x4"
+
+
+def target_devices(target: str) -> tuple[Sequence[Any], int | None]:
+    """The devices of a target such as `h100:8` or `v5e:2x4`, and the bytes that each has for
+    arrays, None where nobody says so.
+
+    Raises ConfigError if there is no such target, or its compiler is not installed.
+    """
+    name, _, size = target.partition(":")
+    if name in _GPUS:
+        number = size or "1"
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigError(f"target is {target!r}; expected {EXPECTED}.")
+        return _gpus(name, int(number)), int(_JAX_TAKES * _GPUS[name]["device_memory_size"])
+    if not name.startswith("v") or not size:
+        raise ConfigError(f"target is {target!r}; expected {EXPECTED}.")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks a network for a TPU
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=target).devices, None
+    except RuntimeError as error:
+        raise ConfigError(
+            f"target {target!r} cannot be compiled for ({_line(error)}); expected {EXPECTED}, and "
+            "libtpu. Install it with pip install 'jax[tpu]'."
+        ) from None
+
+
+def _gpus(name: str, number: int) -> Sequence[Any]:
+    facts = "\n".join(f"{key}: {value}" for key, value in (_ANY_GPU | _GPUS[name]).items())
+    described = (
+        f"gpu_device_info {{ {facts} cuda_compute_capability {_CAPABILITIES[name]} }}\n"
+        f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}\n'
+        f'device_description_str: "{name.upper()}"'
+    )
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # which asks for a GPU
+    try:
+        return topologies.get_topology_desc(
+            platform="cuda", topology_name="", topology=f"1x1x{number}", target_config=described
+        ).devices
+    except (JaxRuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"target {name!r} cannot be compiled for ({_line(error)}); expected the compiler that "
+            "comes with JAX's CUDA plugin. Install it with pip install 'jax[cuda12]'; it needs no "
+            "GPU."
+        ) from None
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".")

@@ -1,0 +1,95 @@
+"""Devices that are not here: what is asked of their compilers, and what is said without one."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from lightning_jax import targets
+from lightning_jax.cli import main
+from lightning_jax.config import ConfigError
+from lightning_jax.targets import target_devices
+
+CONFIG = Path(__file__).parents[1] / "experiments" / "configs" / "spider.yaml"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was asked of the compilers; the answer is two of this machine's devices."""
+    calls: list[dict[str, Any]] = []
+
+    def get_topology_desc(**arguments: Any) -> Any:
+        calls.append(arguments)
+        return topologies.TopologyDescription(jax.devices()[:2])
+
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", get_topology_desc)
+    return calls
+
+
+def test_a_gpu_is_described_to_its_compiler(asked: list[dict[str, Any]]) -> None:
+    devices, capacity = target_devices("h200:2")
+    assert len(devices) == 2 and capacity == 0.75 * 151397597184
+    (call,) = asked
+    assert call["platform"] == "cuda" and call["topology"] == "1x1x2"
+    assert "core_count: 132" in call["target_config"] and "major: 9 feat" in call["target_config"]
+    assert "device_memory_size: 151397597184" in call["target_config"]
+    target_devices("a100")
+    assert asked[1]["topology"] == "1x1x1" and "{ major: 8 }" in asked[1]["target_config"]
+
+
+def test_a_slice_is_asked_for_by_its_name(asked: list[dict[str, Any]]) -> None:
+    assert target_devices("v5e:2x4") == (jax.devices()[:2], None)
+    assert asked == [{"platform": "tpu", "topology_name": "v5e:2x4"}]
+
+
+@pytest.mark.parametrize("target", ["h10", "h100:0", "h100:two", "v5e", "", "h100:-1"])
+def test_what_is_no_target_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match=f"target is '{target}'; expected one of a100, h100, h2"):
+        target_devices(target)
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "package"),
+    [
+        ("h100", NotImplementedError("topology not implemented for cuda"), "jax\\[cuda12\\]"),
+        ("v5e:2x4", RuntimeError("JAX TPU support not installed"), "jax\\[tpu\\]"),
+    ],
+)
+def test_without_its_compiler_the_package_is_named(
+    target: str, error: Exception, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_topology_desc(**_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", get_topology_desc)
+    with pytest.raises(
+        ConfigError, match=f"{target}' cannot be .*{error}.*pip install '{package}'"
+    ):
+        target_devices(target)
+
+
+def test_plan_takes_a_target(
+    asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "--quick", "--config", str(CONFIG), "data.root=DIR", "--target", "h100:2"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "on each of 2 x cpu, data=1 fsdp=2 tensor=1" in printed
+    assert "59.332 GiB  what a device has" in printed
+    assert main([*command, "--devices", "2"]) == 2
+    assert "--devices and --target are both set; choose one" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_training_step_is_compiled_for_a_gpu_that_is_not_here() -> None:
+    """Needs JAX's CUDA plugin, and no GPU."""
+    pytest.importorskip("jax_plugins.xla_cuda12")
+    command = [sys.executable, "-m", "lightning_jax", "plan", "--config", str(CONFIG)]
+    command += ["data.root=DIR", "--target", "h100"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "on each of 1 x H100" in done.stdout and "as compiled" in done.stdout
