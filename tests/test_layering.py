@@ -20,7 +20,7 @@ ROWS = (
     (
         *("datasets", "tasks", "runner", "program", "process_group", "agent_child"),
         *("rollout_metrics", "checkpoint", "learner", "own_weights", "replica"),
-        *("lowering", "plan"),
+        *("lowering", "targets", "plan"),
     ),
     ("trainer", "run", "step_metrics", "export", "server", "verify", "view"),
     (

@@ -1,0 +1,90 @@
+"""The head read in chunks, against all logits at once and JAX's own gradient of them."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.config_sections import LoraConfig
+from lightning_jax.models.transformer import unembed
+from lightning_jax.rl.logprobs import head_params, node_logprobs
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.types import Batch
+
+MODEL = tiny_model(num_layers=1)
+TIED = dataclasses.replace(MODEL.config, tie_embeddings=True)
+ROWS, NODES, TARGETS, CHUNK = 2, 20, 12, 4
+
+
+def targets() -> Any:
+    """Only what the head reads; the second of three chunks holds nothing but padding."""
+    rng = np.random.default_rng(0)
+    mask = rng.random((ROWS, TARGETS)) < 0.7
+    mask[:, CHUNK : 2 * CHUNK] = False
+    return dataclasses.replace(
+        Batch(**dict.fromkeys(field.name for field in dataclasses.fields(Batch))),
+        target_nodes=jnp.asarray(rng.integers(0, NODES, (ROWS, TARGETS)), jnp.int32),
+        target_ids=jnp.asarray(rng.integers(0, 259, (ROWS, TARGETS)), jnp.int32),
+        target_mask=jnp.asarray(mask),
+    )
+
+
+BATCH = targets()
+NODE_STATES = jnp.asarray(
+    np.random.default_rng(1).normal(size=(ROWS, NODES, MODEL.config.embed_dim)), jnp.float32
+)
+
+
+def in_chunks(params: Any, nodes: Any, config: Any) -> Any:
+    return node_logprobs(params, config, BATCH, nodes, head_chunk=CHUNK, entropy_gradient=True)
+
+
+def at_once(params: Any, nodes: Any, config: Any) -> Any:
+    hidden = jnp.take_along_axis(nodes, BATCH.target_nodes[:, :, None], axis=1)
+    logprobs = jax.nn.log_softmax(unembed(params, config, hidden), axis=-1)
+    chosen = jnp.take_along_axis(logprobs, BATCH.target_ids[:, :, None], axis=-1)[:, :, 0]
+    entropy = -(jnp.exp(logprobs) * logprobs).sum(axis=-1)
+    return jnp.where(BATCH.target_mask, chosen, 0.0), jnp.where(BATCH.target_mask, entropy, 0.0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def value_and_grads(read: Any, params: Any, nodes: Any, config: Any) -> Any:
+    """What is read, and the gradients of head and states of a sum that weighs all of it."""
+
+    def weighed(params: Any, nodes: Any) -> Any:
+        logprobs, entropy = read(params, nodes, config)
+        weights = jnp.arange(1.0, TARGETS + 1)[None]
+        return (weights * logprobs + (weights - 5.0) * entropy).sum(), (logprobs, entropy)
+
+    grads, found = jax.grad(weighed, argnums=(0, 1), has_aux=True)(params, nodes)
+    return found, grads
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_chunks_and_their_gradient_equal_those_of_all_logits(tied: bool) -> None:
+    config = dataclasses.replace(MODEL.config, tie_embeddings=tied)
+    kernel = 0.2 * np.random.default_rng(2).normal(size=(MODEL.config.embed_dim, 259))
+    head = {"kernel": jnp.asarray(kernel, jnp.float32)}
+    params = MODEL.params if tied else MODEL.params | {"head": head}
+    read = head_params(params, None)
+    assert set(read) == ({"embed"} if tied else {"head"})
+    ours, theirs = (
+        value_and_grads(each, read, NODE_STATES, config) for each in (in_chunks, at_once)
+    )
+    for got, want in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_beside_adapters_the_head_gets_no_gradient_and_its_states_get_theirs() -> None:
+    adapted = dataclasses.replace(TIED, lora=LoraConfig(rank=2))
+    read = head_params(MODEL.params, None)
+    (found, (head, states)), (_, (_, wanted)) = (
+        value_and_grads(in_chunks, read, NODE_STATES, config) for config in (adapted, TIED)
+    )
+    assert not np.any(head["embed"]["embedding"])
+    np.testing.assert_allclose(states, wanted, rtol=1e-5, atol=1e-6)
+    assert np.any(found[0])
