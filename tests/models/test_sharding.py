@@ -159,6 +159,19 @@ def test_five_updates_agree_on_one_and_eight_devices(sizes):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", [MESHES["fsdp"], MESHES["all"]], ids=["fsdp", "all"])
+def test_an_update_in_bfloat16_agrees_on_one_and_eight_devices(sizes):
+    """XLA's CPU compiler aborts over some bfloat16 sums between devices."""
+    norms = []
+    for each in ((1, 1, 1), sizes):
+        config = settings(each)
+        config = dataclasses.replace(config, model=ModelConfig(dtype="bfloat16"))
+        learner = make_learner(SHAPED, config, supervised=False)
+        state = learner.init(init_params(SHAPED, jax.random.key(0)))
+        norms.append(learner.update(state, STEPS[0], None)[1]["train/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
 @pytest.mark.slow
 def test_rematerialised_layers_are_gathered_one_by_one():
     config, model = settings((1, 8, 1), remat=True), dataclasses.replace(SHAPED, num_layers=2)
