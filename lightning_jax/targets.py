@@ -81,7 +81,7 @@ def target_devices(target: str) -> tuple[Sequence[Any], int | None]:
     except RuntimeError as error:
         raise ConfigError(
             f"target {target!r} cannot be compiled for ({_line(error)}); expected {EXPECTED}, and "
-            "libtpu. Install it with pip install 'jax[tpu]'."
+            "libtpu, which comes with pip install 'jax[tpu]'."
         ) from None
 
 
