@@ -107,6 +107,8 @@ def compile_plan(
     plan = make_plan(model, config, capacity, devices)
     if plan.during != "an update":
         return plan
+    if devices is not None:  # JAX keeps programs for absent devices, and cannot read them again
+        jax.config.update("jax_enable_compilation_cache", False)
     learner = make_learner(model, config, supervised=False, devices=devices)
     needed = max(
         lowered.compile().memory_analysis().temp_size_in_bytes

@@ -39,8 +39,9 @@ class PageCopier:
         self.num_pages = min(wanted, MOST_PAGES * serve.slots * self.num_blocks)
         init = partial(init_cache, config, self.num_pages, PAGE, dtype)
         self._init = jit(init, out_shardings=place)
-        self._restore = jit(_restore, donate_argnums=0, out_shardings=place)
-        self._store = jit(_store, donate_argnums=0, out_shardings=place)
+        restore, store = _copies(place)
+        self._restore = jit(restore, donate_argnums=0, out_shardings=place)
+        self._store = jit(store, donate_argnums=0, out_shardings=place)
 
     def init_pool(self) -> KVCache:
         """All pages empty. They take the memory at once."""
@@ -87,6 +88,12 @@ def page_bytes(config: DecoderConfig, dtype: Any) -> int:
     return numbers * np.dtype(dtype).itemsize
 
 
+def _copies(place: jax.sharding.Sharding) -> tuple[Callable[..., KVCache], ...]:
+    """How pages are restored and stored. A GPU's host would wait at every turn of a loop."""
+    is_gpu = next(iter(place.device_set)).platform == "gpu"
+    return (_restore_at_once, _store_at_once) if is_gpu else (_restore, _store)
+
+
 def _restore(
     cache: KVCache,
     pool: KVCache,
@@ -120,6 +127,73 @@ def _store(
         low, high = jnp.maximum(first, begin), jnp.minimum(first + count, end)
         pool = jax.lax.fori_loop(low, high, step, pool)
     return pool
+
+
+def _restore_at_once(
+    cache: KVCache,
+    pool: KVCache,
+    slot: Int32[Array, ""],
+    page_ids: Int32[Array, " N"],
+    count: Int32[Array, ""],
+) -> KVCache:
+    """`_restore` in the time of a whole row, however few its pages."""
+    segments = []
+    for segment, first, end in _blocks_of_segments(cache):
+        chosen, wanted = page_ids[first:end], jnp.arange(first, end) < count
+
+        def put(
+            pages: Any, rows: Any, axis: int, chosen: Any = chosen, wanted: Any = wanted
+        ) -> Any:
+            into = jax.lax.dynamic_index_in_dim(rows, slot, keepdims=False)
+            old = _as_blocks(into, axis - 1, len(chosen))
+            new = jnp.where(wanted[:, None, None, None], pages[chosen], old)
+            flat = jnp.moveaxis(new, 0, axis - 1).reshape(_flat(into.shape, axis - 1, len(chosen)))
+            return jax.lax.dynamic_update_slice(rows, flat[None], (slot, 0, 0, 0))
+
+        segments.append(_map_sides(put, pool, segment) if end > first else segment)
+    return join(segments)
+
+
+def _store_at_once(
+    pool: KVCache,
+    cache: KVCache,
+    slot: Int32[Array, ""],
+    first: Int32[Array, ""],
+    page_ids: Int32[Array, " N"],
+    count: Int32[Array, ""],
+) -> KVCache:
+    """`_store` in the time of a whole row, however few its pages."""
+    for segment, begin, end in _blocks_of_segments(cache):
+        if begin == end:
+            continue
+        place = jnp.arange(begin, end) - first
+        wanted = (place >= 0) & (place < count)
+        nowhere = pool.values[0][0].shape[0]
+        to = jnp.where(wanted, page_ids[jnp.clip(place, 0, len(page_ids) - 1)], nowhere)
+
+        def put(rows: Any, pages: Any, axis: int, to: Any = to) -> Any:
+            row = jax.lax.dynamic_index_in_dim(rows, slot, keepdims=False)
+            return pages.at[to].set(_as_blocks(row, axis - 1, len(to)), mode="drop")
+
+        pool = _map_sides(put, segment, pool)
+    return pool
+
+
+def _map_sides(put: Callable[..., Any], source: KVCache, target: KVCache) -> KVCache:
+    """`put` of the keys, and of the values, of each layer, with the axis of their tokens."""
+    keys = jax.tree.map(partial(put, axis=KEY_AXIS), source.keys, target.keys)
+    return KVCache(keys, jax.tree.map(partial(put, axis=VALUE_AXIS), source.values, target.values))
+
+
+def _flat(shape: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
+    return tuple(number * PAGE if i == axis else size for i, size in enumerate(shape))
+
+
+def _as_blocks(row: Any, axis: int, number: int) -> Any:
+    """The first blocks of a row, one behind the other on a new first axis."""
+    taken = jax.lax.slice_in_dim(row, 0, number * PAGE, axis=axis)
+    shape = (*row.shape[:axis], number, PAGE, *row.shape[axis + 1 :])
+    return jnp.moveaxis(taken.reshape(shape), axis, 0)
 
 
 def _blocks_of_segments(cache: KVCache) -> list[tuple[KVCache, int, int]]:

@@ -11,12 +11,22 @@ from lightning_jax.config import MeshConfig, ServeConfig
 from lightning_jax.models.cache import KVCache
 from lightning_jax.models.sharding import cache_sharding, make_mesh
 from lightning_jax.models.transformer import init_cache
+from lightning_jax.serve import pages as pages_module
 from lightning_jax.serve.pages import MOST_PAGES, PageCopier, page_bytes
 from lightning_jax.serve.radix import PAGE
 from lightning_jax.testing.tiny import tiny_model
 
 CONFIG = tiny_model(0).config
 SERVE = ServeConfig(slots=3, max_len=100)  # six whole pages and four tokens
+
+
+@pytest.fixture(params=["by page", "at once"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a CPU copies, and how a GPU does."""
+    if request.param == "at once":
+        at_once = pages_module._restore_at_once, pages_module._store_at_once
+        monkeypatch.setattr(pages_module, "_copies", lambda place: at_once)
+    return request.param
 
 
 def copier(serve: ServeConfig = SERVE, place: Any = None) -> PageCopier:
@@ -45,6 +55,7 @@ def devices(kind: str) -> Any:
     return cache_sharding(CONFIG, make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", ["one", "eight"])
 def test_blocks_go_to_pages_and_back_to_another_row(kind: str):
     pages = copier(place=devices(kind))
@@ -65,6 +76,7 @@ def test_blocks_go_to_pages_and_back_to_another_row(kind: str):
     np.testing.assert_array_equal(after, expected)
 
 
+@pytest.mark.usefixtures("way")
 def test_pages_on_both_sides_of_a_border_between_segments():
     pages = copier(ServeConfig(slots=2, max_len=600))
     cache, pool = numbers(2, 600, devices("one")), pages.init_pool()
