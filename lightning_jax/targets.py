@@ -15,28 +15,34 @@ from lightning_jax.config import ConfigError
 
 # What XLA's GPU compiler asks of a GPU; bytes, and bytes a second. From NVIDIA's data sheets and
 # what the cards say of themselves.
-_SHARED = {"shared_memory_per_block_optin": 232448, "shared_memory_per_core": 233472}
-_HOPPER = {"core_count": 132, "fpus_per_core": 128, "l2_cache_size": 52428800, **_SHARED}
-_GPUS: dict[str, dict[str, int | float]] = {
+_HOPPER = {
+    "cuda_compute_capability": "{ major: 9 feature_extension: ACCELERATED_FEATURES }",
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "clock_rate_ghz": 1.98,
+    "l2_cache_size": 52428800,
+    "shared_memory_per_core": 233472,
+    "shared_memory_per_block_optin": 232448,
+}
+_GPUS: dict[str, dict[str, Any]] = {
     "a100": {
+        "cuda_compute_capability": "{ major: 8 }",
         "core_count": 108,
         "fpus_per_core": 64,
-        "l2_cache_size": 41943040,
-        "shared_memory_per_block_optin": 166912,
-        "shared_memory_per_core": 167936,
         "clock_rate_ghz": 1.41,
+        "l2_cache_size": 41943040,
+        "shared_memory_per_core": 167936,
+        "shared_memory_per_block_optin": 166912,
         "memory_bandwidth": 2039040000000,
         "device_memory_size": 85100068864,
     },
-    "h100": _HOPPER
-    | {
-        "clock_rate_ghz": 1.98,
+    "h100": {
+        **_HOPPER,
         "memory_bandwidth": 3352320000000,
         "device_memory_size": 84942979072,
     },
-    "h200": _HOPPER
-    | {
-        "clock_rate_ghz": 1.98,
+    "h200": {
+        **_HOPPER,
         "memory_bandwidth": 4800000000000,
         "device_memory_size": 151397597184,
     },
@@ -51,11 +57,6 @@ _ANY_GPU = {
     "block_dim_limit_z": 65535,
     "registers_per_core_limit": 65536,
     "registers_per_block_limit": 65536,
-}
-_CAPABILITIES = {
-    "a100": "{ major: 8 }",
-    "h100": "{ major: 9 feature_extension: ACCELERATED_FEATURES }",
-    "h200": "{ major: 9 feature_extension: ACCELERATED_FEATURES }",
 }
 _JAX_TAKES = 0.75  # of a GPU's memory, by default
 EXPECTED = f"one of {', '.join(_GPUS)}, alone or as h100:8, or a TPU slice such as v5e:2x4"
@@ -72,7 +73,7 @@ def target_devices(target: str) -> tuple[Sequence[Any], int | None]:
         number = size or "1"
         if not number.isdecimal() or int(number) < 1:
             raise ConfigError(f"target is {target!r}; expected {EXPECTED}.")
-        return _gpus(name, int(number)), int(_JAX_TAKES * _GPUS[name]["device_memory_size"])
+        return _gpus(target, name, int(number)), int(_JAX_TAKES * _GPUS[name]["device_memory_size"])
     if not name.startswith("v") or not size:
         raise ConfigError(f"target is {target!r}; expected {EXPECTED}.")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks a network for a TPU
@@ -85,10 +86,10 @@ def target_devices(target: str) -> tuple[Sequence[Any], int | None]:
         ) from None
 
 
-def _gpus(name: str, number: int) -> Sequence[Any]:
+def _gpus(target: str, name: str, number: int) -> Sequence[Any]:
     facts = "\n".join(f"{key}: {value}" for key, value in (_ANY_GPU | _GPUS[name]).items())
     described = (
-        f"gpu_device_info {{ {facts} cuda_compute_capability {_CAPABILITIES[name]} }}\n"
+        f"gpu_device_info {{ {facts} }}\n"
         f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}\n'
         f'device_description_str: "{name.upper()}"'
     )
@@ -99,9 +100,9 @@ def _gpus(name: str, number: int) -> Sequence[Any]:
         ).devices
     except (JaxRuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"target {name!r} cannot be compiled for ({_line(error)}); expected the compiler that "
-            "comes with JAX's CUDA plugin. Install it with pip install 'jax[cuda12]'; it needs no "
-            "GPU."
+            f"target {target!r} cannot be compiled for ({_line(error)}); expected the compiler "
+            "that comes with JAX's CUDA plugin. Install it with pip install 'jax[cuda12]'; it "
+            "needs no GPU."
         ) from None
 
 

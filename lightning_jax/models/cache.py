@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lightning_jax.models import flash_cache
@@ -192,7 +191,7 @@ def _on_tpu(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
 
 @jax.jit
 def _on_gpu(queries: Any, keys: Any, values: Any, index: Any, rows: Any = None) -> _Part:
-    rows = jnp.asarray(np.arange(len(queries), dtype=np.int32)) if rows is None else rows
+    rows = jnp.arange(len(queries), dtype=jnp.int32) if rows is None else rows
     index = jnp.tile(index, (1, queries.shape[2] // index.shape[1]))
     arrays = (queries, keys, values, index, rows)
     return _Part(*flash_cache.per_device(flash_cache.attend_gpu, *arrays))

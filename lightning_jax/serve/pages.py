@@ -144,13 +144,12 @@ def _restore_at_once(
         def put(
             pages: Any, rows: Any, axis: int, chosen: Any = chosen, wanted: Any = wanted
         ) -> Any:
-            into = jax.lax.dynamic_index_in_dim(rows, slot, keepdims=False)
-            old = _as_blocks(into, axis - 1, len(chosen))
+            old = _blocks_of_row(rows, slot, axis, len(chosen))
             new = jnp.where(wanted[:, None, None, None], pages[chosen], old)
-            flat = jnp.moveaxis(new, 0, axis - 1).reshape(_flat(into.shape, axis - 1, len(chosen)))
-            return jax.lax.dynamic_update_slice(rows, flat[None], (slot, 0, 0, 0))
+            row = jax.lax.collapse(jnp.moveaxis(new, 0, axis - 1), axis - 1, axis + 1)
+            return jax.lax.dynamic_update_slice(rows, row[None], (slot, 0, 0, 0))
 
-        segments.append(_map_sides(put, pool, segment) if end > first else segment)
+        segments.append(_map_sides(put, pool, segment))
     return join(segments)
 
 
@@ -164,16 +163,13 @@ def _store_at_once(
 ) -> KVCache:
     """`_store` in the time of a whole row, however few its pages."""
     for segment, begin, end in _blocks_of_segments(cache):
-        if begin == end:
-            continue
         place = jnp.arange(begin, end) - first
         wanted = (place >= 0) & (place < count)
         nowhere = pool.values[0][0].shape[0]
         to = jnp.where(wanted, page_ids[jnp.clip(place, 0, len(page_ids) - 1)], nowhere)
 
         def put(rows: Any, pages: Any, axis: int, to: Any = to) -> Any:
-            row = jax.lax.dynamic_index_in_dim(rows, slot, keepdims=False)
-            return pages.at[to].set(_as_blocks(row, axis - 1, len(to)), mode="drop")
+            return pages.at[to].set(_blocks_of_row(rows, slot, axis, len(to)), mode="drop")
 
         pool = _map_sides(put, segment, pool)
     return pool
@@ -185,15 +181,12 @@ def _map_sides(put: Callable[..., Any], source: KVCache, target: KVCache) -> KVC
     return KVCache(keys, jax.tree.map(partial(put, axis=VALUE_AXIS), source.values, target.values))
 
 
-def _flat(shape: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
-    return tuple(number * PAGE if i == axis else size for i, size in enumerate(shape))
-
-
-def _as_blocks(row: Any, axis: int, number: int) -> Any:
-    """The first blocks of a row, one behind the other on a new first axis."""
-    taken = jax.lax.slice_in_dim(row, 0, number * PAGE, axis=axis)
-    shape = (*row.shape[:axis], number, PAGE, *row.shape[axis + 1 :])
-    return jnp.moveaxis(taken.reshape(shape), axis, 0)
+def _blocks_of_row(rows: Any, slot: Any, axis: int, number: int) -> Any:
+    """The first blocks of a row, shaped as pages are, one behind the other on the first axis."""
+    row = jax.lax.dynamic_index_in_dim(rows, slot, keepdims=False)
+    taken = jax.lax.slice_in_dim(row, 0, number * PAGE, axis=axis - 1)
+    shape = (*row.shape[: axis - 1], number, PAGE, *row.shape[axis:])
+    return jnp.moveaxis(taken.reshape(shape), axis - 1, 0)
 
 
 def _blocks_of_segments(cache: KVCache) -> list[tuple[KVCache, int, int]]:
@@ -211,16 +204,12 @@ def _copy_page(source: KVCache, at: Any, target: KVCache, to: Any) -> KVCache:
     of a padded list takes that of a whole row, and one program a row length.
     """
 
-    def copy(axis: int) -> Callable[[Any, Any], Any]:
-        def copy_one(from_: Any, into: Any) -> Any:
-            size = (1, *(PAGE if i == axis else n for i, n in enumerate(from_.shape) if i))
-            page = jax.lax.dynamic_slice(from_, _place(at, axis), size)
-            return jax.lax.dynamic_update_slice(into, page, _place(to, axis))
+    def copy(from_: Any, into: Any, axis: int) -> Any:
+        size = (1, *(PAGE if i == axis else n for i, n in enumerate(from_.shape) if i))
+        page = jax.lax.dynamic_slice(from_, _place(at, axis), size)
+        return jax.lax.dynamic_update_slice(into, page, _place(to, axis))
 
-        return copy_one
-
-    keys = jax.tree.map(copy(KEY_AXIS), source.keys, target.keys)
-    return KVCache(keys, jax.tree.map(copy(VALUE_AXIS), source.values, target.values))
+    return _map_sides(copy, source, target)
 
 
 def _place(at: Any, axis: int) -> tuple[Any, ...]:
