@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from lightning_jax.config import Config, ConfigError
 from lightning_jax.learner import make_learner
 from lightning_jax.lowering import lower_step
+from lightning_jax.models.cache import row_length
 from lightning_jax.models.footprint import (
     activation_bytes,
     cache_bytes,
@@ -29,6 +30,7 @@ from lightning_jax.models.sharding import (
     cache_sharding,
     make_mesh,
     num_row_shards,
+    platform_of,
     serving_mesh,
 )
 from lightning_jax.models.transformer import DecoderConfig
@@ -203,6 +205,7 @@ def _times(number: int, part: Part) -> Part:
 def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
     serve, dtype = config.serve, jnp.dtype(config.model.dtype)
     place = cache_sharding(model, mesh)
+    length = row_length(serve.max_len, platform_of(place))
     pages = PageCopier(model, serve, dtype, place).num_pages * cache_bytes(
         model, 1, PAGE, place, dtype
     )
@@ -214,7 +217,7 @@ def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Par
         ),
         Part(
             "keys and values of slots",
-            cache_bytes(model, serve.slots, serve.max_len, place, dtype),
+            cache_bytes(model, serve.slots, length, place, dtype),
             f"Lower serve.slots={serve.slots} or serve.max_len={serve.max_len}",
         ),
         Part(

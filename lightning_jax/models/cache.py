@@ -1,14 +1,18 @@
 """The key/value cache: how it lies in memory, writing tokens to it, and attention to it.
 
-A row of keys is [K, D, C] and one of values [K, C, D], so that both products of attention read them
-as they lie; for any other order XLA's CPU compiler copies the whole cache every step. A row is cut
-into segments, which are arrays of their own: a step that needs only the beginnings of the rows
-takes only the first ones, while a slice of one array would be copied.
+On a CPU a row of keys is [K, D, C] and one of values [K, C, D], so that both products of attention
+read them as they lie; for any other order XLA's compiler copies the whole cache every step. A row
+is cut into segments, which are arrays of their own: a step that needs only the beginnings of the
+rows takes only the first ones, while a slice of one array would be copied.
+
+On a GPU or TPU a row is whole, because their kernels read it up to its last token (flash_cache.py),
+and a token's key lies in one piece: where it lies across the tokens, a TPU's compiler turns all the
+keys around to write one, and back.
 """
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,55 +20,90 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lightning_jax.models import flash_cache
-from lightning_jax.models.blockwise import MASKED
+from lightning_jax.models.blockwise import MASKED, pad_to
 from lightning_jax.types import Leaf
 
 SEGMENT = 256  # tokens of the first segments; reading fewer saves next to nothing
-KEY_AXIS, VALUE_AXIS = 3, 2  # of the tokens in a segment
+TOKEN_AXIS = 2  # in a segment of values
 Segments = tuple[Leaf, ...]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class KVCache:
-    """Keys and values of L layers: tuples of segments [S, K, D, C] and [S, K, C, D], row = slot."""
+class LayerCache:
+    """Keys and values of one layer, in segments [S, K, D, C] and [S, K, C, D], row = slot; those of
+    a `whole` one are one array each, both [S, K, C, D]. D may be wider than a head's own.
+    """
 
-    keys: tuple[Segments, ...]
-    values: tuple[Segments, ...]
+    keys: Segments
+    values: Segments
+    whole: bool = field(default=False, metadata={"static": True})
 
     @property
     def length(self) -> int:
         """Tokens of a row."""
-        return sum(segment.shape[VALUE_AXIS] for segment in self.values[0])
+        return sum(segment.shape[TOKEN_AXIS] for segment in self.values)
+
+    @property
+    def key_axis(self) -> int:
+        """Of the tokens in a segment of keys."""
+        return TOKEN_AXIS if self.whole else 3
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of all layers."""
+
+    layers: tuple[LayerCache, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.layers[0].length
 
     def split(self) -> "list[KVCache]":
         """One cache for each segment; `join` is the inverse."""
-        keys, values = (zip(*side, strict=True) for side in (self.keys, self.values))
         return [
-            KVCache(tuple((key,) for key in layers), tuple((value,) for value in others))
-            for layers, others in zip(keys, values, strict=True)
+            KVCache(
+                tuple(
+                    replace(layer, keys=(layer.keys[i],), values=(layer.values[i],))
+                    for layer in self.layers
+                )
+            )
+            for i in range(len(self.layers[0].values))
         ]
 
 
 def join(parts: Sequence[KVCache]) -> KVCache:
     """The cache whose rows are those of the parts, one behind the other."""
+    return KVCache(
+        tuple(
+            replace(
+                same[0],
+                keys=tuple(itertools.chain(*(layer.keys for layer in same))),
+                values=tuple(itertools.chain(*(layer.values for layer in same))),
+            )
+            for same in zip(*(part.layers for part in parts), strict=True)
+        )
+    )
 
-    def chain(sides: Sequence[tuple[Segments, ...]]) -> tuple[Segments, ...]:
-        return tuple(tuple(itertools.chain(*layer)) for layer in zip(*sides, strict=True))
 
-    return KVCache(chain([part.keys for part in parts]), chain([part.values for part in parts]))
+def is_whole(platform: str) -> bool:
+    """Whether devices of this JAX platform keep rows in one piece."""
+    return platform in ("gpu", "tpu")
 
 
-def segment_lengths(length: int, *, whole: bool = False) -> tuple[int, ...]:
+def row_length(tokens: int, platform: str) -> int:
+    """The length of rows for so many tokens: that, or the next one that the kernels take."""
+    return tokens + -tokens % flash_cache.SIZE if is_whole(platform) else tokens
+
+
+def segment_lengths(length: int) -> tuple[int, ...]:
     """The segments of rows of `length` tokens: 1600 gives 256, 256, 256, 256, 512, 64.
 
     Long ones are half of what comes before, so that what is read is little more than what is there.
-    `whole` is for a device whose kernels read no more of a row than is there: 1600 gives 1536, 64,
-    the first being all that the kernels take.
     """
-    if whole:
-        rest = length % flash_cache.SIZE
-        return tuple(part for part in (length - rest, rest) if part)
     lengths: list[int] = []
     while (done := sum(lengths)) < length:
         lengths.append(min(max(SEGMENT, done // 2 // SEGMENT * SEGMENT), length - done))
@@ -73,7 +112,7 @@ def segment_lengths(length: int, *, whole: bool = False) -> tuple[int, ...]:
 
 def segment_starts(segments: Sequence[Any]) -> list[int]:
     """The place in the row where each segment of values begins."""
-    return [0, *itertools.accumulate(segment.shape[VALUE_AXIS] for segment in segments)][:-1]
+    return [0, *itertools.accumulate(segment.shape[TOKEN_AXIS] for segment in segments)][:-1]
 
 
 def make_cache(
@@ -84,38 +123,45 @@ def make_cache(
     kv_heads: int,
     head_dim: int,
     dtype: Any,
-    whole: bool = False,
+    platform: str = "cpu",
 ) -> KVCache:
-    """An empty cache, zeros, in the segments of `segment_lengths`."""
-    lengths = segment_lengths(length, whole=whole)
-    keys = [(rows, kv_heads, head_dim, size) for size in lengths]
-    values = [(rows, kv_heads, size, head_dim) for size in lengths]
-    return KVCache(
-        keys=tuple(tuple(jnp.zeros(shape, dtype) for shape in keys) for _ in range(layers)),
-        values=tuple(tuple(jnp.zeros(shape, dtype) for shape in values) for _ in range(layers)),
-    )
+    """An empty cache, zeros, as devices of this platform keep it."""
+    whole, width = is_whole(platform), flash_cache.kernel_width(platform, head_dim)
+    lengths = (length,) if whole else segment_lengths(length)
+    values = [(rows, kv_heads, size, width) for size in lengths]
+    keys = values if whole else [(rows, kv_heads, width, size) for size in lengths]
+
+    def layer() -> LayerCache:
+        sides = [tuple(jnp.zeros(shape, dtype) for shape in shapes) for shapes in (keys, values)]
+        return LayerCache(sides[0], sides[1], whole)
+
+    return KVCache(tuple(layer() for _ in range(layers)))
 
 
 def write_cache(
-    keys: Segments,
-    values: Segments,
+    layer: LayerCache,
     new_keys: Float[Array, "B T K D"],
     new_values: Float[Array, "B T K D"],
     positions: Int[Array, "B T"],
     rows: Int[Array, " B"] | None = None,
-) -> tuple[Segments, Segments]:
-    """One layer with new tokens at `positions` of these rows, or of the first B; those outside
+) -> LayerCache:
+    """The layer with new tokens at `positions` of these rows, or of the first B; those outside
     write nothing.
     """
     rows = (jnp.arange(new_keys.shape[0]) if rows is None else rows)[:, None]
-    written_keys, written_values = [], []
-    for start, key, value in zip(segment_starts(values), keys, values, strict=True):
+    width = layer.values[0].shape[3]
+    new_keys, new_values = pad_to(new_keys, width, 3), pad_to(new_values, width, 3)
+    keys, values = [], []
+    for start, key, value in zip(
+        segment_starts(layer.values), layer.keys, layer.values, strict=True
+    ):
         # A negative index would count from the end.
-        at = jnp.where(positions < start, value.shape[VALUE_AXIS], positions - start)
+        at = jnp.where(positions < start, value.shape[TOKEN_AXIS], positions - start)
         new = new_keys.astype(key.dtype), new_values.astype(value.dtype)
-        written_keys.append(key.at[rows, :, :, at].set(new[0], mode="drop"))
-        written_values.append(value.at[rows, :, at].set(new[1], mode="drop"))
-    return tuple(written_keys), tuple(written_values)
+        key_at = key.at[rows, :, at] if layer.whole else key.at[rows, :, :, at]
+        keys.append(key_at.set(new[0], mode="drop"))
+        values.append(value.at[rows, :, at].set(new[1], mode="drop"))
+    return replace(layer, keys=tuple(keys), values=tuple(values))
 
 
 class _Part(NamedTuple):
@@ -128,34 +174,67 @@ class _Part(NamedTuple):
 
 def attend_cache(
     queries: Float[Array, "B T H D"],
-    keys: Segments,
-    values: Segments,
+    layer: LayerCache,
     positions: Int[Array, "B T"],
     rows: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B T H D"]:
     """Attention to these rows, or to the first B, at indices up to each query's own position.
 
     Query head h reads key head h // (H / K). Segments that no query sees are skipped where there
-    are several queries a row; a caller that knows better leaves them out. A GPU runs a kernel of
-    its own, and a TPU one with one query for each of the first rows; they skip what a row does not
-    see (flash_cache.py).
-    The parts are put together as in arXiv 1805.02867.
+    are several queries a row; a caller that knows better leaves them out.
     """
     number, length, heads, size = queries.shape
-    kv_heads = values[0].shape[1]
+    kv_heads = layer.values[0].shape[1]
     grouped = queries.reshape(number, length, kv_heads, heads // kv_heads, size) * size**-0.5
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(number, kv_heads, -1, size)
-    grouped = grouped.astype(keys[0].dtype)  # else keys would be made the wider type of both
-    end = sum(value.shape[VALUE_AXIS] for value in values)
+    grouped = grouped.astype(layer.keys[0].dtype)  # else keys would be made the wider type of both
     # Padding sees index 0, so that it does not make real queries walk segments that are empty.
-    index = jnp.where(positions < end, positions, 0)
-    segments = zip(segment_starts(values), keys, values, strict=True)
-    parts = [
-        _attend_segment(grouped, key, value, index - start, rows, certain=start == 0)
-        for start, key, value in segments
-    ]
-    out = _combine(parts).reshape(number, kv_heads, heads // kv_heads, length, size)
+    index = jnp.where(positions < layer.length, positions, 0)
+    attend = _attend_whole if layer.whole else _attend_segments
+    grouped = pad_to(grouped, layer.values[0].shape[3], 3)
+    out = attend(grouped, layer, index, rows)[..., :size]
+    out = out.reshape(number, kv_heads, heads // kv_heads, length, size)
     return out.transpose(0, 3, 1, 2, 4).reshape(queries.shape).astype(queries.dtype)
+
+
+def _attend_whole(queries: Any, layer: LayerCache, index: Any, rows: Any) -> Any:
+    (keys,), (values,) = layer.keys, layer.values
+    rows = jnp.arange(len(queries), dtype=jnp.int32) if rows is None else rows
+    index = jnp.tile(index, (1, queries.shape[2] // index.shape[1]))
+    arrays = (queries, keys, values, index, rows)
+    if keys.shape[TOKEN_AXIS] % flash_cache.SIZE:
+        return _at_once(*arrays)
+    kernels = {"cuda": _on_gpu, "tpu": _on_tpu}
+    return jax.lax.platform_dependent(*arrays, **kernels, default=_at_once)
+
+
+# Jitted, so that the layers of a model trace them once, not each.
+@jax.jit
+def _on_gpu(*arrays: Any) -> Any:
+    return flash_cache.per_device(flash_cache.attend_gpu, *arrays)
+
+
+@jax.jit
+def _on_tpu(*arrays: Any) -> Any:
+    return flash_cache.per_device(flash_cache.attend_tpu, *arrays)
+
+
+@jax.jit
+def _at_once(queries: Any, keys: Any, values: Any, index: Any, rows: Any) -> Any:
+    out = _combine([_attend_rows(queries, keys.swapaxes(2, 3), values, index, rows)])
+    return out.astype(queries.dtype)
+
+
+def _attend_segments(queries: Any, layer: LayerCache, index: Any, rows: Any) -> Any:
+    """The segments' parts, put together as in arXiv 1805.02867."""
+    segments = zip(segment_starts(layer.values), layer.keys, layer.values, strict=True)
+    parts = []
+    for start, keys, values in segments:
+        is_certain = start == 0 or (index.shape[1] == 1 and rows is None)
+        attend = _attend_rows if is_certain else _attend_if
+        chosen = () if rows is None else (rows,)
+        parts.append(attend(queries, keys, values, index - start, *chosen))
+    return _combine(parts)
 
 
 def _combine(parts: Sequence[_Part]) -> Any:
@@ -165,36 +244,6 @@ def _combine(parts: Sequence[_Part]) -> Any:
         scale = jnp.exp(part.highest - highest)
         total, out = total + part.total * scale, out + part.out * scale
     return out / total
-
-
-def _attend_segment(
-    queries: Any, keys: Any, values: Any, index: Any, rows: Any, *, certain: bool
-) -> _Part:
-    """Attention to one segment of these rows, or of the first ones; `certain`: each query sees
-    something of it.
-    """
-    is_token = index.shape[1] == 1 and rows is None
-    plain = _attend_rows if is_token or certain else _attend_if
-    arrays = (queries, keys, values, index, *(() if rows is None else (rows,)))
-    if values.shape[VALUE_AXIS] % flash_cache.SIZE:
-        return plain(*arrays)
-    kernels = {"cuda": _on_gpu} | ({"tpu": _on_tpu} if is_token else {})
-    return jax.lax.platform_dependent(*arrays, **kernels, default=plain)
-
-
-# Jitted, so that the layers of a model trace them once, not each.
-@jax.jit
-def _on_tpu(queries: Any, keys: Any, values: Any, index: Any) -> _Part:
-    arrays = (queries, keys, values, index[:, 0])
-    return _Part(*flash_cache.per_device(flash_cache.attend_tpu, *arrays))
-
-
-@jax.jit
-def _on_gpu(queries: Any, keys: Any, values: Any, index: Any, rows: Any = None) -> _Part:
-    rows = jnp.arange(len(queries), dtype=jnp.int32) if rows is None else rows
-    index = jnp.tile(index, (1, queries.shape[2] // index.shape[1]))
-    arrays = (queries, keys, values, index, rows)
-    return _Part(*flash_cache.per_device(flash_cache.attend_gpu, *arrays))
 
 
 def _attend_rows(queries: Any, keys: Any, values: Any, index: Any, chosen: Any = None) -> _Part:

@@ -1,9 +1,9 @@
-"""Attention of new tokens to the key/value cache, as Pallas kernels for TPU and GPU.
+"""Attention of new tokens to the key/value cache, as Pallas kernels for GPU and TPU.
 
 A row reads the blocks of keys and values up to its own last token, and no more, however much longer
-the other rows are. That is arXiv 2309.06180's aim with rows that lie in one piece: cache.py's
-segments are read as they lie, without a copy. The recurrence over blocks is flash.py's. The TPU's
-kernel takes one new token a row; the GPU's any number, so that it prefills, too.
+the other rows are. That is arXiv 2309.06180's aim with rows that lie in one piece (cache.py). The
+recurrence over blocks is flash.py's. The kernels take any number of new tokens of any rows, so that
+they decode and prefill.
 """
 
 import functools
@@ -20,13 +20,26 @@ from jaxtyping import Array, Float, Int
 from lightning_jax.models import flash
 from lightning_jax.models.blockwise import MASKED, pad_to
 from lightning_jax.models.flash import Sums, product
+from lightning_jax.models.flash_tpu import list_pairs, split_pair, step_of
 from lightning_jax.models.mesh_axes import partition
 
-SIZE = 128  # the tokens of a segment that the kernels take are a multiple of this
-_TPU_SIZES = (512, 256, SIZE)
+SIZE = 128  # the tokens of a row that the kernels take are a multiple of this
+_TPU_SIZES = (512, 256, SIZE)  # tokens of a block; the first is the most queries of one, too
+_TPU_HEADS = 8  # of a block, at most
+_TPU_BLOCK = 2**18  # numbers of a block of keys or of queries, at most
+_TPU_NARROWEST = 16  # queries of a block: a tile of bfloat16 has as many
 _GPU_SIZES = (64, 32)  # tokens of a block whose rows have up to 256 bytes, and of longer rows
 _GPU_NARROWEST = 16  # queries and head sizes that tensor cores take
 _GPU_PROGRAMS = 512  # three to four for each of an H100's 132 processors
+
+
+def kernel_width(platform: str, head_dim: int) -> int:
+    """How wide keys and values are kept for a platform's kernel, so that it copies none of them."""
+    if platform == "tpu":  # lays narrower ones out in another order
+        return head_dim + -head_dim % SIZE
+    if platform == "gpu":
+        return max(_GPU_NARROWEST, pl.next_power_of_2(head_dim))
+    return head_dim
 
 
 def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
@@ -39,103 +52,32 @@ def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
     def place(mesh: Any) -> tuple[Any, Any]:
         heads = partition(("kv_heads",), (kv_heads,), mesh)
         by_head = jax.P(None, *heads)
-        return (by_head,) * 3 + (jax.P(),) * (len(arrays) - 3), (by_head,) * 3
+        return (by_head, by_head, by_head, jax.P(), jax.P()), by_head
 
     return flash.per_device(kernel, arrays, place)
 
 
-def attend_tpu(
-    queries: Float[Array, "B K M D"],
-    keys: Float[Array, "S K D C"],
-    values: Float[Array, "S K C D"],
-    index: Int[Array, " B"],
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B K M 1"], Float[Array, "B K M 1"], Float[Array, "B K M D"]]:
-    """(highest score, sum of exp(score - highest), sum of those times the values), float32.
-
-    Row b sees the tokens up to `index[b]`, which may be below 0 (none) or past the end (all). The M
-    scaled queries of a row and key head are those of the query heads that share it.
-    """
-    rows, kv_heads, members, width = queries.shape
-    span = values.shape[2]
-    size = next(size for size in _TPU_SIZES if span % size == 0)
-
-    def last(row: Any, block: Any, index: Any) -> Any:
-        """The block, but for those behind the row's last token that one: it is there already."""
-        return jnp.minimum(block, jax.lax.div(jnp.maximum(index[row], 0), size))
-
-    def of_row(row: Any, block: Any, index: Any) -> Any:
-        return row, 0, 0, 0
-
-    column = jax.ShapeDtypeStruct((rows, kv_heads, members, 1), jnp.float32)
-    return pl.pallas_call(
-        _tpu_kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(rows, span // size),
-            in_specs=[
-                pl.BlockSpec((None, kv_heads, members, width), of_row),
-                pl.BlockSpec((None, kv_heads, width, size), lambda *at: (at[0], 0, 0, last(*at))),
-                pl.BlockSpec((None, kv_heads, size, width), lambda *at: (at[0], 0, last(*at), 0)),
-            ],
-            out_specs=[
-                pl.BlockSpec((None, kv_heads, members, 1), of_row),
-                pl.BlockSpec((None, kv_heads, members, 1), of_row),
-                pl.BlockSpec((None, kv_heads, members, width), of_row),
-            ],
-        ),
-        out_shape=[column, column, jax.ShapeDtypeStruct(queries.shape, jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        interpret=interpret,
-    )(jnp.minimum(index, span - 1), queries, keys, values)
-
-
-def _tpu_kernel(index: Any, query: Any, key: Any, value: Any, *results: Any) -> None:
-    """One block of tokens of one row; `results` are a row's Sums and gather over its blocks."""
-    last, block = index[pl.program_id(0)], pl.program_id(1)
-    size = key.shape[2]
-
-    @pl.when(block == 0)
-    def _start() -> None:
-        for ref, start in zip(results, (MASKED, 0.0, 0.0), strict=True):
-            ref[...] = jnp.full(ref.shape, start, jnp.float32)
-
-    @pl.when(block * size <= last)
-    def _meet() -> None:
-        for head in range(key.shape[0]):
-            scores = _scores(query[head], key[head], block * size, last)
-            added = Sums(*(ref[head] for ref in results)).add(scores, value[head])
-            for ref, new in zip(results, added, strict=True):
-                ref[head] = new
-
-
 def attend_gpu(
     queries: Float[Array, "B K M D"],
-    keys: Float[Array, "S K D C"],
+    keys: Float[Array, "S K C D"],
     values: Float[Array, "S K C D"],
     index: Int[Array, "B M"],
     rows: Int[Array, " B"],
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "B K M 1"], Float[Array, "B K M 1"], Float[Array, "B K M D"]]:
-    """As `attend_tpu`, for any number of new tokens of any rows of the cache.
+) -> Float[Array, "B K M D"]:
+    """Attention of scaled queries; M of them, of all new tokens, share a key head.
 
-    Query m of row b sees the tokens of cache row `rows[b]` up to `index[b, m]`. Where rows and
-    heads are too few for all processors of a GPU, a row's tokens are dealt out in parts.
-    A head size that is no power of two makes it copy the cache, padded.
+    Query m of row b sees the tokens of cache row `rows[b]` up to `index[b, m]`, 0 to C - 1. Where
+    rows and heads are too few for all processors of a GPU, a row's tokens are dealt out in parts.
+    D is a `kernel_width`.
     """
     number, kv_heads, members, width = queries.shape
-    wide = max(_GPU_NARROWEST, pl.next_power_of_2(width))
-    size = _GPU_SIZES[wide * keys.dtype.itemsize > 256]  # else it is too much shared memory
+    size = _GPU_SIZES[width * keys.dtype.itemsize > 256]  # else it is too much shared memory
     tall = min(size, max(_GPU_NARROWEST, pl.next_power_of_2(members)))
-    keys, values = pad_to(keys, wide, 2), pad_to(values, wide, 3)
-    queries = pad_to(pad_to(queries, wide, 3), tall, 2)
+    queries = pad_to(queries, tall, 2)
     slots, span, height = keys.shape[0], values.shape[2], queries.shape[2]
-    # What is padded sees nothing.
-    index = jnp.pad(
-        jnp.minimum(index, span - 1), ((0, 0), (0, -members % tall)), constant_values=-1
-    )
+    index = pad_to(index, tall, 1)
     programs = number * kv_heads * height // tall
     parts = max(1, min(_GPU_PROGRAMS // programs, span // (2 * size)))
 
@@ -155,14 +97,14 @@ def attend_gpu(
         in_specs=[
             pl.BlockSpec((None,), lambda head, part, block, row: (row,)),
             pl.BlockSpec((None, tall), lambda head, part, block, row: (row, block)),
-            pl.BlockSpec((None, None, tall, wide), of_queries),
-            pl.BlockSpec((slots, None, wide, span), of_head),
-            pl.BlockSpec((slots, None, span, wide), of_head),
+            pl.BlockSpec((None, None, tall, width), of_queries),
+            pl.BlockSpec((slots, None, span, width), of_head),
+            pl.BlockSpec((slots, None, span, width), of_head),
         ],
         out_specs=[
             pl.BlockSpec((None, None, None, tall, 1), of_part),
             pl.BlockSpec((None, None, None, tall, 1), of_part),
-            pl.BlockSpec((None, None, None, tall, wide), of_part),
+            pl.BlockSpec((None, None, None, tall, width), of_part),
         ],
         out_shape=[column, column, jax.ShapeDtypeStruct((parts, *queries.shape), jnp.float32)],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
@@ -171,7 +113,7 @@ def attend_gpu(
     top = highest.max(axis=0)
     scale = jnp.exp(highest - top[None])
     total, out = (total * scale).sum(axis=0), (out * scale).sum(axis=0)
-    return top[:, :, :members], total[:, :, :members], out[:, :, :members, :width]
+    return (out / total)[:, :, :members].astype(queries.dtype)
 
 
 def _gpu_kernel(
@@ -185,7 +127,7 @@ def _gpu_kernel(
 
     def meet(step: Any, sums: Sums) -> Sums:
         block = pl.ds(step * size, size)
-        scores = _scores(queries, keys[row, :, block], step * size, limits[:, None])
+        scores = _scores(queries, keys[row, block, :], step * size, limits[:, None])
         return sums.add(scores, values[row, block, :])
 
     end = jnp.minimum(first + each, blocks)
@@ -194,8 +136,102 @@ def _gpu_kernel(
         ref[...] = result
 
 
+def attend_tpu(
+    queries: Float[Array, "B K M D"],
+    keys: Float[Array, "S K C D"],
+    values: Float[Array, "S K C D"],
+    index: Int[Array, "B M"],
+    rows: Int[Array, " B"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B K M D"]:
+    """As `attend_gpu`. It walks through the blocks of queries and of tokens that meet, listed
+    before it starts (flash_tpu.py), so that a row costs what is in it, however long others are.
+    """
+    _, kv_heads, members, width = queries.shape
+    span = keys.shape[2]
+    heads = next(n for n in range(_TPU_HEADS, 0, -1) if kv_heads % n == 0)
+    room = _TPU_BLOCK // (heads * width)
+    size = next((s for s in _TPU_SIZES if span % s == 0 and s <= room), SIZE)
+    blocks = pl.cdiv(members, max(SIZE, min(_TPU_SIZES[0], room)))
+    # Several blocks are each as many queries as a tile is wide; one is as tall as a tile at least.
+    tile = SIZE if blocks > 1 else _TPU_NARROWEST
+    tall = pl.cdiv(pl.cdiv(members, blocks), tile) * tile
+    queries = pad_to(queries, blocks * tall, 2)
+    index = pad_to(index, blocks * tall, 1)
+    ends = index.reshape(-1, tall).max(axis=1) // size
+    met = jnp.arange(span // size)[None, :] <= ends[:, None]
+    pairs, counts = list_pairs(met[None])
+
+    def of_queries(head: Any, step: Any, pairs: Any, counts: Any, rows: Any) -> Any:
+        outer, _ = split_pair(pairs[0, step])
+        return outer // blocks, head, outer % blocks, 0
+
+    def of_limits(head: Any, step: Any, pairs: Any, counts: Any, rows: Any) -> Any:
+        outer, _ = split_pair(pairs[0, step])
+        return outer // blocks, 0, outer % blocks
+
+    def of_tokens(head: Any, step: Any, pairs: Any, counts: Any, rows: Any) -> Any:
+        outer, inner = split_pair(pairs[0, step])
+        return rows[outer // blocks], head, inner, 0
+
+    column = pltpu.VMEM((heads, tall, 1), jnp.float32)
+    out = pl.pallas_call(
+        _tpu_kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(kv_heads // heads, counts[0]),
+            in_specs=[
+                pl.BlockSpec((None, heads, tall, width), of_queries),
+                pl.BlockSpec((None, 1, tall), of_limits),
+                pl.BlockSpec((None, heads, size, width), of_tokens),
+                pl.BlockSpec((None, heads, size, width), of_tokens),
+            ],
+            out_specs=pl.BlockSpec((None, heads, tall, width), of_queries),
+            scratch_shapes=[column, column, pltpu.VMEM((heads, tall, width), jnp.float32)],
+        ),
+        out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+    )(pairs, counts, rows, queries, index[:, None], keys, values)
+    return out[:, :, :members]
+
+
+def _tpu_kernel(
+    pairs: Any,
+    counts: Any,
+    rows: Any,
+    query: Any,
+    limits: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    *scratch: Any,
+) -> None:
+    """One block of tokens for one block of queries, some key heads; `scratch` is their Sums."""
+    step = step_of(pairs, counts, 0, pl.program_id(1))
+    size = key.shape[1]
+
+    @pl.when(step.is_first)
+    def _start() -> None:
+        for ref, start in zip(scratch, (MASKED, 0.0, 0.0), strict=True):
+            ref[...] = jnp.full(ref.shape, start, jnp.float32)
+
+    column = jnp.expand_dims(limits[0], 1)
+    for head in range(key.shape[0]):
+        scores = _scores(query[head], key[head], step.inner * size, column)
+        added = Sums(*(ref[head] for ref in scratch)).add(scores, value[head])
+        for ref, new in zip(scratch, added, strict=True):
+            ref[head] = new
+
+    @pl.when(step.is_last)
+    def _finish() -> None:
+        _, total, weighted = scratch
+        out[...] = (weighted[...] / total[...]).astype(out.dtype)
+
+
 def _scores(query: Any, key: Any, first: Any, last: Any) -> Any:
-    """Scores [M C] of queries [M D] on keys [D C], of which `first` is the first one's place."""
-    scores = product(query, key, 1, 0)
+    """Scores [M C] of queries [M D] on keys [C D], of which `first` is the first one's place."""
+    scores = product(query, key, 1, 1)
     places = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     return jnp.where(places <= last, scores, MASKED)

@@ -140,7 +140,7 @@ def _specs(b: Blocks, by_key: bool) -> dict[str, pl.BlockSpec]:
     def spec(shape: tuple[int | None, ...], place: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
         def at(row: Any, head: Any, first: Any, second: Any, pairs: Any, _: Any) -> Any:
             step, member = (first, second) if by_key else (second, first)
-            outer, inner = _blocks(pairs[row, step])
+            outer, inner = split_pair(pairs[row, step])
             query, key = (inner, outer) if by_key else (outer, inner)
             return place(row, head, member, query, key)
 
@@ -156,7 +156,7 @@ def _specs(b: Blocks, by_key: bool) -> dict[str, pl.BlockSpec]:
     }
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """Where in its walk a kernel is."""
 
     inner: Any  # the inner block
@@ -166,14 +166,14 @@ class _Step(NamedTuple):
     is_last: Any
 
 
-def _step(pairs: Any, counts: Any, step: Any) -> _Step:
-    row = pl.program_id(0)
+def step_of(pairs: Any, counts: Any, row: Any, step: Any) -> Step:
+    """What a kernel does in this step of the row's list of pairs."""
     last = counts[row] - 1
-    outer, inner = _blocks(pairs[row, step])
-    before, _ = _blocks(pairs[row, jnp.maximum(step - 1, 0)])
-    after, _ = _blocks(pairs[row, jnp.minimum(step + 1, last)])
+    outer, inner = split_pair(pairs[row, step])
+    before, _ = split_pair(pairs[row, jnp.maximum(step - 1, 0)])
+    after, _ = split_pair(pairs[row, jnp.minimum(step + 1, last)])
     meets = step <= last
-    return _Step(
+    return Step(
         inner=inner,
         outer=outer,
         meets=meets,
@@ -182,7 +182,8 @@ def _step(pairs: Any, counts: Any, step: Any) -> _Step:
     )
 
 
-def _blocks(pair: Any) -> tuple[Any, Any]:
+def split_pair(pair: Any) -> tuple[Any, Any]:
+    """The outer and the inner block of one of `list_pairs`."""
     return pair >> _BITS, pair & (2**_BITS - 1)
 
 
@@ -198,7 +199,7 @@ def _forward_kernel(  # noqa: PLR0913
     log_sums: Any,
     *scratch: Any,
 ) -> None:
-    step = _step(pairs, counts, pl.program_id(3))
+    step = step_of(pairs, counts, pl.program_id(0), pl.program_id(3))
     sums = Sums(*scratch)
 
     @pl.when(step.is_first)
@@ -236,7 +237,7 @@ def _query_kernel(  # noqa: PLR0913
     *,
     scale: float,
 ) -> None:
-    step = _step(pairs, counts, pl.program_id(3))
+    step = step_of(pairs, counts, pl.program_id(0), pl.program_id(3))
 
     @pl.when(step.is_first)
     def _start() -> None:
@@ -269,7 +270,7 @@ def _key_kernel(  # noqa: PLR0913
     key_total: Any,
     value_total: Any,
 ) -> None:
-    step = _step(pairs, counts, pl.program_id(2))
+    step = step_of(pairs, counts, pl.program_id(0), pl.program_id(2))
     member = pl.program_id(3)
 
     @pl.when(step.is_first & (member == 0))

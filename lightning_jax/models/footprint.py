@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from lightning_jax.models.lora import trained_part
-from lightning_jax.models.sharding import MESH_AXES, param_shapes, param_shardings
+from lightning_jax.models.sharding import MESH_AXES, param_shapes, param_shardings, platform_of
 from lightning_jax.models.transformer import DecoderConfig, init_cache
 
 
@@ -76,7 +76,7 @@ def cache_bytes(
     model: DecoderConfig, rows: int, length: int, place: NamedSharding, dtype: Any
 ) -> int:
     """Of the keys and values of so many rows of so many tokens."""
-    cache = jax.eval_shape(lambda: init_cache(model, rows, length, dtype))
+    cache = jax.eval_shape(lambda: init_cache(model, rows, length, dtype, platform_of(place)))
     sizes = (math.prod(place.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(cache))
     return sum(sizes) * jnp.dtype(dtype).itemsize
 

@@ -170,6 +170,11 @@ def cache_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
     )
 
 
+def platform_of(place: jax.sharding.Sharding) -> str:
+    """Of the devices there, as JAX names it: cpu, gpu or tpu."""
+    return next(iter(place.device_set)).platform
+
+
 def place(tree: Any, shardings: Any, *, donate: bool = False) -> Any:
     """Arrays at their places; in one process, or the same in all processes, or spanning them.
 

@@ -75,10 +75,9 @@ def init_cache(
     slots: int,
     length: int,
     dtype: Any = jnp.float32,
-    *,
-    whole: bool = False,
+    platform: str = "cpu",
 ) -> KVCache:
-    """An empty cache of this model's shape, zeros; `whole`: see `cache.segment_lengths`."""
+    """An empty cache of this model's shape, zeros, as devices of this platform keep it."""
     return make_cache(
         layers=config.num_layers,
         rows=slots,
@@ -86,7 +85,7 @@ def init_cache(
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
-        whole=whole,
+        platform=platform,
     )
 
 
@@ -155,8 +154,8 @@ class Layer(nn.Module):
         if cached is None:
             mixed = attention.attend_tree(queries, keys, values, ends)
         else:
-            cached = write_cache(cached[0], cached[1], keys, values, at, rows)
-            mixed = attend_cache(queries, cached[0], cached[1], at, rows)
+            cached = write_cache(cached, keys, values, at, rows)
+            mixed = attend_cache(queries, cached, at, rows)
         mixed = mixed.reshape(*mixed.shape[:2], config.num_heads * config.head_dim)
         x = x + self._linear("o", config.embed_dim)(mixed, chosen)
         h = RMSNorm(config.norm_eps, name="mlp_norm")(x)
@@ -295,15 +294,12 @@ def forward(  # noqa: PLR0913  (each is a choice of its own)
     params = gather(params)
     x, rope, layers = _embed(params, config, tokens), _rope(config, positions), []
     for i in range(config.num_layers):
-        cached = None if cache is None else (cache.keys[i], cache.values[i])
+        cached = None if cache is None else cache.layers[i]
         arrays = (x, rope, ends, cached, positions, rows, adapters)
         x, cached = _layer(config, params[f"layers_{i}"], *arrays)
         layers.append(cached)
     x = _final_norm(params, config, x)
-    if cache is None:
-        return x, None
-    keys, values = zip(*layers, strict=True)
-    return x, KVCache(keys, values)
+    return x, None if cache is None else KVCache(tuple(layers))
 
 
 def _final_norm(params: Params, config: DecoderConfig, x: Any) -> Any:

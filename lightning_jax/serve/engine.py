@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from lightning_jax.config import ConfigError, ServeConfig
-from lightning_jax.models.cache import KVCache, segment_lengths
+from lightning_jax.models.cache import KVCache, is_whole, row_length, segment_lengths
 from lightning_jax.models.lora import pick
 from lightning_jax.models.matmul import turn_kernels
 from lightning_jax.models.sharding import cache_sharding, param_shardings, reshard
@@ -74,11 +74,12 @@ class Engine:
         self.buckets = tuple(sorted(lengths))
         tokens = max(PREFILL_TOKENS, self.buckets[-1])
         self._chunks_at_once = {b: row_counts(b, tokens, serve.slots) for b in self.buckets}
-        # A GPU's kernels read a row as far as it goes, whatever the program, so it needs just one.
-        self._whole = _platform(mesh) == "gpu"
-        segments = segment_lengths(serve.max_len, whole=self._whole)
+        self._platform = _platform(mesh)
+        # Kernels read a row as far as it goes, whatever the program, so they need just one.
+        whole = is_whole(self._platform)
+        segments = (serve.max_len,) if whole else segment_lengths(serve.max_len)
         self.capacities = tuple(itertools.accumulate(segments))
-        self.slot_counts = _slot_counts(serve.slots)
+        self.slot_counts = _slot_counts(serve.slots, fewest=8 if self._platform == "tpu" else 1)
         self._dtype = jnp.dtype(dtype)
         self.compiler_options = _compiler_options(self._dtype, mesh)
         self._jit = partial(jax.jit, compiler_options=self.compiler_options)
@@ -89,12 +90,13 @@ class Engine:
     def _compile_later(self) -> None:
         jit, plain, cache = self._jit, self._plain, self._cache
         state = DecodeState(cache, plain, plain, plain)
-        sizes = {"config": self.config, "dtype": self._dtype, "whole": self._whole}
-        init = partial(programs.init_state, slots=self.num_slots, max_len=self.max_len, **sizes)
+        length = row_length(self.max_len, self._platform)
+        sizes = {"config": self.config, "dtype": self._dtype, "platform": self._platform}
+        init = partial(programs.init_state, slots=self.num_slots, length=length, **sizes)
         prefill = partial(programs.prefill, config=self.config)
         generate = partial(programs.generate, config=self.config)
         self._init = jit(init, out_shardings=state)
-        row = partial(init_cache, self.config, 1, self.max_len, self._dtype, whole=self._whole)
+        row = partial(init_cache, slots=1, length=length, **sizes)
         self._init_row = jit(row, out_shardings=cache)
         self._prefill = jit(prefill, donate_argnums=1, out_shardings=cache)
         self._insert = jit(programs.insert_row, donate_argnums=0, out_shardings=state)
@@ -247,13 +249,14 @@ class Engine:
         return jax.block_until_ready(self.retire(state, range(self.num_slots)))
 
 
-def _slot_counts(slots: int) -> tuple[int, ...]:
+def _slot_counts(slots: int, fewest: int) -> tuple[int, ...]:
     """How many slots decode programs are compiled for: 16 gives 1, 4, 8, 16.
 
-    Up to four the weights are what a step waits for, so that one program serves 2 to 4.
+    Up to four the weights are what a step waits for, so that one program serves 2 to 4; on a TPU up
+    to eight, where its compiler would not even use the matrix units for one (`fewest`).
     """
     counts = [1, *(2**power for power in range(2, slots.bit_length()))]
-    return (*(count for count in counts if count < slots), slots)
+    return (*(count for count in counts if fewest <= count < slots), slots)
 
 
 def _platform(mesh: jax.sharding.Mesh | None) -> str:

@@ -5,6 +5,7 @@ A pool is a cache with P rows of PAGE tokens.
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,15 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from lightning_jax.config import ServeConfig
-from lightning_jax.models.cache import KEY_AXIS, VALUE_AXIS, KVCache, join, segment_starts
+from lightning_jax.models.cache import (
+    TOKEN_AXIS,
+    KVCache,
+    LayerCache,
+    join,
+    segment_starts,
+)
+from lightning_jax.models.flash_cache import kernel_width
+from lightning_jax.models.sharding import platform_of
 from lightning_jax.models.transformer import DecoderConfig, init_cache
 from lightning_jax.serve.radix import PAGE
 
@@ -35,9 +44,10 @@ class PageCopier:
         jit: Callable[..., Any] = jax.jit,
     ) -> None:
         self.num_blocks = serve.max_len // PAGE  # whole pages of a row; its last tokens stay out
-        wanted = int(serve.prefix_cache_mib * 2**20) // page_bytes(config, dtype)
+        platform = platform_of(place)
+        wanted = int(serve.prefix_cache_mib * 2**20) // page_bytes(config, dtype, platform)
         self.num_pages = min(wanted, MOST_PAGES * serve.slots * self.num_blocks)
-        init = partial(init_cache, config, self.num_pages, PAGE, dtype)
+        init = partial(init_cache, config, self.num_pages, PAGE, dtype, platform)
         self._init = jit(init, out_shardings=place)
         restore, store = _copies(place)
         self._restore = jit(restore, donate_argnums=0, out_shardings=place)
@@ -82,16 +92,17 @@ class PageCopier:
         return padded, np.int32(len(page_ids))
 
 
-def page_bytes(config: DecoderConfig, dtype: Any) -> int:
+def page_bytes(config: DecoderConfig, dtype: Any, platform: str = "cpu") -> int:
     """Memory of one page, all layers, on all devices that share it."""
-    numbers = 2 * config.num_layers * PAGE * config.num_kv_heads * config.head_dim
+    width = kernel_width(platform, config.head_dim)
+    numbers = 2 * config.num_layers * PAGE * config.num_kv_heads * width
     return numbers * np.dtype(dtype).itemsize
 
 
 def _copies(place: jax.sharding.Sharding) -> tuple[Callable[..., KVCache], ...]:
     """How pages are restored and stored. A GPU's host would wait at every turn of a loop."""
-    is_gpu = next(iter(place.device_set)).platform == "gpu"
-    return (_restore_at_once, _store_at_once) if is_gpu else (_restore, _store)
+    at_once = platform_of(place) == "gpu"
+    return (_restore_at_once, _store_at_once) if at_once else (_restore, _store)
 
 
 def _restore(
@@ -102,7 +113,7 @@ def _restore(
     count: Int32[Array, ""],
 ) -> KVCache:
     segments = []
-    for segment, first, end in _blocks_of_segments(cache):
+    for segment, first, end in _blocks_of_segments(cache, len(page_ids)):
 
         def step(i: Any, segment: KVCache, first: int = first) -> KVCache:
             return _copy_page(pool, (page_ids[i], 0), segment, (slot, (i - first) * PAGE))
@@ -119,7 +130,7 @@ def _store(
     page_ids: Int32[Array, " N"],
     count: Int32[Array, ""],
 ) -> KVCache:
-    for segment, begin, end in _blocks_of_segments(cache):
+    for segment, begin, end in _blocks_of_segments(cache, len(page_ids)):
 
         def step(i: Any, pool: KVCache, segment: KVCache = segment, begin: int = begin) -> KVCache:
             return _copy_page(segment, (slot, (i - begin) * PAGE), pool, (page_ids[i - first], 0))
@@ -138,7 +149,7 @@ def _restore_at_once(
 ) -> KVCache:
     """`_restore` in the time of a whole row, however few its pages."""
     segments = []
-    for segment, first, end in _blocks_of_segments(cache):
+    for segment, first, end in _blocks_of_segments(cache, len(page_ids)):
         chosen, wanted = page_ids[first:end], jnp.arange(first, end) < count
 
         def put(
@@ -162,10 +173,10 @@ def _store_at_once(
     count: Int32[Array, ""],
 ) -> KVCache:
     """`_store` in the time of a whole row, however few its pages."""
-    for segment, begin, end in _blocks_of_segments(cache):
+    for segment, begin, end in _blocks_of_segments(cache, len(page_ids)):
         place = jnp.arange(begin, end) - first
         wanted = (place >= 0) & (place < count)
-        nowhere = pool.values[0][0].shape[0]
+        nowhere = pool.layers[0].values[0].shape[0]
         to = jnp.where(wanted, page_ids[jnp.clip(place, 0, len(page_ids) - 1)], nowhere)
 
         def put(rows: Any, pages: Any, axis: int, to: Any = to) -> Any:
@@ -177,8 +188,14 @@ def _store_at_once(
 
 def _map_sides(put: Callable[..., Any], source: KVCache, target: KVCache) -> KVCache:
     """`put` of the keys, and of the values, of each layer, with the axis of their tokens."""
-    keys = jax.tree.map(partial(put, axis=KEY_AXIS), source.keys, target.keys)
-    return KVCache(keys, jax.tree.map(partial(put, axis=VALUE_AXIS), source.values, target.values))
+
+    def put_sides(source: LayerCache, target: LayerCache) -> LayerCache:
+        keys = jax.tree.map(partial(put, axis=target.key_axis), source.keys, target.keys)
+        values = jax.tree.map(partial(put, axis=TOKEN_AXIS), source.values, target.values)
+        return replace(target, keys=keys, values=values)
+
+    pairs = zip(source.layers, target.layers, strict=True)
+    return KVCache(tuple(itertools.starmap(put_sides, pairs)))
 
 
 def _blocks_of_row(rows: Any, slot: Any, axis: int, number: int) -> Any:
@@ -189,11 +206,11 @@ def _blocks_of_row(rows: Any, slot: Any, axis: int, number: int) -> Any:
     return jnp.moveaxis(taken.reshape(shape), axis - 1, 0)
 
 
-def _blocks_of_segments(cache: KVCache) -> list[tuple[KVCache, int, int]]:
-    """Each segment and which blocks of a row it holds, first and end."""
-    starts = [*segment_starts(cache.values[0]), cache.length]
-    assert not any(start % PAGE for start in starts[:-1]), "a page lies in one segment"
-    spans = itertools.pairwise(start // PAGE for start in starts)
+def _blocks_of_segments(cache: KVCache, number: int) -> list[tuple[KVCache, int, int]]:
+    """Each segment and which of a row's so many blocks it holds, first and end."""
+    starts = segment_starts(cache.layers[0].values)
+    assert not any(start % PAGE for start in starts), "a page lies in one segment"
+    spans = itertools.pairwise((*(start // PAGE for start in starts), number))
     return [(segment, *span) for segment, span in zip(cache.split(), spans, strict=True)]
 
 

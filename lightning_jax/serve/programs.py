@@ -60,12 +60,12 @@ def start_of(
 
 
 def init_state(
-    *, config: DecoderConfig, slots: int, max_len: int, dtype: Any, whole: bool = False
+    *, config: DecoderConfig, slots: int, length: int, dtype: Any, platform: str = "cpu"
 ) -> DecodeState:
     floats, ints = jnp.zeros(slots, jnp.float32), jnp.zeros(slots, jnp.int32)
     keys, chosen = jnp.zeros((slots, 2), jnp.uint32), None if config.num_adapters is None else ints
     return DecodeState(
-        cache=init_cache(config, slots, max_len, dtype, whole=whole),
+        cache=init_cache(config, slots, length, dtype, platform),
         slots=Start(ints, ints, keys, floats, floats, ints, floats, chosen),
         counts=ints,
         active=jnp.zeros(slots, bool),

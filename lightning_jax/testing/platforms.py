@@ -2,14 +2,18 @@
 
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
+_DEVICES = {
+    "cuda": AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu"),
+    "tpu": AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu"),
+}
+
 
 def mesh_for(platform: str, mesh: Mesh) -> AbstractMesh:
-    """The mesh without its devices; for `cuda` as one of H100s.
+    """The mesh without its devices, but as if they were H100s or v5e chips.
 
-    Since 0.11 JAX lowers a Triton kernel only for a GPU that it knows: a process's own, or that of
-    the abstract mesh on which the kernel's arrays lie or under which it is traced.
+    JAX lowers some kernels only for a device that it knows: a process's own, or that of the
+    abstract mesh on which the kernel's arrays lie or under which it is traced.
     """
-    if platform != "cuda":
+    if platform not in _DEVICES:
         return mesh.abstract_mesh
-    gpu = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
-    return mesh.abstract_mesh.update(abstract_device=gpu)
+    return mesh.abstract_mesh.update(abstract_device=_DEVICES[platform])

@@ -81,8 +81,8 @@ def test_decode_agrees_on_one_and_eight_devices():
     cache = jax.device_put(cache, cache_sharding(config, mesh))
     sharded, cache = step(params, config, tokens, positions, cache=cache)
     np.testing.assert_allclose(sharded[:2], hidden[:2], atol=1e-5)
-    assert np.abs(cache.keys[0][0][0, :, :, 0]).min() > 0
-    assert not np.any(cache.keys[0][0][2])  # position 32 of a cache of 32 is padding
+    assert np.abs(cache.layers[0].keys[0][0, :, :, 0]).min() > 0
+    assert not np.any(cache.layers[0].keys[0][2])  # position 32 of a cache of 32 is padding
 
 
 def test_an_axis_that_does_not_divide_stays_whole():

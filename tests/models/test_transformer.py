@@ -52,8 +52,8 @@ def test_prefill_padding_is_not_written_and_changes_nothing():
     hidden, cache = run(MODEL.params, MODEL.config, tokens, padded, cache=cache)
     np.testing.assert_allclose(hidden[:, :100], expected[:, :100], atol=1e-5)
     assert np.isfinite(hidden).all()
-    assert np.abs(cache.values[0][0][0, :, 99]).max() > 0
-    assert not np.any(cache.values[0][0][0, :, 100:])
+    assert np.abs(cache.layers[0].values[0][0, :, 99]).max() > 0
+    assert not np.any(cache.layers[0].values[0][0, :, 100:])
 
 
 def test_decode_rows_do_not_touch_each_other():
@@ -65,7 +65,7 @@ def test_decode_rows_do_not_touch_each_other():
     alone_cache = jax.tree.map(lambda x: x[1:2], cache)
     alone, _ = run(MODEL.params, MODEL.config, token[1:2], position[1:2], cache=alone_cache)
     np.testing.assert_allclose(hidden[1:2], alone, atol=1e-5)
-    changed = np.any(after.keys[0][0] != cache.keys[0][0], axis=(1, 2))
+    changed = np.any(after.layers[0].keys[0] != cache.layers[0].keys[0], axis=(1, 2))
     assert np.argwhere(changed).tolist() == [[0, 40], [1, 25]]
 
 

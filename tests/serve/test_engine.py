@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from lightning_jax.config import MeshConfig, ServeConfig
-from lightning_jax.models.transformer import forward, init_cache, unembed
+from lightning_jax.models.sharding import make_mesh, param_shardings
+from lightning_jax.models.transformer import forward, init_cache, init_params, unembed
 from lightning_jax.serve import engine as engine_module
 from lightning_jax.serve import programs
 from lightning_jax.serve.engine import Engine, Fill
 from lightning_jax.serve.programs import start_of
+from lightning_jax.targets import target_devices
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import SamplingParams
 
@@ -56,8 +58,9 @@ def fill(engine: Engine, params: Any, state: Any, fills: list[Fill]):
 
 def row_of(state: Any, slot: int, length: int) -> Any:
     """Copies of the keys and values of a slot's first `length` tokens."""
-    keys = [np.concatenate(layer, 3)[slot, :, :, :length] for layer in state.cache.keys]
-    return keys, [np.concatenate(layer, 2)[slot, :, :length] for layer in state.cache.values]
+    layers = state.cache.layers
+    keys = [np.concatenate(layer.keys, 3)[slot, :, :, :length] for layer in layers]
+    return keys, [np.concatenate(layer.values, 2)[slot, :, :length] for layer in layers]
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 33, 70])  # none, one and several chunks
@@ -101,7 +104,7 @@ def test_one_cpu_writes_to_a_bfloat16_cache_where_it_lies(model):
         numbers = np.array([3], np.int32)
         tokens = np.arange(8, dtype=np.int32)[None]
         text = write.lower(params, cache, numbers, tokens, numbers, numbers, config=model.config)
-        shape = ",".join(map(str, cache.keys[0][0].shape))
+        shape = ",".join(map(str, cache.layers[0].keys[0].shape))
         return f"f32[{shape}]" in str(text.compile().as_text())
 
     engine = Engine(model.config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
@@ -200,10 +203,14 @@ def test_reading_less_of_the_cache_changes_nothing():
     np.testing.assert_allclose(less.behavior_logprobs[0], all_.behavior_logprobs[0], atol=1e-6)
 
 
-def test_rows_of_a_gpu_lie_in_one_piece_and_serve_the_same(model, monkeypatch):
-    monkeypatch.setattr(engine_module, "_platform", lambda mesh: "gpu")
-    engine = Engine(model.config, ServeConfig(slots=4, max_len=384, prefill_buckets=(64,)))
-    assert engine.capacities == (384,)
+@pytest.mark.parametrize(("platform", "slot_counts"), [("gpu", (1, 4, 8, 9)), ("tpu", (8, 9))])
+def test_rows_of_an_accelerator_lie_in_one_piece_and_serve_the_same(
+    model, monkeypatch, platform, slot_counts
+):
+    monkeypatch.setattr(engine_module, "_platform", lambda mesh: platform)
+    engine = Engine(model.config, ServeConfig(slots=9, max_len=380, prefill_buckets=(64,)))
+    assert engine.capacities == (380,) and engine.slot_counts == slot_counts
+    assert engine.init_state().cache.length == 384
     ids = np.random.default_rng(3).integers(0, 256, 300).tolist()
     state = begin(engine, model.params, engine.init_state(), 2, ids)
     _, tokens, logprobs = decode(engine, model.params, state, [2], 4)
@@ -324,3 +331,42 @@ def test_what_does_not_fit_is_refused(model, engine):
         engine.prefill(params, engine.init_row(), [Fill(0, 40, [1] * 57)])
     with pytest.raises(ValueError, match=r"serve\.max_len is 4096.*2048 positions"):
         Engine(model.config, ServeConfig(max_len=4096))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("target", "package"), [("v5e:2x2", "libtpu"), ("h100:4", "jax_plugins.xla_cuda12")]
+)
+def test_no_accelerator_copies_the_cache(target: str, package: str, head_dim: int) -> None:
+    """As compiled by their compilers, which need no device."""
+    pytest.importorskip(package)
+    config = replace(tiny_model(0).config, head_dim=head_dim)
+    mesh = make_mesh(MeshConfig(1, 2, 2), target_devices(target)[0])
+    engine = Engine(config, ServeConfig(slots=16, max_len=2048), dtype="bfloat16", mesh=mesh)
+
+    def placed(tree: Any, places: Any) -> Any:
+        def one(leaf: Any, place: Any) -> Any:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+        return jax.tree.map(one, tree, places)
+
+    params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
+    params = placed(params, param_shardings(config, mesh))
+    state = engine._init.lower().out_info
+    state = placed(state, jax.tree.map(lambda leaf: leaf.sharding, state))
+    numbers = jax.ShapeDtypeStruct((4,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
+    programs = [
+        engine._generate.lower(params, state, segments=1, rows=16),
+        engine._prefill.lower(params, state.cache, numbers, tokens, numbers, numbers),
+    ]
+    keys = state.cache.layers[0].keys[0]
+    shape = "bf16[" + ",".join(map(str, keys.sharding.shard_shape(keys.shape))) + "]"
+    for program in programs:
+        compiled = program.compile()
+        lines = str(compiled.as_text()).splitlines()
+        copies = [line for line in lines if f"= {shape}" in line and " copy" in line]
+        assert not copies, copies[0]
+        memory = compiled.memory_analysis()
+        assert memory is not None and memory.temp_size_in_bytes < 4 * keys.size

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_jax.config import MeshConfig, ServeConfig
-from lightning_jax.models.cache import KVCache
+from lightning_jax.models.cache import KVCache, row_length
 from lightning_jax.models.sharding import cache_sharding, make_mesh
 from lightning_jax.models.transformer import init_cache
 from lightning_jax.serve import pages as pages_module
@@ -20,12 +20,10 @@ CONFIG = tiny_model(0).config
 SERVE = ServeConfig(slots=3, max_len=100)  # six whole pages and four tokens
 
 
-@pytest.fixture(params=["by page", "at once"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How a CPU copies, and how a GPU does."""
-    if request.param == "at once":
-        at_once = pages_module._restore_at_once, pages_module._store_at_once
-        monkeypatch.setattr(pages_module, "_copies", lambda place: at_once)
+@pytest.fixture(params=["cpu", "gpu", "tpu"])
+def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whose way of keeping and copying is tried; all on a CPU."""
+    monkeypatch.setattr(pages_module, "platform_of", lambda place: request.param)
     return request.param
 
 
@@ -34,9 +32,9 @@ def copier(serve: ServeConfig = SERVE, place: Any = None) -> PageCopier:
     return PageCopier(CONFIG, serve, jnp.dtype("float32"), place)
 
 
-def numbers(slots: int, length: int, place: Any) -> KVCache:
+def numbers(slots: int, length: int, place: Any, platform: str = "cpu") -> KVCache:
     """A cache in which every number is another."""
-    zeros = init_cache(CONFIG, slots, length)
+    zeros = init_cache(CONFIG, slots, length, platform=platform)
     return jax.device_put(
         jax.tree.map(lambda leaf: leaf + np.arange(leaf.size).reshape(leaf.shape), zeros), place
     )
@@ -44,8 +42,9 @@ def numbers(slots: int, length: int, place: Any) -> KVCache:
 
 def token_rows(cache: KVCache) -> np.ndarray:
     """Keys and values of layer 1 as [S, C, 2 * K * D], a token's numbers together."""
-    keys = np.concatenate(cache.keys[1], axis=3).transpose(0, 3, 1, 2)
-    values = np.concatenate(cache.values[1], axis=2).transpose(0, 2, 1, 3)
+    layer = cache.layers[1]
+    keys = np.moveaxis(np.concatenate(layer.keys, axis=layer.key_axis), layer.key_axis, 1)
+    values = np.concatenate(layer.values, axis=2).transpose(0, 2, 1, 3)
     return np.concatenate([x.reshape(*x.shape[:2], -1) for x in (keys, values)], axis=2)
 
 
@@ -55,11 +54,10 @@ def devices(kind: str) -> Any:
     return cache_sharding(CONFIG, make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", ["one", "eight"])
-def test_blocks_go_to_pages_and_back_to_another_row(kind: str):
+def test_blocks_go_to_pages_and_back_to_another_row(kind: str, platform: str):
     pages = copier(place=devices(kind))
-    cache, pool = numbers(3, 100, devices(kind)), pages.init_pool()
+    cache, pool = numbers(3, 100, devices(kind), platform), pages.init_pool()
     before = token_rows(cache)
     pool = pages.store(pool, (7, 2, 9), cache, 1, 2)
     stored = token_rows(pool)
@@ -68,7 +66,7 @@ def test_blocks_go_to_pages_and_back_to_another_row(kind: str):
             stored[page], before[1, block * PAGE :][:PAGE], err_msg=str(page)
         )
     assert np.count_nonzero(stored.any(axis=(1, 2))) == 3
-    assert pool.keys[1][0].sharding.is_equivalent_to(cache.keys[1][0].sharding, 4)
+    assert pool.layers[1].keys[0].sharding.is_equivalent_to(cache.layers[1].keys[0].sharding, 4)
 
     cache = pages.restore(cache, 0, pool, (9, 7))
     after, expected = token_rows(cache), before.copy()
@@ -76,10 +74,10 @@ def test_blocks_go_to_pages_and_back_to_another_row(kind: str):
     np.testing.assert_array_equal(after, expected)
 
 
-@pytest.mark.usefixtures("way")
-def test_pages_on_both_sides_of_a_border_between_segments():
+def test_pages_on_both_sides_of_a_border_between_segments(platform: str):
     pages = copier(ServeConfig(slots=2, max_len=600))
-    cache, pool = numbers(2, 600, devices("one")), pages.init_pool()
+    length = row_length(600, platform)
+    cache, pool = numbers(2, length, devices("one"), platform), pages.init_pool()
     before = token_rows(cache)
     pool = pages.store(pool, (3, 1, 4, 0), cache, 1, 14)  # blocks 14 to 17; 16 begins at 256
     for page, block in ((3, 14), (1, 15), (4, 16), (0, 17)):
@@ -114,9 +112,13 @@ def test_the_pool_is_as_large_as_asked_but_not_larger_than_it_can_be_used():
     mib = 5.5 * page_bytes(CONFIG, jnp.dtype("float32")) / 2**20
     assert copier(ServeConfig(slots=3, max_len=100, prefix_cache_mib=mib)).num_pages == 5
     assert copier().num_pages == MOST_PAGES * 3 * 6
+    assert page_bytes(CONFIG, jnp.dtype("float32"), "tpu") == 128 // CONFIG.head_dim * page_bytes(
+        CONFIG, jnp.dtype("float32")
+    )
     off = copier(ServeConfig(prefix_cache_mib=0.0))
     cache, pool = off.warmup(init_cache(CONFIG, 1, 16), off.init_pool())
-    assert off.num_pages == 0 and pool.keys[0][0].shape[0] == 0 and cache.keys[0][0].shape[0] == 1
+    assert off.num_pages == 0
+    assert [each.layers[0].keys[0].shape[0] for each in (pool, cache)] == [0, 1]
 
 
 def test_warming_up_changes_nothing_and_compiles_all():
