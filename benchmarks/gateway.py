@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_jax.config import ServeConfig
+from lightning_jax.garbage import lasting_objects
 from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.models.load import load_model
 from lightning_jax.serve.generation import Generation
@@ -121,14 +122,15 @@ async def main() -> None:
         )
         await gateway.start()
         try:
-            print("CPU of the gateway   a request    a token")
-            for stream in (False, True):
-                await cpu_s(gateway, 20, MANY, stream=stream)  # what is loaded at first use
-                few = await cpu_s(gateway, args.requests, FEW, stream=stream)
-                many = await cpu_s(gateway, args.requests, MANY, stream=stream)
-                a_token = (many - few) / (MANY - FEW)
-                kind = "streamed" if stream else "whole"
-                print(f"{kind:18s} {1e3 * few:8.2f} ms {1e6 * a_token:7.1f} us")
+            with lasting_objects():
+                print("CPU of the gateway   a request    a token")
+                for stream in (False, True):
+                    await cpu_s(gateway, 20, MANY, stream=stream)  # what is loaded at first use
+                    few = await cpu_s(gateway, args.requests, FEW, stream=stream)
+                    many = await cpu_s(gateway, args.requests, MANY, stream=stream)
+                    a_token = (many - few) / (MANY - FEW)
+                    kind = "streamed" if stream else "whole"
+                    print(f"{kind:18s} {1e3 * few:8.2f} ms {1e6 * a_token:7.1f} us")
         finally:
             await gateway.close()
             store.close()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from lightning_jax.config_sections import MeshConfig, ServerConfig
+from lightning_jax.garbage import lasting_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http import check_address
 from lightning_jax.models.load import load_model
@@ -41,6 +42,7 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
         at_end.callback(lambda: runner.run(gateway.close()))
         at_end.callback(loop.close)
         _compile(loop)
+        at_end.enter_context(lasting_objects())
         loop.start()
         # Now, for whoever connects before waits in silence, and for minutes.
         runner.run(gateway.start())

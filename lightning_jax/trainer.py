@@ -29,6 +29,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lightning_jax import distributed, plan
 from lightning_jax.config import Config, ConfigError, changed_keys, save_config
+from lightning_jax.garbage import lasting_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.load import LoadedModel, load_model
@@ -148,6 +149,7 @@ async def open_run(
         for each in running:
             await asyncio.to_thread(each.warmup)
             each.start()
+        at_end.enter_context(lasting_objects())
         run.connect(loops, runner)
         yield run
 

@@ -22,7 +22,7 @@ from lightning_jax.serve.intake import LoopStatus
 from lightning_jax.serve.response import Chunk
 from lightning_jax.store_file import StoreError
 from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tracer import child_context, end_with_error, known, parent_of
+from lightning_jax.tracing.tracer import Numbers, child_context, end_with_error, known, parent_of
 from lightning_jax.types import Completion, SamplingParams
 
 OnAccept = Callable[[], Awaitable[None]]
@@ -242,7 +242,7 @@ def _identity(call: Call, choice: Choice) -> dict[str, Any]:
         names.ROLLOUT_ID: call.rollout_id,
         names.AGENT: call.agent,
         names.POLICY: call.policy,
-        names.PROMPT_TOKEN_IDS: choice.prompt_ids,
+        names.PROMPT_TOKEN_IDS: Numbers(choice.prompt_ids),
     } | {name: value for name, value in where_known.items() if value}
 
 
@@ -277,12 +277,12 @@ def _record(
 
 
 def _response_attributes(completion: Completion) -> dict[str, Any]:
-    forced = {names.FORCED: completion.forced} if any(completion.forced) else {}
+    forced = {names.FORCED: Numbers(completion.forced)} if any(completion.forced) else {}
     return forced | {
         names.RESPONSE_FINISH_REASONS: (completion.finish_reason,),
         names.USAGE_OUTPUT_TOKENS: len(completion.token_ids),
-        names.RESPONSE_TOKEN_IDS: completion.token_ids,
-        names.BEHAVIOR_LOGPROBS: completion.behavior_logprobs,
-        names.SAMPLING_LOGPROBS: completion.sampling_logprobs,
-        names.POLICY_VERSIONS: completion.policy_versions,
+        names.RESPONSE_TOKEN_IDS: Numbers(completion.token_ids),
+        names.BEHAVIOR_LOGPROBS: Numbers(completion.behavior_logprobs),
+        names.SAMPLING_LOGPROBS: Numbers(completion.sampling_logprobs),
+        names.POLICY_VERSIONS: Numbers(completion.policy_versions),
     }

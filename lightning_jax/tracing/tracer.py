@@ -6,7 +6,7 @@ the agent's own instrumentation set them.
 
 import hashlib
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,22 @@ class StoreSpanProcessor(SpanProcessor):
         self._store.add_span(None if rollout_id is None else str(rollout_id), to_span(span))
 
 
+class Numbers(str):
+    """Numbers of a call's tokens, as an attribute of a span made with `make_tracer`.
+
+    OpenTelemetry takes them for the text that they are, too. Of a sequence it looks at each item,
+    which with a long prompt takes longer than all else that a call costs. The Store gets the
+    numbers.
+    """
+
+    numbers: tuple[Any, ...]
+
+    def __new__(cls, numbers: Sequence[Any]) -> "Numbers":
+        made = super().__new__(cls, f"{len(numbers)} numbers")
+        made.numbers = tuple(numbers)
+        return made
+
+
 class _Ids(IdGenerator):
     """Ids from the system's entropy: agents may seed `random`, and then ids would come twice."""
 
@@ -87,7 +103,10 @@ def to_span(span: ReadableSpan) -> Span:
         name=span.name,
         start_ns=span.start_time,
         end_ns=span.end_time,
-        attributes=dict(span.attributes or {}),
+        attributes={
+            name: value.numbers if isinstance(value, Numbers) else value
+            for name, value in (span.attributes or {}).items()
+        },
         error=(span.status.description or "")
         if span.status.status_code is StatusCode.ERROR
         else None,

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry import trace
@@ -12,6 +13,7 @@ from lightning_jax.store import Store
 from lightning_jax.store_file import StoreError
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.tracer import (
+    Numbers,
     below_root,
     child_context,
     end_with_error,
@@ -51,6 +53,16 @@ def test_an_ended_span_is_in_the_store_with_its_ids(store: Store) -> None:
     }
     assert record.parent_span_id is None and record.error is None
     assert record.span_id == trace.format_span_id(span.get_span_context().span_id)
+
+
+@pytest.mark.parametrize("numbers", [(), (3, 1, 2), (-0.5, 0.0), (True, False)])
+def test_numbers_of_tokens_reach_the_store_as_they_are(store: Store, numbers: Any) -> None:
+    span = make_tracer(store).start_span("call", attributes={"given": Numbers(numbers)})
+    span.set_attributes({"later": Numbers(numbers), "text": "3 numbers"})
+    span.end()
+    (found,) = store.spans(None)
+    assert found.attributes == {"given": numbers, "later": numbers, "text": "3 numbers"}
+    assert all(type(a) is type(b) for a, b in zip(found.attributes["given"], numbers, strict=True))
 
 
 def test_a_failed_span_says_why(store: Store) -> None:
