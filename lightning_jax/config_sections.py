@@ -106,7 +106,8 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
     api_key: str | None = None  # None: a random one
-    slots: int = 16  # requests decoded at once, of each policy that has weights of its own
+    # Requests decoded at once, by each copy of the engine, for each policy with weights of its own.
+    slots: int = 16
     max_len: int = 1024  # tokens of prompt and response together that a slot holds
     # Padded lengths of a prompt's chunks. A program takes as many as 1, 4, 16, ... chunks of one
     # length at once, up to 512 tokens or the longest chunk; each is a compile.
@@ -118,11 +119,13 @@ class ServeConfig:
     steps_per_dispatch: int = 1
     max_queue: int = 1024  # requests waiting for a slot; more are refused with 429
     # Memory for keys and values of past calls, beside the slots'; at most 8 times theirs is taken.
-    # Each policy that has weights of its own has as much.
+    # Each copy of the engine, and each policy that has weights of its own, has as much.
     # SmolLM2-135M in float32 has 46 kB a token: 256 MiB are 5,800 tokens. 0: nothing is kept.
     prefix_cache_mib: float = 256.0
     orchestrator: str = "native"  # native, or jetstream (cannot train: it takes no new weights)
-    # Devices that serve. None: the trainer's; of several processes, all devices of process 0.
+    # Devices that serve; `data` counts copies of the engine, each with weights, slots and a prefix
+    # cache of its own. None: the trainer's, on a GPU or TPU as many copies as they hold with
+    # `mesh.tensor` each; of several processes, all devices of process 0 as one engine.
     mesh: MeshConfig | None = None
 
     def __post_init__(self) -> None:

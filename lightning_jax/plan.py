@@ -76,7 +76,10 @@ def make_plan(
     """The plan from shapes: exact for what is kept, an estimate for what a step needs on top. For
     these devices, by default all that are here.
     """
-    training, serving = make_mesh(config.mesh, devices), serving_mesh(config, devices)
+    training, serving = (
+        make_mesh(config.mesh, devices),
+        serving_mesh(config.serve.mesh, config.mesh, devices),
+    )
     trained = _state_parts(model, config, training)
     served = _serving_parts(model, config, serving)
     shared = not set(training.devices.flat).isdisjoint(serving.devices.flat)

@@ -42,7 +42,7 @@ class Replica:
         self.config, self.model = config, model
         self.step = 0
         self.progress: dict[str, Any] | None = None
-        self.serving_mesh = serving_mesh(config)
+        self.serving_mesh = serving_mesh(config.serve.mesh, config.mesh)
         self.adapts = adapted_facts(model)  # now, because the state takes over the weights
         if config.policies:
             self.adapts["policies"] = ", ".join(self._described(name) for name in config.policies)

@@ -13,10 +13,11 @@ from lightning_jax.garbage import lasting_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http import check_address
 from lightning_jax.models.load import load_model
-from lightning_jax.models.sharding import make_mesh
+from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.serve.replicas import ReplicatedLoop, replicate, split_by_data
 from lightning_jax.store import Store
 
 log = logging.getLogger(__name__)
@@ -50,25 +51,32 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
         runner.run(_until_stopped(loop, config.drain_s))
 
 
-def _load(config: ServerConfig) -> tuple[EngineLoop, Tokenizer]:
+def _load(config: ServerConfig) -> tuple[EngineLoop | ReplicatedLoop, Tokenizer]:
     """The engine with the model's weights. It has its own copy; what was loaded is freed here."""
-    named, mesh = config.model, make_mesh(MeshConfig())
+    named, serve = config.model, config.serve
     model = load_model(named.name, named.dtype, named.activation_dtype)
-    engine = Engine(model.config, config.serve, dtype=named.dtype, mesh=mesh)
-    return EngineLoop(engine, model.params, 0, model.tokenizer, config.serve), model.tokenizer
+
+    def make_loop(engine: Engine) -> EngineLoop:
+        return EngineLoop(engine, model.params, 0, model.tokenizer, serve)
+
+    engines = [
+        Engine(model.config, serve, dtype=named.dtype, mesh=mesh)
+        for mesh in split_by_data(serving_mesh(serve.mesh, MeshConfig()))
+    ]
+    return replicate(make_loop, engines, serve.slots), model.tokenizer
 
 
-def _compile(loop: EngineLoop) -> None:
+def _compile(loop: EngineLoop | ReplicatedLoop) -> None:
     log.info("compiling: minutes at a model's first start on a machine, less at the next ones")
     started = time.monotonic()
     loop.warmup()
     log.info("compiled in %.0f s", time.monotonic() - started)
 
 
-async def _until_stopped(loop: EngineLoop, drain_s: float) -> None:
+async def _until_stopped(loop: EngineLoop | ReplicatedLoop, drain_s: float) -> None:
     with _signals() as stop:
         await stop.wait()
-        if not (open_requests := _open_requests(loop)):
+        if not (open_requests := loop.num_open):
             return
         log.info(
             "finishing %d requests, for %g s at most; once more ends it now", open_requests, drain_s
@@ -81,12 +89,7 @@ async def _until_stopped(loop: EngineLoop, drain_s: float) -> None:
         for task in (drained, again):
             task.cancel()
         if drained not in done:
-            log.warning("%d requests were cut off", _open_requests(loop))
-
-
-def _open_requests(loop: EngineLoop) -> int:
-    stats = loop.stats()
-    return int(stats["serve/running"] + stats["serve/queue_depth"])
+            log.warning("%d requests were cut off", loop.num_open)
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from lightning_jax.runner import Runner
 from lightning_jax.serve.by_policy import LoopsByPolicy
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.serve.replicas import replicate, split_by_data
 from lightning_jax.step_metrics import summary
 from lightning_jax.store import Store
 from lightning_jax.types import Task
@@ -103,19 +104,25 @@ async def open_run(
     config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
 ) -> AsyncIterator["Run"]:
     """A run at the step its directory has reached, its server up; closes all of it at the end."""
-    agent, make_loop = make_agent(config.agent), _orchestrator(config)
+    agent, make_one = make_agent(config.agent), _orchestrator(config)
     directory = Path(config.run_dir)
     directory.mkdir(parents=True, exist_ok=True)
     changed = _changed_settings(config)
     model = _model_that_fits(config)
     async with AsyncExitStack() as at_end:  # last in, first out
         store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
-        mesh = serving_mesh(config)
-        engine = Engine(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
+        meshes = split_by_data(serving_mesh(config.serve.mesh, config.mesh))
+        dtype = config.model.dtype
+        engines = [Engine(model.config, config.serve, dtype=dtype, mesh=mesh) for mesh in meshes]
+
+        def make_loop(params: Any, version: int) -> Any:
+            """Of one set of weights. All such loops run the engines' programs."""
+            rest = (params, version, model.tokenizer, config.serve)
+            return replicate(lambda engine: make_one(engine, *rest), engines, config.serve.slots)
+
         initial = None
         if any(role.served_by == "initial" for role in config.roles.values()):
-            # Before the run, which takes the weights over. All loops run the engine's programs.
-            initial = make_loop(engine, model.params, 0, model.tokenizer, config.serve)
+            initial = make_loop(model.params, 0)  # before the run, which takes the weights over
         run = Run(config, model, store, train_tasks, dev_tasks)
         at_end.push_async_callback(run.close)
         at_end.callback(run.leader.dismiss)
@@ -126,10 +133,7 @@ async def open_run(
                 "%d rollouts were running when the last process ended; they run again", abandoned
             )
         run.leader.tell("publish_all")
-        loops = [
-            make_loop(engine, state.policy, run.step, model.tokenizer, config.serve)
-            for state in run.replica.states.values()
-        ]
+        loops = [make_loop(state.policy, run.step) for state in run.replica.states.values()]
         running = loops if initial is None else [*loops, initial]
         for each in running:
             at_end.callback(each.close)

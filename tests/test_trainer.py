@@ -105,6 +105,18 @@ def test_weights_that_train_are_loaded_in_float32(
     assert loaded.params["embed"]["embedding"].dtype == dtype
 
 
+def test_copies_of_the_engine_serve_one_run(model_dir: Path, tmp_path: Path) -> None:
+    copies = MeshConfig(data=3, fsdp=1)
+    serve = ServeConfig(slots=4, max_len=64, prefill_buckets=(32,), mesh=copies)
+    optimizer = OptimizerConfig(learning_rate=5e-2)
+    config = _config(model_dir, tmp_path / "run", num_steps=8, serve=serve, optimizer=optimizer)
+    rows = asyncio.run(train(config, TASKS, TASKS))
+    rewards = [row["rollout/reward_mean"] for row in rows if "rollout/reward_mean" in row]
+    assert rewards[0] < 0.3 and rewards[-1] > 0.5
+    assert max(row.get("train/mismatch_kl", 0.0) for row in rows) < 1e-4
+    assert not verify(tmp_path / "run").off
+
+
 def test_a_toy_task_is_learned_in_eight_steps(model_dir: Path, tmp_path: Path) -> None:
     optimizer = OptimizerConfig(learning_rate=5e-2)
     config = _config(model_dir, tmp_path / "run", num_steps=8, optimizer=optimizer)

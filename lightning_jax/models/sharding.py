@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lightning_jax.config import Config, ConfigError, MeshConfig
+from lightning_jax.config import ConfigError, MeshConfig
 from lightning_jax.models.mesh_axes import AXES, MESH_AXES, partition
 from lightning_jax.models.names import Path, flatten, unflatten
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params, init_params
@@ -73,16 +73,24 @@ def param_shapes(config: DecoderConfig) -> Params:
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
-def serving_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
+def serving_mesh(
+    serve: MeshConfig | None, trainer: MeshConfig, devices: Sequence[Any] | None = None
+) -> Mesh:
     """The devices that serve: those of `serve.mesh`, by default the trainer's, among these or all.
 
+    Its `data` axis counts copies of the engine. By default that is every `tensor` of the trainer's
+    devices; on a CPU, whose devices are simulated, its mesh is taken as it is.
     Of several processes only process 0 serves, with all its devices: by default each of them
     computes a share of every layer. Raises ConfigError where it would not use them all.
     """
     if jax.process_count() == 1:
-        return make_mesh(config.serve.mesh or config.mesh, devices)
+        mesh = make_mesh(serve or trainer, devices)
+        if serve is not None or mesh.devices.flat[0].platform == "cpu":
+            return mesh
+        copies = mesh.devices.reshape(-1, 1, mesh.shape["tensor"])
+        return Mesh(copies, mesh.axis_names, axis_types=mesh.axis_types)
     own = [device for device in jax.devices() if device.process_index == 0]
-    mesh = make_mesh(config.serve.mesh or MeshConfig(fsdp=1, tensor=-1), own)
+    mesh = make_mesh(serve or MeshConfig(fsdp=1, tensor=-1), own)
     if mesh.size != len(own):
         raise ConfigError(
             f"serve.mesh takes {mesh.size} devices; expected all {len(own)} of process 0, because "

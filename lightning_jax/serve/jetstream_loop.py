@@ -83,6 +83,11 @@ class JetStreamLoop:
         """As `EngineLoop.status`."""
         return self._intake.status
 
+    @property
+    def num_open(self) -> int:
+        """As `EngineLoop.num_open`."""
+        return len(self._intake)
+
     def warmup(self) -> None:
         """Compiles all programs. Before `start`."""
         self._engine.warmup(self._params, self._engine.init_state())

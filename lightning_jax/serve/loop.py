@@ -88,6 +88,11 @@ class EngineLoop:
         """Whether new requests are taken, a full queue aside; those before `start` wait for it."""
         return self._intake.status
 
+    @property
+    def num_open(self) -> int:
+        """Requests that run or wait."""
+        return len(self._intake)
+
     def warmup(self) -> None:
         """Compiles all programs. Before `start`."""
         if self._thread is not None:

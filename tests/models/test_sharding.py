@@ -30,6 +30,7 @@ from lightning_jax.models.sharding import (
     param_shardings,
     place,
     reshard,
+    serving_mesh,
 )
 from lightning_jax.models.transformer import (
     DecoderConfig,
@@ -319,3 +320,21 @@ def test_weights_move_to_devices_of_their_own():
     again = reshard(params, param_shardings(SHAPED, training), jnp.float32)
     jax.tree.map(lambda leaf: leaf.delete(), params)  # as the next update does, which donates them
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(again))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gpu:
+    id: int
+    platform: str = "gpu"
+    process_index: int = 0
+    device_kind: str = "NVIDIA H100"
+
+
+def test_the_trainers_devices_serve_as_copies_but_on_a_cpu() -> None:
+    gpus = [_Gpu(i) for i in range(8)]
+    trainer = MeshConfig(data=1, fsdp=-1, tensor=2)
+    serving = serving_mesh(None, trainer, gpus)
+    assert serving.devices.shape == (4, 1, 2) and list(serving.devices.flat) == gpus
+    assert serving_mesh(None, trainer) == make_mesh(trainer)
+    told = MeshConfig(fsdp=1, tensor=2, first_device=6)
+    assert list(serving_mesh(told, trainer, gpus).devices.flat) == gpus[6:]

@@ -1,0 +1,157 @@
+"""Copies of the engine on devices of their own: who answers, and that the answer is the same."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_jax.config import MeshConfig, ServeConfig
+from lightning_jax.models.sharding import make_mesh
+from lightning_jax.serve import replicas
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.generation import EngineError
+from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.serve.replicas import BLOCK, ReplicatedLoop, Router, replicate, split_by_data
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.types import Completion, SamplingParams
+
+SERVE = ServeConfig(slots=4, max_len=256, prefill_buckets=(32, 128))
+MODEL = tiny_model(0, num_layers=1)
+
+
+def make(config: MeshConfig) -> Any:
+    engines = [Engine(MODEL.config, SERVE, mesh=mesh) for mesh in split_by_data(make_mesh(config))]
+
+    def one(engine: Engine) -> EngineLoop:
+        return EngineLoop(engine, MODEL.params, 0, MODEL.tokenizer, SERVE)
+
+    return replicate(one, engines, SERVE.slots)
+
+
+@pytest.fixture(scope="module")
+def loops() -> Iterator[tuple[ReplicatedLoop, EngineLoop]]:
+    """Three copies, and an engine by itself. On one device each: XLA's CPU compiler may wait for
+    ever where several programs talk between simulated devices at once.
+    """
+    made = make(MeshConfig(data=3, fsdp=1)), make(MeshConfig(data=1, fsdp=1))
+    for loop in made:
+        loop.start()
+    yield made
+    for loop in made:
+        loop.close()
+
+
+def prompts(number: int, length: int = 100) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(number)
+    return [tuple(rng.integers(0, 256, length).tolist()) for _ in range(number)]
+
+
+def ask(loop: Any, asked: list[tuple[int, ...]]) -> list[Completion]:
+    async def all_at_once() -> list[Completion]:
+        samplings = [SamplingParams(max_tokens=8, seed=seed) for seed in range(len(asked))]
+        pairs = zip(asked, samplings, strict=True)
+        generations = [loop.submit(prompt, sampling) for prompt, sampling in pairs]
+        return [await generation.result() for generation in generations]
+
+    return asyncio.run(all_at_once())
+
+
+def test_each_copy_has_devices_of_its_own() -> None:
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    parts = split_by_data(mesh)
+    assert [part.shape for part in parts] == [{"data": 1, "fsdp": 2, "tensor": 2}] * 2
+    assert [device for part in parts for device in part.devices.flat] == list(mesh.devices.flat)
+    assert split_by_data(parts[0]) == parts[:1]
+
+
+def test_of_several_processes_the_mesh_serves_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas.jax, "process_count", lambda: 2)
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    assert split_by_data(mesh) == [mesh]
+
+
+def test_copies_answer_as_one_engine_does(loops: tuple[ReplicatedLoop, EngineLoop]) -> None:
+    copies, single = loops
+    assert isinstance(copies, ReplicatedLoop) and isinstance(single, EngineLoop)
+    asked = prompts(9) + prompts(3) * 2
+    ours, theirs = ask(copies, asked), ask(single, asked)
+    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
+    stats = copies.stats()
+    assert stats["serve/requests"] == 15.0
+    each = [loop.stats()["serve/requests"] for loop in copies._loops]
+    assert sum(each) == 15 and min(each) >= 3
+    assert copies.num_open == 0 and stats["serve/prefix_hit_tokens"] > 0
+
+
+def test_new_weights_reach_every_copy(loops: tuple[ReplicatedLoop, EngineLoop]) -> None:
+    copies, single = loops
+    other = tiny_model(1, num_layers=1).params
+    asked = prompts(6, 20)
+    before = ask(copies, asked)
+    for loop in loops:
+        loop.load_weights(other, 1)
+        assert loop.version == 1
+    ours, theirs = ask(copies, asked), ask(single, asked)
+    for old, mine, wanted in zip(before, ours, theirs, strict=True):
+        assert mine.policy_versions == (1,) * 8 and mine.token_ids == wanted.token_ids
+        assert mine.behavior_logprobs != pytest.approx(old.behavior_logprobs, abs=1e-3)
+    with pytest.raises(ValueError, match="weights version is 1; expected more than the last, 1"):
+        copies.load_weights(other, 1)
+
+
+def test_a_copy_that_fails_shows_and_all_can_be_closed() -> None:
+    copies = make(MeshConfig(data=2, fsdp=1))
+    assert copies.status == "ok"
+    copies._loops[1].close()
+    assert copies.status == "failed"
+    copies.close()
+    with pytest.raises(EngineError, match="closed"):
+        ask(copies, [(1, 2)])
+
+
+def test_warming_up_compiles_what_serving_needs() -> None:
+    copies = make(MeshConfig(data=2, fsdp=1))
+    copies.warmup()
+    compiles = copies.stats()["serve/compiles"]
+    copies.start()
+    ask(copies, prompts(6) + prompts(2, 10))
+    asyncio.run(copies.drain())
+    assert copies.status == "draining" and copies.stats()["serve/compiles"] == compiles
+    copies.close()
+
+
+def test_a_prompt_goes_where_its_beginning_was_read() -> None:
+    router, (first, second) = Router(2, slots=8), prompts(2, 3 * BLOCK)
+    assert router.choose(first, [0, 0]) == 0 and router.choose(second, [1, 0]) == 1
+    assert router.choose(first, [2, 1]) == 0  # though it has more to do
+    assert router.choose((*second, *range(40)), [0, 1]) == 1
+    assert router.choose(first, [4, 1]) == 1  # 8 slots: up to 2 requests more
+    assert router.choose(first, [0, 2]) == 1  # which has it now, too
+    assert router.choose(first[:BLOCK], [3, 1]) == 1
+
+
+def test_a_short_common_beginning_binds_nobody() -> None:
+    router, (shared, *tails) = Router(3, slots=8), prompts(5, 2 * BLOCK)
+    chosen = [
+        router.choose((*shared[:BLOCK], *tail), loads)
+        for tail, loads in zip(tails, ([0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]), strict=True)
+    ]
+    assert chosen == [0, 1, 2, 0]
+    assert router.choose((), [1, 0, 1]) == 1 and router.choose((1,) * (BLOCK - 1), [2, 2, 1]) == 2
+
+
+def test_what_was_read_long_ago_or_with_other_weights_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replicas, "MOST_BLOCKS", 4)
+    router, (first, second, third) = Router(2, slots=8), prompts(3, 2 * BLOCK)
+    assert [router.choose(first, [0, 0]), router.choose(second, [0, 1])] == [0, 0]
+    router.choose(first, [1, 0])  # used again, so it stays
+    router.choose(third, [0, 1])
+    assert router.choose(first, [1, 0]) == 0 and router.choose(second, [1, 0]) == 1
+    router.forget()
+    assert router.choose(first, [1, 0]) == 1
