@@ -302,10 +302,12 @@ class ServerConfig:
     serve: ServeConfig = field(default_factory=ServeConfig)
     record: str | None = None  # a SQLite file that keeps every call; None: no call is kept
     drain_s: float = 30.0  # how long running requests may go on once it is told to stop
+    tensor: int = 1  # devices that share each layer; of a GPU or TPU each so many are an engine
 
     def __post_init__(self) -> None:
         require(
             self,
+            tensor=(self.tensor >= 1, "at least 1"),
             record=(self.record != "", "the name of a file"),
             drain_s=(self.drain_s >= 0, "0 or more seconds"),
         )

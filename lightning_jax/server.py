@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import jax
+
+from lightning_jax.config import ConfigError
 from lightning_jax.config_sections import MeshConfig, ServerConfig
 from lightning_jax.garbage import lasting_objects
 from lightning_jax.gateway.app import Gateway
@@ -54,14 +57,19 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
 def _load(config: ServerConfig) -> tuple[EngineLoop | ReplicatedLoop, Tokenizer]:
     """The engine with the model's weights. It has its own copy; what was loaded is freed here."""
     named, serve = config.model, config.serve
+    if (number := len(jax.devices())) % config.tensor:
+        raise ConfigError(
+            f"tensor is {config.tensor}; expected a divisor of {number}, the number of devices "
+            "here."
+        )
+    mesh = serving_mesh(None, MeshConfig(tensor=config.tensor))
     model = load_model(named.name, named.dtype, named.activation_dtype)
 
     def make_loop(engine: Engine) -> EngineLoop:
         return EngineLoop(engine, model.params, 0, model.tokenizer, serve)
 
     engines = [
-        Engine(model.config, serve, dtype=named.dtype, mesh=mesh)
-        for mesh in split_by_data(serving_mesh(serve.mesh, MeshConfig()))
+        Engine(model.config, serve, dtype=named.dtype, mesh=part) for part in split_by_data(mesh)
     ]
     return replicate(make_loop, engines, serve.slots), model.tokenizer
 

@@ -139,6 +139,8 @@ def test_stopped_while_it_compiles_it_says_so(model_dir: Path) -> None:
         (["serve", "--slotz", "3"], 2, "arguments: --slotz 3; see lightning-jax serve --help"),
         (["serve", "--port", "x"], 2, "argument --port: invalid int value: 'x'"),
         (["serve", "--port", "70000"], 2, "port is 70000; expected 0 (any free port) to 65535."),
+        (["serve", "--tensor", "0"], 2, "tensor is 0; expected at least 1."),
+        (["serve", "--tensor", "3"], 1, "tensor is 3; expected a divisor of 8, the number of dev"),
         (["serve", "--drain-s", "nan"], 2, "drain_s is nan; expected 0 or more seconds."),
         (["serve", "--record", ""], 2, "record is ''; expected the name of a file."),
         (["serve", "--dtype", "int4"], 2, "dtype is 'int4'; expected float32 or bfloat16."),
