@@ -6,6 +6,7 @@ the beginning of its prompt was read before.
 """
 
 import asyncio
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from lightning_jax.serve.generation import Generation
 from lightning_jax.serve.intake import LoopStatus
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.types import SamplingParams
+
+log = logging.getLogger(__name__)
 
 BLOCK = 64  # tokens; beginnings are known in multiples of it
 MOST_BLOCKS = 2**16  # remembered, those used last; 4 million tokens
@@ -39,7 +42,10 @@ def split_by_data(mesh: Mesh) -> list[Mesh]:
 def replicate(make: Callable[[Any], Any], engines: Sequence[Any], slots: int) -> Any:
     """One loop over all engines, each of which `make` gives one of its own."""
     loops = [make(engine) for engine in engines]
-    return loops[0] if len(loops) == 1 else ReplicatedLoop(loops, slots)
+    if len(loops) == 1:
+        return loops[0]
+    log.info("%d engines with %d slots each serve the same weights", len(loops), slots)
+    return ReplicatedLoop(loops, slots)
 
 
 class Router:
