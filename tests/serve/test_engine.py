@@ -341,9 +341,10 @@ def test_what_does_not_fit_is_refused(model, engine):
 def test_no_accelerator_copies_the_cache(target: str, package: str, head_dim: int) -> None:
     """As compiled by their compilers, which need no device."""
     pytest.importorskip(package)
-    config = replace(tiny_model(0).config, head_dim=head_dim)
+    config = replace(tiny_model(0).config, head_dim=head_dim, max_positions=8192)
     mesh = make_mesh(MeshConfig(1, 2, 2), target_devices(target)[0])
-    engine = Engine(config, ServeConfig(slots=16, max_len=2048), dtype="bfloat16", mesh=mesh)
+    serve = ServeConfig(slots=64, max_len=8192)  # too large for a TPU to take into its core
+    engine = Engine(config, serve, dtype="bfloat16", mesh=mesh)
 
     def placed(tree: Any, places: Any) -> Any:
         def one(leaf: Any, place: Any) -> Any:
@@ -358,7 +359,7 @@ def test_no_accelerator_copies_the_cache(target: str, package: str, head_dim: in
     numbers = jax.ShapeDtypeStruct((4,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
     programs = [
-        engine._generate.lower(params, state, segments=1, rows=16),
+        engine._generate.lower(params, state, segments=1, rows=64),
         engine._prefill.lower(params, state.cache, numbers, tokens, numbers, numbers),
     ]
     keys = state.cache.layers[0].keys[0]
