@@ -1,5 +1,6 @@
 """The slots compute what one full forward pass computes, whatever else goes on."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from lightning_jax.config import MeshConfig, ServeConfig
 from lightning_jax.models.sharding import make_mesh, param_shardings
@@ -333,7 +335,18 @@ def test_what_does_not_fit_is_refused(model, engine):
         Engine(model.config, ServeConfig(max_len=4096))
 
 
+@pytest.fixture
+def no_kept_programs() -> Iterator[None]:
+    """JAX keeps programs for devices that are not here, and cannot read them again."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_kept_programs")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("target", "package"), [("v5e:2x2", "libtpu"), ("h100:4", "jax_plugins.xla_cuda12")]
