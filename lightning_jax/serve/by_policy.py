@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_jax.serve.generation import Generation
-from lightning_jax.serve.intake import LoopStatus
+from lightning_jax.serve.intake import LoopStatus, together
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.types import SamplingParams
 
@@ -21,11 +21,8 @@ class LoopsByPolicy:
 
     @property
     def status(self) -> LoopStatus:
-        """That of the first loop that is not ok, for then some requests are refused."""
-        for loop in self._loops:
-            if loop.status != "ok":
-                return loop.status
-        return "ok"
+        """As `EngineLoop.status`; not ok as soon as one loop is not."""
+        return together(loop.status for loop in self._loops)
 
     def submit(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None

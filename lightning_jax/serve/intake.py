@@ -19,6 +19,11 @@ Request = TypeVar("Request")
 LoopStatus = Literal["ok", "draining", "failed"]  # failed: closed, too
 
 
+def together(statuses: Iterable[LoopStatus]) -> LoopStatus:
+    """That of several loops, as of the first that is not ok: then some requests are refused."""
+    return next((status for status in statuses if status != "ok"), "ok")
+
+
 class Intake(Generic[Request]):
     """Open requests by generation. Every method may be called from any thread."""
 

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from lightning_jax.serve.generation import Generation
-from lightning_jax.serve.intake import LoopStatus
+from lightning_jax.serve.intake import LoopStatus, together
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.types import SamplingParams
 
@@ -105,11 +105,8 @@ class ReplicatedLoop:
 
     @property
     def status(self) -> LoopStatus:
-        """That of the first loop that is not ok, for then some requests are refused."""
-        for loop in self._loops:
-            if loop.status != "ok":
-                return loop.status
-        return "ok"
+        """As `EngineLoop.status`; not ok as soon as one loop is not."""
+        return together(loop.status for loop in self._loops)
 
     @property
     def num_open(self) -> int:
