@@ -21,7 +21,10 @@ LoopStatus = Literal["ok", "draining", "failed"]  # failed: closed, too
 
 def together(statuses: Iterable[LoopStatus]) -> LoopStatus:
     """That of several loops, as of the first that is not ok: then some requests are refused."""
-    return next((status for status in statuses if status != "ok"), "ok")
+    for status in statuses:
+        if status != "ok":
+            return status
+    return "ok"
 
 
 class Intake(Generic[Request]):
