@@ -32,7 +32,7 @@ STARTER = Path(__file__).parent / "starter"  # what `new` copies
 SERVE_FLAGS = {
     "host": "address to listen on",
     "port": "port to listen on, 0 for any free one",
-    "slots": "requests answered at once, by each GPU or TPU",
+    "slots": "requests answered at once; of several GPUs or TPUs, by each",
     "max_len": "tokens of prompt and response together",
     "max_queue": "requests that may wait for a slot; more get a 429",
 }
@@ -127,7 +127,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
             default=defaults[name],
             help=f"{text} (default: %(default)s)",
         )
-    tensor = "GPUs or TPUs that share each layer; each so many answer requests (default: 1)"
+    tensor = "GPUs or TPUs that share a copy of the model; the others hold copies (default: 1)"
     parser.add_argument("--tensor", type=int, default=ServerConfig.tensor, help=tensor)
     parser.add_argument("--api-key", help="what clients must send (default: a random one, printed)")
     parser.add_argument("--record", metavar="FILE", help="keep every call in this SQLite file")

@@ -302,7 +302,7 @@ class ServerConfig:
     serve: ServeConfig = field(default_factory=ServeConfig)
     record: str | None = None  # a SQLite file that keeps every call; None: no call is kept
     drain_s: float = 30.0  # how long running requests may go on once it is told to stop
-    tensor: int = 1  # devices that share each layer; of a GPU or TPU each so many are an engine
+    tensor: int = 1  # GPUs or TPUs that share a copy of the model; the others hold copies
 
     def __post_init__(self) -> None:
         require(

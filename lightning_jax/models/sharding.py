@@ -43,11 +43,13 @@ _LOGICAL |= {
 }
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    config: MeshConfig, devices: Sequence[Any] | None = None, *, section: str = "mesh"
+) -> Mesh:
     """The grid of devices, by default of all; where the sizes need fewer, of the first ones from
     `config.first_device` on.
 
-    Raises ConfigError where the sizes do not fit.
+    Raises ConfigError, which names the config's `section`, where the sizes do not fit.
     """
     devices = list(jax.devices() if devices is None else devices)[config.first_device :]
     sizes = [getattr(config, axis) for axis in AXES]
@@ -57,9 +59,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     if min(sizes) < 1 or math.prod(sizes) > len(devices):
         wanted = ", ".join(f"{axis}={getattr(config, axis)}" for axis in AXES)
         raise ConfigError(
-            f"mesh {wanted} does not fit {len(devices)} devices; expected sizes whose product is "
-            f"at most {len(devices)}, one of them may be -1. Change mesh.* in the config"
-            f"{', or mesh.first_device' if config.first_device else ''}."
+            f"{section} {wanted} does not fit {len(devices)} devices; expected sizes whose product "
+            f"is at most {len(devices)}, one of them may be -1. Change {section}.* in the config"
+            f"{f', or {section}.first_device' if config.first_device else ''}."
         )
     types = (AxisType.Auto,) * len(AXES)
     if math.prod(sizes) == len(jax.devices()) and devices == jax.devices():
@@ -84,13 +86,15 @@ def serving_mesh(
     computes a share of every layer. Raises ConfigError where it would not use them all.
     """
     if jax.process_count() == 1:
-        mesh = make_mesh(serve or trainer, devices)
-        if serve is not None or mesh.devices.flat[0].platform == "cpu":
+        if serve is not None:
+            return make_mesh(serve, devices, section="serve.mesh")
+        mesh = make_mesh(trainer, devices)
+        if mesh.devices.flat[0].platform == "cpu":
             return mesh
         copies = mesh.devices.reshape(-1, 1, mesh.shape["tensor"])
         return Mesh(copies, mesh.axis_names, axis_types=mesh.axis_types)
     own = [device for device in jax.devices() if device.process_index == 0]
-    mesh = make_mesh(serve or MeshConfig(fsdp=1, tensor=-1), own)
+    mesh = make_mesh(serve or MeshConfig(fsdp=1, tensor=-1), own, section="serve.mesh")
     if mesh.size != len(own):
         raise ConfigError(
             f"serve.mesh takes {mesh.size} devices; expected all {len(own)} of process 0, because "

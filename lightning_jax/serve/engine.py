@@ -25,7 +25,7 @@ from lightning_jax.config import ConfigError, ServeConfig
 from lightning_jax.models.cache import KVCache, is_whole, row_length, segment_lengths
 from lightning_jax.models.lora import pick
 from lightning_jax.models.matmul import turn_kernels
-from lightning_jax.models.sharding import cache_sharding, param_shardings, reshard
+from lightning_jax.models.sharding import cache_sharding, param_shardings, platform_of, reshard
 from lightning_jax.models.transformer import DecoderConfig, init_cache
 from lightning_jax.serve import programs
 from lightning_jax.serve.pages import PageCopier
@@ -66,7 +66,9 @@ class Engine:
                 f"serve.max_len is {serve.max_len}; expected at most the model's "
                 f"{config.max_positions} positions. Lower serve.max_len."
             )
-        turned = dtype == "float32" and _on_one_cpu(mesh)
+        self._plain, self._cache = _shardings(mesh, config)
+        on_one_cpu = _on_one_cpu(self._plain)
+        turned = dtype == "float32" and on_one_cpu
         self.config, self.mesh = replace(config, turned=turned), mesh
         self.num_slots, self.max_len = serve.slots, serve.max_len
         self.steps_per_dispatch = serve.steps_per_dispatch
@@ -74,16 +76,15 @@ class Engine:
         self.buckets = tuple(sorted(lengths))
         tokens = max(PREFILL_TOKENS, self.buckets[-1])
         self._chunks_at_once = {b: row_counts(b, tokens, serve.slots) for b in self.buckets}
-        self._platform = _platform(mesh)
+        self._platform = platform_of(self._plain)
         # Kernels read a row as far as it goes, whatever the program, so they need just one.
         whole = is_whole(self._platform)
         segments = (serve.max_len,) if whole else segment_lengths(serve.max_len)
         self.capacities = tuple(itertools.accumulate(segments))
         self.slot_counts = _slot_counts(serve.slots, fewest=8 if self._platform == "tpu" else 1)
         self._dtype = jnp.dtype(dtype)
-        self.compiler_options = _compiler_options(self._dtype, mesh)
+        self.compiler_options = _compiler_options(self._dtype) if on_one_cpu else None
         self._jit = partial(jax.jit, compiler_options=self.compiler_options)
-        self._plain, self._cache = _shardings(mesh, config)
         self.pages = PageCopier(config, serve, self._dtype, self._cache, self._jit)
         self._compile_later()
 
@@ -259,19 +260,15 @@ def _slot_counts(slots: int, fewest: int) -> tuple[int, ...]:
     return (*(count for count in counts if fewest <= count < slots), slots)
 
 
-def _platform(mesh: jax.sharding.Mesh | None) -> str:
-    return (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+def _on_one_cpu(place: jax.sharding.Sharding) -> bool:
+    return len(place.device_set) == 1 and platform_of(place) == "cpu"
 
 
-def _on_one_cpu(mesh: jax.sharding.Mesh | None) -> bool:
-    return (mesh is None or mesh.size == 1) and _platform(mesh) == "cpu"
-
-
-def _compiler_options(dtype: jnp.dtype, mesh: jax.sharding.Mesh | None) -> dict[str, str] | None:
+def _compiler_options(dtype: jnp.dtype) -> dict[str, str] | None:
     """To write a token to a cache of bfloat16, the XLA of JAX 0.10 makes float32 of all of it on a
     CPU, and back, unless it is told that the CPU knows bfloat16. Later ones need no telling.
     """
-    if dtype != jnp.bfloat16 or not _on_one_cpu(mesh):
+    if dtype != jnp.bfloat16:
         return None
     return {"xla_disable_hlo_passes": "float-normalization-bf16"}
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from lightning_jax.config import (
     BatchConfig,
     Config,
+    ConfigError,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
@@ -338,3 +339,5 @@ def test_the_trainers_devices_serve_as_copies_but_on_a_cpu() -> None:
     assert serving_mesh(None, trainer) == make_mesh(trainer)
     told = MeshConfig(fsdp=1, tensor=2, first_device=6)
     assert list(serving_mesh(told, trainer, gpus).devices.flat) == gpus[6:]
+    with pytest.raises(ConfigError, match=r"serve\.mesh data=9.* Change serve\.mesh\.\* in"):
+        serving_mesh(MeshConfig(data=9, fsdp=1), trainer, gpus)

@@ -209,7 +209,7 @@ def test_reading_less_of_the_cache_changes_nothing():
 def test_rows_of_an_accelerator_lie_in_one_piece_and_serve_the_same(
     model, monkeypatch, platform, slot_counts
 ):
-    monkeypatch.setattr(engine_module, "_platform", lambda mesh: platform)
+    monkeypatch.setattr(engine_module, "platform_of", lambda place: platform)
     engine = Engine(model.config, ServeConfig(slots=9, max_len=380, prefill_buckets=(64,)))
     assert engine.capacities == (380,) and engine.slot_counts == slot_counts
     assert engine.init_state().cache.length == 384
