@@ -51,7 +51,20 @@ def rope_tables(
 ) -> tuple[Float[Array, "B T 1 F"], Float[Array, "B T 1 F"]]:
     """Cosine and sine of every angle, float32, made once and used by all layers."""
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+
+    def by_loop(angles: Any) -> Any:
+        # What a loop makes cannot be made again where it is used: the XLA of JAX 0.10 would take
+        # cosine and sine anew for every head of every layer, and their gradients.
+        tables = jax.lax.map(
+            lambda is_sine: jnp.where(is_sine, jnp.sin(angles), jnp.cos(angles)),
+            jnp.array([False, True]),
+        )
+        return tables[0], tables[1]
+
+    def at_once(angles: Any) -> Any:
+        return jnp.cos(angles), jnp.sin(angles)
+
+    return jax.lax.platform_dependent(angles, cpu=by_loop, default=at_once)
 
 
 def rotate(

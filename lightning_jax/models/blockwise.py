@@ -93,12 +93,15 @@ def backward(
     kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
     out_grads = pad_to(by_head(out_grad, kv_heads), size, 3)
     # Softmax's gradient needs, for each query, sum_j weight_j * dweight_j = out . out_grad.
-    wide = out.astype(jnp.float32) * out_grad.astype(jnp.float32)
-    inner = pad_to(by_head(wide, kv_heads).sum(axis=-1), size, 3)
+    wide = out.astype(jnp.float32), out_grad.astype(jnp.float32)
+    # A product: XLA on a CPU takes seven times as long for a sum over the last of four axes.
+    inner = jnp.einsum("bthd,bthd->bth", *wide)[..., None]
+    inner = pad_to(by_head(inner, kv_heads)[..., 0], size, 3)
     log_sums = pad_to(log_sums, size, 3)
 
     def query_block(i: Any, carry: Any) -> Any:
         query, grad = _cut(b.queries, i, size, 3), _cut(out_grads, i, size, 3)
+        by_feature = _turned(query), _turned(grad)
 
         def key_block(t: Any, carry: Any) -> Any:
             query_grad, key_grads, value_grads = carry
@@ -108,12 +111,12 @@ def backward(
             weights_grad = _product("kmd,kcd->kmc", grad, value)
             scores_grad = weights * (weights_grad - _cut(inner, i, size, 3)[..., None])
             query_grad = query_grad + _product("kmc,kcd->kmd", scores_grad, key)
-            key_grad = _cut(key_grads, j, size, 2) + _over_queries(scores_grad, query)
-            value_grad = _cut(value_grads, j, size, 2) + _over_queries(weights, grad)
+            key_grad = _cut(key_grads, j, size, 3) + _over_queries(by_feature[0], scores_grad)
+            value_grad = _cut(value_grads, j, size, 3) + _over_queries(by_feature[1], weights)
             return (
                 query_grad,
-                _put(key_grads, key_grad, j, size, 2),
-                _put(value_grads, value_grad, j, size, 2),
+                _put(key_grads, key_grad, j, size, 3),
+                _put(value_grads, value_grad, j, size, 3),
             )
 
         query_grads, key_grads, value_grads = carry
@@ -121,10 +124,11 @@ def backward(
         query_grad, *rest = jax.lax.fori_loop(0, b.count[i], key_block, start)
         return _put(query_grads, query_grad, i, size, 3), *rest
 
-    zeros = (jnp.zeros(x.shape, jnp.float32) for x in (b.queries, b.keys, b.values))
-    grads = jax.lax.fori_loop(0, b.order.shape[0], query_block, tuple(zeros))
+    shapes = b.queries.shape, *(x.swapaxes(2, 3).shape for x in (b.keys, b.values))
+    zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+    grads = jax.lax.fori_loop(0, b.order.shape[0], query_block, zeros)
     query_grads = by_token(grads[0])[:, : queries.shape[1]] * scale
-    key_grads, value_grads = (x.transpose(0, 2, 1, 3)[:, : keys.shape[1]] for x in grads[1:])
+    key_grads, value_grads = (x.transpose(0, 3, 1, 2)[:, : keys.shape[1]] for x in grads[1:])
     return (
         query_grads.astype(queries.dtype),
         key_grads.astype(keys.dtype),
@@ -149,11 +153,19 @@ def _product(form: str, grouped: Any, shared: Any) -> Any:
     return out.reshape(*grouped.shape[:-1], out.shape[-1])
 
 
-def _over_queries(weights: Any, grouped: Any) -> Any:
-    """[B K C D]: for each key, the sum of weight times row over all queries of its group."""
-    rows = grouped.reshape(*grouped.shape[:2], -1, grouped.shape[-1])
-    flat = weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(rows.dtype)
-    return jnp.einsum("bkmc,bkmd->bkcd", flat, rows, preferred_element_type=jnp.float32)
+def _over_queries(by_feature: Any, weights: Any) -> Any:
+    """[B K D C]: for each key, the sum of weight times row over all queries of its group.
+
+    XLA on a CPU takes twice as long for [B K C D], for which it would turn the weights.
+    """
+    flat = weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(by_feature.dtype)
+    return jnp.einsum("bkdm,bkmc->bkdc", by_feature, flat, preferred_element_type=jnp.float32)
+
+
+def _turned(grouped: Any) -> Any:
+    """[B K G T D] as [B K D G*T]."""
+    flat = grouped.reshape(*grouped.shape[:2], -1, grouped.shape[-1])
+    return flat.transpose(0, 1, 3, 2)
 
 
 def by_head(x: Any, kv_heads: int) -> Any:
