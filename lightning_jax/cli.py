@@ -109,7 +109,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.description = "Answers OpenAI's API, and others, with a model. Ctrl-C ends it."
     model = "Hugging Face directory or hub id, .gguf file, or smollm2-135m-instruct"
-    dtype = "of weights and activations, float32 or bfloat16"
+    dtype = "of weights and activations: float32, bfloat16, or auto for the fastest here"
     parser.add_argument("--model", default=ModelConfig.name, help=f"{model} (default: %(default)s)")
     parser.add_argument(
         "--dtype", default=ModelConfig.dtype, help=f"{dtype} (default: %(default)s)"
@@ -213,10 +213,13 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    import jax
+
     from lightning_jax import plan
     from lightning_jax.config import Config, load_config
     from lightning_jax.models.load import load_shape
     from lightning_jax.models.lora import adapted_shape
+    from lightning_jax.models.precision import settle
     from lightning_jax.targets import target_devices
 
     for flag in ("devices", "device_gib"):
@@ -234,6 +237,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         plan.simulate_devices(arguments.devices)
     elif arguments.device_gib is None:
         capacity = plan.device_capacity()
+    platform = devices[0].platform if devices else jax.default_backend()
+    config = replace(config, model=settle(config.model, platform))
     if arguments.device_gib is not None:
         capacity = int(arguments.device_gib * plan.GIB)
     make = plan.make_plan if arguments.quick else plan.compile_plan

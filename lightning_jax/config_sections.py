@@ -24,6 +24,7 @@ def require(section: object, **conditions: tuple[bool, str]) -> None:
             raise FieldError(f"{name} is {getattr(section, name)!r}; expected {expected}.")
 
 
+AUTO = "auto"  # as a dtype: whichever is fastest on the devices here
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # of each layer of a model
 
 
@@ -59,7 +60,9 @@ class ModelConfig:
     name: str = (
         "smollm2-135m-instruct"  # a name, a Hugging Face directory or hub id, or a .gguf file
     )
-    dtype: str = "float32"  # of weights and activations: float32 or bfloat16
+    # Of weights and activations: float32, bfloat16 or auto, which is what is fastest on the devices
+    # here, on a CPU by a short measurement (models/precision.py). A run keeps what it began with.
+    dtype: str = "float32"
     # None: as `dtype`. float32 beside bfloat16 weights: activations are rounded for products with
     # weights, and keys and values in the server's cache. On a CPU as fast as all in bfloat16.
     activation_dtype: str | None = None
@@ -71,10 +74,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         require(
             self,
-            dtype=(self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
+            dtype=(self.dtype in ("float32", "bfloat16", AUTO), "float32, bfloat16 or auto"),
             activation_dtype=(
-                self.activation_dtype in (None, "float32"),
-                "float32, or none for those of the weights",
+                self.activation_dtype in ((None,) if self.dtype == AUTO else (None, "float32")),
+                "float32, or none for those of the weights or beside dtype=auto",
             ),
         )
 

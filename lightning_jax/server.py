@@ -16,6 +16,7 @@ from lightning_jax.garbage import lasting_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http import check_address
 from lightning_jax.models.load import load_model
+from lightning_jax.models.precision import settle
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.engine import Engine
@@ -56,7 +57,7 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
 
 def _load(config: ServerConfig) -> tuple[EngineLoop | ReplicatedLoop, Tokenizer]:
     """The engine with the model's weights. It has its own copy; what was loaded is freed here."""
-    named, serve = config.model, config.serve
+    named, serve = settle(config.model, jax.default_backend()), config.serve
     if (number := len(jax.devices())) % config.tensor:
         raise ConfigError(
             f"tensor is {config.tensor}; expected a divisor of {number}, the number of devices "

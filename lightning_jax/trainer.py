@@ -21,19 +21,23 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lightning_jax import distributed, plan
-from lightning_jax.config import Config, ConfigError, changed_keys, save_config
+from lightning_jax.config import Config, ConfigError, changed_keys, load_config, save_config
+from lightning_jax.config_sections import AUTO
 from lightning_jax.garbage import lasting_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.load import LoadedModel, load_model
 from lightning_jax.models.lora import adapted
+from lightning_jax.models.precision import settle
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.program import make_agent
 from lightning_jax.replica import Replica
@@ -65,7 +69,7 @@ async def train(
     """
     distributed.join(config.distributed)
     if not distributed.is_leader():
-        await asyncio.to_thread(_follow, config)
+        await asyncio.to_thread(_follow, _settled(config))
         return []
     async with open_run(config, train_tasks, dev_tasks) as run:
         with (
@@ -107,6 +111,7 @@ async def open_run(
     agent, make_one = make_agent(config.agent), _orchestrator(config)
     directory = Path(config.run_dir)
     directory.mkdir(parents=True, exist_ok=True)
+    config = _settled(config)
     changed = _changed_settings(config)
     model = _model_that_fits(config)
     async with AsyncExitStack() as at_end:  # last in, first out
@@ -156,6 +161,15 @@ async def open_run(
         at_end.enter_context(lasting_objects())
         run.connect(loops, runner)
         yield run
+
+
+def _settled(config: Config) -> Config:
+    """With dtypes in place of auto: those that the run began with, where it has begun."""
+    model, saved = config.model, Path(config.run_dir) / "config.yaml"
+    if model.dtype == AUTO and saved.exists():
+        began = load_config(Config, [str(saved)], only=["model"]).model
+        model = replace(model, dtype=began.dtype, activation_dtype=began.activation_dtype)
+    return replace(config, model=settle(model, jax.default_backend()))
 
 
 def _changed_settings(config: Config) -> list[str]:

@@ -143,7 +143,7 @@ def test_stopped_while_it_compiles_it_says_so(model_dir: Path) -> None:
         (["serve", "--tensor", "3"], 1, "tensor is 3; expected a divisor of 8, the number of dev"),
         (["serve", "--drain-s", "nan"], 2, "drain_s is nan; expected 0 or more seconds."),
         (["serve", "--record", ""], 2, "record is ''; expected the name of a file."),
-        (["serve", "--dtype", "int4"], 2, "dtype is 'int4'; expected float32 or bfloat16."),
+        (["serve", "--dtype", "int4"], 2, "dtype is 'int4'; expected float32, bfloat16 or auto."),
         (["serve", "--model", "./none"], 1, "model './none' does not exist; expected"),
         (["serve", "--max-len", "9999"], 1, "serve.max_len is 9999; expected at most the model's"),
         (["serve", "--record", "no/such/place"], 1, "has no directory to lie in"),

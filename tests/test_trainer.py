@@ -34,9 +34,11 @@ from lightning_jax.config import (
     RolloutConfig,
     ServeConfig,
     WarmupConfig,
+    load_config,
 )
 from lightning_jax.config_sections import LoraConfig
 from lightning_jax.metrics import plot_curves, read_metrics
+from lightning_jax.models import precision
 from lightning_jax.models.load import load_model, save_hf
 from lightning_jax.models.sharding import num_params
 from lightning_jax.run import Run
@@ -103,6 +105,19 @@ def test_weights_that_train_are_loaded_in_float32(
     named = ModelConfig(str(model_dir), dtype="bfloat16", lora=LoraConfig(rank=rank))
     loaded = trainer._load(_config(model_dir, tmp_path, model=named))
     assert loaded.params["embed"]["embedding"].dtype == dtype
+
+
+def test_a_run_keeps_the_dtype_that_auto_was_when_it_began(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto = _config(
+        model_dir, tmp_path / "run", num_steps=0, model=ModelConfig(str(model_dir), dtype="auto")
+    )
+    for seconds in ({"float32": 2.0, "bfloat16": 1.0}, {"float32": 1.0, "bfloat16": 2.0}):
+        monkeypatch.setattr(precision, "_seconds", seconds.__getitem__)
+        asyncio.run(train(auto, TASKS, TASKS))
+        saved = load_config(Config, [str(tmp_path / "run/config.yaml")]).model
+        assert (saved.dtype, saved.activation_dtype) == ("bfloat16", "float32")
 
 
 def test_copies_of_the_engine_serve_one_run(model_dir: Path, tmp_path: Path) -> None:

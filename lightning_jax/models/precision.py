@@ -1,0 +1,60 @@
+"""Which dtype `model.dtype: auto` stands for on the devices that are here."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from lightning_jax.config_sections import AUTO, ModelConfig
+from lightning_jax.models.matmul import matmul
+
+log = logging.getLogger(__name__)
+
+PRODUCT = 512, 576, 1536  # a row of a training batch, through a small model's layer
+TURNS = 5
+CLEARLY = 0.9  # of float32's time; between the CPUs that were seen lies a factor of two
+
+
+def settle(model: ModelConfig, platform: str) -> ModelConfig:
+    """`model` with dtypes in place of auto: bfloat16, but on a CPU what is faster of float32 and
+    bfloat16 weights beside float32 activations, which is measured (half a second). Some CPUs make
+    products of bfloat16 in half of float32's time, others in twice of it.
+    """
+    if model.dtype != AUTO:
+        return model
+    if platform != "cpu":
+        return replace(model, dtype="bfloat16")
+    if jax.process_count() > 1:  # each would measure for itself, and they must agree
+        return replace(model, dtype="float32")
+    return _faster(model, *(_seconds(dtype) for dtype in ("float32", "bfloat16")))
+
+
+def _faster(model: ModelConfig, float32_s: float, bfloat16_s: float) -> ModelConfig:
+    is_narrow = bfloat16_s < CLEARLY * float32_s
+    log.info(
+        "model.dtype=auto is %s on this CPU: a product of %d x %d x %d takes %.1f ms in float32 "
+        "and %.1f ms in bfloat16",
+        "bfloat16, beside float32 activations," if is_narrow else "float32",
+        *PRODUCT,
+        1e3 * float32_s,
+        1e3 * bfloat16_s,
+    )
+    if is_narrow:
+        return replace(model, dtype="bfloat16", activation_dtype="float32")
+    return replace(model, dtype="float32")
+
+
+def _seconds(dtype: str) -> float:
+    """Of a product with a kernel of this dtype, the fastest of some."""
+    rows, narrow, wide = PRODUCT
+    x, kernel = jnp.ones((rows, narrow)), jnp.ones((narrow, wide), dtype)
+    run: Callable[[], jax.Array] = jax.jit(lambda: matmul(x, kernel)).lower().compile()
+    found = []
+    for _ in range(TURNS):
+        started = time.perf_counter()
+        jax.block_until_ready(run())
+        found.append(time.perf_counter() - started)
+    return min(found)

@@ -1,0 +1,50 @@
+"""`model.dtype: auto`."""
+
+import pytest
+
+from lightning_jax.config_sections import ModelConfig
+from lightning_jax.models import precision
+from lightning_jax.models.precision import settle
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    monkeypatch.setattr(precision, "_seconds", lambda dtype: seconds[dtype])
+
+
+def test_a_cpu_has_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = ModelConfig(dtype="auto", remat=True)
+    measured(monkeypatch, float32=0.004, bfloat16=0.002)
+    assert settle(auto, "cpu") == ModelConfig(
+        dtype="bfloat16", activation_dtype="float32", remat=True
+    )
+    measured(monkeypatch, float32=0.004, bfloat16=0.0038)  # not clearly
+    assert settle(auto, "cpu") == ModelConfig(dtype="float32", remat=True)
+
+
+def test_accelerators_have_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch)
+    assert settle(ModelConfig(dtype="auto"), "tpu") == ModelConfig(dtype="bfloat16")
+
+
+def test_what_is_named_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch)
+    named = ModelConfig(dtype="bfloat16", activation_dtype="float32")
+    assert settle(named, "cpu") is named
+
+
+def test_processes_agree_without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch)
+    monkeypatch.setattr(precision.jax, "process_count", lambda: 2)
+    assert settle(ModelConfig(dtype="auto"), "cpu").dtype == "float32"
+
+
+def test_the_measurement_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert settle(ModelConfig(dtype="auto"), "cpu").dtype in ("float32", "bfloat16")
+    assert "model.dtype=auto is" in caplog.text
+    assert "512 x 576 x 1536" in caplog.text
+
+
+def test_auto_leaves_no_choice_of_activations() -> None:
+    with pytest.raises(ValueError, match=r"activation_dtype is 'float32'; expected .*dtype=auto"):
+        ModelConfig(dtype="auto", activation_dtype="float32")
