@@ -164,9 +164,11 @@ async def open_run(
 
 
 def _settled(config: Config) -> Config:
-    """With dtypes in place of auto: those that the run began with, where it has begun."""
+    """With dtypes in place of auto: those that the run began with, where it has begun. Several
+    processes need no file for that, which one of them may be writing: they do not measure.
+    """
     model, saved = config.model, Path(config.run_dir) / "config.yaml"
-    if model.dtype == AUTO and saved.exists():
+    if model.dtype == AUTO and jax.process_count() == 1 and saved.exists():
         began = load_config(Config, [str(saved)], only=["model"]).model
         model = replace(model, dtype=began.dtype, activation_dtype=began.activation_dtype)
     return replace(config, model=settle(model, jax.default_backend()))

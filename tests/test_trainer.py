@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -113,8 +114,8 @@ def test_a_run_keeps_the_dtype_that_auto_was_when_it_began(
     auto = _config(
         model_dir, tmp_path / "run", num_steps=0, model=ModelConfig(str(model_dir), dtype="auto")
     )
-    for seconds in ({"float32": 2.0, "bfloat16": 1.0}, {"float32": 1.0, "bfloat16": 2.0}):
-        monkeypatch.setattr(precision, "_seconds", seconds.__getitem__)
+    for seconds in ((2.0, 1.0), (1.0, 2.0)):  # of float32, of bfloat16
+        monkeypatch.setattr(precision, "_seconds", Mock(return_value=seconds))
         asyncio.run(train(auto, TASKS, TASKS))
         saved = load_config(Config, [str(tmp_path / "run/config.yaml")]).model
         assert (saved.dtype, saved.activation_dtype) == ("bfloat16", "float32")

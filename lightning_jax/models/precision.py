@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -14,14 +13,14 @@ from lightning_jax.models.matmul import matmul
 log = logging.getLogger(__name__)
 
 PRODUCT = 512, 576, 1536  # a row of a training batch, through a small model's layer
-TURNS = 5
+TURNS = 10
 CLEARLY = 0.9  # of float32's time; between the CPUs that were seen lies a factor of two
 
 
 def settle(model: ModelConfig, platform: str) -> ModelConfig:
     """`model` with dtypes in place of auto: bfloat16, but on a CPU what is faster of float32 and
     bfloat16 weights beside float32 activations, which is measured (half a second). Some CPUs make
-    products of bfloat16 in half of float32's time, others in twice of it.
+    products of bfloat16 in half of float32's time, others in twice as much.
     """
     if model.dtype != AUTO:
         return model
@@ -29,7 +28,7 @@ def settle(model: ModelConfig, platform: str) -> ModelConfig:
         return replace(model, dtype="bfloat16")
     if jax.process_count() > 1:  # each would measure for itself, and they must agree
         return replace(model, dtype="float32")
-    return _faster(model, *(_seconds(dtype) for dtype in ("float32", "bfloat16")))
+    return _faster(model, *_seconds())
 
 
 def _faster(model: ModelConfig, float32_s: float, bfloat16_s: float) -> ModelConfig:
@@ -47,14 +46,17 @@ def _faster(model: ModelConfig, float32_s: float, bfloat16_s: float) -> ModelCon
     return replace(model, dtype="float32")
 
 
-def _seconds(dtype: str) -> float:
-    """Of a product with a kernel of this dtype, the fastest of some."""
+def _seconds() -> tuple[float, float]:
+    """Of a product with a kernel in float32 and one in bfloat16: the fastest of some, by turns."""
     rows, narrow, wide = PRODUCT
-    x, kernel = jnp.ones((rows, narrow)), jnp.ones((narrow, wide), dtype)
-    run: Callable[[], jax.Array] = jax.jit(lambda: matmul(x, kernel)).lower().compile()
+    x, run = jnp.ones((rows, narrow)), jax.jit(matmul)
+    kernels = [jnp.ones((narrow, wide), dtype) for dtype in ("float32", "bfloat16")]
+    for kernel in kernels:
+        jax.block_until_ready(run(x, kernel))  # compiles
     found = []
     for _ in range(TURNS):
-        started = time.perf_counter()
-        jax.block_until_ready(run())
-        found.append(time.perf_counter() - started)
-    return min(found)
+        for kernel in kernels:
+            started = time.perf_counter()
+            jax.block_until_ready(run(x, kernel))
+            found.append(time.perf_counter() - started)
+    return min(found[::2]), min(found[1::2])
