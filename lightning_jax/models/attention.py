@@ -53,8 +53,8 @@ def rope_tables(
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
 
     def by_loop(angles: Any) -> Any:
-        # What a loop makes cannot be made again where it is used: the XLA of JAX 0.10 would take
-        # cosine and sine anew for every head of every layer, and their gradients.
+        # What a loop makes cannot be made again where it is used: XLA on a CPU would take cosine
+        # and sine anew for every head of every layer, and of its gradient.
         tables = jax.lax.map(
             lambda is_sine: jnp.where(is_sine, jnp.sin(angles), jnp.cos(angles)),
             jnp.array([False, True]),

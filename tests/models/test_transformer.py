@@ -99,6 +99,17 @@ def test_remat_changes_no_gradient():
         np.testing.assert_allclose(b, a, atol=1e-7, rtol=1e-4)
 
 
+def test_angles_are_made_once():
+    model = tiny_model(num_layers=2)
+
+    def loss(params, tokens, positions):
+        return forward(params, model.config, tokens, positions)[0].sum()
+
+    arrays = model.params, _tokens(1, 32), _depths(1, 32)
+    text = jax.jit(jax.grad(loss)).lower(*arrays).compile().as_text()
+    assert (text.count(" cosine("), text.count(" sine(")) == (1, 1)
+
+
 def test_bfloat16_stays_bfloat16_and_near_float32():
     small = jax.tree.map(lambda x: x.astype(jnp.bfloat16), MODEL.params)
     tokens, positions = _tokens(1, LENGTH), _depths(1, LENGTH)
