@@ -76,8 +76,11 @@ class ModelConfig:
             self,
             dtype=(self.dtype in ("float32", "bfloat16", AUTO), "float32, bfloat16 or auto"),
             activation_dtype=(
-                self.activation_dtype in ((None,) if self.dtype == AUTO else (None, "float32")),
-                "float32, or none for those of the weights or beside dtype=auto",
+                self.activation_dtype is None
+                or (self.activation_dtype == "float32" and self.dtype != AUTO),
+                "none, because dtype=auto chooses it as well"
+                if self.dtype == AUTO
+                else "float32, or none for those of the weights",
             ),
         )
 
