@@ -213,8 +213,6 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    import jax
-
     from lightning_jax import plan
     from lightning_jax.config import Config, load_config
     from lightning_jax.models.load import load_shape
@@ -237,7 +235,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         plan.simulate_devices(arguments.devices)
     elif arguments.device_gib is None:
         capacity = plan.device_capacity()
-    platform = devices[0].platform if devices else jax.default_backend()
+    platform = devices[0].platform if devices else None
     config = replace(config, model=settle(config.model, platform))
     if arguments.device_gib is not None:
         capacity = int(arguments.device_gib * plan.GIB)

@@ -57,7 +57,7 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
 
 def _load(config: ServerConfig) -> tuple[EngineLoop | ReplicatedLoop, Tokenizer]:
     """The engine with the model's weights. It has its own copy; what was loaded is freed here."""
-    named, serve = settle(config.model, jax.default_backend()), config.serve
+    named, serve = settle(config.model), config.serve
     if (number := len(jax.devices())) % config.tensor:
         raise ConfigError(
             f"tensor is {config.tensor}; expected a divisor of {number}, the number of devices "

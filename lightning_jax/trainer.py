@@ -171,7 +171,7 @@ def _settled(config: Config) -> Config:
     if model.dtype == AUTO and jax.process_count() == 1 and saved.exists():
         began = load_config(Config, [str(saved)], only=["model"]).model
         model = replace(model, dtype=began.dtype, activation_dtype=began.activation_dtype)
-    return replace(config, model=settle(model, jax.default_backend()))
+    return replace(config, model=settle(model))
 
 
 def _changed_settings(config: Config) -> list[str]:

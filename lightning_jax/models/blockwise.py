@@ -93,10 +93,9 @@ def backward(
     kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
     out_grads = pad_to(by_head(out_grad, kv_heads), size, 3)
     # Softmax's gradient needs, for each query, sum_j weight_j * dweight_j = out . out_grad.
-    wide = out.astype(jnp.float32), out_grad.astype(jnp.float32)
-    # A product: XLA on a CPU takes seven times as long for a sum over the last of four axes.
-    inner = jnp.einsum("bthd,bthd->bth", *wide)[..., None]
-    inner = pad_to(by_head(inner, kv_heads)[..., 0], size, 3)
+    # A product: XLA on a CPU takes seven times as long for a sum over the last axis of so many.
+    wide = pad_to(by_head(out, kv_heads), size, 3).astype(jnp.float32)
+    inner = jnp.einsum("bkgtd,bkgtd->bkgt", wide, out_grads.astype(jnp.float32))
     log_sums = pad_to(log_sums, size, 3)
 
     def query_block(i: Any, carry: Any) -> Any:

@@ -17,14 +17,15 @@ TURNS = 10
 CLEARLY = 0.9  # of float32's time; between the CPUs that were seen lies a factor of two
 
 
-def settle(model: ModelConfig, platform: str) -> ModelConfig:
+def settle(model: ModelConfig, platform: str | None = None) -> ModelConfig:
     """`model` with dtypes in place of auto: bfloat16, but on a CPU what is faster of float32 and
     bfloat16 weights beside float32 activations, which is measured (half a second). Some CPUs make
-    products of bfloat16 in half of float32's time, others in twice as much.
+    products of bfloat16 in half of float32's time, others in twice as much. `platform` is
+    that of devices elsewhere; None: of those here, which are asked only where dtype is auto.
     """
     if model.dtype != AUTO:
         return model
-    if platform != "cpu":
+    if (platform or jax.default_backend()) != "cpu":
         return replace(model, dtype="bfloat16")
     if jax.process_count() > 1:  # each would measure for itself, and they must agree
         return replace(model, dtype="float32")
