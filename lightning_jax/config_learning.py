@@ -156,7 +156,7 @@ class AlgorithmConfig:
 class BatchConfig:
     rows: int = 1  # rows of one microbatch; gradients of microbatches are added up
     row_len: int = 2048  # nodes of a row
-    max_targets: int = 1024  # sampled tokens of a row
+    max_targets: int = 1024  # sampled tokens of a row; siblings' same tokens count each
     head_chunk: int = 256  # targets whose logits are in memory at once; divides max_targets
 
     def __post_init__(self) -> None:

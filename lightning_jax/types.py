@@ -240,6 +240,19 @@ class StateBatch:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class DistinctTargets:
+    """What the LM head is read for: the different (node, token) pairs among a row's targets.
+
+    Siblings that sampled the same token at the same place have a target each, of one such pair.
+    """
+
+    nodes: Leaf  # int32 [B, R], index into the row of the node that predicts
+    ids: Leaf  # int32 [B, R], the token; -1 where there is no pair
+    of_targets: Leaf  # int32 [B, R], for each target the place of its pair
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Batch:
     """A forest of token tries in fixed shapes: B rows of T nodes, and R targets a row.
 
@@ -264,6 +277,7 @@ class Batch:
     old_logprobs: Leaf = None
     states: Leaf = None  # StateBatch, None without a critic
     adapters: Leaf = None  # int32 [B], which one each row is read with; None: there is but one
+    distinct: Leaf = None  # DistinctTargets; None: the LM head is read for each target by itself
 
 
 @dataclass(frozen=True)

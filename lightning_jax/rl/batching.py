@@ -14,6 +14,7 @@ from lightning_jax.rl.weights import token_weights, weigh_states
 from lightning_jax.types import (
     Advantage,
     Batch,
+    DistinctTargets,
     StateBatch,
     StateValues,
     TrainingSequence,
@@ -117,12 +118,13 @@ def make_batches(
     """(microbatches of shape [rows, row_len] with [rows, max_targets] targets, what packing did).
 
     Every trained token of every sequence becomes one target, and the others only context, counted
-    in `train/tokens_forced`. Sequences are dropped and counted by reason: too long for a row, too
-    many targets for a row, nothing sampled, nothing but forced tokens, and with
-    `skip_zero_advantage` those without a policy gradient (right only when no KL term needs them).
-    A sequence's last target and what follows it are never read by the model unless another sequence
-    goes on from there. `target_calls` counts places in `sequences`. Sequences that different
-    adapters read never share a row.
+    in `train/tokens_forced`. `train/targets_distinct` counts what the LM head is read for: targets
+    that are the same token after the same node are one of it. Sequences are dropped and counted by
+    reason: too long for a row, too many targets for a row, nothing sampled, nothing but forced
+    tokens, and with `skip_zero_advantage` those without a policy gradient (right only when no KL
+    term needs them). A sequence's last target and what follows it are never read by the model
+    unless another sequence goes on from there. `target_calls` counts places in `sequences`.
+    Sequences that different adapters read never share a row.
     """
     kept, dropped = [], Counter(dict.fromkeys(DROP_REASONS, 0))
     dropped_tokens = 0
@@ -151,6 +153,8 @@ def make_batches(
         for start in range(0, len(rows), config.rows)
     ]
     stats = _stats(paths, rows, num_nodes=len(batches) * config.rows * config.row_len)
+    num_distinct = sum(np.count_nonzero(batch.distinct.ids >= 0) for batch in batches)
+    stats["train/targets_distinct"] = float(num_distinct)
     stats |= {f"train/dropped_{reason}": float(count) for reason, count in dropped.items()}
     num_forced = sum(sequence.loss_mask.count(False) for sequence in sequences)
     return batches, stats | {
@@ -235,7 +239,18 @@ def _fill_batch(
                 batch.states.returns[at] = sequence.states.returns
                 batch.states.weights[at] = sequence.states.weight
             start += size
+        _find_distinct(batch, b, start)
     return batch
+
+
+def _find_distinct(batch: Batch, row: int, num_targets: int) -> None:
+    """Writes the different (node, token) pairs of a row's targets, in order."""
+    targets = row, slice(num_targets)
+    pairs = np.stack([batch.target_nodes[targets], batch.target_ids[targets]])
+    distinct, places = np.unique(pairs, axis=1, return_inverse=True)
+    found = row, slice(distinct.shape[1])
+    batch.distinct.nodes[found], batch.distinct.ids[found] = distinct
+    batch.distinct.of_targets[targets] = places.ravel()
 
 
 def _empty_batch(config: BatchConfig, has_states: bool, has_adapters: bool) -> Batch:
@@ -254,6 +269,11 @@ def _empty_batch(config: BatchConfig, has_states: bool, has_adapters: bool) -> B
         weights=np.zeros(targets, np.float32),
         states=_empty_states(targets) if has_states else None,
         adapters=np.zeros(config.rows, np.int32) if has_adapters else None,
+        distinct=DistinctTargets(
+            nodes=np.zeros(targets, np.int32),
+            ids=np.full(targets, -1, np.int32),
+            of_targets=np.zeros(targets, np.int32),
+        ),
     )
 
 

@@ -27,9 +27,9 @@ def response_logprobs(
     """(log-probability of each target, entropy of its distribution), in nats.
 
     The entropy has a gradient only with `entropy_gradient`, because it costs one. Both are 0 where
-    masked. The LM head sees only nodes that predict a target, `head_chunk` of a row at a time, and
-    skips chunks that hold only padding; logits of [R, V] never exist at once, not in the backward
-    pass either.
+    masked. The LM head sees only nodes that predict a target, each once for all targets that are
+    the same token (`batch.distinct`), `head_chunk` of a row at a time, and skips chunks that hold
+    only padding; logits of [R, V] never exist at once, not in the backward pass either.
     """
     nodes = read_nodes(params, config, batch, remat=remat, gather=gather)
     return node_logprobs(
@@ -80,14 +80,26 @@ def node_logprobs(
     entropy_gradient: bool,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """`response_logprobs` of hidden states."""
-    hidden = jnp.take_along_axis(
-        nodes, batch.target_nodes[:, :, None], axis=1, mode="promise_in_bounds"
-    )
+    distinct = batch.distinct
+    if distinct is None:
+        places, ids, mask = batch.target_nodes, batch.target_ids, batch.target_mask
+    else:
+        places, ids, mask = distinct.nodes, distinct.ids, distinct.ids >= 0
+    hidden = _take(nodes, places[:, :, None])
     head = _Head(config, entropy_gradient)
-    hidden, mask = _split(hidden, head_chunk), _split(batch.target_mask, head_chunk)
-    ids, wanted = _split(batch.target_ids, head_chunk), mask.any(axis=(1, 2))
-    read: Any = _read_chunks(head, params, wanted, hidden, ids, mask)
-    return _join(read[0]), _join(read[1])
+    hidden, ids, mask = (_split(each, head_chunk) for each in (hidden, ids, mask))
+    read: Any = _read_chunks(head, params, mask.any(axis=(1, 2)), hidden, ids, mask)
+    logprobs, entropy = _join(read[0]), _join(read[1])
+    if distinct is None:
+        return logprobs, entropy
+    of_targets = (_take(each, distinct.of_targets) for each in (logprobs, entropy))
+    logprobs, entropy = (jnp.where(batch.target_mask, each, 0.0) for each in of_targets)
+    return logprobs, entropy
+
+
+def _take(values: Any, places: Any) -> Any:
+    """Of each row the values at these places, which are there."""
+    return jnp.take_along_axis(values, places, axis=1, mode="promise_in_bounds")
 
 
 @dataclass(frozen=True)

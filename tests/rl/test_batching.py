@@ -35,7 +35,19 @@ def read_back(batches):
             numbers = (batch.behavior_logprobs, batch.advantages, batch.weights)
             values = tuple(float(array[b, r]) for array in numbers)
             found[context, int(batch.target_ids[b, r]), *values] += 1
+        check_distinct(batch)
     return found
+
+
+def check_distinct(batch):
+    """Each target has its own pair, and each pair is there once."""
+    nodes, ids = batch.distinct.nodes, batch.distinct.ids
+    for b, mask in enumerate(batch.target_mask):
+        places = batch.distinct.of_targets[b, mask]
+        np.testing.assert_array_equal(nodes[b, places], batch.target_nodes[b, mask])
+        np.testing.assert_array_equal(ids[b, places], batch.target_ids[b, mask])
+        pairs = list(zip(nodes[b], ids[b], strict=True))[: (ids[b] >= 0).sum()]
+        assert len(set(pairs)) == len(pairs) == len(set(places))
 
 
 def expected_targets(sequences):
@@ -72,6 +84,17 @@ def test_the_same_sample_twice_shares_nodes_but_not_targets():
     assert stats["train/tokens_forest"] == 3
     assert read_back(batches) == expected_targets(sequences)
     assert batches[0].target_mask.sum() == 4
+
+
+def test_the_head_is_read_once_for_what_siblings_sampled_alike():
+    # Node 1 gives 3, 3 and 7; node 2, which has read the 3, gives 4 and 5.
+    sequences = [sequence([1, 2], response) for response in ([3, 4], [3, 5], [7])]
+    (batch,), stats = make_batches(sequences, SMALL)
+    assert batch.target_ids[0, :5].tolist() == [7, 3, 4, 3, 5]
+    assert batch.distinct.nodes[0].tolist() == [1, 1, 2, 2, 0, 0, 0, 0]
+    assert batch.distinct.ids[0].tolist() == [3, 7, 4, 5, -1, -1, -1, -1]
+    assert batch.distinct.of_targets[0, :5].tolist() == [1, 0, 2, 0, 3]
+    assert stats["train/targets_distinct"] == 4
 
 
 def test_a_multi_turn_conversation_is_one_path():

@@ -13,7 +13,7 @@ from lightning_jax.config_sections import LoraConfig
 from lightning_jax.models.transformer import unembed
 from lightning_jax.rl.logprobs import head_params, node_logprobs
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.types import Batch
+from lightning_jax.types import Batch, DistinctTargets
 
 MODEL = tiny_model(num_layers=1)
 TIED = dataclasses.replace(MODEL.config, tie_embeddings=True)
@@ -39,8 +39,8 @@ NODE_STATES = jnp.asarray(
 )
 
 
-def in_chunks(params: Any, nodes: Any, config: Any) -> Any:
-    return node_logprobs(params, config, BATCH, nodes, head_chunk=CHUNK, entropy_gradient=True)
+def in_chunks(params: Any, nodes: Any, config: Any, batch: Batch = BATCH) -> Any:
+    return node_logprobs(params, config, batch, nodes, head_chunk=CHUNK, entropy_gradient=True)
 
 
 def at_once(params: Any, nodes: Any, config: Any) -> Any:
@@ -88,3 +88,34 @@ def test_beside_adapters_the_head_gets_no_gradient_and_its_states_get_theirs() -
     assert not np.any(head["embed"]["embedding"])
     np.testing.assert_allclose(states, wanted, rtol=1e-5, atol=1e-6)
     assert np.any(found[0])
+
+
+def alike() -> tuple[Batch, Batch]:
+    """Targets that often are the same token after the same node: read each by itself, and once."""
+    nodes = jnp.asarray([[3, 3, 3, 5, 3, 5, 5, 3, 0, 0, 0, 0], [1, 2] * 6])
+    ids = jnp.asarray([[7, 7, 8, 7, 7, 7, 7, 8, 0, 0, 0, 0], [4] * 12])
+    mask = jnp.asarray([[True] * 8 + [False] * 4, [True] * 12])
+    naive = dataclasses.replace(BATCH, target_nodes=nodes, target_ids=ids, target_mask=mask)
+    distinct = DistinctTargets(
+        nodes=jnp.asarray([[3, 3, 5] + [0] * 9, [1, 2] + [0] * 10]),
+        ids=jnp.asarray([[7, 8, 7] + [-1] * 9, [4, 4] + [-1] * 10]),
+        of_targets=jnp.asarray([[0, 0, 1, 2, 0, 2, 2, 1, 0, 0, 0, 0], [0, 1] * 6]),
+    )
+    return naive, dataclasses.replace(naive, distinct=distinct)
+
+
+def test_targets_that_are_alike_are_read_once_and_have_the_gradient_of_each() -> None:
+    naive, once = (
+        value_and_grads(
+            functools.partial(in_chunks, batch=batch),
+            head_params(MODEL.params, None),
+            NODE_STATES,
+            TIED,
+        )
+        for batch in alike()
+    )
+    for got, want in zip(*map(jax.tree.leaves, (once, naive)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    (logprobs, entropy), _ = once
+    assert (logprobs[0, 8:] == 0).all() and (entropy[0, 8:] == 0).all()
+    assert (logprobs[alike()[0].target_mask] < 0).all()
