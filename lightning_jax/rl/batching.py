@@ -1,12 +1,14 @@
 """Trajectories to batches of fixed shape: each shared token once, each sampled token one target."""
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from lightning_jax.config import BatchConfig
 from lightning_jax.rl.packing import Path, PathForest, Row, common_prefix, pack_rows
@@ -139,22 +141,19 @@ def make_batches(
     kept.sort(key=lambda pair: (pair[1].adapter or 0, _read_ids(pair[1])))
     paths = [np.asarray(_read_ids(sequence), np.int32) for _, sequence in kept]
     rows = _pack(paths, [sequence for _, sequence in kept], config)
-    # Rows of one batch have about as many targets, so that their empty head chunks coincide.
-    rows.sort(key=lambda row: -row.targets)
     has_states = any(sequence.states is not None for sequence in sequences)
     has_adapters = any(sequence.adapter is not None for sequence in sequences)
-    batches = [
-        _fill_batch(
-            _empty_batch(config, has_states, has_adapters),
-            rows[start : start + config.rows],
-            kept,
-            paths,
-        )
-        for start in range(0, len(rows), config.rows)
-    ]
+    empty = functools.partial(_empty_row, config, has_states, has_adapters)
+    filled = [_fill_row(empty(), row, kept, paths) for row in rows]
+    # Rows of one batch have about as many pairs, so that their empty head chunks coincide.
+    filled.sort(key=_num_distinct, reverse=True)
+    batches = []
+    for start in range(0, len(filled), config.rows):
+        some = filled[start : start + config.rows]
+        some += [empty() for _ in range(config.rows - len(some))]
+        batches.append(jax.tree.map(lambda *leaves: np.stack(leaves), *some))
     stats = _stats(paths, rows, num_nodes=len(batches) * config.rows * config.row_len)
-    num_distinct = sum(np.count_nonzero(batch.distinct.ids >= 0) for batch in batches)
-    stats["train/targets_distinct"] = float(num_distinct)
+    stats["train/targets_distinct"] = float(sum(map(_num_distinct, filled)))
     stats |= {f"train/dropped_{reason}": float(count) for reason, count in dropped.items()}
     num_forced = sum(sequence.loss_mask.count(False) for sequence in sequences)
     return batches, stats | {
@@ -204,83 +203,73 @@ def _stats(paths: Sequence[Path], rows: Sequence[Row], *, num_nodes: int) -> dic
     }
 
 
-def _fill_batch(
-    batch: Batch,
-    rows: Sequence[Row],
+def _fill_row(
+    out: Batch,
+    row: Row,
     sequences: Sequence[tuple[int, TrainingSequence]],
     paths: Sequence[Path],
 ) -> Batch:
-    """Writes one microbatch into an empty batch; rows that are missing stay padding."""
-    for b, row in enumerate(rows):
-        nodes = _lay_out(
-            [paths[i] for i in row.members], batch.tokens[b], batch.positions[b], batch.ends[b]
-        )
-        if batch.adapters is not None:
-            batch.adapters[b] = sequences[row.members[0]][1].adapter or 0
-        start = 0
-        for i, path_nodes in zip(row.members, nodes, strict=True):
-            call, sequence = sequences[i]
-            trained = np.flatnonzero(sequence.loss_mask)
-            size = len(trained)
-            where = (b, slice(start, start + size))
-            # The last token of the prompt predicts the first that was sampled.
-            first = len(sequence.prompt_token_ids) - 1
-            batch.target_nodes[where] = path_nodes[first + trained]
-            batch.target_ids[where] = np.asarray(sequence.response_token_ids)[trained]
-            batch.target_mask[where] = True
-            batch.target_calls[where] = call
-            batch.behavior_logprobs[where] = np.asarray(sequence.behavior_logprobs)[trained]
-            batch.advantages[where] = sequence.advantage
-            batch.weights[where] = sequence.weight
-            if sequence.states is not None:
-                at = (b, slice(start, start + len(sequence.states.positions)))
-                batch.states.nodes[at] = path_nodes[first + np.asarray(sequence.states.positions)]
-                batch.states.values[at] = sequence.states.values
-                batch.states.returns[at] = sequence.states.returns
-                batch.states.weights[at] = sequence.states.weight
-            start += size
-        _find_distinct(batch, b, start)
-    return batch
-
-
-def _find_distinct(batch: Batch, row: int, num_targets: int) -> None:
-    """Writes the different (node, token) pairs of a row's targets, in order."""
-    targets = row, slice(num_targets)
-    pairs = np.stack([batch.target_nodes[targets], batch.target_ids[targets]])
+    """Writes the row's sequences into `out`, an empty one."""
+    nodes = _lay_out([paths[i] for i in row.members], out.tokens, out.positions, out.ends)
+    if out.adapters is not None:
+        out.adapters[...] = sequences[row.members[0]][1].adapter or 0
+    start = 0
+    for i, path_nodes in zip(row.members, nodes, strict=True):
+        call, sequence = sequences[i]
+        trained = np.flatnonzero(sequence.loss_mask)
+        where = slice(start, start + len(trained))
+        # The last token of the prompt predicts the first that was sampled.
+        first = len(sequence.prompt_token_ids) - 1
+        out.target_nodes[where] = path_nodes[first + trained]
+        out.target_ids[where] = np.asarray(sequence.response_token_ids)[trained]
+        out.target_mask[where] = True
+        out.target_calls[where] = call
+        out.behavior_logprobs[where] = np.asarray(sequence.behavior_logprobs)[trained]
+        out.advantages[where] = sequence.advantage
+        out.weights[where] = sequence.weight
+        if sequence.states is not None:
+            at = slice(start, start + len(sequence.states.positions))
+            out.states.nodes[at] = path_nodes[first + np.asarray(sequence.states.positions)]
+            out.states.values[at] = sequence.states.values
+            out.states.returns[at] = sequence.states.returns
+            out.states.weights[at] = sequence.states.weight
+        start += len(trained)
+    pairs = np.stack([out.target_nodes[:start], out.target_ids[:start]])
     distinct, places = np.unique(pairs, axis=1, return_inverse=True)
-    found = row, slice(distinct.shape[1])
-    batch.distinct.nodes[found], batch.distinct.ids[found] = distinct
-    batch.distinct.of_targets[targets] = places.ravel()
+    found = slice(distinct.shape[1])
+    out.distinct.nodes[found], out.distinct.ids[found] = distinct
+    out.distinct.of_targets[:start] = places.ravel()
+    return out
 
 
-def _empty_batch(config: BatchConfig, has_states: bool, has_adapters: bool) -> Batch:
-    """All padding: each node is a tree by itself."""
-    nodes, targets = (config.rows, config.row_len), (config.rows, config.max_targets)
+def _num_distinct(row: Batch) -> int:
+    return int((row.distinct.ids >= 0).sum())
+
+
+def _empty_row(config: BatchConfig, has_states: bool, has_adapters: bool) -> Batch:
+    """A row of a batch that is all padding: each node is a tree by itself."""
+
+    def ints() -> Int[np.ndarray, " R"]:
+        return np.zeros(config.max_targets, np.int32)
+
+    def floats() -> Float[np.ndarray, " R"]:
+        return np.zeros(config.max_targets, np.float32)
+
     return Batch(
-        tokens=np.zeros(nodes, np.int32),
-        positions=np.zeros(nodes, np.int32),
-        ends=np.tile(np.arange(1, config.row_len + 1, dtype=np.int32), (config.rows, 1)),
-        target_nodes=np.zeros(targets, np.int32),
-        target_ids=np.zeros(targets, np.int32),
-        target_mask=np.zeros(targets, bool),
-        target_calls=np.full(targets, -1, np.int32),
-        behavior_logprobs=np.zeros(targets, np.float32),
-        advantages=np.zeros(targets, np.float32),
-        weights=np.zeros(targets, np.float32),
-        states=_empty_states(targets) if has_states else None,
-        adapters=np.zeros(config.rows, np.int32) if has_adapters else None,
-        distinct=DistinctTargets(
-            nodes=np.zeros(targets, np.int32),
-            ids=np.full(targets, -1, np.int32),
-            of_targets=np.zeros(targets, np.int32),
-        ),
+        tokens=np.zeros(config.row_len, np.int32),
+        positions=np.zeros(config.row_len, np.int32),
+        ends=np.arange(1, config.row_len + 1, dtype=np.int32),
+        target_nodes=ints(),
+        target_ids=ints(),
+        target_mask=np.zeros(config.max_targets, bool),
+        target_calls=ints() - 1,
+        behavior_logprobs=floats(),
+        advantages=floats(),
+        weights=floats(),
+        states=StateBatch(ints(), floats(), floats(), floats()) if has_states else None,
+        adapters=np.zeros((), np.int32) if has_adapters else None,
+        distinct=DistinctTargets(nodes=ints(), ids=ints() - 1, of_targets=ints()),
     )
-
-
-def _empty_states(shape: tuple[int, int]) -> StateBatch:
-    return StateBatch(
-        np.zeros(shape, np.int32), *(np.zeros(shape, np.float32) for _ in range(3))
-    )  # fmt: skip
 
 
 def _lay_out(
