@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
+from lightning_jax.config import BatchConfig
 from lightning_jax.metrics import Metrics
 from lightning_jax.rollout_metrics import Failure, failures
 from lightning_jax.store import Store
@@ -11,6 +12,9 @@ from lightning_jax.tracing import attributes as names
 from lightning_jax.types import Rollout, UserError
 
 log = logging.getLogger(__name__)
+
+MUCH_PADDING = 0.25
+FULL = 0.75  # the last row is rarely full, and calls do not divide evenly
 
 
 class NotFinite(UserError, RuntimeError):
@@ -45,6 +49,28 @@ class FiniteWatch:
                     "(algorithm.max_nonfinite_steps). Lower the learning rate, or look for rewards "
                     "and log-probabilities that are not finite."
                 )
+
+
+class PackingWatch:
+    """Tells once of rows that are full of targets and half empty of nodes."""
+
+    def __init__(self, batch: BatchConfig) -> None:
+        self._batch, self._told = batch, False
+
+    def see(self, metrics: Metrics, step: int) -> None:
+        """Reads a step's metrics."""
+        padding, targets = metrics["train/padding_share"], metrics["train/targets_share"]
+        if self._told or padding < MUCH_PADDING or targets < FULL:
+            return
+        self._told = True
+        log.warning(
+            "step %d: %.0f %% of the nodes computed were padding, because rows of %d nodes are "
+            "full with %d targets. A larger batch.max_targets costs next to nothing.",
+            step,
+            100 * padding,
+            self._batch.row_len,
+            self._batch.max_targets,
+        )
 
 
 class BrokenAgent(UserError, RuntimeError):

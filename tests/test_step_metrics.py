@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_jax.step_metrics import BrokenAgent, FailureWatch, FiniteWatch, NotFinite, summary
+from lightning_jax.config import BatchConfig
+from lightning_jax.step_metrics import (
+    BrokenAgent,
+    FailureWatch,
+    FiniteWatch,
+    NotFinite,
+    PackingWatch,
+    summary,
+)
 from lightning_jax.store import Store
 from lightning_jax.tracing import attributes as names
 from lightning_jax.types import Rollout, RolloutStatus, Span
@@ -32,6 +40,17 @@ def test_one_policy_that_never_learns_stops_the_run_though_the_other_does() -> N
     watch.see(step(a=0.0, b=1.0), 3)
     with pytest.raises(NotFinite, match="gradient of b was not finite in 2 steps in a row, the la"):
         watch.see(step(a=0.0, b=1.0), 4)
+
+
+def test_rows_that_are_full_of_targets_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "lightning_jax")
+    watch = PackingWatch(BatchConfig(row_len=512, max_targets=256))
+    for step, (padding, targets) in enumerate([(0.6, 0.2), (0.1, 0.9), (0.41, 0.88), (0.4, 0.9)]):
+        watch.see({"train/padding_share": padding, "train/targets_share": targets}, step)
+    assert caplog.messages == [
+        "step 2: 41 % of the nodes computed were padding, because rows of 512 nodes are full with "
+        "256 targets. A larger batch.max_targets costs next to nothing."
+    ]
 
 
 @pytest.fixture

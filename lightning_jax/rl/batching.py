@@ -120,7 +120,7 @@ def make_batches(
     """(microbatches of shape [rows, row_len] with [rows, max_targets] targets, what packing did).
 
     Every trained token of every sequence becomes one target, and the others only context, counted
-    in `train/tokens_forced`. `train/targets_distinct` counts what the LM head is read for: targets
+    in `train/tokens_forced`. `train/num_distinct_targets` counts what the LM head is read for: targets
     that are the same token after the same node are one of it. Sequences are dropped and counted by
     reason: too long for a row, too many targets for a row, nothing sampled, nothing but forced
     tokens, and with `skip_zero_advantage` those without a policy gradient (right only when no KL
@@ -152,8 +152,8 @@ def make_batches(
         some = filled[start : start + config.rows]
         some += [empty() for _ in range(config.rows - len(some))]
         batches.append(jax.tree.map(lambda *leaves: np.stack(leaves), *some))
-    stats = _stats(paths, rows, num_nodes=len(batches) * config.rows * config.row_len)
-    stats["train/targets_distinct"] = float(sum(map(_num_distinct, filled)))
+    stats = _stats(paths, rows, config, num_nodes=len(batches) * config.rows * config.row_len)
+    stats["train/num_distinct_targets"] = float(sum(map(_num_distinct, filled)))
     stats |= {f"train/dropped_{reason}": float(count) for reason, count in dropped.items()}
     num_forced = sum(sequence.loss_mask.count(False) for sequence in sequences)
     return batches, stats | {
@@ -191,15 +191,20 @@ def _pack(
     return rows
 
 
-def _stats(paths: Sequence[Path], rows: Sequence[Row], *, num_nodes: int) -> dict[str, float]:
-    """Tokens of the separate sequences and of the packed forest, and the share of empty nodes."""
-    used = sum(row.nodes for row in rows)
+def _stats(
+    paths: Sequence[Path], rows: Sequence[Row], config: BatchConfig, *, num_nodes: int
+) -> dict[str, float]:
+    """Tokens of the separate sequences and of the packed forest, the share of empty nodes, and how
+    full of targets the rows are.
+    """
+    used, targets = sum(row.nodes for row in rows), sum(row.targets for row in rows)
     return {
         "train/num_sequences": float(len(paths)),
         "train/num_rows": float(len(rows)),
         "train/tokens_naive": float(sum(map(len, paths))),
         "train/tokens_forest": float(used),
         "train/padding_share": 1.0 - used / num_nodes if num_nodes else 0.0,
+        "train/targets_share": targets / (max(len(rows), 1) * config.max_targets),
     }
 
 

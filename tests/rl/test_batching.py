@@ -75,6 +75,7 @@ def test_layout_by_hand():
     assert stats["train/tokens_naive"] == 3 + 5 + 2
     assert stats["train/tokens_forest"] == 6
     assert stats["train/padding_share"] == 1 - 6 / 16
+    assert stats["train/targets_share"] == 5 / 8
     assert stats["train/num_sequences"] == 3
 
 
@@ -94,7 +95,7 @@ def test_the_head_is_read_once_for_what_siblings_sampled_alike():
     assert batch.distinct.nodes[0].tolist() == [1, 1, 2, 2, 0, 0, 0, 0]
     assert batch.distinct.ids[0].tolist() == [3, 7, 4, 5, -1, -1, -1, -1]
     assert batch.distinct.of_targets[0, :5].tolist() == [1, 0, 2, 0, 3]
-    assert stats["train/targets_distinct"] == 4
+    assert stats["train/num_distinct_targets"] == 4
 
 
 def test_a_multi_turn_conversation_is_one_path():
