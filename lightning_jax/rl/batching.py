@@ -120,8 +120,8 @@ def make_batches(
     """(microbatches of shape [rows, row_len] with [rows, max_targets] targets, what packing did).
 
     Every trained token of every sequence becomes one target, and the others only context, counted
-    in `train/tokens_forced`. `train/num_distinct_targets` counts what the LM head is read for: targets
-    that are the same token after the same node are one of it. Sequences are dropped and counted by
+    in `train/tokens_forced`. The LM head is read once for targets that are the same token after the
+    same node; `train/num_distinct_targets` counts those. Sequences are dropped and counted by
     reason: too long for a row, too many targets for a row, nothing sampled, nothing but forced
     tokens, and with `skip_zero_advantage` those without a policy gradient (right only when no KL
     term needs them). A sequence's last target and what follows it are never read by the model
