@@ -136,7 +136,7 @@ from calculator_client import shared_calculator
 async def main(end):
     calculator = shared_calculator()
     await calculator.tool()
-    print(calculator.server.pid, flush=True)
+    os.write(1, b"%d\\n" % calculator.server.pid)  # in one piece: the others write there, too
     exec(end)
 users = []
 for end in {list(ends)}:
