@@ -1,6 +1,7 @@
 """What the numbers of a run's steps say: to a person, and about whether it can still learn."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from lightning_jax.types import Rollout, UserError
 
 log = logging.getLogger(__name__)
 
-MUCH_PADDING = 0.25
+MANY_FEWER = 0.75  # of the rows
 FULL = 0.75  # the last row is rarely full, and calls do not divide evenly
 
 
@@ -52,24 +53,22 @@ class FiniteWatch:
 
 
 class PackingWatch:
-    """Tells once of rows that are full of targets and half empty of nodes."""
+    """Tells once of a step that needed many more rows than its nodes fill, for its targets."""
 
     def __init__(self, batch: BatchConfig) -> None:
         self._batch, self._told = batch, False
 
     def see(self, metrics: Metrics, step: int) -> None:
         """Reads a step's metrics."""
-        padding, targets = metrics["train/padding_share"], metrics["train/targets_share"]
-        if self._told or padding < MUCH_PADDING or targets < FULL:
+        batch, rows = self._batch, metrics["train/num_rows"]
+        needed = math.ceil(metrics["train/tokens_forest"] / batch.row_len)
+        if self._told or metrics["train/targets_share"] < FULL or needed > MANY_FEWER * rows:
             return
         self._told = True
         log.warning(
-            "step %d: %.0f %% of the nodes computed were padding, because rows of %d nodes are "
+            "step %d: its nodes took %.0f rows of %d, where about %d hold them, because a row is "
             "full with %d targets. A larger batch.max_targets costs next to nothing.",
-            step,
-            100 * padding,
-            self._batch.row_len,
-            self._batch.max_targets,
+            *(step, rows, batch.row_len, needed, batch.max_targets),
         )
 
 

@@ -45,11 +45,21 @@ def test_one_policy_that_never_learns_stops_the_run_though_the_other_does() -> N
 def test_rows_that_are_full_of_targets_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "lightning_jax")
     watch = PackingWatch(BatchConfig(row_len=512, max_targets=256))
-    for step, (padding, targets) in enumerate([(0.6, 0.2), (0.1, 0.9), (0.41, 0.88), (0.4, 0.9)]):
-        watch.see({"train/padding_share": padding, "train/targets_share": targets}, step)
+    # Not full; full of nodes as well; a single row; full of targets, twice.
+    for step, (rows, nodes, full) in enumerate(
+        [
+            (9.0, 2e3, 0.2),
+            (5.0, 2.3e3, 0.9),
+            (1.0, 1e2, 0.9),
+            (16.0, 4455.0, 0.88),
+            (15.0, 3.5e3, 0.9),
+        ]
+    ):
+        row = {"train/num_rows": rows, "train/tokens_forest": nodes, "train/targets_share": full}
+        watch.see(row, step)
     assert caplog.messages == [
-        "step 2: 41 % of the nodes computed were padding, because rows of 512 nodes are full with "
-        "256 targets. A larger batch.max_targets costs next to nothing."
+        "step 3: its nodes took 16 rows of 512, where about 9 hold them, because a row is full "
+        "with 256 targets. A larger batch.max_targets costs next to nothing."
     ]
 
 
