@@ -144,12 +144,11 @@ class CallHandler:
 
 async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> web.StreamResponse:
     await running.accepted()
-    await stream.open()
-    await stream.send(reply.opening())
+    await stream.open()  # its status says that the call was taken; the rest waits for a token
+    stream.hold(reply.opening())
     async for delta in running.deltas():
         await stream.send(reply.delta(delta))
-    await stream.send(reply.ending(await running.answers()))
-    return await stream.close()
+    return await stream.close(reply.ending(await running.answers()))
 
 
 def _asks_again(request: web.Request, started: float) -> bool:
