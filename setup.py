@@ -30,6 +30,7 @@ setup(
         "jaxtyping>=0.3.3",
         "matplotlib>=3.10",
         "rich>=14.0",
+        "filelock>=3.16",
         "tqdm>=4.67",
     ],
     entry_points={"console_scripts": ["lightning-jax = lightning_jax.cli:main"]},

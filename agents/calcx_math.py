@@ -168,12 +168,14 @@ def usage() -> calculator_client.Usage:
 # ---- Demonstrations ----------------------------------------------------------------------------
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # of thousands, in Calc-X
 _GADGET = re.compile(r'<gadget id="calculator">(.*?)</gadget>\s*(?:<output>(.*?)</output>)?', re.S)
 
 
 def steps_of(chain: str) -> tuple[list[tuple[str, str]], str]:
     """(words before a calculation, its expression) of each one, and the words after the last."""
     text = re.sub(r"<result>.*?</result>", "", chain, flags=re.S)
+    text = _SEPARATOR.sub("", text)
     parts = _GADGET.split(text)  # words, expression, output, words, ..., words
     words = [part.strip() for part in parts[::3]]
     return list(zip(words, parts[1::3], strict=False)), words[-1]

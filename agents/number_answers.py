@@ -11,14 +11,17 @@ _NUMBER = re.compile(
         (?P<percent>\s?(?:%|percent\b))?""",
     re.X,
 )
+_SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # Calc-X writes 3900 as 3_900
 _MARK = re.compile(r"(?:answer|result)\b[\s*:]*(?:is|are|was|equals|=|:)?|<result>|####", re.I)
+_BARE_MARK = re.compile(r"(?:answer|result)[\s*]*", re.I)
+_VERB = re.compile(r"\b(?:is|are|was|equals)\b|[=:]", re.I)
 _EXACT = Fraction(1, 10_000)  # relative
 _INTEGER = Fraction(1, 100)  # absolute, at most, where the right number is an integer
 
 
 def reward(gold: str, reply: str) -> float:
     """1.0 if the number that the reply ends on is the gold one, else 0.0."""
-    found, right = last_number(reply), _parse(gold)
+    found, right = last_number(reply), _parse(_SEPARATOR.sub("", gold))
     if right is None:
         raise ValueError(f"the task's result is {gold!r}; expected a number.")
     return float(found is not None and _same(right, found))
@@ -26,12 +29,17 @@ def reward(gold: str, reply: str) -> float:
 
 def last_number(reply: str) -> re.Match[str] | None:
     """The number that a reply gives as its answer: the first one after its last "answer is" (of an
-    equation there, the one after the last "="), else the last one in the reply.
+    equation there, the one after the last "="), else the last one in the reply. Between "answer"
+    and "is" others may stand, as in "the answer for 5 children is 40".
     """
+    reply = _SEPARATOR.sub("", reply)
     marks = list(_MARK.finditer(reply))
     while marks:
-        rest = reply[marks.pop().end() :]
+        mark = marks.pop()
+        rest = reply[mark.end() :]
         sentence = re.split(r"\n|[.!?](?=\s|$)", rest.strip(), maxsplit=1)[0]
+        if _BARE_MARK.fullmatch(mark[0]):
+            sentence = _VERB.split(sentence, maxsplit=1)[-1]
         found = _NUMBER.search(sentence.rpartition("=")[2]) or _NUMBER.search(rest)
         if found:
             return found

@@ -101,6 +101,11 @@ class Checkpointer:
                 "Free some disk space; the same command goes on from the checkpoint before."
             ) from error
 
+    def clear(self) -> None:
+        """Deletes all checkpoints."""
+        for step in self.steps:
+            self._manager.delete(step)
+
     def progress(self, step: int) -> dict[str, Any]:
         """What was saved beside the state of `step`."""
         return self._read(step, progress=ocp.args.JsonRestore())["progress"]["progress"]

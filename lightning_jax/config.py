@@ -37,6 +37,7 @@ from lightning_jax.config_sections import (
     RolloutConfig,
     SearchConfig,
     ServeConfig,
+    require,
 )
 from lightning_jax.types import UserError
 
@@ -71,6 +72,11 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
+        require(
+            self,
+            seed=(self.seed >= 0, "0 or more"),
+            num_steps=(self.num_steps >= 0, "0 or more"),
+        )
         check_policies(self.policies, self.roles, self.model, self.algorithm)
         if self.policies and self.serve.orchestrator != "native":
             raise ValueError(

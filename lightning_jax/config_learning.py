@@ -189,6 +189,11 @@ class OptimizerConfig:
             self,
             learning_rate=(self.learning_rate > 0, "a positive number"),
             warmup_steps=(self.warmup_steps >= 0, "0 or more"),
+            decay_steps=(self.decay_steps is None or self.decay_steps >= 1, "at least 1, or none"),
+            weight_decay=(self.weight_decay >= 0, "0 or more"),
+            b1=(0 <= self.b1 < 1, "0 up to, but not, 1"),
+            b2=(0 <= self.b2 < 1, "0 up to, but not, 1"),
+            eps=(self.eps > 0, "a positive number"),
             max_grad_norm=(self.max_grad_norm > 0, "a positive number"),
             mu_dtype=(self.mu_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
         )

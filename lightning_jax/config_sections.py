@@ -96,6 +96,14 @@ class DataConfig:
     sources: tuple[str, ...] | None = None  # of Calc-X: leave out tasks of others; counted
     max_question_chars: int | None = None  # of Calc-X: leave out longer questions; counted
 
+    def __post_init__(self) -> None:
+        limits = ("max_train_tasks", "max_schema_chars", "max_question_chars")
+        given = {name: getattr(self, name) for name in limits}
+        require(
+            self,
+            **{n: (v is None or v >= 1, "at least 1, or none") for n, v in given.items()},
+        )
+
 
 @dataclass(frozen=True)
 class MeshConfig:
@@ -225,6 +233,21 @@ class RolloutConfig:
             max_attempts=(self.max_attempts >= 1, "at least 1"),
             timeout_s=(self.timeout_s > 0, "a positive number of seconds"),
             call_timeout_s=(self.call_timeout_s > 0, "a positive number of seconds"),
+            agent_failure_reward=(
+                self.agent_failure_reward is None or math.isfinite(self.agent_failure_reward),
+                "a finite number, or none",
+            ),
+            max_infrastructure_failures=(
+                0 <= self.max_infrastructure_failures <= 1,
+                "a share from 0 to 1",
+            ),
+            temperature=(
+                self.temperature is None or 0 <= self.temperature <= 10,
+                "0 to 10, or none",
+            ),
+            top_p=(self.top_p is None or 0 < self.top_p <= 1, "above 0 and up to 1, or none"),
+            top_k=(self.top_k is None or self.top_k >= 0, "0 (all) or more, or none"),
+            max_tokens=(self.max_tokens is None or self.max_tokens >= 1, "at least 1, or none"),
         )
 
 
@@ -232,9 +255,15 @@ class RolloutConfig:
 class EvalConfig:
     every: int = 10  # trainer steps; 0: only at the end
     num_tasks: int = 64  # of the dev split, always the same ones
-    temperature: float = 0.0
     at_start: bool = True  # also before the first step, and after the warm-up
     by: str | None = None  # a field of the tasks: a result for each of its values, too
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            every=(self.every >= 0, "0 (only at the end) or more"),
+            num_tasks=(self.num_tasks >= 0, "0 (no evaluation) or more"),
+        )
 
 
 @dataclass(frozen=True)

@@ -185,11 +185,15 @@ class Replica:
                 )
         saved = self.checkpointer.restore(_on_disk(self._first_states()))
         log.info("going on from the checkpoint of step %d in %s", self.step, self.config.run_dir)
-        return _by_name(saved.state)
+        found = _by_name(saved.state)
+        return {name: found[name] for name in self.config.weights}  # JAX sorts the keys of a dict
 
     def _first_reference(self) -> dict[str, Params] | None:
         """The frozen copies for the loss, kept on disk for resumption; None where it needs none. Of
         a model with adapters they are copies of those.
+
+        At the policy phase's first step they are the present weights, whatever an attempt before
+        had there, which may have begun with others.
         """
         if not self.config.algorithm.has_reference or self.phase == "warmup":
             return None
@@ -199,10 +203,12 @@ class Replica:
             trained = jax.tree.map(jnp.copy, state.params)
             copies[name] = self.learner.fresh(overlay(state.base, trained))
         directory = Path(self.config.run_dir) / "reference"
+        begins = self.step == self.config.warmup.num_steps
         with contextlib.closing(Checkpointer(directory, self.config.checkpoint)) as references:
-            if references.latest_step is not None:
+            if references.latest_step is not None and not begins:
                 copies = _by_name(references.restore(_on_disk(copies)).state)
             else:
+                references.clear()
                 references.save(self.step, _on_disk(copies), {})
         return {name: copy.params for name, copy in copies.items()}
 

@@ -148,7 +148,8 @@ def rollout_metrics(
     Means over nothing are left out, rather than given as 0 or NaN.
     """
     calls = [call for trajectory in trajectories for call in trajectory.transitions]
-    ages = [policy_version - version for call in calls for version in call.policy_versions]
+    learned_from = [call for call in calls if call.trains]
+    ages = [policy_version - v for call in learned_from for v in call.policy_versions]
     status = Counter(rollout.status for rollout in rollouts)
     metrics = {
         "rollout/num_rollouts": float(len(rollouts)),
@@ -174,8 +175,9 @@ def rollout_metrics(
         metrics |= {f"rollout/{name}": value for name, value in _lengths(calls).items()}
         metrics |= {
             "rollout/response_tokens_max": float(max(len(c.response_token_ids) for c in calls)),
-            "train/staleness_mean": float(np.mean(ages)),
         }
+    if ages:
+        metrics["train/staleness_mean"] = float(np.mean(ages))
     return metrics
 
 
@@ -192,7 +194,7 @@ def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
     A rollout that the infrastructure failed to the last is no measurement and is counted apart.
     """
-    rewards = np.asarray([r.reward or 0.0 for r in rollouts if r.status in FINISHED])
+    rewards = np.asarray([_earned(r) for r in rollouts if r.status in FINISHED])
     failed = sum(r.status == "agent_failure" for r in rollouts)
     metrics = {
         "eval/num_tasks": float(len(rewards)),
@@ -245,7 +247,12 @@ def eval_metrics_by(
 
 def _measured(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """By task; the newest attempt counts."""
-    return {each.task_id: each.reward or 0.0 for each in rollouts if each.status in FINISHED}
+    return {each.task_id: _earned(each) for each in rollouts if each.status in FINISHED}
+
+
+def _earned(rollout: Rollout) -> float:
+    """In an evaluation: `rollout.agent_failure_reward` is for training."""
+    return rollout.reward or 0.0 if rollout.status == "scored" else 0.0
 
 
 def _standard_error(values: Float[np.ndarray, " N"]) -> float:

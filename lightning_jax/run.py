@@ -39,7 +39,7 @@ from lightning_jax.step_metrics import FailureWatch, FiniteWatch, PackingWatch, 
 from lightning_jax.store import Store
 from lightning_jax.tasks import TaskIterator, demonstration_sequences, group_tasks, spread
 from lightning_jax.tracing.tracer import flush_process_tracer
-from lightning_jax.types import Rollout, Task, TrainingSequence, Trajectory
+from lightning_jax.types import FINISHED, Rollout, Task, TrainingSequence, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +123,14 @@ class Run:
         """Greedy rewards of the present weights on the dev tasks; empty if it is not time yet."""
         settings, step = self.config.eval, self.step
         after_warmup = step - self.config.warmup.num_steps
-        due = step == self.config.total_steps or (
-            settings.at_start
-            if step == 0 or after_warmup == 0
-            else after_warmup > 0 and settings.every > 0 and after_warmup % settings.every == 0
+        due = (
+            step == self.config.total_steps
+            or self._was_evaluated(step)
+            or (
+                settings.at_start
+                if step == 0 or after_warmup == 0
+                else after_warmup > 0 and settings.every > 0 and after_warmup % settings.every == 0
+            )
         )
         if not due or not self.dev_tasks:
             return {}
@@ -138,6 +142,12 @@ class Run:
         if change := eval_change(before, rollouts):  # by the warm-up, or by the policy phase
             results |= change | {"eval/change_since_step": float(since)}
         return results | {"time/eval_s": time.monotonic() - started}
+
+    def _was_evaluated(self, step: int) -> bool:
+        """Whether the store has it all: a run that was made longer or shorter loses no result."""
+        stored = self.store.rollouts(phase="eval", step=step)
+        done = {r.task_id for r in stored if r.status in FINISHED and not r.superseded}
+        return done.issuperset(str(task["id"]) for task in self.dev_tasks)
 
     async def _supervised_step(self) -> Metrics:
         assert self.demonstrate is not None, "config checks that a warm-up has demonstrations"

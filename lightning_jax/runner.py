@@ -15,6 +15,7 @@ import logging
 import math
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,8 @@ from lightning_jax.tracing.tracer import below_root, root_span
 from lightning_jax.types import FINISHED, LLM, Rollout, RolloutStatus, Task, UserError
 
 log = logging.getLogger(__name__)
+
+GRACE_S = 10.0  # what an agent gets to end its programs once it is cancelled
 
 # A reward, or a mapping with "reward" and other numbers, which are kept and averaged.
 Result = float | Mapping[str, float] | None
@@ -178,7 +181,6 @@ class Runner:
     store: Store
     config: RolloutConfig
     seed: int
-    reuse_before: int = 0  # rollouts of earlier steps than this may be taken from the store
 
     async def run(self, request: RolloutRequest) -> Rollout:
         """The request's finished rollout: a stored one where a crash left it, else a new one."""
@@ -189,7 +191,7 @@ class Runner:
         # Only the newest: after a change of settings the ones before it are another run's.
         if (
             newest is not None
-            and request.step < self.reuse_before
+            and not newest.superseded
             and newest.status in FINISHED
             and newest.task_id == str(request.task["id"])
         ):
@@ -230,17 +232,34 @@ class Runner:
         return replace(rollout, **vars(outcome))
 
     async def _outcome(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
-        """What the agent itself tells. Spans that it makes go below the rollout's root."""
+        """What the agent itself tells. Spans that it makes go below the rollout's root.
+
+        It is a task of its own, so that whatever it does, leaving the process and cancelling itself
+        included, ends no more than its rollout.
+        """
+        with below_root(rollout_id):
+            running = asyncio.create_task(self._told(rollout_id, task, llm))
         try:
-            async with asyncio.timeout(self.config.timeout_s):
-                with below_root(rollout_id):
-                    result = await self.agent(dict(task), llm)
-        except TimeoutError:
+            await asyncio.wait({running}, timeout=self.config.timeout_s)
+            late = not running.done()
+        finally:
+            if not running.done():
+                await _end(running, rollout_id)
+        if late:
             return _failure("deadline", f"the agent ran longer than {self.config.timeout_s:g} s")
+        if running.cancelled():
+            return _failure("CancelledError", "the agent was cancelled from within itself")
+        return running.result()
+
+    async def _told(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
+        try:
+            result = await self.agent(dict(task), llm)
         except ConnectionError as error:
-            return Outcome("infrastructure_failure", None, type(error).__name__, str(error)[:500])
+            return Outcome("infrastructure_failure", None, type(error).__name__, _detail(error))
+        except SystemExit as error:  # asyncio would end the whole run by it
+            return _failure("SystemExit", f"the agent called sys.exit({error.code!r})")
         except Exception as error:  # noqa: BLE001  (foreign code: what it raises fails its rollout)
-            return _failure(type(error).__name__, str(error)[:500])
+            return _failure(type(error).__name__, _detail(error))
         return outcome_of(result, self.gateway.posted_reward(rollout_id))
 
     def _settings(self, rollout: Rollout) -> RolloutSettings:
@@ -253,6 +272,19 @@ class Runner:
             top_k=0 if greedy else self.config.top_k,
             max_tokens=self.config.max_tokens,
             call_timeout_s=self.config.call_timeout_s,
+        )
+
+
+async def _end(agent: asyncio.Task[Any], rollout_id: str) -> None:
+    """Cancels an agent and waits for what it has to put in order, but not for ever."""
+    agent.cancel()
+    await asyncio.wait({agent}, timeout=GRACE_S)
+    if not agent.done():
+        log.warning(
+            "%s: its agent was cancelled and runs on after %g s; its calls are refused. An agent "
+            "that catches CancelledError must raise it again.",
+            rollout_id,
+            GRACE_S,
         )
 
 
@@ -280,6 +312,14 @@ def outcome_of(result: Any, posted: float | None = None) -> Outcome:
         float(reward),
         metrics={name: float(value) for name, value in numbers.items() if name != "reward"},
     )
+
+
+def _detail(error: Exception) -> str:
+    """What it says; of one that says nothing, such as a time-out's, where it was raised."""
+    if words := str(error).strip():
+        return words[:500]
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"raised without a message at {last.filename}:{last.lineno} in {last.name}"
 
 
 def _is_finite(value: Any) -> bool:

@@ -28,7 +28,7 @@ LEGAL_TRANSITIONS: dict[RolloutStatus | None, frozenset[RolloutStatus]] = {
 
 ROLLOUT_COLUMNS = (
     "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, reason, detail, "
-    "metrics"
+    "metrics, superseded"
 )
 SPAN_COLUMNS = "trace_id, span_id, parent_span_id, name, start_ns, end_ns, attributes, error"
 
@@ -79,6 +79,7 @@ class Store:
             *(rollout.rollout_id, rollout.task_id, rollout.group_id, rollout.phase, rollout.step),
             *(rollout.index, rollout.attempt, rollout.status),
             *(rollout.reward, rollout.reason, rollout.detail, json.dumps(rollout.metrics)),
+            rollout.superseded,
         )
         with self._transaction() as db:
             try:
@@ -150,6 +151,13 @@ class Store:
                 "detail = 'the run ended while this rollout was ' || status "
                 "WHERE status IN ('queued', 'running')"
             ).rowcount
+
+    def supersede(self, step: int) -> None:
+        """The rollouts of this step and later ones are another run's from now on: they stay on
+        record, and are not taken for those that this run asks for.
+        """
+        with self._transaction() as db:
+            db.execute("UPDATE rollouts SET superseded = 1 WHERE step >= ?", (step,))
 
     # Spans
 
@@ -262,8 +270,8 @@ def _marks(row: tuple[object, ...]) -> str:
 
 
 def _rollout(row: tuple[Any, ...]) -> Rollout:
-    *fields, metrics = row
-    return Rollout(*fields, metrics=json.loads(metrics))
+    *fields, metrics, superseded = row
+    return Rollout(*fields, metrics=json.loads(metrics), superseded=bool(superseded))
 
 
 def _span(row: tuple[Any, ...]) -> Span:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from lightning_jax.types import UserError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
+SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"  # since version 3
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS rollouts (
     rollout_id TEXT PRIMARY KEY,
@@ -22,7 +23,8 @@ CREATE TABLE IF NOT EXISTS rollouts (
     reward REAL,
     reason TEXT,
     detail TEXT,
-    {METRICS_COLUMN}
+    {METRICS_COLUMN},
+    {SUPERSEDED_COLUMN}
 );
 CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
 CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (phase, step);
@@ -77,7 +79,7 @@ def open_file(path: Path, *, read_only: bool) -> sqlite3.Connection:
 
 
 def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
-    if version not in (0, 1, SCHEMA_VERSION):
+    if not 0 <= version <= SCHEMA_VERSION:
         raise StoreError(
             f"store {path} has schema version {version}; expected {SCHEMA_VERSION}. "
             "Use another run_dir, or the release that wrote it."
@@ -85,8 +87,9 @@ def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
     db.execute("PRAGMA journal_mode=WAL")
     # A killed process loses nothing; only a power cut may lose the last moments.
     db.execute("PRAGMA synchronous=NORMAL")
-    if version == 1:
-        db.execute(f"ALTER TABLE rollouts ADD COLUMN {METRICS_COLUMN}")
+    for since, column in ((2, METRICS_COLUMN), (3, SUPERSEDED_COLUMN)):
+        if 0 < version < since:
+            db.execute(f"ALTER TABLE rollouts ADD COLUMN {column}")
     db.executescript(SCHEMA)
     db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 

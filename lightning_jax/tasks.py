@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import grain
 
+from lightning_jax.config import ConfigError
 from lightning_jax.config_roles import policy_places
 from lightning_jax.gateway.elsewhere import said_by
 from lightning_jax.gateway.render import ConversationMemory, Generated, render
@@ -34,7 +35,9 @@ class TaskIterator:
 
     def __init__(self, items: Sequence[Any], batch_size: int, seed: int) -> None:
         if not items:
-            raise ValueError("there are 0 tasks to train on; expected at least 1. Check data.root.")
+            raise ConfigError(
+                "there are 0 tasks to train on; expected at least 1. Check data.root."
+            )
         pipeline = grain.MapDataset.source(items).seed(seed).shuffle().repeat()
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
         if batch_size > 1:

@@ -19,13 +19,14 @@ sampled twice.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -50,6 +51,7 @@ from lightning_jax.serve.replicas import replicate, split_by_data
 from lightning_jax.step_metrics import summary
 from lightning_jax.store import Store
 from lightning_jax.types import Task
+from lightning_jax.watchdog import watched_loop
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,9 @@ HARMLESS = (
     "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency", "mesh.",
     "distributed."
 )  # fmt: skip
+
+# What shapes a step's update, but not the rollouts of the weights that there are already.
+LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "model.remat")
 
 
 async def train(
@@ -73,6 +78,7 @@ async def train(
         return []
     async with open_run(config, train_tasks, dev_tasks) as run:
         with (
+            watched_loop(),
             logging_redirect_tqdm(),
             tqdm(
                 total=config.total_steps,
@@ -115,6 +121,7 @@ async def open_run(
     changed = _changed_settings(config)
     model = _model_that_fits(config)
     async with AsyncExitStack() as at_end:  # last in, first out
+        at_end.enter_context(_alone_in(directory))
         store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
         meshes = split_by_data(serving_mesh(config.serve.mesh, config.mesh))
         dtype = config.model.dtype
@@ -131,14 +138,15 @@ async def open_run(
         run = Run(config, model, store, train_tasks, dev_tasks)
         at_end.push_async_callback(run.close)
         at_end.callback(run.leader.dismiss)
+        _set_aside(store, changed, run.step)
         save_config(config, directory / "config.yaml")
-        _warn_of_changes(changed, run.step)
         if abandoned := store.abandon_running():
             log.info(
                 "%d rollouts were running when the last process ended; they run again", abandoned
             )
         run.leader.tell("publish_all")
-        loops = [make_loop(state.policy, run.step) for state in run.replica.states.values()]
+        states = [run.replica.states[name] for name in config.weights]
+        loops = [make_loop(state.policy, run.step) for state in states]
         running = loops if initial is None else [*loops, initial]
         for each in running:
             at_end.callback(each.close)
@@ -152,8 +160,7 @@ async def open_run(
             initial=None if initial is None else _front(config, [initial] * len(loops)),
         )
         at_end.push_async_callback(gateway.close)
-        reuse_before = run.step + 1 if changed else config.total_steps + 1
-        runner = Runner(agent, gateway, store, config.rollout, config.seed, reuse_before)
+        runner = Runner(agent, gateway, store, config.rollout, config.seed)
         await gateway.start()
         for each in running:
             await asyncio.to_thread(each.warmup)
@@ -161,6 +168,25 @@ async def open_run(
         at_end.enter_context(lasting_objects())
         run.connect(loops, runner)
         yield run
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Raises ConfigError where another process trains there: two would undo each other's work."""
+    lock = FileLock(directory / "run.lock", blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"another process trains in {directory}; expected one at a time. Wait for it or stop "
+            "it, or set another run_dir."
+        ) from None
+    except (OSError, NotImplementedError) as error:  # a file system that knows no locks
+        log.info("%s cannot be locked (%s); start no second run there", directory, error)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _settled(config: Config) -> Config:
@@ -180,14 +206,21 @@ def _changed_settings(config: Config) -> list[str]:
     return [key for key in changed if not key.startswith(HARMLESS)]
 
 
-def _warn_of_changes(changed: Sequence[str], step: int) -> None:
-    if changed:
-        log.warning(
-            "settings changed since this run began (%s); it goes on from step %d without the "
-            "rollouts that the store holds of later steps",
-            ", ".join(changed),
-            step,
-        )
+def _set_aside(store: Store, changed: Sequence[str], step: int) -> None:
+    """After a change of settings the rollouts of what comes next are another run's; the store says
+    so before the settings are saved, so that a crash between the two changes nothing.
+    """
+    if not changed:
+        return
+    first = step + all(key.startswith(LEARNING) for key in changed)
+    store.supersede(first)
+    log.warning(
+        "settings changed since this run began (%s); it goes on from step %d, without what the "
+        "store holds of the rollouts of step %d and later",
+        ", ".join(changed),
+        step,
+        first,
+    )
 
 
 def _front(config: Config, loops: Sequence[Any]) -> Any:

@@ -305,6 +305,7 @@ class Rollout:
     reason: str | None = None  # a short code: why it failed
     detail: str | None = None  # one sentence for people
     metrics: dict[str, float] = field(default_factory=dict)  # what else the agent measured
+    superseded: bool = False  # settings changed since, so that it is another run's
 
 
 class UserError(Exception):

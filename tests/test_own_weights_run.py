@@ -121,6 +121,27 @@ def test_the_record_fits_the_weights_of_each_policy(models: Path, trained: Any) 
     assert [call.credit is not None for call in calls] == [True, True, False]
 
 
+def test_after_a_break_each_policy_is_served_by_its_own_weights(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(models, tmp_path / "run")
+    sample = Run._sample
+
+    async def breaks(run: Run) -> Any:
+        if run.step == 1:
+            await run.saved()
+            raise RuntimeError("the machine is gone")
+        return await sample(run)
+
+    monkeypatch.setattr(Run, "_sample", breaks)
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        asyncio.run(train(config, TASKS, []))
+    monkeypatch.undo()
+    _, row = asyncio.run(train(config, TASKS, []))
+    assert row["train/mismatch_kl"] < 1e-5  # all of its rollouts are of after the break
+    assert not verify(tmp_path / "run").off  # the frozen policy's, too
+
+
 def test_after_a_break_it_ends_with_the_same_weights(
     models: Path, trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

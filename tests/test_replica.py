@@ -146,3 +146,20 @@ def test_the_reference_is_what_the_warmup_made_of_the_adapters(tmp_path: Path) -
         np.testing.assert_array_equal(leaf, reference[path])
     again.close()
     made.close()
+
+
+def test_the_reference_of_an_attempt_before_is_not_kept(tmp_path: Path) -> None:
+    """It ended after its warm-up, without a checkpoint, and the next one warms up otherwise."""
+    algorithm = AlgorithmConfig(kl_coef=0.1)
+    for learning_rate in (1e-1, 1e-3):
+        warmup = WarmupConfig(
+            num_steps=1, demonstrations="a:b", optimizer=OptimizerConfig(learning_rate)
+        )
+        made = replica(settings(tmp_path, algorithm=algorithm, warmup=warmup))
+        made.update(STEPS[0])
+        made.advance()
+        assert made.reference is not None
+        present = host(made.states[""].params)
+        for path, leaf in host(made.reference[""]).items():
+            np.testing.assert_array_equal(leaf, present[path])
+        made.close()

@@ -63,6 +63,25 @@ def test_lengths_and_staleness_by_hand() -> None:
     assert metrics["rollout/cut_short_share"] == 0
 
 
+def test_only_calls_that_train_are_stale() -> None:
+    frozen = transition([1], [2, 3], version=0, trains=False)
+    learned = transition([1], [2, 3], version=5)
+    for calls, expected in (((frozen, learned), 1.0), ((frozen,), None)):
+        metrics = rollout_metrics([_rollout(0, "scored", reward=1.0)], [trajectory(*calls)], 6)
+        assert metrics.get("train/staleness_mean") == expected
+
+
+def test_a_failed_agent_counts_as_0_whatever_training_gives_it() -> None:
+    rollouts = [
+        _rollout(0, "scored", reward=1.0, task_id="a"),
+        _rollout(1, "agent_failure", reward=-1.0, reason="deadline", task_id="b"),
+    ]
+    assert eval_metrics(rollouts)["eval/reward_mean"] == 0.5
+    before = [_rollout(2, "scored", reward=0.0, task_id=task) for task in "ab"]
+    change = eval_change(before, rollouts)
+    assert (change["eval/num_better"], change["eval/num_worse"]) == (1, 0)
+
+
 def test_an_evaluation_has_its_standard_error() -> None:
     rollouts = [_rollout(i, "scored", reward=float(i == 0)) for i in range(3)]
     rollouts += [_rollout(3, "agent_failure", reward=None, reason="deadline")]

@@ -4,7 +4,6 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,7 @@ async def _runner(path: Path, function: str, **settings: object) -> AsyncIterato
     config = RolloutConfig(**settings)  # type: ignore[arg-type]
     agent = load_agent(f"{TOY}:{function}")
     async with run_service(path, model, engine, SERVE) as service:
-        yield Runner(agent, service.gateway, service.store, config, seed=0, reuse_before=100)
+        yield Runner(agent, service.gateway, service.store, config, seed=0)
 
 
 async def _one(runner: Runner) -> Rollout:
@@ -110,6 +109,10 @@ async def test_a_service_that_is_down_is_infrastructure(tmp_path: Path) -> None:
         ("without_reward", "no_reward"),
         ("broken", "KeyError"),
         ("slow", "deadline"),
+        ("swallows_its_end", "deadline"),
+        ("waits_too_long", "TimeoutError"),
+        ("leaves", "SystemExit"),
+        ("cancels_itself", "CancelledError"),
     ],
 )
 async def test_an_agents_fault_is_its_own_and_not_tried_again(
@@ -146,12 +149,13 @@ async def test_a_finished_rollout_is_taken_from_the_store(tmp_path: Path) -> Non
         (fresh,) = await run_rollouts(make_requests(other, "train", 0, 1), runner)
         assert (fresh.task_id, fresh.attempt) == ("another", 2)
         assert await run_rollouts(make_requests(other, "train", 0, 1), runner) == [fresh]
-        late = make_requests(TASKS[:1], "train", 100, 1)  # not before `reuse_before`
-        await run_rollouts(late, runner)
+        early, late = (make_requests(TASKS[:1], "train", step, 1) for step in (1, 2))
+        (kept,), _ = await run_rollouts(early, runner), await run_rollouts(late, runner)
+        runner.store.supersede(2)  # settings changed
+        assert await run_rollouts(early, runner) == [kept]
         (again,) = await run_rollouts(late, runner)
         assert again.attempt == 2
-        later = replace(runner, reuse_before=101)  # resumed once more, with the same settings
-        assert await run_rollouts(late, later) == [again]
+        assert await run_rollouts(late, runner) == [again]
 
 
 async def test_at_most_concurrency_run_at_once(tmp_path: Path) -> None:

@@ -119,6 +119,15 @@ def test_a_resumed_run_gives_up_what_was_running(store: Store) -> None:
     assert store.abandon_running() == 0
 
 
+def test_rollouts_of_other_settings_stay_on_record(store: Store) -> None:
+    for step in range(3):
+        store.add_rollout(replace(QUEUED, rollout_id=f"r{step}", step=step))
+    store.supersede(1)
+    store.add_rollout(replace(QUEUED, rollout_id="new", step=2, attempt=2))
+    found = [(r.rollout_id, r.superseded) for r in store.rollouts()]
+    assert found == [("r0", False), ("r1", True), ("r2", True), ("new", False)]
+
+
 def test_spans_come_back_as_they_were(store: Store) -> None:
     attributes: dict[str, Any] = {
         "ids": (0, 49151),
@@ -210,17 +219,18 @@ def test_files_that_are_no_store_are_explained(tmp_path: Path) -> None:
     with sqlite3.connect(future) as db:
         db.execute("PRAGMA user_version=99")
     db.close()
-    with pytest.raises(StoreError, match="schema version 99; expected 2"):
+    with pytest.raises(StoreError, match="schema version 99; expected 3"):
         Store(future)
 
 
-def test_a_store_of_version_1_gets_the_column_for_metrics(tmp_path: Path) -> None:
+def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     store = Store(path)
     store.add_rollout(QUEUED)
     store.close()
     with sqlite3.connect(path) as db:
         db.execute("ALTER TABLE rollouts DROP COLUMN metrics")
+        db.execute("ALTER TABLE rollouts DROP COLUMN superseded")
         db.execute("PRAGMA user_version=1")
     db.close()
     store = Store(path)

@@ -338,6 +338,69 @@ def _interrupted_steps(store: Store) -> set[int]:
     return {r.step for r in store.rollouts(phase="train") if r.reason == "crash"}
 
 
+def test_rollouts_of_other_settings_never_come_back(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 2 was sampled at another temperature; two starts later it is sampled anew."""
+    cold, warm = (RolloutConfig(tasks_per_step=1, group_size=4, temperature=t) for t in (0.5, 1.0))
+    config = _config(model_dir, tmp_path / "run", num_steps=3, rollout=cold)
+    learn, ends = Run._learn, [2, 1]
+
+    async def breaks(run: Run, sequences: Any) -> Any:
+        if run.step == ends[0]:
+            del ends[0]
+            raise RuntimeError("the machine is gone")
+        return await learn(run, sequences)
+
+    monkeypatch.setattr(Run, "_learn", breaks)
+    for rollout in (cold, warm):
+        with pytest.raises(RuntimeError, match="the machine is gone"):
+            asyncio.run(train(dataclasses.replace(config, rollout=rollout), TASKS, []))
+    monkeypatch.undo()
+    rows = asyncio.run(train(dataclasses.replace(config, rollout=warm), TASKS, []))
+    assert max(row["train/mismatch_kl"] for row in rows) < 1e-5
+    with contextlib.closing(Store(tmp_path / "run/store.sqlite")) as store:
+        taken = {s: [r.attempt for r in store.rollouts(step=s)] for s in range(3)}
+    # Of step 1 the rollouts of the second start are taken over, so there is no third attempt.
+    assert taken == {step: [1, 2] * 4 for step in range(3)}
+
+
+def test_a_change_of_what_learns_keeps_the_rollouts_of_the_present_weights(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = RolloutConfig(tasks_per_step=1, group_size=4)
+    config = _config(model_dir, tmp_path / "run", num_steps=1, rollout=rollout)
+    monkeypatch.setattr(Run, "_learn", Mock(side_effect=RuntimeError("the machine is gone")))
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        asyncio.run(train(config, TASKS, []))
+    monkeypatch.undo()
+    slower = OptimizerConfig(learning_rate=1e-3)
+    asyncio.run(train(dataclasses.replace(config, optimizer=slower), TASKS, []))
+    with contextlib.closing(Store(tmp_path / "run/store.sqlite")) as store:
+        assert {r.attempt for r in store.rollouts(step=0)} == {1}
+
+
+def test_one_process_at_a_time_works_in_a_run_directory(model_dir: Path, tmp_path: Path) -> None:
+    config = _config(model_dir, tmp_path / "run", num_steps=0)
+
+    async def twice() -> None:
+        async with trainer.open_run(config, TASKS, []):
+            with pytest.raises(ConfigError, match=r"another process trains in .*run; exp"):
+                await train(config, TASKS, [])
+
+    asyncio.run(twice())
+    asyncio.run(train(config, TASKS, []))  # it is free again
+
+
+def test_a_run_made_longer_or_shorter_loses_no_evaluation(model_dir: Path, tmp_path: Path) -> None:
+    rollout = RolloutConfig(tasks_per_step=1, group_size=4)
+    config = _config(model_dir, tmp_path / "run", rollout=rollout)
+    for number, steps in ((1, [1]), (2, [1, 2]), (1, [1, 2])):
+        asyncio.run(train(dataclasses.replace(config, num_steps=number), TASKS, TASKS))
+        rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+        assert [row["step"] for row in rows if "eval/reward_mean" in row] == steps
+
+
 def test_jetstream_evaluates_but_cannot_train(model_dir: Path, tmp_path: Path) -> None:
     config = _config(model_dir, tmp_path / "run")
     serve = dataclasses.replace(config.serve, orchestrator="jetstream")

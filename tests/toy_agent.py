@@ -1,8 +1,10 @@
 """Agents for the tests: ordinary programs on the plain openai client."""
 
 import asyncio
+import contextlib
 import functools
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -180,3 +182,31 @@ def demonstrate(tasks: list[dict]) -> list[list[dict]]:
 def demonstrate_some(tasks: list[dict]) -> list[list[dict]]:
     """Of each second task nobody knows how to do it."""
     return demonstrate(tasks[::2])
+
+
+async def swallows_its_end(task: dict, llm) -> float:
+    """Is cancelled and goes on, to a reward that comes too late."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(60)
+    await asyncio.sleep(0.1)
+    return 1.0
+
+
+async def waits_too_long(task: dict, llm) -> float:
+    """Has a time limit of its own."""
+    async with asyncio.timeout(0.01):
+        await asyncio.sleep(60)
+    return 1.0
+
+
+async def leaves(task: dict, llm) -> float:
+    """Ends as a script would."""
+    sys.exit(0)
+
+
+async def cancels_itself(task: dict, llm) -> float:
+    """Awaits what it has cancelled."""
+    waiting = asyncio.create_task(asyncio.sleep(60))
+    waiting.cancel()
+    await waiting
+    return 1.0

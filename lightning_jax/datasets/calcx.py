@@ -52,11 +52,14 @@ def load_calcx(
     return tasks, dict(dropped)
 
 
+_SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # of thousands; 3_1/2 is a mixed number
+
+
 def plain_number(text: Any) -> str | None:
-    """The number of a `result` field as it is written, without Calc-X's "= around ..."; None if it
-    is not one number.
+    """The number of a `result` field as it is written, without Calc-X's "= around ..." and without
+    the "_" of its 3_900; None if it is not one number.
     """
-    number = str(text).partition("= around")[0].strip()
+    number = _SEPARATOR.sub("", str(text).partition("= around")[0].strip())
     whole = re.fullmatch(r"(-?\d+)[ _](\d+/\d+)", number)  # a mixed number
     plain = whole[2] if whole else number.replace(",", "").removesuffix("%").removeprefix("$")
     try:

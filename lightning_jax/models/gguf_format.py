@@ -47,6 +47,10 @@ def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
     head_dim = int(value("attention.key_length", embed_dim // heads))
     theta = float(value("rope.freq_base", 10000.0))
     factors = tensors.get("rope_freqs.weight")
+    _refuse_other_scaling(
+        kind=str(value("rope.scaling.type", "none")) if factors is None else "none",
+        factor=float(value("rope.scale_linear", 1.0)),
+    )
     return DecoderConfig(
         vocab_size=int(tensors["token_embd.weight"].shape[1]),
         embed_dim=embed_dim,
@@ -63,6 +67,17 @@ def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
         qk_norm=family == "qwen3",
         max_positions=int(value("context_length", 2048)),
         family=family,
+    )
+
+
+def _refuse_other_scaling(*, kind: str, factor: float) -> None:
+    """Raises ModelError for positions that are stretched in a way that nothing here computes."""
+    if kind == "none" and factor == 1.0:
+        return
+    named = f"rope.scaling.type={kind}" if kind != "none" else f"rope.scale_linear={factor:g}"
+    raise ModelError(
+        f"the GGUF file says {named}; expected plain positions, or Llama 3's rope_freqs.weight. "
+        "Choose another model."
     )
 
 

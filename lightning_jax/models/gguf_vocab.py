@@ -74,7 +74,10 @@ def byte_level_bpe(tokens: list[str], merges: list[str], pre: str) -> tokenizers
     """A byte-level BPE tokenizer. `pre` is llama.cpp's name for how text is cut before merging."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, pairs))  # type: ignore[arg-type]
+    # Llama 3 takes a word that is in its vocabulary as it is, whatever the merges make of it.
+    whole_words = pre == "llama-bpe"
+    bpe = models.BPE(vocabulary, pairs, ignore_merges=whole_words)  # type: ignore[arg-type]
+    backend = tokenizers.Tokenizer(bpe)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()  # type: ignore[assignment]
     backend.pre_tokenizer = _pre_tokenizer(pre)  # type: ignore[assignment]

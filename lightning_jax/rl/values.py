@@ -152,7 +152,7 @@ def _fit(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
         return {}
     values, returns = np.asarray(pairs, np.float64).T
     metrics = {"train/value_mean": float(values.mean())}
-    if returns.var() > 0.0:
+    if np.ptp(returns) > 1e-6 * max(1.0, np.abs(returns).max()):  # more than rounding
         left = (returns - values).var() / returns.var()
         metrics["train/value_explained_variance"] = float(1.0 - left)
     return metrics

@@ -10,6 +10,7 @@ def transition(
     reward: float = 0.0,
     version: int = 0,
     forced: tuple[bool, ...] = (),
+    trains: bool = True,
 ) -> Transition:
     """A call that ended by itself; log-probs -0.1, -0.2, ..."""
     size = len(response)
@@ -25,6 +26,7 @@ def transition(
         finish_reason="stop",
         reward=reward,
         forced=forced,
+        trains=trains,
     )
 
 

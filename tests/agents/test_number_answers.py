@@ -18,6 +18,16 @@ from number_answers import reward
         ("7", "The answer is 3 + 4 = 7."),
         ("7", "The answer is 7, not 8."),
         ("7", "Is the answer 8? No. The answer is 7."),
+        ("40", "The answer for the 5 children is 40."),
+        ("36", "So the answer to 12 x 3 is 36."),
+        ("40", "Result after 3 days: 40"),
+        ("40", "5 + 35 = 40. The result of 5 + 35 is 40."),
+        # Calc-X writes thousands with "_", and mixed numbers too.
+        ("3_900", "3900"),
+        ("3_900", "The answer is 3,900."),
+        ("3900", "<result>3_900</result>"),
+        ("4_000/3", "1333.33"),
+        ("3_1/2", "3.5"),
         ("1234.5", "The answer is $1,234.50 per week."),
         ("1000000", "1e6"),
         ("0.2", "$.20"),
@@ -66,6 +76,8 @@ def test_right_answers(gold: str, reply: str) -> None:
         ("50%", "0.5%"),
         ("100", "1,00"),
         ("5", "5/0"),
+        ("3_900", "3"),
+        ("900", "3_900"),
     ],
 )
 def test_wrong_answers(gold: str, reply: str) -> None:

@@ -82,7 +82,7 @@ def _permute(rows, heads):
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _write_gguf(path, model):
+def _write_gguf(path, model, more=lambda writer: None):
     config, family = model.config, model.config.family
     writer = gguf.GGUFWriter(path, family)
     for name, value in (
@@ -105,6 +105,7 @@ def _write_gguf(path, model):
     writer.add_token_merges([])
     writer.add_eos_token_id(258)
     writer.add_chat_template(model.tokenizer.template)
+    more(writer)
     flat = flatten(model.params)
     for place in places(config):
         rows = np.asarray(flat[place.path])
@@ -135,6 +136,25 @@ def test_a_gguf_file_loads(family, tmp_path):
     assert loaded.tokenizer.eos_ids == {258}
     text = "<|im_start|>user\nhey<|im_end|>"
     assert loaded.tokenizer.encode(text) == model.tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+            r"says rope\.scaling\.type=yarn; expected plain positions",
+        ),
+        (
+            lambda writer: writer.add_float32("qwen3.rope.scale_linear", 4.0),
+            r"says rope\.scale_linear=4; expected plain positions",
+        ),
+    ],
+)
+def test_a_gguf_file_with_stretched_positions_is_refused(more, words, tmp_path):
+    _write_gguf(tmp_path / "long.gguf", _variant("qwen3"), more)
+    with pytest.raises(ModelError, match=words):
+        load_model(str(tmp_path / "long.gguf"))
 
 
 def test_wrong_gguf_files_are_refused(tmp_path):

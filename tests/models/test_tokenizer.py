@@ -8,6 +8,7 @@ import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from lightning_jax.models import tokenizer as tokenizer_module
 from lightning_jax.models.chat_template import TemplateError, render
@@ -172,3 +173,13 @@ def test_wrong_files_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match="is not a readable tokenizer"):
         tokenizer_module.from_hf(tmp_path)
+
+
+def test_llama_3_takes_a_known_word_as_it_is() -> None:
+    """No merge leads to "abc": "bc" is made first."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "bc", "abc"]
+    found = {
+        pre: byte_level_bpe(words, ["b c", "a b"], pre).encode("abc").tokens
+        for pre in ("llama-bpe", "gpt-2")
+    }
+    assert found == {"llama-bpe": ["abc"], "gpt-2": ["a", "bc"]}

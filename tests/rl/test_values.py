@@ -141,3 +141,9 @@ def test_states_of_tokens_leave_out_what_was_forced():
     (((states,),), metrics) = learnable_states([rollout], [((1.0, 1.5),)], config)
     assert states == StateValues((0, 2), (1.0, 1.5), (2.0, 2.0))
     assert "train/value_explained_variance" not in metrics  # all returns are equal
+
+
+def test_equal_returns_whose_variance_is_rounding_explain_nothing():
+    tenths = [trajectory(transition([1], [5]), reward=0.1) for _ in range(3)]
+    _, metrics = learnable_states(tenths, [((0.5,),)] * 3, AlgorithmConfig(credit="learned"))
+    assert "train/value_explained_variance" not in metrics

@@ -1,0 +1,26 @@
+"""Who blocks the event loop is named."""
+
+import asyncio
+import time
+
+import pytest
+
+from lightning_jax.watchdog import PATIENCE, watched_loop
+
+TICK_S = 0.02
+
+
+async def test_the_line_that_blocks_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with watched_loop(TICK_S):
+        await asyncio.sleep(5 * TICK_S)
+        time.sleep(3 * PATIENCE * TICK_S)
+        await asyncio.sleep(5 * TICK_S)
+    (record,) = caplog.records
+    words = record.getMessage()
+    assert "stood still" in words and "test_watchdog.py" in words and "time.sleep" in words
+
+
+async def test_a_loop_that_waits_is_no_standstill(caplog: pytest.LogCaptureFixture) -> None:
+    with watched_loop(TICK_S):
+        await asyncio.sleep(3 * PATIENCE * TICK_S)
+    assert caplog.records == []
