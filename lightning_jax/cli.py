@@ -293,8 +293,8 @@ def _view(arguments: argparse.Namespace) -> int:
 
     for flag, lowest in (("step", 0), ("limit", 1), ("chars", 0)):
         value = getattr(arguments, flag)
-        if value is not None and value < lowest:
-            return _fail(f"error: --{flag} is {value}; expected at least {lowest}.", 2)
+        if value is not None and not lowest <= value < 2**31:
+            return _fail(f"error: --{flag} is {value}; expected {lowest} to {2**31 - 1}.", 2)
     if arguments.rollout_id and (arguments.phase or arguments.step is not None):
         return _fail("error: --phase and --step choose among rollouts; name one, or choose.", 2)
     show(

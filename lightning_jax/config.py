@@ -133,13 +133,15 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
                 layer = OmegaConf.masked_copy(layer, list(only))
             merged = OmegaConf.merge(merged, layer)
             given = OmegaConf.merge(given, layer)
-    unset = sorted(OmegaConf.missing_keys(given))  # in `merged` they keep their defaults
-    if unset:
-        raise ConfigError(
-            f"{unset[0]} is left to be set by one of the files; add {unset[0]}=VALUE."
-        )
     try:
+        unset = sorted(OmegaConf.missing_keys(given))  # in `merged` they keep their defaults
+        if unset:
+            raise ConfigError(
+                f"{unset[0]} is left to be set by one of the files; add {unset[0]}=VALUE."
+            )
         return _to_object(merged)
+    except ConfigError:
+        raise
     except OmegaConfBaseException as error:
         raise ConfigError(_one_sentence(error)) from error
     except ValueError as error:
@@ -167,6 +169,11 @@ def _told(arg: str) -> Iterator[None]:
         yield
     except OmegaConfBaseException as error:
         raise ConfigError(f"{_where(arg)}: {_one_sentence(error)}") from error
+    except TypeError as error:  # of OmegaConf, for a list where names are expected
+        raise ConfigError(
+            f"{_where(arg)} has a list or a value where settings by name are expected, such as "
+            f"`num_steps: 20` ({_one_sentence(error)})."
+        ) from error
     except YAMLError as error:  # of a setting; a file's has been told as one
         raise ConfigError(f"{_where(arg)} is not readable YAML: {_one_sentence(error)}") from error
 
@@ -210,7 +217,7 @@ def _load_yaml(path: str) -> Any:
         )
     try:
         return OmegaConf.load(path)
-    except (YAMLError, OSError) as error:
+    except (YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path} is not readable YAML: {error}") from error
 
 

@@ -113,6 +113,16 @@ def test_broken_yaml_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("num_steps: [1\n")
     with pytest.raises(ConfigError, match=r"bad\.yaml"):
         load_config(Config, [str(tmp_path / "bad.yaml")])
+    for text, words in (
+        (b"- 1\n", "wrong.yaml: "),
+        (b"roles: [1]\n", "wrong.yaml: "),
+        ("run_dir: \u00fc\n".encode("latin-1"), "wrong.yaml is not readable YAML"),
+        (b"num_steps: ${nothing}\n", "nothing"),
+    ):
+        (tmp_path / "wrong.yaml").write_bytes(text)
+        with pytest.raises(ConfigError) as caught:
+            load_config(Config, [str(tmp_path / "wrong.yaml")])
+        assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_saved_settings_load_again_and_differences_are_named(tmp_path: Path) -> None:

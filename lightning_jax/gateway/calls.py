@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from aiohttp import web
 
@@ -25,6 +26,8 @@ from lightning_jax.gateway.running import (
     identity_of,
     is_repetition,
 )
+
+log = logging.getLogger(__name__)
 
 
 class CallHandler:
@@ -54,7 +57,7 @@ class CallHandler:
             try:
                 self._callers.authorize(request, dialect)
                 rollout = self._callers.rollout_of(request)
-                with rollout.counted() if rollout else contextlib.nullcontext():
+                with rollout.counted() if rollout else contextlib.nullcontext(), _our_fault():
                     response = await self._answer(dialect, request, rollout, stream)
                 outcome.status = response.status
                 return response
@@ -138,8 +141,26 @@ class CallHandler:
             role,
             rollout.settings.rollout_id if rollout else None,
             rollout.settings.call_timeout_s if rollout else None,
+            model_in_path="model" in request.match_info,
         )
         return await pass_on(request, call, self._callers.policy.tracer, on_failure)
+
+
+@contextlib.contextmanager
+def _our_fault() -> Iterator[None]:
+    """What nobody foresaw is the server's failure, not the agent's, in the dialect's terms too."""
+    try:
+        yield
+    except (ApiError, ConnectionError, web.HTTPException):
+        raise
+    except Exception as error:
+        log.exception("a call failed")
+        raise ApiError(
+            500,
+            "internal_error",
+            f"the server failed ({type(error).__name__}); see its log.",
+            infrastructure=True,
+        ) from error
 
 
 async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> web.StreamResponse:

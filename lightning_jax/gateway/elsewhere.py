@@ -4,14 +4,17 @@ They leave a span with what was sent and what came back, and no tokens: they can
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
 from opentelemetry.trace import SpanKind, Tracer
+from yarl import URL
 
 from lightning_jax.config import RoleConfig
 from lightning_jax.gateway.errors import ApiError
@@ -46,12 +49,13 @@ class FarCall:
     role: RoleConfig
     rollout_id: str | None
     timeout_s: float | None
+    model_in_path: bool = False  # as Gemini's clients have it, instead of in the body
 
     @property
     def sent(self) -> Body:
         """What the server is asked."""
-        named = {"model": self.role.served_model} if self.role.served_model else {}
-        return self.body | named
+        named = self.role.served_model and not self.model_in_path
+        return self.body | ({"model": self.role.served_model} if named else {})
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -59,7 +63,7 @@ class FarCall:
             {
                 names.OPERATION_NAME: names.CHAT,
                 names.ROLLOUT_ID: self.rollout_id,
-                names.REQUEST_MODEL: self.sent.get("model"),
+                names.REQUEST_MODEL: self.role.served_model or self.said["model"] or None,
                 names.POLICY: self.said["model"],
                 names.AGENT: self.said["agent"],
                 names.ROLE: self.role_name,
@@ -111,12 +115,12 @@ async def _exchange(
     """(the response, sent on but for its end; its text)."""
     headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
     if key := call.role.api_key:
-        headers |= {"Authorization": f"Bearer {key}", "x-api-key": key}
+        headers |= {"Authorization": f"Bearer {key}", "x-api-key": key, "x-goog-api-key": key}
     limit = aiohttp.ClientTimeout(total=call.timeout_s)
     pieces: list[bytes] = []
     async with (
         aiohttp.ClientSession(timeout=limit) as session,
-        session.post(_url(request, call.role), json=call.sent, headers=headers) as answer,
+        session.post(_url(request, call), json=call.sent, headers=headers) as answer,
     ):
         if answer.status == 429 or answer.status >= 500:
             on_failure()
@@ -132,15 +136,21 @@ async def _exchange(
     return response, b"".join(pieces).decode(errors="replace")
 
 
-def _url(request: web.Request, role: RoleConfig) -> str:
-    """The request's path on the other server, whose URL may end in /v1 as clients' URLs do."""
-    path = request.path_qs
+def _url(request: web.Request, call: FarCall) -> URL:
+    """The request's path on the other server, whose URL may end in /v1 as clients' URLs do; without
+    the key that some clients put there, which is ours.
+    """
+    path, role = request.rel_url.raw_path, call.role
     if path.startswith("/rollout/"):
         path = "/" + path.split("/", 3)[3]
+    if call.model_in_path and role.served_model:
+        model = quote(role.served_model, safe="")
+        path = re.sub(r"(?<=/models/).+(?=:\w+$)", lambda _: model, path, count=1)
     base = role.served_by.rstrip("/")
     if base.endswith("/v1") and path.startswith("/v1/"):
         base = base.removesuffix("/v1")
-    return base + path
+    query = {name: value for name, value in request.query.items() if name != "key"}
+    return URL(base + path, encoded=True).update_query(query)
 
 
 def _system(body: Body) -> str:

@@ -19,16 +19,17 @@ def as_object(body: object) -> Body:
     """The body, if it is a JSON object. Raises ApiError."""
     if not isinstance(body, dict):
         raise invalid(f"the body is {type(body).__name__}; expected a JSON object.")
-    if _is_deep(body):
+    if is_deep(body):
         raise invalid(f"the body nests deeper than {MAX_DEPTH} levels; expected fewer.")
     return body
 
 
-def _is_deep(body: Body) -> bool:
-    level: list[Any] = [body]
+def is_deep(value: Any) -> bool:
+    """Whether lists and objects nest deeper than MAX_DEPTH."""
+    level: list[Any] = [value] if isinstance(value, dict | list | tuple) else []
     for _ in range(MAX_DEPTH):
         inner = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        level = [v for values in inner for v in values if isinstance(v, dict | list | tuple)]
         if not level:
             return False
     return True

@@ -1,12 +1,14 @@
 """What the server does with HTTP itself: bodies, keys, errors and addresses."""
 
-import contextlib
 import ipaddress
 import json
 import logging
+import re
+import socket
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.web import RequestPayloadError
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.dialects.base import Dialect
@@ -31,12 +33,14 @@ async def read_body(request: web.Request) -> bytes:
             "body_too_large",
             f"the body is larger than the limit of {MAX_BODY_BYTES} bytes; send less.",
         ) from error
+    except RequestPayloadError as error:
+        raise invalid(f"the body cannot be read ({error}); expected it whole.") from error
 
 
 def as_json(raw: bytes) -> Body:
     """The JSON object. Raises ApiError where it is none."""
     try:
-        body = as_object(json.loads(raw))
+        body = as_object(json.loads(raw.decode("utf-8-sig")))
         if b"\\ud" in raw.lower():  # half a surrogate pair is no text to encode, render or store
             json.dumps(body, ensure_ascii=False).encode()
         return body
@@ -88,13 +92,19 @@ async def check_address(serve: ServeConfig) -> None:
 
 def check_exposure(serve: ServeConfig) -> None:
     """Raises GatewayError for an address that others can reach, without a key of its owner's."""
-    with contextlib.suppress(ValueError):
-        if not ipaddress.ip_address(serve.host).is_loopback and not serve.api_key:
-            raise GatewayError(
-                f"serve.host is {serve.host!r}, which other machines can reach, and serve.api_key "
-                "is not set; expected a key. Set serve.api_key, or --api-key, or leave serve.host "
-                "at 127.0.0.1."
-            )
+    if serve.api_key:
+        return
+    try:
+        found = socket.getaddrinfo(serve.host or None, 0, flags=socket.AI_PASSIVE)
+    except OSError:  # then it cannot be listened on, either
+        return
+    addresses = {str(address[0]).partition("%")[0] for *_, address in found}
+    if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        raise GatewayError(
+            f"serve.host is {serve.host!r}, which other machines can reach, and serve.api_key "
+            "is not set; expected a key. Set serve.api_key, or --api-key, or leave serve.host "
+            "at 127.0.0.1."
+        )
 
 
 def reachable_url(address: tuple) -> str:
@@ -117,7 +127,8 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except ConnectionError:
         raise  # nobody is there to answer
     except Exception as error:
-        log.exception("%s %s failed", request.method, request.path)
+        # Without the rollout's token, which is all the key that some of its calls take.
+        log.exception("%s %s failed", request.method, re.sub(r"~[^/]*", "", request.path))
         failure = ApiError(
             500, "internal_error", f"the server failed ({type(error).__name__}); see its log."
         )

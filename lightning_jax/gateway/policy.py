@@ -166,7 +166,13 @@ class Policy:
     def _parser(self, request: PolicyRequest) -> ToolCallParser | PlainText:
         if not may_call(request):
             return PlainText()
-        return ToolCallParser(self.tool_format, guaranteed=guarantees_call(request))
+        return ToolCallParser(
+            self.tool_format,
+            guaranteed=guarantees_call(request),
+            offered={function.name for function in request.functions},
+            allowed=request.tool_choice.names or None,
+            at_most=None if request.parallel_tool_calls else 1,
+        )
 
 
 def _remember(rollout: OpenRollout, history: str, answers: tuple[Answer, ...]) -> None:

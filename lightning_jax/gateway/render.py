@@ -20,10 +20,10 @@ are encoded, and the recorded ids go between them:
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_jax.gateway.tool_calls import read_arguments
 from lightning_jax.gateway.tool_formats import ToolFormat, format_of
 from lightning_jax.models.chat_template import TemplateError
 from lightning_jax.models.tokenizer import Tokenizer
@@ -326,9 +326,8 @@ def _tool_calls(calls: Any, where: str) -> list[Message]:
                 f"{where}.tool_calls is malformed; expected a list of named function calls."
             )
         arguments = function.get("arguments", "{}")
-        if isinstance(arguments, str):
-            with suppress(ValueError):  # a call that the token limit cut is shown as it was
-                arguments = json.loads(arguments)
+        if isinstance(arguments, str):  # a call that the token limit cut is shown as it was
+            arguments = read_arguments(arguments)
         plain = {"name": function["name"], "arguments": arguments}
         normalized.append({"id": call.get("id"), "type": "function", "function": plain})
     return normalized

@@ -16,6 +16,7 @@ from lightning_jax.gateway.rollouts import OpenRollout
 from lightning_jax.store import Store
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.tracer import parent_of, trace_id_of
+from lightning_jax.tracing.tree import is_gateway_call
 from lightning_jax.types import Span
 
 MAX_TRACES = 20_000  # whose rollout is remembered: exporters send in batches, so spans come late
@@ -87,7 +88,9 @@ class Reports:
 
     def _find_call(self, rollout_id: str, call_id: str) -> Span:
         spans = self._store.spans(rollout_id) if self._store else []
-        calls = [s for s in spans if names.RESPONSE_ID in s.attributes and s.error is None]
+        # An agent's own instrumentation has spans of the same responses.
+        ours = [s for s in spans if is_gateway_call(s) and s.error is None]
+        calls = [s for s in ours if names.RESPONSE_ID in s.attributes]
         if call_id == LAST and calls:
             return max(calls, key=lambda span: span.end_ns)
         for call in calls:

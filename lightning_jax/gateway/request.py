@@ -135,7 +135,17 @@ def named_agent(
     model: str, headers: Mapping[str, str], metadata: Mapping[str, Any] | None = None
 ) -> str:
     """As `agent_of`, whatever the model."""
-    return str(headers.get(AGENT_HEADER) or (metadata or {}).get("agent") or agent_in(model))
+    named = _header_text(headers.get(AGENT_HEADER, ""))
+    return str(named or (metadata or {}).get("agent") or agent_in(model))
+
+
+def _header_text(value: str) -> str:
+    """A header's value whose bytes are UTF-8 or, as some clients send them, Latin-1."""
+    raw = value.encode("utf-8", "surrogateescape")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")
 
 
 def agent_in(model: str) -> str:

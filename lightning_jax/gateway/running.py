@@ -6,6 +6,7 @@ a repetition if it says so, by `x-stainless-retry-count` above 0 (as OpenAI's an
 clients count their tries) or by an `Idempotency-Key` that was there before, and if the same rollout
 sent the same body to the same path, and that call runs still or ended less than JOINABLE_S ago. Two
 equal requests that do not say so are two calls: asking twice at temperature 1 is a thing to want.
+Where one of several equal calls failed, the next repetition is of that one, and samples anew.
 
 A client that hangs up frees its slot within a step, but for one case: if it hung up when the
 time-out that it declared (`x-stainless-read-timeout`) was over, it is about to ask again, and the
@@ -15,7 +16,7 @@ call goes on for RETRY_GRACE_S.
 import asyncio
 import hashlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -132,9 +133,13 @@ class RunningCalls:
     def __init__(self) -> None:
         self._calls: deque[tuple[str, RunningCall]] = deque()  # oldest first
         self._newest: dict[str, RunningCall] = {}
+        self._failed: Counter[str] = Counter()  # calls that were not repeated yet
 
     def find(self, identity: str) -> RunningCall | None:
         """The call that a repetition may join."""
+        if self._failed[identity]:
+            self._failed[identity] -= 1
+            return None
         call = self._newest.get(identity)
         return call if call is not None and call.joinable() else None
 
@@ -142,10 +147,15 @@ class RunningCalls:
         """The newest call of that identity; the oldest are forgotten once nobody may join them."""
         self._calls.append((identity, call))
         self._newest[identity] = call
+        call.task.add_done_callback(lambda task: self._note(identity, task))
         while self._calls and not self._calls[0][1].joinable():
             old_identity, old = self._calls.popleft()
             if self._newest[old_identity] is old:
                 del self._newest[old_identity]
+
+    def _note(self, identity: str, task: asyncio.Task) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._failed[identity] += 1
 
     def cancel(self) -> None:
         """Ends those that run."""
@@ -155,15 +165,14 @@ class RunningCalls:
 
 def identity_of(path: str, body: bytes, headers: Mapping[str, str]) -> str:
     """What two tries of one request have in common."""
-    if key := headers.get("Idempotency-Key"):
-        return f"key {key}"
-    return hashlib.blake2b(path.encode() + b"\n" + body, digest_size=16).hexdigest()
+    key = headers.get("Idempotency-Key", "").encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(b"\n".join((path.encode(), key, body)), digest_size=16).hexdigest()
 
 
 def is_repetition(headers: Mapping[str, str]) -> bool:
     """Whether the request says that it may have been sent before."""
     tries = headers.get("x-stainless-retry-count", "0")
-    return "Idempotency-Key" in headers or (tries.isdigit() and int(tries) > 0)
+    return "Idempotency-Key" in headers or (tries.isdecimal() and int(tries) > 0)
 
 
 def declared_timeout_s(headers: Mapping[str, str]) -> float | None:

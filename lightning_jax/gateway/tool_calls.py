@@ -12,10 +12,11 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_jax.gateway.fields import is_deep
 from lightning_jax.gateway.tool_formats import ToolFormat
 
 
@@ -56,10 +57,23 @@ class PlainText:
 
 
 class ToolCallParser:
-    """Splits one answer into text and calls. `guaranteed`: a grammar wrote it."""
+    """Splits one answer into text and calls. `guaranteed`: a grammar wrote it.
 
-    def __init__(self, form: ToolFormat, *, guaranteed: bool = False) -> None:
-        self._form = form
+    A call of a tool that is not in `allowed` (None: all are), or more calls than `at_most`, come
+    out as text and count as malformed.
+    """
+
+    def __init__(
+        self,
+        form: ToolFormat,
+        *,
+        guaranteed: bool = False,
+        offered: Collection[str] | None = None,
+        allowed: Collection[str] | None = None,
+        at_most: int | None = None,
+    ) -> None:
+        self._form, self._offered = form, offered
+        self._allowed, self._at_most = allowed, at_most
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._guaranteed = guaranteed
         self._held = ""
@@ -168,8 +182,10 @@ class ToolCallParser:
 
     def _calls_or_text(self, body: str, as_text: str) -> list[Piece]:
         calls = parse_calls(body, self._form)
-        if not calls:
-            if _looks_like_call(body) or self._begin:
+        if calls and not self._begin and not self._knows(calls):
+            return [TextPiece(as_text)]  # without marks an object that has a name may be an answer
+        if not calls or not self._may(calls):
+            if calls or _looks_like_call(body) or self._begin:
                 self.malformed += 1
             return [TextPiece(as_text)]
         pieces: list[Piece] = []
@@ -177,6 +193,14 @@ class ToolCallParser:
             pieces += [CallStart(self._count, name), CallArguments(self._count, arguments)]
             self._count += 1
         return pieces
+
+    def _knows(self, calls: Sequence[tuple[str, str]]) -> bool:
+        return self._offered is None or all(name in self._offered for name, _ in calls)
+
+    def _may(self, calls: Sequence[tuple[str, str]]) -> bool:
+        if self._at_most is not None and self._count + len(calls) > self._at_most:
+            return False
+        return self._allowed is None or all(name in self._allowed for name, _ in calls)
 
 
 # The beginning of a call as grammars write it: the name comes first.
@@ -253,16 +277,30 @@ def _call(value: Any) -> tuple[str, str] | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # some write the object as a JSON string
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return None
-    if not isinstance(arguments, dict):
+        arguments = read_arguments(arguments)
+    text = _as_json(arguments) if isinstance(arguments, dict) else None
+    return None if text is None else (value["name"], text)
+
+
+def read_arguments(text: str) -> Any:
+    """What JSON text says; the text itself where it is none, or nests too deep to work with."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if is_deep(value) else value
+
+
+def _as_json(arguments: dict[str, Any]) -> str | None:
+    """None for what no JSON can say, though Python reads it: NaN, 1e999, half a surrogate pair."""
+    if is_deep(arguments):
         return None
-    try:  # Python reads NaN and 1e999, which no JSON can say
-        return value["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
     except ValueError:
         return None
+    return text
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:
@@ -289,7 +327,8 @@ def _python_call(node: ast.expr) -> tuple[str, str] | None:
         if keyword.arg is None:
             return None
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    return name, json.dumps(arguments, ensure_ascii=False)
+    text = _as_json(arguments)
+    return None if text is None else (name, text)
 
 
 def _looks_like_call(text: str) -> bool:

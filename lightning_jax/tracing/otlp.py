@@ -65,6 +65,8 @@ def _span(span: OtlpSpan) -> Span:
             f"span {span.name!r} has a trace id of {len(span.trace_id)} bytes and a span id of "
             f"{len(span.span_id)}; expected 16 and 8"
         )
+    if max(span.start_time_unix_nano, span.end_time_unix_nano) >= 2**63:
+        raise ValueError(f"span {span.name!r} ends after the year 2262; expected nanoseconds")
     values = _attributes(span.attributes)
     error = None
     if span.status.code == Status.STATUS_CODE_ERROR:

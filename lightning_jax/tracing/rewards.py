@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from lightning_jax.config import RewardRule
 from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tree import causes, tool_output
+from lightning_jax.tracing.tree import causes, is_gateway_call, tool_output
 from lightning_jax.types import Span, Transition
 
 Decode = Callable[[Sequence[int]], str]
@@ -58,7 +58,7 @@ def posted_rewards(spans: Sequence[Span]) -> tuple[dict[str, float], int]:
     """(what was posted for calls, added up by the id of the span that holds the call's tokens; how
     many posts name a call that is not there).
     """
-    by_response = {span.attributes.get(names.RESPONSE_ID): span for span in spans}
+    by_response = {s.attributes.get(names.RESPONSE_ID): s for s in spans if is_gateway_call(s)}
     choices = {
         (span.parent_span_id, span.attributes.get(names.CHOICE_INDEX)): span for span in spans
     }

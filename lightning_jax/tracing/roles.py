@@ -73,6 +73,7 @@ def _assigned(call: Transition, span: Span, by_id: Mapping[str, Span], roles: Ro
 def _fits(role: RoleConfig, agent: str, model: str, system: str) -> bool:
     return (
         (role.agent is None or fnmatchcase(agent, role.agent))
-        and (role.model is None or fnmatchcase(model, role.model))
+        # Ollama's clients write NAME:latest.
+        and (role.model is None or fnmatchcase(model.removesuffix(":latest"), role.model))
         and (role.system is None or re.search(role.system, system) is not None)
     )

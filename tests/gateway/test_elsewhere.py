@@ -26,6 +26,9 @@ async def _upstream() -> AsyncIterator[tuple[str, list[Any]]]:
 
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if "models" in request.path:
+            asked.append((request.path_qs, request.headers.get("x-goog-api-key"), body))
+            return web.json_response({"candidates": []})
         asked.append((request.path, request.headers.get("Authorization"), body))
         if body["model"] == "busy":
             return web.json_response({"error": {"message": "later"}}, status=503)
@@ -50,6 +53,7 @@ async def _upstream() -> AsyncIterator[tuple[str, list[Any]]]:
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
+    app.router.add_post("/v1beta/models/{model}", answer)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -87,6 +91,18 @@ async def test_another_server_answers_and_the_call_is_recorded(
             assert "its-key" not in str(far)
             transitions, reasons = spans_to_transitions(bench.store.spans("r1"))
             assert len(transitions) == 1 and reasons == {"served_elsewhere": 1}
+
+
+async def test_geminis_clients_name_model_and_key_in_the_url(make_bench: MakeBench) -> None:
+    """The other server's are asked for, and ours are told to nobody."""
+    async with _upstream() as (url, asked):
+        roles = _far(url.removesuffix("/v1"), served_model="big", api_key="its-key")
+        async with make_bench(roles=roles) as bench:
+            body = {"contents": [{"parts": [{"text": "hi"}]}]}
+            path = "/v1beta/models/far-judge:generateContent?key=right-key&alt=json"
+            status, _, _ = await bench.post(body, base=bench.rollout().base_url, path=path)
+            assert status == 200
+            assert asked == [("/v1beta/models/big:generateContent?alt=json", "its-key", body)]
 
 
 async def test_a_server_that_fails_is_infrastructure(make_bench: MakeBench) -> None:

@@ -1,8 +1,10 @@
 """Every failure has OpenAI's error body, the right status, and a place where it is counted."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import openai
@@ -10,7 +12,10 @@ import pytest
 from gateway_bench import Bench, Connect, MakeBench
 
 from lightning_jax.config import ServeConfig
+from lightning_jax.gateway.answer import AnswerBuilder
 from lightning_jax.gateway.app import MAX_BODY_BYTES, Gateway, GatewayError
+from lightning_jax.gateway.http import check_exposure
+from lightning_jax.gateway.reports import Reports
 from lightning_jax.tracing.convert import spans_to_transitions
 from lightning_jax.types import Rollout
 
@@ -35,6 +40,8 @@ async def _until(condition: Callable[[], bool]) -> None:
         (b"\xff\xfe", 400, "invalid_value", "the body is not JSON"),
         (b"[" * 100_000, 400, "invalid_value", "the body is not JSON"),
         (b'{"model": "\\ud800"}', 400, "invalid_value", "surrogates not allowed"),
+        (b'{"stop": "\xed\xa0\x80"}', 400, "invalid_value", "the body is not JSON"),
+        ('{"model": "policy"}'.encode("utf-16"), 400, "invalid_value", "the body is not JSON"),
         (b"[]", 400, "invalid_value", "expected a JSON object"),
         (BODY | {"model": "gpt-4"}, 404, "model_not_found", "model is 'gpt-4'"),
         (BODY | {"temperature": -1}, 400, "invalid_value", "temperature is -1.0; expected between"),
@@ -176,6 +183,60 @@ async def test_an_engine_that_dies_midway_ends_stream_and_call(
     assert bench.gateway.close_rollout("r1").num_errors == {"engine_error": 2}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bug_of_ours_ends_the_answer_and_is_infrastructure(
+    bench: Bench, connect: Connect, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(AnswerBuilder, "answer", Mock(side_effect=KeyError("a bug")))
+    client = connect(bench.rollout())
+    with pytest.raises(openai.APIError, match=r"the server failed \(KeyError\); see its log"):
+        answer: Any = await client.chat.completions.create(**BODY, stream=stream)
+        async for _ in answer:
+            pass
+    assert bench.gateway.close_rollout("r1").num_errors == {"internal_error": 1}
+
+
+async def test_the_log_of_a_bug_keeps_the_rollouts_token(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = bench.rollout().base_url
+    monkeypatch.setattr(Reports, "reward", Mock(side_effect=KeyError("a bug")))
+    assert (await bench.post({"reward": 1}, base=base, path="/reward"))[0] == 500
+    assert "POST /rollout/r1/reward failed" in caplog.text
+    assert base.rpartition("~")[2].partition("/")[0] not in caplog.text
+
+
+async def test_a_body_that_cannot_be_unpacked_is_refused(bench: Bench) -> None:
+    status, reply, _ = await bench.post(b"no gzip", **{"Content-Encoding": "gzip"})
+    assert status == 400 and "the body cannot be read" in reply["error"]["message"]
+
+
+async def test_arguments_that_nest_too_deep_are_taken_as_text(bench: Bench) -> None:
+    for depth in (200, 100_000):
+        arguments = '{"a":' * depth + "1" + "}" * depth
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        told = {"role": "tool", "tool_call_id": "c", "content": "x"}
+        messages = [*BODY["messages"], said, told]
+        status, reply, _ = await bench.post(BODY | {"messages": messages})
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_an_agents_name_may_come_as_latin_1(bench: Bench) -> None:
+    head = f"POST {bench.rollout().base_url.partition('//')[2].partition('/')[2]}/chat/completions"
+    port = int(bench.gateway.url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps(BODY).encode()
+    lines = (head.replace("POST ", "POST /") + " HTTP/1.1", "Host: x", "Connection: close")
+    lines += ("Authorization: Bearer right-key", "x-agent-name: Pr\u00fcfer")
+    writer.write("\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode("latin-1"))
+    writer.write(body)
+    assert (await reader.read()).startswith(b"HTTP/1.1 200")
+    writer.close()
+    (span,) = bench.store.spans("r1")
+    assert span.attributes["lightning.agent"] == "Pr\u00fcfer"
+
+
 async def test_a_draining_engine_takes_no_more(bench: Bench) -> None:
     await bench.loop.drain()
     status, reply, headers = await bench.post(BODY)
@@ -231,6 +292,14 @@ async def test_closing_ends_calls_outside_of_rollouts_too(bench: Bench) -> None:
         await bench.gateway.close()
     await asyncio.gather(call, return_exceptions=True)
     await bench.gateway.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "0", "::"])
+def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
+    with pytest.raises(GatewayError, match=r"which other machines can reach, and serve\.api_key"):
+        check_exposure(ServeConfig(host=host))
+    check_exposure(ServeConfig(host=host, api_key="mine"))
+    check_exposure(ServeConfig(host="localhost"))
 
 
 async def test_an_address_that_cannot_be_had_is_one_sentence(bench: Bench) -> None:

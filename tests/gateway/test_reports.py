@@ -1,5 +1,6 @@
 """Rewards and spans that agents send reach their rollout, and nothing else does."""
 
+import time
 from typing import Any
 
 import pytest
@@ -110,6 +111,30 @@ async def test_spans_join_the_rollout_of_their_trace(bench: Bench) -> None:
     assert bench.gateway.stats()["serve/unknown_spans"] == 2
 
 
+async def test_a_reward_goes_to_the_call_not_to_its_clients_span(bench: Bench) -> None:
+    """An instrumented client has a span of the same response, which ends later."""
+    base = bench.rollout().base_url
+    answered = (await bench.post(BODY | {"n": 2}, base=base))[1]["id"]
+    request = ExportTraceServiceRequest()
+    now = time.time_ns()
+    span = (
+        request.resource_spans.add()
+        .scope_spans.add()
+        .spans.add(
+            trace_id=b"\xab" * 16, span_id=b"\x01" * 8, name="client", start_time_unix_nano=now
+        )
+    )
+    attribute = span.attributes.add(key="gen_ai.response.id")
+    attribute.value.string_value = answered
+    assert (await _send(bench, f"{base}/traces", request.SerializeToString()))[0] == 200
+    for call in ("last", answered):
+        body = {"reward": 1, "call": call, "choice": 1}
+        status, _, _ = await bench.post(body, base=base, path="/reward")
+        assert status == 200
+    transitions, _ = spans_to_transitions(bench.store.spans("r1"))
+    assert [call.reward for call in transitions] == [0.0, 2.0]
+
+
 async def test_a_rollouts_own_url_takes_spans_of_any_trace(bench: Bench) -> None:
     base = bench.rollout().base_url
     status, _ = await _send(bench, f"{base}/traces", _export("ab" * 16))
@@ -117,3 +142,9 @@ async def test_a_rollouts_own_url_takes_spans_of_any_trace(bench: Bench) -> None
     assert [span.trace_id for span in bench.store.spans("r1")] == ["ab" * 16]
     status, answer = await _send(bench, f"{base}/traces", b"\xff")
     assert status == 400 and b"expected an ExportTraceServiceRequest" in answer
+    late = ExportTraceServiceRequest()
+    late.resource_spans.add().scope_spans.add().spans.add(
+        trace_id=b"\x01" * 16, span_id=b"\x01" * 8, start_time_unix_nano=2**63
+    )
+    status, answer = await _send(bench, f"{base}/traces", late.SerializeToString())
+    assert status == 400 and b"after the year 2262" in answer

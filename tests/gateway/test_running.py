@@ -119,13 +119,34 @@ async def test_calls_are_found_while_they_may_be_joined(monkeypatch: pytest.Monk
     assert calls.find("c") is None
 
 
+async def test_a_repetition_of_a_call_that_failed_joins_no_other() -> None:
+    async def refused(*_: Any) -> Any:
+        raise ApiError(429, "queue_full", "the queue is full.")
+
+    gate, calls = asyncio.Event(), RunningCalls()
+    failed, sibling = RunningCall(refused, _call(gate).context), _call(gate)
+    calls.add("a", failed)
+    calls.add("a", sibling)
+    await asyncio.wait([failed.task])
+    await asyncio.sleep(0)
+    assert calls.find("a") is None  # the refused one's
+    assert calls.find("a") is sibling
+    gate.set()
+    await sibling.answers()
+
+
 def test_what_makes_a_request_the_same_request() -> None:
     assert identity_of("/a", b"{}", {}) == identity_of("/a", b"{}", {"x": "y"})
     assert len({identity_of(p, b, {}) for p in ("/a", "/b") for b in (b"1", b"2")}) == 4
     key = {"Idempotency-Key": "k"}
-    assert identity_of("/a", b"1", key) == identity_of("/a", b"2", key)
+    assert identity_of("/a", b"1", key) == identity_of("/a", b"1", key | {"x": "y"})
+    assert identity_of("/a", b"1", key) not in (
+        identity_of("/a", b"1", {}),
+        identity_of("/a", b"2", key),
+        identity_of("/b", b"1", key),
+    )
     assert is_repetition(key) and is_repetition({"x-stainless-retry-count": "2"})
-    for headers in ({}, {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "often"}):
+    for headers in ({}, *({"x-stainless-retry-count": c} for c in ("0", "often", "\u00b2"))):
         assert not is_repetition(headers)
     assert declared_timeout_s({"x-stainless-read-timeout": "2.5"}) == 2.5
     assert declared_timeout_s({}) is None is declared_timeout_s({"x-stainless-read-timeout": "x"})

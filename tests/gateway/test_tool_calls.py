@@ -146,3 +146,33 @@ def test_a_guaranteed_call_that_the_limit_cuts_keeps_what_there_is() -> None:
 def test_arguments_may_be_a_json_string() -> None:
     assert parse_calls('{"name": "f", "arguments": "{\\"a\\": 1}"}', HERMES) == [("f", '{"a": 1}')]
     assert parse_calls('{"name": "f"}', HERMES) == [("f", "{}")]
+
+
+@pytest.mark.parametrize("text", ['{"name": "Alice", "age": 3}', "[Alice(age=3)]"])
+def test_without_marks_only_a_tools_name_makes_a_call(text: str) -> None:
+    for offered, found in (({"f"}, (text, [])), ({"Alice"}, "call"), (None, "call")):
+        parser = ToolCallParser(LLAMA3, offered=offered)
+        pieces = [*parser.push(text), *parser.finish()]
+        if found == "call":
+            assert [piece.name for piece in pieces if isinstance(piece, CallStart)] == ["Alice"]
+        else:
+            assert (_whole(pieces), parser.malformed) == (found, 0)
+
+
+@pytest.mark.parametrize("form", [HERMES, SMOLLM, LLAMA3], ids=["hermes", "smollm", "llama3"])
+def test_calls_that_a_request_does_not_allow_are_text_and_counted(form: ToolFormat) -> None:
+    one, only_f = {"at_most": 1}, {"allowed": ("f",)}
+    for rules in (one, only_f):
+        parser = ToolCallParser(form, offered={"f", "g"}, **rules)  # type: ignore[arg-type]
+        pieces = [*parser.push(form.write(CALLS)), *parser.finish()]
+        text, calls = _whole(pieces)
+        assert calls in ([], CALLS[:1]) and '"g"' in text and parser.malformed == 1
+    parser = ToolCallParser(form, at_most=1, allowed=("f",))
+    assert _whole([*parser.push(form.write(CALLS[:1])), *parser.finish()]) == ("", CALLS[:1])
+
+
+@pytest.mark.parametrize("value", [r'"\ud83d"', "1e999", "NaN", "[" * 200 + "]" * 200])
+def test_arguments_that_no_client_can_send_back_are_no_call(value: str) -> None:
+    assert parse_calls(f'{{"name": "f", "arguments": {{"a": {value}}}}}', LLAMA3) == []
+    plain = value.replace("NaN", "-1e999")
+    assert parse_calls(f"[f(a={plain})]", LLAMA3) == []

@@ -107,6 +107,7 @@ def test_angles_are_made_once():
 
     arrays = model.params, _tokens(1, 32), _depths(1, 32)
     text = jax.jit(jax.grad(loss)).lower(*arrays).compile().as_text()
+    assert text is not None
     assert (text.count(" cosine("), text.count(" sine(")) == (1, 1)
 
 

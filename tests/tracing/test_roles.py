@@ -14,6 +14,7 @@ FROZEN = RoleConfig(agent="check*", trains=False, served_by="initial")
 ROLES = {
     "checker": FROZEN,
     "judge": RoleConfig(model="gpt-*", trains=False, served_by="http://127.0.0.1:1/v1"),
+    "exact": RoleConfig(model="mine"),
     "planner": RoleConfig(system=r"(?i)you plan\b", trains=False),
     "writer": RoleConfig(agent="writer", system="SQL"),
 }
@@ -24,6 +25,8 @@ ROLES = {
     [
         ("checker-2", "policy", "", "checker"),
         ("", "gpt-5-nano", "", "judge"),
+        ("", "mine", "", "exact"),
+        ("", "mine:latest", "", "exact"),  # as Ollama's clients write it
         ("x", "policy", "Today You plan.", "planner"),
         ("x", "policy", "You planned.", ""),
         ("writer", "policy", "You write SQL.", "writer"),
