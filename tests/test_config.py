@@ -114,8 +114,8 @@ def test_broken_yaml_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"bad\.yaml"):
         load_config(Config, [str(tmp_path / "bad.yaml")])
     for text, words in (
-        (b"- 1\n", "wrong.yaml: "),
-        (b"roles: [1]\n", "wrong.yaml: "),
+        (b"- 1\n", "wrong.yaml has a list"),
+        (b"roles: [1]\n", "wrong.yaml has a list"),
         ("run_dir: \u00fc\n".encode("latin-1"), "wrong.yaml is not readable YAML"),
         (b"num_steps: ${nothing}\n", "nothing"),
     ):
