@@ -5,6 +5,7 @@
     run_dir/config.yaml     the settings as resolved
     run_dir/store.sqlite    every rollout and every span
     run_dir/checkpoints/    params, optimizer state, places in the task pipelines
+    run_dir/run.lock        held by the process that works here
     run_dir/metrics.jsonl   a row a step: row s is about weights version s and its update
     run_dir/curves.png      the same as a picture, drawn every half minute at most and at the end
     run_dir/policy/         the trained policy as a Hugging Face directory
