@@ -86,6 +86,7 @@ class Policy:
             int(time.time()),
             tuple(choice.prompt_ids for choice in call.choices),
             self.tokenizer,
+            request.num_choices,
         )
         return RunningCall(work, context)
 

@@ -30,7 +30,7 @@ from lightning_jax.types import Message
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 _KNOWN = {
     *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "metadata"),
-    *("temperature", "top_p", "top_k", "tools", "tool_choice", "output_config"),
+    *("temperature", "top_p", "top_k", "tools", "tool_choice", "output_config", "output_format"),
     # Without effect here:
     *("thinking", "service_tier", "cache_control", "context_management", "diagnostics", "betas"),
     *("inference_geo", "speed", "user_profile_id", "workspace_id"),
@@ -70,7 +70,9 @@ def _request(body: fields.Body, sender: Sender, max_tokens: int | None) -> Polic
     model = fields.text(body, "model")
     metadata = fields.field(body, "metadata", dict, {}, "an object")
     output = fields.field(body, "output_config", dict, {}, "an object")
-    form = fields.field(output, "format", dict, {}, "an object")
+    # Where the format was before output_config; its beta's clients still send it.
+    earlier = fields.field(body, "output_format", dict, {}, "an object")
+    form = fields.field(output, "format", dict, earlier, "an object")
     choice, parallel = _tool_choice(body)
     return PolicyRequest(
         dialect="anthropic",

@@ -56,10 +56,11 @@ class ReplyContext:
     created: int  # seconds since the epoch
     prompt_ids: tuple[tuple[int, ...], ...]  # of each choice
     tokenizer: Tokenizer
+    num_choices: int = 1  # of each prompt, next to each other
 
     def prompt_tokens(self) -> int:
         """Tokens of the prompts, each prompt once however many choices it has."""
-        return sum(len(ids) for ids in dict.fromkeys(self.prompt_ids))
+        return sum(map(len, self.prompt_ids[:: self.num_choices]))
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ def test_every_field_arrives() -> None:
     )
     assert (request.stop, request.stream, request.agent) == (("END",), True, "w")
     assert request.functions == (Function("run", "", SCHEMA),) and request.output_schema == SCHEMA
+    earlier = _parse(output_format={"type": "json_schema", "schema": SCHEMA})
+    assert earlier.output_schema == SCHEMA
     assert (request.tool_choice, request.parallel_tool_calls) == (ToolChoice("required"), False)
     named = {"type": "tool", "name": "run"}
     assert _parse(tools=[RUN], tool_choice=named).tool_choice == ToolChoice("required", ("run",))

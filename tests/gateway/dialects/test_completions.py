@@ -74,6 +74,8 @@ async def test_prompts_have_four_shapes(bench: Bench) -> None:
     assert asked == ["once", "once", "upon", "upon"]
     assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
     assert both["usage"]["prompt_tokens"] == 8
+    twice = await _post(bench, prompt=["once", "once"], n=2)
+    assert twice["usage"]["prompt_tokens"] == 8
     lists = await _post(bench, prompt=[ids, ids[:2]], echo=True)
     assert [c["text"][:2] for c in lists["choices"]] == ["on", "on"]
 
