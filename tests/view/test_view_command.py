@@ -93,7 +93,8 @@ def test_what_is_not_there_is_one_sentence(
     assert "the closest are train-00003-000-00-1," in unknown
     assert "leave it out for a list" in _fails(capsys, run, "x")
     assert "none of the 5 rollouts" in _fails(capsys, run, "--step", "9")
-    assert "--limit is 0; expected at least 1" in _fails(capsys, run, "--limit", "0")
+    assert "--limit is 0; expected 1 to 2147483647" in _fails(capsys, run, "--limit", "0")
+    assert f"--step is {2**70}; expected 0 to" in _fails(capsys, run, "--step", str(2**70))
     assert "name one, or choose" in _fails(capsys, run, "x", "--step", "3")
     assert "ends in .html" in _fails(capsys, run, "--html", run / "store.sqlite")
     assert "a directory that exists" in _fails(capsys, run, "--html", tmp_path / "no" / "a.html")
@@ -124,6 +125,7 @@ def test_the_store_of_an_older_release_stays_as_it_is(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with sqlite3.connect(run / "store.sqlite") as old:
         old.execute("ALTER TABLE rollouts DROP COLUMN metrics")
+        old.execute("ALTER TABLE rollouts DROP COLUMN superseded")
         old.execute("PRAGMA user_version=1")
     old.close()
     before = (run / "store.sqlite").read_bytes()
