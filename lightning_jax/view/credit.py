@@ -19,8 +19,14 @@ EQUAL_GROUP = "not trained: the returns of its group are all equal"
 
 
 def trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Of all attempts at each rollout of a step the newest that has finished, else the newest."""
-    ordered = sorted(rollouts, key=lambda each: (each.status in FINISHED, each.attempt))
+    """Of all attempts at each rollout of a step the newest that has finished, else the newest; of
+    other settings' only where there is no other.
+    """
+
+    def rank(each: Rollout) -> tuple[bool, bool, int]:
+        return not each.superseded, each.status in FINISHED, each.attempt
+
+    ordered = sorted(rollouts, key=rank)
     newest = {(each.group_id, each.index): each for each in ordered}
     return [newest[key] for key in sorted(newest)]
 
