@@ -122,7 +122,7 @@ def test_of_several_attempts_the_one_that_ended_counts() -> None:
         rollout(1, attempt=2, **broken),
         rollout(2, attempt=1, **broken),
         rollout(2, attempt=2, **broken),
-        replace(rollout(3, 1.0, attempt=1), superseded=True),
+        dataclasses.replace(rollout(3, 1.0, attempt=1), superseded=True),
         rollout(3, attempt=2, status="running"),
     ]
     expected = [(0, 2), (1, 1), (2, 2), (3, 2)]
