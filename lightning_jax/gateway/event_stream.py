@@ -8,10 +8,7 @@ from lightning_jax.gateway.dialects.base import Event, Framing
 
 
 class EventStream:
-    """Events on their way to the client; nothing is sent before `open`.
-
-    Handing bytes to the system is a third of what a short call costs, so there are few writes.
-    """
+    """Events on their way to the client; nothing is sent before `open`."""
 
     def __init__(self, request: web.Request, framing: Framing) -> None:
         self._request = request
