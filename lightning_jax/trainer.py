@@ -118,11 +118,11 @@ async def open_run(
     agent, make_one = make_agent(config.agent), _orchestrator(config)
     directory = Path(config.run_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    config = _settled(config)
-    changed = _changed_settings(config)
-    model = _model_that_fits(config)
     async with AsyncExitStack() as at_end:  # last in, first out
-        at_end.enter_context(_alone_in(directory))
+        at_end.enter_context(_alone_in(directory))  # before the model, which takes long to load
+        config = _settled(config)
+        changed = _changed_settings(config)
+        model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
         meshes = split_by_data(serving_mesh(config.serve.mesh, config.mesh))
         dtype = config.model.dtype

@@ -11,7 +11,7 @@ from aiohttp import web
 from lightning_jax.gateway.callers import Callers
 from lightning_jax.gateway.dialects.base import Dialect, Reply
 from lightning_jax.gateway.elsewhere import FarCall, pass_on, said_by
-from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.errors import ApiError, our_fault
 from lightning_jax.gateway.event_stream import EventStream
 from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.http import as_json, read_body, refusal
@@ -155,12 +155,7 @@ def _our_fault() -> Iterator[None]:
         raise
     except Exception as error:
         log.exception("a call failed")
-        raise ApiError(
-            500,
-            "internal_error",
-            f"the server failed ({type(error).__name__}); see its log.",
-            infrastructure=True,
-        ) from error
+        raise our_fault(error) from error
 
 
 async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> web.StreamResponse:

@@ -19,6 +19,12 @@ class GatewayError(UserError, RuntimeError):
     """The gateway cannot start; the message is one sentence."""
 
 
+def our_fault(error: Exception) -> "ApiError":
+    """The answer to a call that failed by something that nobody foresaw."""
+    message = f"the server failed ({type(error).__name__}); see its log."
+    return ApiError(500, "internal_error", message, infrastructure=True)
+
+
 class ApiError(Exception):
     """A call that gets an error body instead of an answer.
 

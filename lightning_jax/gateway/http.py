@@ -12,7 +12,7 @@ from aiohttp.web import RequestPayloadError
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.dialects.base import Dialect
-from lightning_jax.gateway.errors import ApiError, GatewayError, invalid
+from lightning_jax.gateway.errors import ApiError, GatewayError, invalid, our_fault
 from lightning_jax.gateway.fields import Body, as_object
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,5 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except Exception as error:
         # Without the rollout's token, which is all the key that some of its calls take.
         log.exception("%s %s failed", request.method, re.sub(r"~[^/]*", "", request.path))
-        failure = ApiError(
-            500, "internal_error", f"the server failed ({type(error).__name__}); see its log."
-        )
+        failure = our_fault(error)
     return web.json_response(failure.body, status=failure.status, headers=failure.headers)
