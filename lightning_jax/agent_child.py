@@ -1,4 +1,4 @@
-"""Runs one agent coroutine in another interpreter; `program.py` starts it as a script.
+"""Runs one agent function in another interpreter; `program.py` starts it as a script.
 
     python agent_child.py FILE:FUNCTION        loads it, and fails where that cannot be done
     python agent_child.py FILE:FUNCTION FD     runs it and writes the result to a file descriptor
@@ -24,7 +24,7 @@ from typing import Any
 
 
 class LLM:
-    """What a coroutine gets in place of `lightning_jax.types.LLM`."""
+    """What an agent gets in place of `lightning_jax.types.LLM`."""
 
     def __init__(self) -> None:
         self.base_url = os.environ["OPENAI_BASE_URL"]
@@ -33,7 +33,7 @@ class LLM:
 
 
 def load(reference: str) -> Any:
-    """The coroutine function that FILE:FUNCTION names; ends this process where there is none."""
+    """The function that FILE:FUNCTION names; ends this process where there is none."""
     path, _, name = reference.rpartition(":")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # as `python FILE` does
     spec = importlib.util.spec_from_file_location("_agent", path)
@@ -46,18 +46,18 @@ def load(reference: str) -> Any:
     except (ImportError, OSError, SyntaxError) as error:
         sys.exit(f"{path} cannot be loaded: {error}")
     function = getattr(module, name, None)
-    if not inspect.iscoroutinefunction(function):
-        sys.exit(f"{path} has no coroutine function {name!r}")
+    if not callable(function):
+        sys.exit(f"{path} has no function {name!r}")
     return function
 
 
-async def run(function: Any, channel: int) -> None:
-    """Writes what the coroutine returned or raised, and ends this process: threads and tasks that
-    it left behind are not waited for.
+def run(function: Any, channel: int) -> None:
+    """Writes what the agent returned or raised, and ends this process: threads and tasks that it
+    left behind are not waited for.
     """
     join_trace()
     try:
-        told = {"result": await function(json.load(sys.stdin), LLM())}
+        told = {"result": answer(function, json.load(sys.stdin))}
     except Exception as error:  # noqa: BLE001  (foreign code: `program.py` raises it again)
         traceback.print_exc()
         told = {
@@ -71,6 +71,16 @@ async def run(function: Any, channel: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def answer(function: Any, task: Any) -> Any:
+    """What the agent makes of the task. A plain function finds no event loop that runs, so that it
+    may start one.
+    """
+    result = function(task, LLM())
+    if inspect.isawaitable(result):
+        return asyncio.new_event_loop().run_until_complete(result)
+    return result
 
 
 def join_trace() -> None:
@@ -100,4 +110,4 @@ def as_json(told: Any) -> str:
 if __name__ == "__main__":
     FUNCTION = load(sys.argv[1])
     if len(sys.argv) > 2:
-        asyncio.run(run(FUNCTION, int(sys.argv[2])))
+        run(FUNCTION, int(sys.argv[2]))

@@ -166,7 +166,7 @@ class ServeConfig:
 class AgentConfig:
     """The program that is trained; docs/agents.md says what it gets and how it answers."""
 
-    # FILE:FUNCTION, a coroutine function (task, llm) -> reward; it runs in this process...
+    # FILE:FUNCTION, (task, llm) -> reward, a coroutine function or not; it runs in this process...
     function: str = "agents/spider_sql.py:run"
     python: str | None = None  # ...or in one of this interpreter's, which has what it imports
     # A command line, as a string or a list of its words, that runs for each rollout instead of

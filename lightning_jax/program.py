@@ -2,7 +2,7 @@
 
 A command is started once for each rollout. It finds the policy's URL in its environment and the
 task on its standard input; the last line that it prints is the reward, or a function makes one of
-all that it printed. A coroutine function that needs another interpreter runs in a process of that
+all that it printed. A function that needs another interpreter runs in a process of that
 one. docs/agents.md says what a program gets and what its exit means.
 """
 
@@ -182,7 +182,7 @@ def _last_line(output: str) -> Any:
 
 
 def _told(text: bytes) -> Any:
-    """The result that a coroutine returned in another process; raises again what it raised."""
+    """The result that an agent returned in another process; raises again what it raised."""
     try:
         told = json.loads(text)
     except ValueError:

@@ -109,13 +109,25 @@ def load_function(reference: str) -> Callable[..., Any]:
 
 
 def load_agent(reference: str) -> Agent:
-    """The agent coroutine function that `FILE:FUNCTION` names. Raises ConfigError when there is
-    none.
+    """The agent that `FILE:FUNCTION` names. Raises ConfigError when there is none.
+
+    A plain function becomes a coroutine function that calls it in a thread.
     """
     function = load_function(reference)
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{reference!r} is not a coroutine function; expected `async def`.")
-    return function
+    if inspect.iscoroutinefunction(function):
+        return function
+
+    def call(task: Task, llm: LLM) -> Any:
+        try:
+            return function(task, llm)
+        except StopIteration as error:  # no future can hold it
+            raise RuntimeError("the agent raised StopIteration") from error
+
+    async def agent(task: Task, llm: LLM) -> Result:
+        result = await asyncio.to_thread(call, task, llm)
+        return await result if inspect.isawaitable(result) else result
+
+    return agent
 
 
 async def run_rollouts(

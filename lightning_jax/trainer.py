@@ -32,6 +32,7 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lightning_jax import distributed, plan
+from lightning_jax.agent_loop import apart
 from lightning_jax.config import Config, ConfigError, changed_keys, load_config, save_config
 from lightning_jax.config_sections import AUTO
 from lightning_jax.garbage import lasting_objects
@@ -52,7 +53,6 @@ from lightning_jax.serve.replicas import replicate, split_by_data
 from lightning_jax.step_metrics import summary
 from lightning_jax.store import Store
 from lightning_jax.types import Task
-from lightning_jax.watchdog import watched_loop
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,6 @@ async def train(
         return []
     async with open_run(config, train_tasks, dev_tasks) as run:
         with (
-            watched_loop(),
             logging_redirect_tqdm(),
             tqdm(
                 total=config.total_steps,
@@ -125,8 +124,10 @@ async def open_run(
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
         meshes = split_by_data(serving_mesh(config.serve.mesh, config.mesh))
-        dtype = config.model.dtype
-        engines = [Engine(model.config, config.serve, dtype=dtype, mesh=mesh) for mesh in meshes]
+        engines = [
+            Engine(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
+            for mesh in meshes
+        ]
 
         def make_loop(params: Any, version: int) -> Any:
             """Of one set of weights. All such loops run the engines' programs."""
@@ -161,6 +162,7 @@ async def open_run(
             initial=None if initial is None else _front(config, [initial] * len(loops)),
         )
         at_end.push_async_callback(gateway.close)
+        agent = await at_end.enter_async_context(apart(agent))
         runner = Runner(agent, gateway, store, config.rollout, config.seed)
         await gateway.start()
         for each in running:

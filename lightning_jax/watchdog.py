@@ -1,4 +1,4 @@
-"""Says so where a coroutine blocks the event loop that agents and gateway share."""
+"""Says so where an agent blocks the event loop that it shares with the others."""
 
 import asyncio
 import logging
@@ -16,15 +16,15 @@ PATIENCE = 10  # ticks without a turn of the loop
 
 
 @contextmanager
-def watched_loop(tick_s: float = TICK_S) -> Iterator[None]:
-    """Within it a standstill of this event loop is logged, with the line that it stands at.
+def watched_loop(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, tick_s: float = TICK_S
+) -> Iterator[None]:
+    """Within it a standstill of the loop, which runs in `thread`, is logged, with the line that it
+    stands at.
 
-    An agent that blocks, with a synchronous client say, waits for the very server that it keeps
-    from answering, and no deadline ends that. Ticks are counted, not seconds, because a process
-    that was stopped for a while has not blocked.
+    Ticks are counted, not seconds, because a process that was stopped for a while has not blocked.
     """
-    loop, turned, stop = asyncio.get_running_loop(), threading.Event(), threading.Event()
-    thread = threading.get_ident()
+    turned, stop = threading.Event(), threading.Event()
 
     def watch() -> None:
         missed = 0
@@ -36,9 +36,10 @@ def watched_loop(tick_s: float = TICK_S) -> Iterator[None]:
             loop.call_soon_threadsafe(turned.set)
             if missed == PATIENCE:
                 log.warning(
-                    "the event loop has stood still for %g s, at %s: no call is answered and no "
-                    "deadline kept until that returns. An agent must not block: use an async "
-                    "client or asyncio.to_thread, or give it a process of its own (agent.python).",
+                    "an agent has blocked the event loop of all agents for %g s, at %s: no other "
+                    "goes on until that returns. An agent should be a plain function, or use an "
+                    "async client or asyncio.to_thread, or have a process of its own "
+                    "(agent.python).",
                     missed * tick_s,
                     _place(thread),
                 )
@@ -53,9 +54,10 @@ def watched_loop(tick_s: float = TICK_S) -> Iterator[None]:
         watcher.join()
 
 
-def _place(thread: int) -> str:
+def _place(thread: threading.Thread) -> str:
     """The innermost line of that thread which is neither Python's own nor a library's."""
-    stack = traceback.extract_stack(sys._current_frames()[thread])
+    assert thread.ident is not None, "it was started"
+    stack = traceback.extract_stack(sys._current_frames()[thread.ident])
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     ours = [frame for frame in stack if not frame.filename.startswith(libraries)]
     frame = (ours or list(stack))[-1]

@@ -18,7 +18,8 @@ ROWS = (
     ("store", "store_file", "tracing"),
     ("gateway",),
     (
-        *("datasets", "tasks", "runner", "program", "process_group", "agent_child"),
+        *("datasets", "tasks", "runner", "agent_loop", "program"),
+        *("process_group", "agent_child"),
         *("rollout_metrics", "checkpoint", "learner", "own_weights", "replica"),
         *("lowering", "targets", "plan"),
     ),

@@ -256,7 +256,7 @@ async def test_an_endless_loop_of_calls_ends_at_the_deadline(tmp_path: Path) -> 
         assert len(runner.store.spans(rollout.rollout_id)) > 2
 
 
-# ---- A coroutine in another interpreter ----------------------------------------------------------
+# ---- A function in another interpreter ----------------------------------------------------------
 
 ELSEWHERE = """
 import os, subprocess, sys, threading, time, types
@@ -297,8 +297,9 @@ async def slow(task, llm):
     subprocess.Popen(["sleep", "1000"])
     time.sleep(1000)
 
-def not_a_coroutine(task, llm):
-    return 1.0
+def plain(task, llm):
+    import asyncio
+    return asyncio.run(measured(task, llm))
 """
 
 
@@ -313,8 +314,11 @@ def there(path: Path, function: str, python: str = sys.executable) -> Agent:
     return make_agent(AgentConfig(f"{path}:{function}", python=python))
 
 
-async def test_a_coroutine_runs_in_another_interpreter(elsewhere: Path, tmp_path: Path) -> None:
-    rollout = await rolled_out(tmp_path, there(elsewhere, "measured"))
+@pytest.mark.parametrize("function", ["measured", "plain"])
+async def test_a_function_runs_in_another_interpreter(
+    elsewhere: Path, tmp_path: Path, function: str
+) -> None:
+    rollout = await rolled_out(tmp_path, there(elsewhere, function))
     assert (rollout.status, rollout.reward, rollout.metrics) == ("scored", 1.0, {"urls": 1.0})
 
 
@@ -350,7 +354,7 @@ async def test_its_faults_are_those_of_any_coroutine(
         ("run", "import no_such_framework", "No module named 'no_such_framework'"),
         ("run", "1 +", "invalid syntax"),
         ("run", "raise KeyError('HOME')", "KeyError: 'HOME'"),
-        ("run", "def run(task, llm): pass", "no coroutine function 'run'"),
+        ("run", "run = 1", "no function 'run'"),
     ],
 )
 def test_what_cannot_be_loaded_there_is_told_at_the_start(

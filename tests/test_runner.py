@@ -65,6 +65,16 @@ async def test_rollouts_are_scored_and_each_call_is_a_span(tmp_path: Path) -> No
             assert runner.store.rollout(rollout.rollout_id) == rollout
 
 
+@pytest.mark.parametrize("agent", ["plain", "hands_on"])
+async def test_a_plain_function_is_an_agent(tmp_path: Path, agent: str) -> None:
+    async with _runner(tmp_path, agent) as runner:
+        rollouts = await run_rollouts(make_requests(TASKS, "train", 0, 1), runner)
+        assert {r.status for r in rollouts} == {"scored"}
+        for rollout in rollouts:
+            root, call = runner.store.spans(rollout.rollout_id)
+            assert call.parent_span_id == root.span_id
+
+
 async def test_what_else_an_agent_measured_is_kept(tmp_path: Path) -> None:
     async with _runner(tmp_path, "measured") as runner:
         rollout = await _one(runner)
@@ -113,6 +123,7 @@ async def test_a_service_that_is_down_is_infrastructure(tmp_path: Path) -> None:
         ("waits_too_long", "TimeoutError"),
         ("leaves", "SystemExit"),
         ("cancels_itself", "CancelledError"),
+        ("runs_out", "RuntimeError"),
     ],
 )
 async def test_an_agents_fault_is_its_own_and_not_tried_again(
@@ -191,7 +202,6 @@ async def test_a_rollout_repeats_with_its_seed(tmp_path: Path) -> None:
     [
         ("nowhere.py:run", "does not exist"),
         (f"{TOY}:walk", "no such function"),
-        (f"{TOY}:not_a_coroutine", "async def"),
     ],
 )
 def test_a_wrong_agent_reference_is_explained(reference: str, words: str) -> None:

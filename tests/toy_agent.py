@@ -164,8 +164,18 @@ async def impatient(task: dict, llm) -> float:
     return 1.0
 
 
-def not_a_coroutine(task: dict, llm) -> float:
-    return 1.0
+def plain(task: dict, llm) -> float:
+    """No coroutine; it may start an event loop of its own."""
+    return asyncio.run(run(task, llm))
+
+
+def hands_on(task: dict, llm):
+    """A plain function in front of a coroutine function, as decorators make them."""
+    return run(task, llm)
+
+
+def runs_out(task: dict, llm) -> float:
+    return next(iter(()))
 
 
 def demonstrate(tasks: list[dict]) -> list[list[dict]]:

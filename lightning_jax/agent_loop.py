@@ -1,0 +1,110 @@
+"""Where agents run: an event loop of their own, in a thread of its own.
+
+An agent that blocks, with a synchronous client say, keeps other agents waiting there, but neither
+the server that answers it nor the deadlines. Agents' own calls of `asyncio.to_thread` each get a
+thread, so that one that never returns takes no place from the others.
+"""
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+from lightning_jax.runner import GRACE_S, Agent, Result
+from lightning_jax.types import LLM, Task
+from lightning_jax.watchdog import watched_loop
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def apart(agent: Agent) -> AsyncIterator[Agent]:
+    """The same agent, which runs on an event loop of its own as long as this is open."""
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(_ThreadEach())
+    stopping = threading.Event()
+    thread = threading.Thread(target=_serve, args=(loop, stopping), name="agents", daemon=True)
+    thread.start()
+
+    async def run(task: Task, llm: LLM) -> Result:
+        return await _run_on(loop, agent, task, llm)
+
+    try:
+        with watched_loop(loop, thread):
+            yield run
+    finally:
+        stopping.set()
+        loop.call_soon_threadsafe(loop.stop)
+        await asyncio.to_thread(thread.join, 2 * GRACE_S)
+        if thread.is_alive():
+            log.warning("an agent blocks its event loop; this process ends without waiting for it")
+
+
+def _serve(loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
+    asyncio.set_event_loop(loop)
+    while not stopping.is_set():
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:  # asyncio passes both on
+            log.warning("a task that an agent started raised %r; the other agents go on", error)
+    if left := asyncio.all_tasks(loop):
+        for each in left:
+            each.cancel()
+        loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+async def _run_on(loop: asyncio.AbstractEventLoop, agent: Agent, task: Task, llm: LLM) -> Result:
+    """What the agent returns or raises there. Cancelled, it cancels the agent and waits for it."""
+    ended: Future[tuple[Result, BaseException | None]] = Future()
+    running: list[asyncio.Task[Any]] = []
+
+    async def guarded() -> tuple[Result, BaseException | None]:
+        try:
+            return await agent(task, llm), None
+        except BaseException as error:  # noqa: BLE001  (sys.exit, too, would end the loop)
+            return None, error
+
+    def finish(run: asyncio.Task[tuple[Result, BaseException | None]]) -> None:
+        ended.set_result((None, asyncio.CancelledError()) if run.cancelled() else run.result())
+
+    def start() -> None:
+        running.append(loop.create_task(guarded()))
+        running[0].add_done_callback(finish)
+
+    # With this context its spans go below its rollout's.
+    loop.call_soon_threadsafe(start, context=contextvars.copy_context())
+    done = asyncio.wrap_future(ended)
+    try:
+        await asyncio.wait({done})
+    except asyncio.CancelledError:
+        loop.call_soon_threadsafe(lambda: running[0].cancel())
+        await asyncio.wait({done})
+        raise
+    result, error = done.result()
+    if error is not None:
+        raise error
+    return result
+
+
+class _ThreadEach(ThreadPoolExecutor):
+    """A thread for each call. Nobody waits for it at the end of the process."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001  (whoever waits for it gets it)
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="agent", daemon=True).start()
+        return future
