@@ -109,8 +109,11 @@ def read_corpus(corpus: Path) -> list[Paragraph]:
     """The paragraphs of a `.jsonl` or `.jsonl.gz` file. Raises SearchError at the first bad one."""
     paragraphs: list[Paragraph] = []
     try:
-        with gzip.open(corpus, "rt") if corpus.suffix == ".gz" else corpus.open() as lines:
+        read = gzip.open if corpus.suffix == ".gz" else open
+        with read(corpus, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
                 row = json.loads(line)
                 if not isinstance(row, dict) or not all(
                     isinstance(row.get(key), str) for key in ("pid", "title", "text")
@@ -187,6 +190,7 @@ class _Dense:
         self._vectors = faiss.read_index(str(folder / "vectors.faiss"), faiss.IO_FLAG_MMAP_IFC)
 
     def best(self, query: str, count: int) -> list[int]:
+        query = query.encode("utf-8", "replace").decode()  # a model may make half a character
         _, places = self._vectors.search(self._encoder.encode([query]), count)
         return [int(place) for place in places[0]]
 

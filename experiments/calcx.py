@@ -14,19 +14,29 @@ after a crash; `run_dir=DIR` starts another run.
 """
 
 import time
+from collections.abc import Callable
+from typing import Any
 
-from lightning_jax.config import Config
+from lightning_jax.config import Config, ConfigError
 from lightning_jax.datasets.calcx import load_calcx
 from lightning_jax.experiment import load_splits, run_main, train_and_report
-from lightning_jax.runner import load_function
+from lightning_jax.runner import load_agent, load_function
+
+
+def calculator_usage(agent: str) -> Callable[[], Any] | None:
+    """What tells how much the agent's calculators did, where its file has a function for that."""
+    try:
+        return load_function(f"{agent.rpartition(':')[0]}:usage")
+    except ConfigError:
+        return None
 
 
 def main(config: Config) -> None:
     agent = config.agent
     usage = None
     if agent.command is None and agent.python is None:
-        file = agent.function.rpartition(":")[0]
-        usage = load_function(f"{file}:usage")  # says first what is not installed
+        load_agent(agent.function)  # says first what is not installed
+        usage = calculator_usage(agent.function)
     train_tasks, dev_tasks = load_splits(config, load_calcx)
     print(f"{sum('chain' in task for task in train_tasks)} train tasks come with a solution")
     started = time.monotonic()

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,6 +18,7 @@ from lightning_jax.command_line import (
     add_settings,
     is_place_closed,
     log_plainly,
+    parse,
     stop_on_sigterm,
 )
 from lightning_jax.config_sections import ModelConfig, ServeConfig, ServerConfig
@@ -47,9 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; its exit code. A mistake of the caller's gives one sentence and 1 or 2."""
-    arguments, unknown = _parser().parse_known_args(argv)
-    if unknown:
-        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments = parse(_parser(), argv)
     try:
         return _run(arguments)
     except KeyboardInterrupt:
@@ -215,9 +214,6 @@ def _train(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from lightning_jax import plan
     from lightning_jax.config import Config, load_config
-    from lightning_jax.models.load import load_shape
-    from lightning_jax.models.lora import adapted_shape
-    from lightning_jax.models.precision import settle
     from lightning_jax.targets import target_devices
 
     for flag in ("devices", "device_gib"):
@@ -235,14 +231,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         plan.simulate_devices(arguments.devices)
     elif arguments.device_gib is None:
         capacity = plan.device_capacity()
-    platform = devices[0].platform if devices else None
-    config = replace(config, model=settle(config.model, platform))
+    config, model = plan.settled_shape(config, devices[0].platform if devices else None)
     if arguments.device_gib is not None:
         capacity = int(arguments.device_gib * plan.GIB)
     make = plan.make_plan if arguments.quick else plan.compile_plan
-    shape = load_shape(config.model.name)
-    shape = replace(shape, activation_dtype=config.model.activation_dtype)
-    model = adapted_shape(shape, config.model.lora, config.num_adapters)
     made = make(model, config, capacity, devices)
     print(plan.as_table(made))
     plan.check_plan(made)

@@ -4,6 +4,7 @@ import argparse
 import errno
 import logging
 import signal
+from collections.abc import Sequence
 
 STOPPED = "stopped; the same command goes on from the last checkpoint"
 
@@ -14,6 +15,16 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "settings", nargs="*", metavar="key=value", help="or another such file; later ones win"
     )
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """As `parse_args`, with settings on both sides of `--config`, too."""
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "settings") or any(word.startswith("-") for word in rest)):
+        getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.settings += rest
+    return arguments
 
 
 def log_plainly() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_jax.config_learning import (
@@ -131,6 +131,7 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
         with _told(name):
             if only is not None:
                 layer = OmegaConf.masked_copy(layer, list(only))
+            layer = _from_home(layer)
             merged = OmegaConf.merge(merged, layer)
             given = OmegaConf.merge(given, layer)
     try:
@@ -190,6 +191,22 @@ def _layers(argv: Sequence[str]) -> list[tuple[str, Any]]:
     return found
 
 
+def _from_home(layer: Any) -> Any:
+    """The layer with paths that begin with ~, which no shell has expanded, in full."""
+
+    def expanded(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: expanded(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [expanded(value) for value in node]
+        is_path = isinstance(node, str) and node.startswith("~/")
+        return str(Path(node).expanduser()) if is_path else node
+
+    if not isinstance(layer, DictConfig):
+        return layer  # which merging refuses
+    return OmegaConf.create(expanded(OmegaConf.to_container(layer)))
+
+
 def _file_layers(path: str, before: Sequence[str]) -> list[tuple[str, Any]]:
     """A file and those it stands on, the lowest first, without those of `before`; a circle ends
     where it comes back to itself.
@@ -241,6 +258,8 @@ def _one_sentence(error: Exception) -> str:
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), ""
     )
     sentence = f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
+    if isinstance(error, InterpolationResolutionError):
+        sentence += r"; write \${...} for a variable of a shell"
     return f"{sentence}; it is {MOVED[key]} now" if key in MOVED else sentence
 
 

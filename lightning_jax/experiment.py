@@ -17,6 +17,7 @@ from lightning_jax.command_line import (
     add_settings,
     is_place_closed,
     log_plainly,
+    parse,
     stop_on_sigterm,
 )
 from lightning_jax.compiled import keep_compiled
@@ -42,7 +43,7 @@ def run_main(
     """
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     add_settings(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parse(parser, argv)
     log_plainly()
     stop_on_sigterm()
     keep_compiled()

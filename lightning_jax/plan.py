@@ -25,7 +25,9 @@ from lightning_jax.models.footprint import (
     used_weight_bytes,
     weight_bytes,
 )
-from lightning_jax.models.lora import frozen_part, trained_part
+from lightning_jax.models.load import load_shape
+from lightning_jax.models.lora import adapted_shape, frozen_part, trained_part
+from lightning_jax.models.precision import settle
 from lightning_jax.models.sharding import (
     cache_sharding,
     make_mesh,
@@ -65,6 +67,16 @@ class Plan:
     @property
     def total(self) -> int:
         return sum(part.num_bytes for part in self.parts)
+
+
+def settled_shape(config: Config, platform: str | None = None) -> tuple[Config, DecoderConfig]:
+    """The settings with dtypes in place of auto, for devices of that platform (None: those here),
+    and the shape of the model that they train, from its configuration alone. Raises ModelError.
+    """
+    config = replace(config, model=settle(config.model, platform))
+    shape = load_shape(config.model.name)
+    shape = replace(shape, activation_dtype=config.model.activation_dtype)
+    return config, adapted_shape(shape, config.model.lora, config.num_adapters)
 
 
 def make_plan(

@@ -35,7 +35,13 @@ from lightning_jax.rollout_metrics import (
     to_trajectories,
 )
 from lightning_jax.runner import Runner, load_function, make_requests, run_rollouts
-from lightning_jax.step_metrics import FailureWatch, FiniteWatch, PackingWatch, serve_metrics
+from lightning_jax.step_metrics import (
+    DropWatch,
+    FailureWatch,
+    FiniteWatch,
+    PackingWatch,
+    serve_metrics,
+)
 from lightning_jax.store import Store
 from lightning_jax.tasks import TaskIterator, demonstration_sequences, group_tasks, spread
 from lightning_jax.tracing.tracer import flush_process_tracer
@@ -62,7 +68,7 @@ class Run:
         self.config, self.model, self.store, self.directory = config, model, store, directory
         self.finite = FiniteWatch(config.weights, config.algorithm.max_nonfinite_steps)
         self.failures = FailureWatch(store)
-        self.packing = PackingWatch(config.batch)
+        self.packing, self.drops = PackingWatch(config.batch), DropWatch(config.batch)
         self.saving: asyncio.Task[float] | None = None  # a checkpoint that is being written
         self.row_at = time.monotonic()  # when the last row was whole
         self.drawn_at = -math.inf  # when the curves were drawn
@@ -259,6 +265,7 @@ class Run:
         metrics = self.leader.call("update", sequences)
         self.finite.see(metrics, self.step)
         self.packing.see(metrics, self.step)
+        self.drops.see(metrics, self.step)
         return metrics | {"time/train_s": time.monotonic() - started}
 
     def _publish_next(self) -> Metrics:

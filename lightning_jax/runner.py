@@ -88,7 +88,11 @@ def load_function(reference: str) -> Callable[..., Any]:
             f"FILE:FUNCTION, with the "
             "file relative to where you started the program."
         )
-    module_name = f"_loaded_{hashlib.sha1(str(file.resolve()).encode()).hexdigest()[:12]}"
+    state = f"{file.resolve()} {file.stat().st_mtime_ns}"  # one that was edited is read again
+    module_name = f"_loaded_{hashlib.sha1(state.encode()).hexdigest()[:12]}"
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:  # it may import what lies beside it; last, to hide nothing
+        sys.path.append(folder)
     if module_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(module_name, file)
         assert spec and spec.loader, f"no import machinery for {file}"

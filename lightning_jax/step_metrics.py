@@ -72,6 +72,29 @@ class PackingWatch:
         )
 
 
+class DropWatch:
+    """Tells once of sequences that no row holds: they are trained on by no step."""
+
+    def __init__(self, batch: BatchConfig) -> None:
+        self._batch = batch
+        self._told: set[str] = set()
+
+    def see(self, metrics: Metrics, step: int) -> None:
+        """Reads a step's metrics."""
+        row_len, max_targets = self._batch.row_len, self._batch.max_targets
+        for reason, words in (
+            ("too_long", f"longer than a row of {row_len} tokens; raise batch.row_len"),
+            ("too_many_targets", f"of more than {max_targets} targets; raise batch.max_targets"),
+        ):
+            number = metrics.get(f"train/dropped_{reason}", 0.0)
+            if number and reason not in self._told:
+                self._told.add(reason)
+                log.warning(
+                    "step %d: %.0f of its sequences are not trained on, as they are %s",
+                    *(step, number, words),
+                )
+
+
 class BrokenAgent(UserError, RuntimeError):
     """No rollout got as far as an answer of the policy: there is nothing to learn from."""
 
@@ -85,16 +108,18 @@ class FailureWatch:
 
     def see(self, rollouts: Sequence[Rollout], what: str) -> None:
         """Reads the finished rollouts of `what`, such as "step 3". Raises BrokenAgent where all
-        failed by the agent and the policy answered no call of theirs.
+        failed by the agent and the policy answered no call of theirs; a mended agent runs them
+        again.
         """
         found = failures(rollouts)
         if rollouts and all(
             each.status == "agent_failure" and not self._answered(each) for each in rollouts
         ):
+            self._store.supersede(rollouts[0].step)
             raise BrokenAgent(
                 f"{what}: all {len(rollouts)} rollouts failed before the policy had answered a "
                 f"call, such as {_such_as(found[0])}; expected an agent that gets so far. Mend it, "
-                "its tasks, or the setting that the failure names."
+                "its tasks, or the setting that the failure names; then the same command goes on."
             )
         for each in found:
             if (each.status, each.reason) not in self._told:

@@ -66,9 +66,9 @@ def group_tasks(tasks: Sequence[Task], field: str | None, size: int) -> list[lis
     `field` None puts neighbours together. Groups let demonstrations with one long common prefix
     meet in one batch, where the prefix is computed once.
     """
-    by_value: dict[Any, list[Task]] = defaultdict(list)
+    by_value: dict[str, list[Task]] = defaultdict(list)
     for task in tasks:
-        by_value[task.get(field) if field else None].append(task)
+        by_value[json.dumps(task.get(field), default=repr) if field else ""].append(task)
     return [
         members[start : start + size]
         for members in by_value.values()

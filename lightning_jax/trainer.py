@@ -3,6 +3,7 @@
 `train` runs it from whatever a run directory holds to `config.total_steps`:
 
     run_dir/config.yaml     the settings as resolved
+    run_dir/sources.json    digests of the agent's file and the tasks
     run_dir/store.sqlite    every rollout and every span
     run_dir/checkpoints/    params, optimizer state, places in the task pipelines
     run_dir/run.lock        held by the process that works here
@@ -50,6 +51,7 @@ from lightning_jax.serve.by_policy import LoopsByPolicy
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.serve.replicas import replicate, split_by_data
+from lightning_jax.sources import changed_sources, digests, save_sources
 from lightning_jax.step_metrics import summary
 from lightning_jax.store import Store
 from lightning_jax.types import Task
@@ -116,11 +118,11 @@ async def open_run(
     """A run at the step its directory has reached, its server up; closes all of it at the end."""
     agent, make_one = make_agent(config.agent), _orchestrator(config)
     directory = Path(config.run_dir)
-    directory.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as at_end:  # last in, first out
         at_end.enter_context(_alone_in(directory))  # before the model, which takes long to load
         config = _settled(config)
-        changed = _changed_settings(config)
+        sources = digests(config, train_tasks, dev_tasks)
+        changed = _changed_settings(config) + changed_sources(directory, sources)
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
         meshes = split_by_data(serving_mesh(config.serve.mesh, config.mesh))
@@ -142,6 +144,7 @@ async def open_run(
         at_end.callback(run.leader.dismiss)
         _set_aside(store, changed, run.step)
         save_config(config, directory / "config.yaml")
+        save_sources(directory, sources)
         if abandoned := store.abandon_running():
             log.info(
                 "%d rollouts were running when the last process ended; they run again", abandoned
@@ -163,19 +166,19 @@ async def open_run(
         )
         at_end.push_async_callback(gateway.close)
         agent = await at_end.enter_async_context(apart(agent))
-        runner = Runner(agent, gateway, store, config.rollout, config.seed)
         await gateway.start()
         for each in running:
             await asyncio.to_thread(each.warmup)
             each.start()
         at_end.enter_context(lasting_objects())
-        run.connect(loops, runner)
+        run.connect(loops, Runner(agent, gateway, store, config.rollout, config.seed))
         yield run
 
 
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
     """Raises ConfigError where another process trains there: two would undo each other's work."""
+    directory.mkdir(parents=True, exist_ok=True)
     lock = FileLock(directory / "run.lock", blocking=False)
     try:
         lock.acquire()
@@ -218,7 +221,7 @@ def _set_aside(store: Store, changed: Sequence[str], step: int) -> None:
     first = step + all(key.startswith(LEARNING) for key in changed)
     store.supersede(first)
     log.warning(
-        "settings changed since this run began (%s); it goes on from step %d, without what the "
+        "changed since this run began: %s; it goes on from step %d, without what the "
         "store holds of the rollouts of step %d and later",
         ", ".join(changed),
         step,

@@ -138,9 +138,9 @@ async def test_sys_exit_in_a_task_of_an_agent_ends_no_other(
         sys.exit(3)
 
     async def agent(task: Task, llm: LLM) -> Result:
-        if task["id"] == "a":
-            task["left"] = asyncio.create_task(leaves())
+        left = [asyncio.create_task(leaves())] if task["id"] == "a" else []
         await asyncio.sleep(0.1)
+        assert all(isinstance(each.exception(), SystemExit) for each in left)
         return 1.0
 
     async with apart(agent) as run:

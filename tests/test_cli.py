@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +200,37 @@ def test_what_new_makes_trains_and_goes_on(
     assert "rollouts: 6 scored" in capsys.readouterr().out
     assert _exit_code([*command, "agent.function=agent.py:walk"]) == 1
     assert "agent.py has no such function" in capsys.readouterr().err
+
+
+def test_a_mended_or_edited_agent_is_asked_again(
+    tmp_path: Path,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    own_logging: None,
+    own_sigterm: None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("tasks.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(10)))
+    Path("own.yaml").write_text("agent: {function: agent.py:run}\ndata: {root: tasks.jsonl}\n")
+    Path("rewards_of_mine.py").write_text("REWARD = 0.25\n")
+    settings = TINY_RUN | {"model.name": model_dir, "eval.num_tasks": 2, "run_dir": "run"}
+    command = ["train", "num_steps=0", "--config", "own.yaml"]
+    command += [f"{key}={value}" for key, value in settings.items() if key != "num_steps"]
+    whole = "from rewards_of_mine import REWARD\n\ndef run(task, llm):\n    "
+    for body, code, sentence in (
+        ("return task['txt']", 1, "all 2 rollouts failed before the policy had answered a call"),
+        ("return REWARD", 0, "\n   0  0.250 "),
+        ("return REWARD + 0.5", 0, "\n   0  0.750 "),
+        ("return REWARD + 0.5", 0, "\n   0  0.750 "),
+    ):
+        Path("agent.py").write_text(whole + body)
+        assert _exit_code(command) == code, capsys.readouterr()
+        output = capsys.readouterr()
+        assert sentence in output.out + output.err
+    with closing(Store(Path("run/store.sqlite"))) as store:
+        assert [rollout.attempt for rollout in store.rollouts()] == [1, 2, 3] * 2
 
 
 @pytest.mark.parametrize(

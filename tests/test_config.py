@@ -70,6 +70,7 @@ def test_later_layers_win(tmp_path: Path) -> None:
         ("algorithm.value_heads=shared", ["value_heads is 'shared'", "per_policy"]),
         ("algorithm.policy_updates=both", ["policy_updates is 'both'", "independent or joint"]),
         ("missing.yaml", ["missing.yaml", "does not exist"]),
+        ("agent.command=${OPENAI_BASE_URL}/models", ["OPENAI_BASE_URL", r"write \${...}"]),
         ("eval=3", ["eval"]),
     ],
 )
@@ -154,6 +155,15 @@ def test_a_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text("num_steps: 3\n")
     assert load_config(Config, [str(path), "seed=7"]) == Config(num_steps=3, seed=7)
+
+
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.yaml").write_text("run_dir: ~/runs/first\nagent:\n  command: [~/bin/mine, '~']")
+    config = load_config(Config, [str(tmp_path / "c.yaml"), "data.root=~/tasks.jsonl"])
+    assert config.run_dir == f"{tmp_path}/runs/first"
+    assert config.data.root == f"{tmp_path}/tasks.jsonl"
+    assert config.agent.command == (f"{tmp_path}/bin/mine", "~")
 
 
 def test_a_file_may_stand_on_another(tmp_path: Path) -> None:

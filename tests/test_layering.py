@@ -20,7 +20,7 @@ ROWS = (
     (
         *("datasets", "tasks", "runner", "agent_loop", "program"),
         *("process_group", "agent_child"),
-        *("rollout_metrics", "checkpoint", "learner", "own_weights", "replica"),
+        *("rollout_metrics", "checkpoint", "learner", "own_weights", "replica", "sources"),
         *("lowering", "targets", "plan"),
     ),
     ("trainer", "run", "step_metrics", "export", "server", "verify", "view"),

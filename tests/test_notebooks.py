@@ -45,6 +45,7 @@ def test_an_agent_is_trained_its_run_analysed_and_a_larger_one_planned(
     }
     monkeypatch.setenv("SETTINGS", " ".join(f"{key}={value}" for key, value in settings.items()))
     monkeypatch.setenv("RUNS", str(tmp_path / "run"))
+    monkeypatch.setenv("XLA_FLAGS", "")  # one device: where somebody reads it first
     trained, analysed, planned = _run("quickstart", "analysis", "tpu")
     assert "greedy reward on dev tasks" in trained and "image/png" in trained
     assert "rollouts: 4 scored" in trained  # two of training, one before it and one after

@@ -12,6 +12,7 @@ import pytest
 from lightning_jax.config import BatchConfig
 from lightning_jax.step_metrics import (
     BrokenAgent,
+    DropWatch,
     FailureWatch,
     FiniteWatch,
     NotFinite,
@@ -60,6 +61,19 @@ def test_rows_that_are_full_of_targets_are_told_of_once(caplog: pytest.LogCaptur
     assert caplog.messages == [
         "step 3: its nodes took 16 rows of 512, where about 9 hold them, because a row is full "
         "with 256 targets. A larger batch.max_targets costs next to nothing."
+    ]
+
+
+def test_sequences_that_no_row_holds_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "lightning_jax")
+    watch = DropWatch(BatchConfig(row_len=512, max_targets=256))
+    for step, (long, many) in enumerate([(0.0, 0.0), (2.0, 0.0), (3.0, 1.0)]):
+        watch.see({"train/dropped_too_long": long, "train/dropped_too_many_targets": many}, step)
+    assert caplog.messages == [
+        "step 1: 2 of its sequences are not trained on, as they are longer than a row of 512 "
+        "tokens; raise batch.row_len",
+        "step 2: 1 of its sequences are not trained on, as they are of more than 256 targets; "
+        "raise batch.max_targets",
     ]
 
 

@@ -52,6 +52,8 @@ def test_groups_share_the_field() -> None:
     tasks = [{"id": i, "db": "ab"[i % 2]} for i in range(5)]
     groups = group_tasks(tasks, "db", 2)
     assert [[task["id"] for task in group] for group in groups] == [[0, 2], [4], [1, 3]]
+    lists = [{"id": 0, "db": ["a"]}, {"id": 1, "db": ["b"]}, {"id": 2, "db": ["a"]}]
+    assert group_tasks(lists, "db", 2) == [[lists[0], lists[2]], [lists[1]]]
     assert group_tasks(tasks, None, 3) == [tasks[:3], tasks[3:]]
 
 

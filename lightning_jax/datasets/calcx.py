@@ -164,6 +164,6 @@ def _parquet(path: Path) -> Iterator[Record]:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
-                    yield {name: value for name, value in row.items() if value is not None}
+                    yield {k: v for k, v in row.items() if v is not None or k == "result"}
     except (OSError, pyarrow.ArrowException) as error:
         raise DatasetError(f"{path} is not readable ({error}); get the file again.") from error

@@ -44,14 +44,14 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     read = gzip.open if path.suffix == ".gz" else open
-    with read(path, "rt", encoding="utf-8") as lines:
+    with read(path, "rt", encoding="utf-8-sig") as lines:  # Windows marks its files
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield f"{path}:{number}", _parse(line, f"{path}:{number}")
 
 
 def _items(path: Path) -> Iterator[tuple[str, Any]]:
-    items = _parse(path.read_text(encoding="utf-8"), str(path))
+    items = _parse(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(items, list):
         raise DatasetError(
             f"{path} holds a {type(items).__name__}; expected a JSON list of records."

@@ -211,7 +211,7 @@ def _released_tasks(path: Path, corpus: Corpus) -> tuple[list[Task], Counter[str
 
 def _check(row: Record, seen: set[str], where: str) -> None:
     require_text(row, ("id", "question", "answer"), where)
-    aliases = row.get("answer_aliases", [])
+    aliases = row.get("answer_aliases") or []
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise DatasetError(f"{where}: answer_aliases is {aliases!r}; expected a list of texts.")
     if row["id"] in seen:
@@ -228,7 +228,7 @@ def _task(row: Record, hops: list[dict[str, Any]]) -> Task:
         "id": row["id"],
         "question": row["question"],
         "answer": row["answer"],
-        "answer_aliases": row.get("answer_aliases", []),
+        "answer_aliases": row.get("answer_aliases") or [],
         "hops": len(hops),
         "supporting": [hop["paragraph"]["pid"] for hop in hops],
         "decomposition": hops,

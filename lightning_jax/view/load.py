@@ -93,11 +93,17 @@ class RunReader:
     @functools.cached_property
     def _tokenizer(self) -> tuple[Tokenizer | None, str]:
         """(the tokenizer of the run's model, why there is none)."""
+        why = ""
         try:
             config = load_config(Config, [str(self._directory / "config.yaml")], only=["model"])
             return load_tokenizer(config.model.name), ""
         except (ConfigError, ModelError) as error:
-            return None, f"no text of prompts and responses: {error}"
+            why = f"no text of prompts and responses: {error}"
+        # A relative name is seen from elsewhere; a run that has ended left the same tokenizer.
+        for exported in (self._directory / "policy").rglob("tokenizer.json"):
+            with contextlib.suppress(ModelError):
+                return load_tokenizer(str(exported.parent)), ""
+        return None, why
 
     @functools.cached_property
     def _config(self) -> tuple[Config | None, str]:

@@ -40,6 +40,7 @@ def _write(path: Path, texts: dict[str, str]) -> Path:
         for i, (title, text) in enumerate(texts.items())
     ]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    lines += "\n"  # nothing
     path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
     return path
 
@@ -89,7 +90,8 @@ def test_dense_finds_meaning(folders: Path, corpus: Path) -> None:
     index = _open(folders, corpus, "dense")
     assert _titles(index, "renewable power from panels", 1) == ["Solar energy"]
     assert _titles(index, "What money did the Finns use?", 1) == ["Finland"]
-    assert len(index.search("", 3)) == 3
+    for odd in ("", "half of a smile \ud83d"):
+        assert len(index.search(odd, 3)) == 3
     assert len(index.search("anything", 99)) == 5
 
 

@@ -18,6 +18,7 @@ ROWS: list[dict[str, Any]] = [
     {"id": "a", "question": "One?", "chain": "<result>1</result>", "result": "1", "source_ds": "x"},
     {"id": "b", "question": "Two thirds?", "chain": "", "result": "2/3 = around 0.666667"},
     {"id": "c", "question": "Which?", "chain": "", "result": "north", "source_ds": "x"},
+    {"id": "d", "question": "How?", "chain": "", "result": None, "source_ds": "x"},
 ]
 
 
@@ -54,7 +55,7 @@ def test_published_layouts(tmp_path: Path, name: str) -> None:
         ("a", "1", "x"),
         ("b", "2/3", "unknown"),
     ]
-    assert left_out == {"result_is_no_number": 1}
+    assert left_out == {"result_is_no_number": 2}
     assert [task["id"] for task in load(tmp_path, "dev")[0]] == ["a"]
 
 

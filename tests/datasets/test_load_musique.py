@@ -64,7 +64,9 @@ def released(tmp_path: Path) -> Path:
     rows = [
         _released_row(0),
         _released_row(1, answerable=False),
-        _released_row(2, paragraphs=_released_row(0)["paragraphs"] + other),
+        _released_row(
+            2, paragraphs=_released_row(0)["paragraphs"] + other, answer_aliases=None
+        ),
         _released_row(
             3, question_decomposition=[hops[0], hops[1] | {"paragraph_support_idx": None}]
         ),
@@ -109,6 +111,7 @@ def test_the_released_files(released: Path, tmp_path: Path) -> None:
     tasks, dropped = load_musique(released, "train", ALL, tmp_path / "cache")
     assert dropped == {"not_answerable": 1, "hop_without_paragraph": 1}
     assert [task["id"] for task in tasks] == ["2hop__0", "2hop__2"]
+    assert tasks[1]["answer_aliases"] == []
     assert tasks[0] == {
         "id": "2hop__0",
         "question": "Where did the designer of the Lap Engine work?",

@@ -54,6 +54,15 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path) -> None:
     }
 
 
+def test_a_mark_at_the_files_beginning_is_no_text(tmp_path: Path) -> None:
+    """As some programs of Windows write it."""
+    for name, text in (("a.jsonl", '{"q": 1}\r\n{"q": 2}\r\n'), ("a.json", '[{"q": 1}, {"q": 2}]')):
+        path = tmp_path / name
+        path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+        tasks = _load(path, "train")[0] + _load(path, "dev")[0]
+        assert sorted(task["q"] for task in tasks) == [1, 2]
+
+
 def test_a_compressed_file_is_read(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "tasks.jsonl.gz", "wt") as file:
         file.write('{"q": 1}\n\n{"q": 2}\n')

@@ -1,0 +1,70 @@
+"""What the settings only name: an agent's files and the tasks. A run that goes on with others is
+another run, as if a setting had changed.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_jax.config import Config
+from lightning_jax.types import Task
+
+NAME = "sources.json"  # in a run's directory
+
+
+def digests(
+    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+) -> dict[str, str]:
+    """A digest of each, under the setting that names it. Of an agent its own file counts, not what
+    that imports; of a task all but the values that say where something lies (an absolute path, a
+    URL), which may be another at each start.
+    """
+    agent = config.agent
+    named = {
+        "agent.reward": _file_of(agent.reward),
+        "warmup.demonstrations": _file_of(config.warmup.demonstrations),
+    }
+    if agent.command is None:
+        named["agent.function"] = _file_of(agent.function)
+    else:
+        named |= {f"agent.command's {word}": Path(word) for word in agent.command}
+    found = {
+        f"{name} (its file)": hashlib.sha256(path.read_bytes()).hexdigest()
+        for name, path in named.items()
+        if path is not None and path.is_file()
+    }
+    return found | {"train tasks": _of_tasks(train_tasks), "dev tasks": _of_tasks(dev_tasks)}
+
+
+def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:
+    """The names whose digest differs from the one saved there; none where nothing was saved."""
+    try:
+        old = json.loads((directory / NAME).read_text())
+    except (OSError, ValueError):
+        return []
+    return sorted(name for name in now if name in old and now[name] != old[name])
+
+
+def save_sources(directory: Path, now: dict[str, str]) -> None:
+    """Keeps them for the next start."""
+    (directory / NAME).write_text(json.dumps(now, indent=1) + "\n")
+
+
+def _file_of(reference: str | None) -> Path | None:
+    return Path(reference.rpartition(":")[0]) if reference else None
+
+
+def _of_tasks(tasks: Sequence[Task]) -> str:
+    whole = hashlib.sha256()
+    for task in tasks:
+        stays = {name: value for name, value in task.items() if not _is_place(value)}
+        whole.update(json.dumps(stays, sort_keys=True, default=repr).encode())
+    return whole.hexdigest()
+
+
+def _is_place(value: Any) -> bool:
+    is_url = isinstance(value, str) and value.startswith(("http://", "https://"))
+    return is_url or (isinstance(value, os.PathLike | str) and os.path.isabs(value))
