@@ -150,6 +150,7 @@ class ServeConfig:
             port=(0 <= self.port < 65536, "0 (any free port) to 65535"),
             max_len=(self.max_len >= 16, "at least 16 tokens"),
             steps_per_dispatch=(self.steps_per_dispatch >= 1, "at least 1"),
+            max_queue=(self.max_queue >= 0, "at least 0"),
             prefill_buckets=(
                 bool(self.prefill_buckets) and self.prefill_buckets[0] > 0,
                 "positive lengths",

@@ -9,6 +9,8 @@ from lightning_jax.models.load import LoadedModel, save_hf, whole_directory
 from lightning_jax.models.lora import merged, one_of
 from lightning_jax.models.transformer import Params
 
+EXPORTED = "policy.json"  # the step whose weights `policy` holds; while it is written, none
+
 
 def export(
     directory: Path, model: LoadedModel, policy: str, params: Params, adapters: Mapping[str, int]

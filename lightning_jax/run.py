@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from lightning_jax import distributed
 from lightning_jax.config import Config
-from lightning_jax.export import export
+from lightning_jax.export import EXPORTED, export
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.metrics import Metrics, MetricsLog, plot_curves
 from lightning_jax.models.load import LoadedModel
@@ -343,9 +343,11 @@ class Run:
 
     def export(self) -> Path:
         """Writes the policies for others to load, see `export.export`; where they are."""
+        (self.directory / EXPORTED).unlink(missing_ok=True)
         for name in self.config.weights:
             params = self.leader.call("whole_params", name)
             export(self.directory, self.model, name, params, self.config.adapters)
+        (self.directory / EXPORTED).write_text(f'{{"step": {self.step}}}\n')
         return self.directory / "policy"
 
 

@@ -79,6 +79,7 @@ async def train(
     if not distributed.is_leader():
         await asyncio.to_thread(_follow, _settled(config))
         return []
+    _tell_of_bias(config)
     async with open_run(config, train_tasks, dev_tasks) as run:
         with (
             logging_redirect_tqdm(),
@@ -173,6 +174,20 @@ async def open_run(
         at_end.enter_context(lasting_objects())
         run.connect(loops, Runner(agent, gateway, store, config.rollout, config.seed))
         yield run
+
+
+def _tell_of_bias(config: Config) -> None:
+    """Gradients are of the policy at temperature 1, whole; of others' samples they are biased."""
+    rollout = config.rollout
+    exact = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    named = [f"rollout.{name}" for name, value in exact.items() if getattr(rollout, name) != value]
+    if config.num_steps and named:
+        log.warning(
+            "%s: rollouts may be sampled from another distribution than the one that is trained; "
+            "then gradients are biased. Expected temperature 1, top_p 1 and top_k 0; see "
+            "docs/algorithms.md.",
+            ", ".join(named),
+        )
 
 
 @contextmanager

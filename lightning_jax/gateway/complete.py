@@ -167,10 +167,13 @@ async def _follow(index: int, generation: Generation, on_chunk: OnChunk | None) 
         async for chunk in generation:
             await on_chunk(index, chunk)
     completion = await generation.result()
-    if completion.finish_reason in ("error", "cancelled"):
-        raise EngineError(
-            f"the generation ended as {completion.finish_reason}; send the call again."
+    if completion.finish_reason == "error":
+        raise GrammarError(
+            "the schema cannot be followed to its end, as the server's log says; expected one that "
+            "is smaller or contradicts itself nowhere."
         )
+    if completion.finish_reason == "cancelled":
+        raise EngineError("the generation was cancelled; send the call again.")
     return completion
 
 

@@ -1,7 +1,7 @@
 """Grammars for what a request demands: a call of a tool, or an answer of a JSON schema."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_jax.gateway.request import Function, PolicyRequest
@@ -73,17 +73,26 @@ def closed(schema: Any) -> Any:
 
     All that fits the result fits the schema. JSON schema lets objects have properties of any name,
     and a policy that may invent them has no reason to stop. Objects that are made of several
-    schemas are left as they are, because each would forbid the others' properties.
+    schemas are left as they are, because each would forbid the others' properties; so are
+    definitions that such objects are made of.
     """
+    return _closed(schema, frozenset(_combined_definitions(schema)))
+
+
+def _closed(schema: Any, open_definitions: frozenset[str]) -> Any:
     if isinstance(schema, list):
-        return [closed(item) for item in schema]
+        return [_closed(item, open_definitions) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    parts = ("items", "prefixItems", *(() if "properties" in schema else ("anyOf", "oneOf")))
+    alone = not any(key in schema for key in ("properties", "allOf", "$ref"))
+    parts = ("items", "prefixItems", *(("anyOf", "oneOf") if alone else ()))
     inner = {
-        key: {name: closed(part) for name, part in value.items()}
+        key: {
+            name: part if f"#/{key}/{name}" in open_definitions else _closed(part, open_definitions)
+            for name, part in value.items()
+        }
         if key in ("properties", "$defs", "definitions") and isinstance(value, dict)
-        else closed(value)
+        else _closed(value, open_definitions)
         if key in parts
         else value
         for key, value in schema.items()
@@ -91,3 +100,21 @@ def closed(schema: Any) -> Any:
     if "properties" in inner and not any(key in inner for key in _COMBINED):
         inner.setdefault("additionalProperties", False)
     return inner
+
+
+def _combined_definitions(schema: Any) -> Iterator[str]:
+    """The definitions, as `$ref` names them, that an object has beside other parts."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _combined_definitions(item)
+    if not isinstance(schema, dict):
+        return
+    several = schema.get("allOf", [])
+    parts = several if isinstance(several, list) else []
+    if any(key in schema for key in ("properties", "allOf", "anyOf", "oneOf")):
+        parts = [*parts, schema]
+    for part in parts:
+        if isinstance(part, dict) and isinstance(part.get("$ref"), str):
+            yield part["$ref"]
+    for value in schema.values():
+        yield from _combined_definitions(value)

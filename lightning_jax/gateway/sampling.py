@@ -31,7 +31,8 @@ def sampling_params(
                 temperature=_first(settings and settings.temperature, request.temperature),
                 top_p=_first(settings and settings.top_p, request.top_p),
                 top_k=_first(settings and settings.top_k, request.top_k),
-                min_p=request.min_p,
+                # A filter as top_p is one; rollouts that train have those of the settings alone.
+                min_p=request.min_p if settings is None or settings.top_p is None else 0.0,
                 seed=derive_seed(seed, index) if index else seed,
                 stop=request.stop,
                 logit_bias=request.logit_bias,

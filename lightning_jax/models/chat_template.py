@@ -70,9 +70,11 @@ def _compiled(template: str) -> jinja2.Template:
     return environment.from_string(template)
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
     # jinja2's own filter escapes <, > and & for HTML, and would change what the model reads.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _raise(message: str) -> None:

@@ -86,6 +86,12 @@ def read_params(reader: gguf.GGUFReader, config: DecoderConfig, dtype: Any) -> P
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
     leaves = {}
+    known = {place.gguf for place in places(config)}
+    if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in known):
+        raise ModelError(
+            f"the GGUF file has {unread[0]}, which no {config.family} model here computes with; "
+            "expected none. Choose another model."
+        )
     for place in places(config):
         if place.gguf not in tensors:
             raise ModelError(

@@ -75,12 +75,12 @@ def read_config(directory: Path) -> DecoderConfig:
 
 def _refuse_variants(path: Path, fields: dict[str, Any]) -> None:
     expected = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    expected["use_sliding_window"] = False
+    expected |= {"use_sliding_window": False, "quantization_config": None}
     for name, value in expected.items():
         if fields.get(name, value) != value:
             raise ModelError(
-                f"{path} says {name}={fields[name]!r}; expected {value!r}, all that this decoder "
-                "computes. Choose another model."
+                f"{path} says {name}={str(fields[name])[:80]}; expected {value!r}, all that this "
+                "decoder computes. Choose another model."
             )
 
 

@@ -75,7 +75,7 @@ def product(left: Any, right: Any, axes: tuple[int, int]) -> Float32[Array, "...
     """The float32 sums over these axes of both; where one is bfloat16, both are rounded to it."""
     narrow = _narrowest(left.dtype, right.dtype)
     left, right = left.astype(narrow), right.astype(narrow)
-    is_vector = left.ndim > 1 and left.size == left.shape[axes[0]]
+    is_vector = axes[0] != 0 and left.ndim > 1 and left.size == left.shape[axes[0]]
     if narrow == jnp.float32 or not is_vector:
         return _sums(left, right, axes)
     # On a CPU a product of one row of bfloat16 takes ten times as long as one of two.

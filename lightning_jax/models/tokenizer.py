@@ -139,6 +139,9 @@ def from_hf(directory: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises nothing narrower
         raise TokenizerError(f"{path} is not a readable tokenizer: {error}") from error
+    # What training left there would cut or lengthen every prompt.
+    backend.no_truncation()
+    backend.no_padding()
     settings = _read_json(directory / "tokenizer_config.json")
     special = {name: _token_text(settings[name]) for name in _NAMES if settings.get(name)}
     eos = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
@@ -224,4 +227,9 @@ class StreamDecoder:
 
     def _fresh_text(self) -> str:
         before = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._fresh)[len(before) :]
+        whole = self._tokenizer.decode(self._context + self._fresh)
+        # A vocabulary that falls back to bytes decodes a run of them as a whole, and so what came
+        # before may read otherwise beside what is fresh.
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return self._tokenizer.decode(self._fresh)

@@ -114,6 +114,9 @@ def _restore(
 ) -> KVCache:
     segments = []
     for segment, first, end in _blocks_of_segments(cache, len(page_ids)):
+        if first >= end:  # a row's last tokens, fewer than a page
+            segments.append(segment)
+            continue
 
         def step(i: Any, segment: KVCache, first: int = first) -> KVCache:
             return _copy_page(pool, (page_ids[i], 0), segment, (slot, (i - first) * PAGE))
@@ -131,6 +134,8 @@ def _store(
     count: Int32[Array, ""],
 ) -> KVCache:
     for segment, begin, end in _blocks_of_segments(cache, len(page_ids)):
+        if begin >= end:
+            continue
 
         def step(i: Any, pool: KVCache, segment: KVCache = segment, begin: int = begin) -> KVCache:
             return _copy_page(segment, (slot, (i - begin) * PAGE), pool, (page_ids[i - first], 0))

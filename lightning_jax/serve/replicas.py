@@ -24,6 +24,7 @@ from lightning_jax.types import SamplingParams
 log = logging.getLogger(__name__)
 
 BLOCK = 64  # tokens; beginnings are known in multiples of it
+FAILED = 2**31  # the load of an engine that answers no more
 MOST_BLOCKS = 2**16  # remembered, those used last; 4 million tokens
 
 
@@ -127,7 +128,8 @@ class ReplicatedLoop:
         self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
     ) -> Generation:
         """As `EngineLoop.submit`."""
-        loads = [loop.num_open for loop in self._loops]
+        # One that has failed has nothing to do, and would get all.
+        loads = [loop.num_open if loop.status != "failed" else FAILED for loop in self._loops]
         chosen = self._loops[self._router.choose(prompt_ids, loads)]
         return chosen.submit(prompt_ids, sampling, adapter)
 

@@ -91,6 +91,9 @@ def sample(
     )
 
 
+SMALLEST_TOP_P = 1e-7  # below it a float32 product would become 0, which no token reaches
+
+
 def keep_mask(
     scaled: Float[Array, "S V"],
     top_p: Float[Array, " S"],
@@ -105,6 +108,7 @@ def keep_mask(
     weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
     kept_weights = jnp.where(keep, weights, 0.0)
     # At top_p 1 the sum may miss the target by rounding, so such rows are left alone.
+    top_p = jnp.maximum(top_p, SMALLEST_TOP_P)
     nucleus = _threshold(ranks, kept_weights, top_p * jnp.sum(kept_weights, axis=-1))
     keep &= (ranks >= nucleus[:, None]) | (top_p >= 1)[:, None]
     return keep & (weights >= min_p[:, None])  # the largest weight is 1

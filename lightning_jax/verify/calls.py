@@ -27,9 +27,14 @@ def stored_calls(store: Store) -> tuple[list[StoredCall], dict[str, int]]:
     """The calls that hold tokens, by rollout; and how many do not, by reason."""
     calls: list[StoredCall] = []
     left_out: Counter[str] = Counter()
-    for rollout_id in (*(rollout.rollout_id for rollout in store.rollouts()), None):
+    rollouts = store.rollouts()
+    superseded = {rollout.rollout_id for rollout in rollouts if rollout.superseded}
+    for rollout_id in (*(rollout.rollout_id for rollout in rollouts), None):
         spans = store.spans(rollout_id)
         transitions, reasons = spans_to_transitions(spans)
+        if rollout_id in superseded:  # of weights that the run has thrown away since
+            left_out["superseded"] += len(transitions)
+            continue
         left_out.update(reasons)
         by_id = {span.span_id: span for span in spans}
         calls += [StoredCall(call, _is_plain(call.call_id, by_id)) for call in transitions]

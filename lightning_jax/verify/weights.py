@@ -5,6 +5,7 @@ checkpoints and of the exported policy can be had again.
 """
 
 import contextlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from lightning_jax.checkpoint import Checkpointer
 from lightning_jax.config import Config
+from lightning_jax.export import EXPORTED
 from lightning_jax.models.load import load_model
 from lightning_jax.models.lora import overlay, trained_part
 from lightning_jax.models.transformer import Params
@@ -37,10 +39,9 @@ def find_sources(
         sources = {0: Source(label + config.model.name, lambda initial: initial)}
     else:
         sources = {0: Source(label + base, _loads(base, config))}
-    # An exported policy does not say its version. It is the last one's if the run is at its end.
     # Of several adapters each is merged apart: no one set of weights is all of them.
     exported = run_dir / "policy" / policy
-    if last_version == config.total_steps > 0 and not config.adapters and exported.is_dir():
+    if _exported_step(run_dir) == last_version > 0 and not config.adapters and exported.is_dir():
         # A single adapter is merged there, and one over it is zero.
         name = f"{label}policy{f'/{policy}' if policy else ''}"
         sources[last_version] = Source(name, _loads(str(exported), config))
@@ -57,6 +58,13 @@ def find_sources(
                 name = f"{label}checkpoints/{step}"
                 sources[step] = Source(name, partial(restore, step=step))
     return sources
+
+
+def _exported_step(run_dir: Path) -> int | None:
+    try:
+        return json.loads((run_dir / EXPORTED).read_text())["step"]
+    except FileNotFoundError:
+        return None
 
 
 def _loads(name: str, config: Config) -> Callable[[Params], Params]:

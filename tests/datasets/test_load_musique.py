@@ -64,9 +64,7 @@ def released(tmp_path: Path) -> Path:
     rows = [
         _released_row(0),
         _released_row(1, answerable=False),
-        _released_row(
-            2, paragraphs=_released_row(0)["paragraphs"] + other, answer_aliases=None
-        ),
+        _released_row(2, paragraphs=_released_row(0)["paragraphs"] + other, answer_aliases=None),
         _released_row(
             3, question_decomposition=[hops[0], hops[1] | {"paragraph_support_idx": None}]
         ),

@@ -10,7 +10,7 @@ from templates import TEMPLATES, tokenizer_with
 from lightning_jax.gateway.guarantee import closed, grammar_of
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
 from lightning_jax.gateway.tool_formats import FORMATS, ToolFormat
-from lightning_jax.serve.constraint import GrammarCompiler, GrammarError
+from lightning_jax.serve.constraint import GrammarCompiler, GrammarError, json_grammar
 from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.tracing.convert import spans_to_transitions
 
@@ -150,6 +150,28 @@ async def test_a_schema_that_cannot_be_kept_is_refused(bench: Bench) -> None:
     status, reply, _ = await bench.post(body, base=bench.rollout().base_url)
     assert (status, reply["error"]["code"]) == (400, "invalid_schema")
     assert "unicorn" in reply["error"]["message"]
+
+
+async def test_a_schema_that_fails_on_the_way_is_the_callers_fault(bench: Bench) -> None:
+    many = {"type": "object", "properties": {f"f{i}": {"type": "string"} for i in range(600)}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": many}}
+    body = {"model": "policy", "messages": ASK, "response_format": wanted, "max_tokens": 20}
+    status, reply, _ = await bench.post(body, base=bench.rollout().base_url)
+    assert (status, reply["error"]["code"]) == (400, "invalid_schema")
+    assert "cannot be followed" in reply["error"]["message"]
+
+
+def test_a_definition_that_others_build_on_stays_open() -> None:
+    base = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
+    own = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    reference = {"$ref": "#/$defs/Base"}
+    for schema in ({"allOf": [reference, own]}, own | reference):
+        whole = json_grammar(closed(schema | {"$defs": {"Base": base}}))
+        assert _accepts(whole, '{"id": 1, "name": "x"}') or _accepts(
+            whole, '{"name": "x", "id": 1}'
+        )
+    alone = closed({"properties": {"a": reference}, "$defs": {"Base": base}})
+    assert alone["$defs"]["Base"]["additionalProperties"] is False
 
 
 def test_objects_are_closed_where_that_is_safe() -> None:

@@ -1,6 +1,7 @@
 """Round trips, chat templates, streaming text, and files that are wrong."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from lightning_jax.models import tokenizer as tokenizer_module
 from lightning_jax.models.chat_template import TemplateError, render
@@ -183,3 +184,26 @@ def test_llama_3_takes_a_known_word_as_it_is() -> None:
         for pre in ("llama-bpe", "gpt-2")
     }
     assert found == {"llama-bpe": ["abc"], "gpt-2": ["a", "bc"]}
+
+
+def test_streaming_a_vocabulary_that_falls_back_to_bytes() -> None:
+    """Llama 2's decodes neighbouring byte tokens as a whole."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(backend, eos_ids=[0], special_tokens={})
+    for text in ("日本語", "a😀😀", "naïve é"):
+        stream = StreamDecoder(tokenizer)
+        pieces = [stream.push(1 + byte) for byte in text.encode()]
+        assert "".join(pieces) + stream.flush() == text
+
+
+def test_limits_that_training_left_in_the_file_are_not_ours(tmp_path: Path) -> None:
+    ours = tiny_tokenizer()
+    ours.save(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=12)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    text = "more than four tokens"
+    assert from_hf(tmp_path).encode(text, special=False) == ours.encode(text, special=False)

@@ -74,6 +74,17 @@ def test_blocks_go_to_pages_and_back_to_another_row(kind: str, platform: str):
     np.testing.assert_array_equal(after, expected)
 
 
+@pytest.mark.parametrize("max_len", [257, 520])  # a last segment of less than a page
+def test_a_row_may_have_any_length(max_len: int):
+    pages = copier(ServeConfig(slots=2, max_len=max_len))
+    cache, pool = numbers(2, row_length(max_len, "cpu"), devices("one"), "cpu"), pages.init_pool()
+    before = token_rows(cache)
+    pool = pages.store(pool, (3, 1), cache, 1, 14)
+    np.testing.assert_array_equal(token_rows(pool)[3], before[1, 14 * PAGE :][:PAGE])
+    after = token_rows(pages.restore(cache, 0, pool, (3, 1)))
+    np.testing.assert_array_equal(after[0, : 2 * PAGE], before[1, 14 * PAGE : 16 * PAGE])
+
+
 def test_pages_on_both_sides_of_a_border_between_segments(platform: str):
     pages = copier(ServeConfig(slots=2, max_len=600))
     length = row_length(600, platform)

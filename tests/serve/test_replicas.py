@@ -106,8 +106,12 @@ def test_new_weights_reach_every_copy(loops: tuple[ReplicatedLoop, EngineLoop]) 
 def test_a_copy_that_fails_shows_and_all_can_be_closed() -> None:
     copies = make(MeshConfig(data=2, fsdp=1))
     assert copies.status == "ok"
+    for each in copies._loops:
+        each.start()
     copies._loops[1].close()
     assert copies.status == "failed"
+    for first in range(3):  # the one that is well answers
+        assert len(ask(copies, [(first, 2)])) == 1
     copies.close()
     with pytest.raises(EngineError, match="closed"):
         ask(copies, [(1, 2)])

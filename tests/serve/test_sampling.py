@@ -142,3 +142,11 @@ def test_a_vocabulary_of_several_blocks():
     tokens = np.asarray(draw(probs).tokens)
     assert set(tokens.tolist()) == {255, 599}
     assert abs(np.mean(tokens == 599) - 0.75) < 0.035
+
+
+def test_the_smallest_top_p_keeps_the_likeliest():
+    scaled = jnp.log(jnp.array([[0.2, 0.5, 0.3]]))
+    ones, off = jnp.ones(1), jnp.zeros(1)
+    for top_p in (1e-5, 1e-38, 1e-45):
+        keep = keep_mask(scaled, top_p * ones, jnp.zeros(1, jnp.int32), off)
+        assert keep.tolist() == [[False, True, False]]

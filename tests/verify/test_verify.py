@@ -14,6 +14,7 @@ from test_trainer import TASKS, _config
 from lightning_jax.cli import main
 from lightning_jax.config import CheckpointConfig, EvalConfig, OptimizerConfig, RolloutConfig
 from lightning_jax.models.load import save_hf
+from lightning_jax.store import Store
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.tracing import attributes as names
 from lightning_jax.trainer import train
@@ -79,6 +80,15 @@ def test_without_checkpoints_the_exported_policy_is_the_last_version(run: Path) 
     report = verify(run)
     assert [(v.version, v.weights) for v in report.versions][1:] == [(3, "policy")]
     assert report.not_compared == {"weights_not_kept": 16} and report.off == []
+    (run / "policy.json").write_text('{"step": 2}')  # the run went on, and was not exported again
+    assert verify(run).not_compared == {"weights_not_kept": 18}
+
+
+def test_calls_that_the_run_has_set_aside_are_counted(run: Path) -> None:
+    with contextlib.closing(Store(run / "store.sqlite")) as store:
+        store.supersede(2)
+    report = verify(run)
+    assert report.not_compared["superseded"] > 0 and report.off == []
 
 
 def test_one_falsified_number_is_named(
