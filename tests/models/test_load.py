@@ -175,6 +175,7 @@ def test_wrong_gguf_files_are_refused(tmp_path):
         ({"model_type": "gpt_oss"}, "model_type='gpt_oss'; expected one of"),
         ({"hidden_size": None}, r"lacks \['hidden_size'\]"),
         ({"attention_bias": True}, "attention_bias=True; expected False"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "'quant_method': 'fp8'}; expected None"),
         (
             {"rope_scaling": {"rope_type": "yarn"}},
             "rope_type='yarn'; expected 'default' or 'llama3'",

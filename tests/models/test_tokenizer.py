@@ -123,6 +123,16 @@ def test_templates_render_as_transformers_renders_them(name):
     assert ours == theirs
 
 
+def test_a_template_may_say_how_json_is_written():
+    for options, written in (
+        ("", '"é"'),
+        ("(ensure_ascii=False)", '"é"'),
+        ("(ensure_ascii=True)", '"\\u00e9"'),
+    ):
+        assert render(f"{{{{ 'é' | tojson{options} }}}}", MESSAGES) == written
+    assert render("{{ [1] | tojson(indent=1) }}", MESSAGES) == "[\n 1\n]"
+
+
 def test_a_template_can_refuse_and_cannot_reach_python():
     with pytest.raises(TemplateError, match=r"rejects these 2 messages \(only users\)"):
         render("{{ raise_exception('only users') }}", MESSAGES)

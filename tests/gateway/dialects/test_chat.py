@@ -54,7 +54,7 @@ def test_every_sampling_field_arrives() -> None:
 def test_a_rollouts_settings_override_the_agent() -> None:
     settings = RolloutSettings("r", 7, temperature=1.0, top_p=1.0, top_k=0, max_tokens=20)
     rollout = OpenRollout(settings)
-    chat = _parse(temperature=0.0, top_p=0.5, top_k=3, max_tokens=30, seed=1)
+    chat = _parse(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1, max_tokens=30, seed=1)
     (first,) = _sampling(chat, rollout, room=100)
     assert first == SamplingParams(max_tokens=20, seed=derive_seed(7, 0))
     (second,) = _sampling(chat, rollout, room=100)
@@ -62,6 +62,7 @@ def test_a_rollouts_settings_override_the_agent() -> None:
     agent_decides = OpenRollout(RolloutSettings("r", 7))
     (third,) = _sampling(chat, agent_decides, room=5)
     assert (third.temperature, third.top_p, third.top_k, third.max_tokens) == (0.0, 0.5, 3, 5)
+    assert (first.min_p, third.min_p) == (0.0, 0.1)
     assert third.seed == first.seed
     greedy = OpenRollout(RolloutSettings("r", 7, temperature=0.0))
     assert _sampling(_parse(), greedy, room=5)[0].temperature == 0.0
