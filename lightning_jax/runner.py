@@ -25,7 +25,7 @@ from typing import Any
 from lightning_jax.config import ConfigError, RolloutConfig
 from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.gateway.rollouts import derive_seed
-from lightning_jax.store import Store
+from lightning_jax.store import CRASH, Store
 from lightning_jax.tracing.tracer import below_root, root_span
 from lightning_jax.types import FINISHED, LLM, Rollout, RolloutStatus, Task, UserError
 
@@ -214,17 +214,19 @@ class Runner:
             return newest
         attempt = newest.attempt if newest else 0
         last = attempt + self.config.max_attempts
+        # One that ended with its process is made again as it would have been.
+        num_lost = sum(rollout.reason == CRASH for rollout in known)
         while True:
             attempt += 1
-            rollout = await self._attempt(request, attempt)
+            rollout = await self._attempt(request, attempt, draw=attempt - num_lost)
             if rollout.status in FINISHED or attempt == last:
                 return rollout
             log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
 
-    async def _attempt(self, request: RolloutRequest, attempt: int) -> Rollout:
+    async def _attempt(self, request: RolloutRequest, attempt: int, *, draw: int) -> Rollout:
         rollout = request.rollout(attempt)
         self.store.add_rollout(rollout)
-        llm = self.gateway.open_rollout(self._settings(rollout))
+        llm = self.gateway.open_rollout(self._settings(rollout, draw))
         self.store.set_status(rollout.rollout_id, "running")
         start_ns = time.time_ns()
         try:
@@ -278,11 +280,11 @@ class Runner:
             return _failure(type(error).__name__, _detail(error))
         return outcome_of(result, self.gateway.posted_reward(rollout_id))
 
-    def _settings(self, rollout: Rollout) -> RolloutSettings:
+    def _settings(self, rollout: Rollout, draw: int) -> RolloutSettings:
         greedy = rollout.phase == "eval"
         return RolloutSettings(
             rollout_id=rollout.rollout_id,
-            seed=derive_seed(self.seed, rollout.group_id, rollout.index, rollout.attempt),
+            seed=derive_seed(self.seed, rollout.group_id, rollout.index, draw),
             temperature=0.0 if greedy else self.config.temperature,
             top_p=1.0 if greedy else self.config.top_p,
             top_k=0 if greedy else self.config.top_k,

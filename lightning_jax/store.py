@@ -26,6 +26,8 @@ LEGAL_TRANSITIONS: dict[RolloutStatus | None, frozenset[RolloutStatus]] = {
     "infrastructure_failure": frozenset(),
 }
 
+CRASH = "crash"  # the reason of a rollout that ended with its process
+
 ROLLOUT_COLUMNS = (
     "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, reason, detail, "
     "metrics, superseded"
@@ -147,9 +149,10 @@ class Store:
         """
         with self._transaction() as db:
             return db.execute(
-                "UPDATE rollouts SET status = 'infrastructure_failure', reason = 'crash', "
+                "UPDATE rollouts SET status = 'infrastructure_failure', reason = ?, "
                 "detail = 'the run ended while this rollout was ' || status "
-                "WHERE status IN ('queued', 'running')"
+                "WHERE status IN ('queued', 'running')",
+                (CRASH,),
             ).rowcount
 
     def supersede(self, step: int) -> None:

@@ -197,6 +197,22 @@ async def test_a_rollout_repeats_with_its_seed(tmp_path: Path) -> None:
     assert responses[0] == responses[1]
 
 
+async def test_a_rollout_that_a_crash_broke_off_is_made_again_as_it_was(tmp_path: Path) -> None:
+    responses = []
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+        async with _runner(tmp_path / name, "run") as runner:
+            request = make_requests(TASKS[:1], "train", 0, 1)[0]
+            if name == "broken":
+                lost = request.rollout(1)
+                runner.store.add_rollout(lost)
+                runner.store.abandon_running()
+            rollout = await runner.run(request)
+            _, span = runner.store.spans(rollout.rollout_id)
+            responses.append(span.attributes["lightning.response_token_ids"])
+    assert rollout.attempt == 2 and responses[0] == responses[1]
+
+
 @pytest.mark.parametrize(
     ("reference", "words"),
     [
