@@ -93,7 +93,6 @@ class RunReader:
     @functools.cached_property
     def _tokenizer(self) -> tuple[Tokenizer | None, str]:
         """(the tokenizer of the run's model, why there is none)."""
-        why = ""
         try:
             config = load_config(Config, [str(self._directory / "config.yaml")], only=["model"])
             return load_tokenizer(config.model.name), ""
