@@ -54,6 +54,7 @@ from lightning_jax.serve.replicas import replicate, split_by_data
 from lightning_jax.sources import changed_sources, digests, save_sources
 from lightning_jax.step_metrics import summary
 from lightning_jax.store import Store
+from lightning_jax.tracing.convert import COLDEST
 from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)
@@ -177,16 +178,21 @@ async def open_run(
 
 
 def _tell_of_bias(config: Config) -> None:
-    """Gradients are of the policy at temperature 1, whole; of others' samples they are biased."""
+    """Gradients are of the whole policy at a call's temperature; others' samples bias them."""
     rollout = config.rollout
-    exact = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    named = [f"rollout.{name}" for name, value in exact.items() if getattr(rollout, name) != value]
+    exact = {
+        "temperature": rollout.temperature is not None and rollout.temperature >= COLDEST,
+        "top_p": rollout.top_p == 1.0,
+        "top_k": rollout.top_k == 0,
+    }
+    named = [f"rollout.{name}" for name, is_exact in exact.items() if not is_exact]
     if config.num_steps and named:
         log.warning(
             "%s: rollouts may be sampled from another distribution than the one that is trained; "
-            "then gradients are biased. Expected temperature 1, top_p 1 and top_k 0; see "
-            "docs/algorithms.md.",
+            "then gradients are biased. Expected a temperature of %s or more, top_p 1 and top_k 0; "
+            "see docs/algorithms.md.",
             ", ".join(named),
+            COLDEST,
         )
 
 

@@ -92,8 +92,8 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished response of the engine, token by token. Left out, `forced` is all False and
-    `top_logprobs` empty for each token.
+    """One finished response of the engine, token by token. Left out, `forced` is all False,
+    `top_logprobs` empty for each token and `tempered_logprobs` what `behavior_logprobs` is.
     """
 
     token_ids: tuple[int, ...]  # as sampled, the end-of-turn token included
@@ -105,15 +105,20 @@ class Completion:
     forced: tuple[bool, ...] = ()  # True where the grammar left the sampler no choice
     top_logprobs: tuple[TopLogprobs, ...] = ()  # of the policy, as `behavior_logprobs`
     prompt_scores: PromptScores | None = None  # where asked for
+    # Of the policy at the request's temperature (1 where greedy), unfiltered and unbiased.
+    tempered_logprobs: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _fill(self, "forced", False, like="token_ids")
         _fill(self, "top_logprobs", (), like="token_ids")
+        if not self.tempered_logprobs:
+            object.__setattr__(self, "tempered_logprobs", self.behavior_logprobs)
         _same_length(
             self,
             "token_ids",
             "behavior_logprobs",
             "sampling_logprobs",
+            "tempered_logprobs",
             "policy_versions",
             "forced",
             "top_logprobs",
@@ -138,6 +143,9 @@ class Span:
 class Transition:
     """One LLM call of one agent. Ids come from the server that sampled them; text is never
     re-tokenized. Left out, `forced` is all False.
+
+    It is learned from at its `temperature`, which `tempered_logprobs` are of; () at 1, where they
+    are the behaviour log-probs.
     """
 
     call_id: str  # the span's id
@@ -155,6 +163,8 @@ class Transition:
     role: str = ""  # the part it plays, one of the config's `roles`; "" if none fits
     trains: bool = True  # False: it is part of the environment
     answered_by: str = ""  # which of several policies sampled it; "": there is but one, or none did
+    temperature: float = 1.0
+    tempered_logprobs: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _fill(self, "forced", False, like="response_token_ids")
@@ -165,6 +175,7 @@ class Transition:
             "sampling_logprobs",
             "policy_versions",
             "forced",
+            *(["tempered_logprobs"] if self.temperature != 1.0 else []),
         )
         if not self.prompt_token_ids:
             raise ValueError(
@@ -221,6 +232,8 @@ class TrainingSequence:
     # the weights. None: there is one policy, or it is among its own.
     adapter: int | None = None
     pair: int | None = None  # of DPO: which of the step's pairs its rollout is in
+    # The policy that learns is the one whose logits are divided by it; the log-probs are of that.
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         _fill(self, "loss_mask", True, like="response_token_ids")
@@ -249,6 +262,9 @@ class DistinctTargets:
     nodes: Leaf  # int32 [B, R], index into the row of the node that predicts
     ids: Leaf  # int32 [B, R], the token; -1 where there is no pair
     of_targets: Leaf  # int32 [B, R], for each target the place of its pair
+    # float32 [B, R], by which a pair's logits are divided; pairs that differ in it are two.
+    # None: all are 1.
+    temperatures: Leaf = None
 
 
 @jax.tree_util.register_dataclass

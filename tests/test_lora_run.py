@@ -60,10 +60,11 @@ def test_a_toy_task_is_learned_by_adapters_alone(model_dir: Path, tmp_path: Path
 
 def test_adapters_are_served_saved_verified_and_exported(model_dir: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    rollout = RolloutConfig(tasks_per_step=2, group_size=4)
+    rollout = RolloutConfig(tasks_per_step=2, group_size=4, temperature=0.8)
     config = settings(model_dir, run, num_steps=3, rollout=rollout)
     rows = asyncio.run(train(config, TASKS, TASKS))
-    # The engine decodes with the adapters that it was sent: its log-probs are the trainer's.
+    # The engine decodes with the adapters that it was sent: its log-probs are the trainer's, which
+    # takes them at the same temperature.
     assert max(row.get("train/mismatch_kl", 0.0) for row in rows) < 1e-5
     base = load_model(str(model_dir))
     numbers = num_params(adapted(base, LORA, 0).config) - num_params(base.config)

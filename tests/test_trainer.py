@@ -502,5 +502,7 @@ def test_steps_without_a_finite_gradient_stop_the_run(tmp_path: Path, model_dir:
 def test_samples_of_another_distribution_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     trainer._tell_of_bias(Config(num_steps=1))
     assert caplog.messages == []
-    trainer._tell_of_bias(Config(num_steps=1, rollout=RolloutConfig(temperature=0.6, top_k=5)))
+    trainer._tell_of_bias(Config(num_steps=1, rollout=RolloutConfig(temperature=0.6)))
+    assert caplog.messages == []  # gradients are taken at that temperature
+    trainer._tell_of_bias(Config(num_steps=1, rollout=RolloutConfig(temperature=0.0, top_k=5)))
     assert caplog.messages[0].startswith("rollout.temperature, rollout.top_k: rollouts may be samp")

@@ -223,7 +223,6 @@ def _request_attributes(call: Call) -> dict[str, Any]:
             names.RESPONSE_ID: call.call_id,
             names.REQUEST_CHOICE_COUNT: count if count > 1 else None,
             names.REQUEST_MAX_TOKENS: first.max_tokens,
-            names.REQUEST_TEMPERATURE: first.temperature,
             names.REQUEST_TOP_P: first.top_p,
             names.REQUEST_TOP_K: first.top_k,
             names.REQUEST_MIN_P: first.min_p,
@@ -246,6 +245,7 @@ def _identity(call: Call, choice: Choice) -> dict[str, Any]:
         names.AGENT: call.agent,
         names.POLICY: call.policy,
         names.PROMPT_TOKEN_IDS: Numbers(choice.prompt_ids),
+        names.REQUEST_TEMPERATURE: choice.sampling.temperature,
     } | {name: value for name, value in where_known.items() if value}
 
 
@@ -258,7 +258,7 @@ def _record(
 ) -> None:
     """Ends the call's span with what came out; each of several choices gets a child span."""
     if len(completions) == 1:
-        span.set_attributes(_response_attributes(completions[0]))
+        span.set_attributes(_response_attributes(call.choices[0], completions[0]))
         span.end()
         return
     for index, completion in enumerate(completions):
@@ -270,7 +270,7 @@ def _record(
         child = tracer.start_span(
             "choice",
             context=child_context(span),
-            attributes=known(identity) | _response_attributes(completion),
+            attributes=known(identity) | _response_attributes(call.choices[index], completion),
             start_time=start_ns,
         )
         child.end()
@@ -279,9 +279,11 @@ def _record(
     span.end()
 
 
-def _response_attributes(completion: Completion) -> dict[str, Any]:
-    forced = {names.FORCED: Numbers(completion.forced)} if any(completion.forced) else {}
-    return forced | {
+def _response_attributes(choice: Choice, completion: Completion) -> dict[str, Any]:
+    some = {names.FORCED: Numbers(completion.forced)} if any(completion.forced) else {}
+    if choice.sampling.temperature not in (0.0, 1.0):
+        some |= {names.TEMPERED_LOGPROBS: Numbers(completion.tempered_logprobs)}
+    return some | {
         names.RESPONSE_FINISH_REASONS: (completion.finish_reason,),
         names.USAGE_OUTPUT_TOKENS: len(completion.token_ids),
         names.RESPONSE_TOKEN_IDS: Numbers(completion.token_ids),

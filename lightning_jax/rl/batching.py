@@ -89,12 +89,13 @@ def make_sequences(
                 TrainingSequence(
                     prompt_token_ids=transition.prompt_token_ids,
                     response_token_ids=transition.response_token_ids,
-                    behavior_logprobs=transition.behavior_logprobs,
+                    behavior_logprobs=transition.tempered_logprobs or transition.behavior_logprobs,
                     advantage=advantage,
                     weight=weight,
                     loss_mask=tuple(not forced for forced in transition.forced),
                     states=of_call,
                     adapter=adapters[transition.answered_by] if adapters else None,
+                    temperature=transition.temperature,
                 )
             )
     return sequences
@@ -143,7 +144,8 @@ def make_batches(
     rows = _pack(paths, [sequence for _, sequence in kept], config)
     has_states = any(sequence.states is not None for sequence in sequences)
     has_adapters = any(sequence.adapter is not None for sequence in sequences)
-    empty = functools.partial(_empty_row, config, has_states, has_adapters)
+    is_tempered = any(sequence.temperature != 1.0 for sequence in sequences)
+    empty = functools.partial(_empty_row, config, has_states, has_adapters, is_tempered)
     filled = [_fill_row(empty(), row, kept, paths) for row in rows]
     # Rows of one batch have about as many pairs, so that their empty head chunks coincide.
     filled.sort(key=_num_distinct, reverse=True)
@@ -218,7 +220,7 @@ def _fill_row(
     nodes = _lay_out([paths[i] for i in row.members], out.tokens, out.positions, out.ends)
     if out.adapters is not None:
         out.adapters[...] = sequences[row.members[0]][1].adapter or 0
-    start = 0
+    start, temperatures = 0, np.ones(out.target_ids.shape)
     for i, path_nodes in zip(row.members, nodes, strict=True):
         call, sequence = sequences[i]
         trained = np.flatnonzero(sequence.loss_mask)
@@ -232,6 +234,7 @@ def _fill_row(
         out.behavior_logprobs[where] = np.asarray(sequence.behavior_logprobs)[trained]
         out.advantages[where] = sequence.advantage
         out.weights[where] = sequence.weight
+        temperatures[where] = sequence.temperature
         if sequence.states is not None:
             at = slice(start, start + len(sequence.states.positions))
             out.states.nodes[at] = path_nodes[first + np.asarray(sequence.states.positions)]
@@ -239,10 +242,12 @@ def _fill_row(
             out.states.returns[at] = sequence.states.returns
             out.states.weights[at] = sequence.states.weight
         start += len(trained)
-    pairs = np.stack([out.target_nodes[:start], out.target_ids[:start]])
+    pairs = np.stack([out.target_nodes[:start], out.target_ids[:start], temperatures[:start]])
     distinct, places = np.unique(pairs, axis=1, return_inverse=True)
     found = slice(distinct.shape[1])
-    out.distinct.nodes[found], out.distinct.ids[found] = distinct
+    out.distinct.nodes[found], out.distinct.ids[found] = distinct[:2]
+    if out.distinct.temperatures is not None:
+        out.distinct.temperatures[found] = distinct[2]
     out.distinct.of_targets[:start] = places.ravel()
     return out
 
@@ -251,7 +256,9 @@ def _num_distinct(row: Batch) -> int:
     return int((row.distinct.ids >= 0).sum())
 
 
-def _empty_row(config: BatchConfig, has_states: bool, has_adapters: bool) -> Batch:
+def _empty_row(
+    config: BatchConfig, has_states: bool, has_adapters: bool, is_tempered: bool
+) -> Batch:
     """A row of a batch that is all padding: each node is a tree by itself."""
 
     def ints() -> Int[np.ndarray, " R"]:
@@ -273,7 +280,12 @@ def _empty_row(config: BatchConfig, has_states: bool, has_adapters: bool) -> Bat
         weights=floats(),
         states=StateBatch(ints(), floats(), floats(), floats()) if has_states else None,
         adapters=np.zeros((), np.int32) if has_adapters else None,
-        distinct=DistinctTargets(nodes=ints(), ids=ints() - 1, of_targets=ints()),
+        distinct=DistinctTargets(
+            nodes=ints(),
+            ids=ints() - 1,
+            of_targets=ints(),
+            temperatures=floats() + 1 if is_tempered else None,
+        ),
     )
 
 

@@ -28,8 +28,9 @@ def response_logprobs(
 
     The entropy has a gradient only with `entropy_gradient`, because it costs one. Both are 0 where
     masked. The LM head sees only nodes that predict a target, each once for all targets that are
-    the same token (`batch.distinct`), `head_chunk` of a row at a time, and skips chunks that hold
-    only padding; logits of [R, V] never exist at once, not in the backward pass either.
+    the same token (`batch.distinct`, which may say at what temperature), `head_chunk` of a row at a
+    time, and skips chunks that hold only padding; logits of [R, V] never exist at once, not in the
+    backward pass either.
     """
     nodes = read_nodes(params, config, batch, remat=remat, gather=gather)
     return node_logprobs(
@@ -86,6 +87,9 @@ def node_logprobs(
     else:
         places, ids, mask = distinct.nodes, distinct.ids, distinct.ids >= 0
     hidden = _take(nodes, places[:, :, None])
+    if distinct is not None and distinct.temperatures is not None:
+        # The head is linear, so this divides the logits.
+        hidden /= distinct.temperatures[:, :, None].astype(hidden.dtype)
     head = _Head(config, entropy_gradient)
     hidden, ids, mask = (_split(each, head_chunk) for each in (hidden, ids, mask))
     read: Any = _read_chunks(head, params, mask.any(axis=(1, 2)), hidden, ids, mask)

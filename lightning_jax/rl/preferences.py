@@ -74,11 +74,12 @@ def pair_sequences(
 ) -> list[TrainingSequence]:
     """The calls of all pairs, those of pair k with `pair=k` and their sign for an advantage.
 
-    DPO adds up log-probs, so every token weighs one over the number of pairs.
+    DPO adds up log-probs, so every token weighs one over the number of pairs. It is told which
+    answer is better, not how either was sampled, so it learns at temperature 1.
     """
     signs = pair_signs(trajectories, pairs)
     return [
-        replace(sequence, weight=1.0 / len(pairs), pair=number)
+        replace(sequence, weight=1.0 / len(pairs), pair=number, temperature=1.0)
         for number, pair in enumerate(pairs)
         for place in pair
         for sequence in make_sequences([trajectories[place]], [signs[place]], adapters=adapters)

@@ -104,6 +104,7 @@ class RecordedToken(int):
 
     behavior_logprob: float
     sampling_logprob: float
+    tempered_logprob: float
 
     def item(self) -> "RecordedToken":
         """Itself, as the Driver asks of an array's element."""
@@ -121,7 +122,7 @@ class PrefilledPrompt:
 
 @struct.dataclass
 class RecordedTokens(engine_api.ResultTokens):
-    """Columns of `data`: token, valid, length, then the bits of both log-probabilities."""
+    """Columns of `data`: token, valid, length, then the bits of its log-probabilities."""
 
     def convert_to_numpy(self) -> "RecordedTokens":
         """Itself on the host; waits for the step."""
@@ -131,14 +132,15 @@ class RecordedTokens(engine_api.ResultTokens):
         """One RecordedToken. After `convert_to_numpy`."""
         row = np.asarray(self.data)[slot]
         token = RecordedToken(row[0])
-        token.behavior_logprob, token.sampling_logprob = row[3:5].view(np.float32).tolist()
+        logprobs = row[3:6].view(np.float32).tolist()
+        token.behavior_logprob, token.sampling_logprob, token.tempered_logprob = logprobs
         tokens = np.empty((1, 1), object)
         tokens[0, 0] = token
         return engine_api.SlotData(tokens=tokens, valid=row[None, 1:2], lengths=row[2:3])
 
 
 def recorded_tokens(columns: Any) -> RecordedTokens:
-    """Wraps int32 [S, 5]."""
+    """Wraps int32 [S, 6]."""
     return RecordedTokens(
         data=columns, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
     )
@@ -150,9 +152,8 @@ def _columns(state: DecodeState, sampled: Sampled) -> Any:
         return jax.lax.bitcast_convert_type(values, jnp.int32)
 
     parts = (sampled.tokens, jnp.ones_like(sampled.tokens), state.counts)
-    return jnp.stack(
-        (*parts, bits(sampled.behavior_logprobs), bits(sampled.sampling_logprobs)), axis=1
-    )
+    logprobs = sampled.behavior_logprobs, sampled.sampling_logprobs, sampled.tempered_logprobs
+    return jnp.stack((*parts, *map(bits, logprobs)), axis=1)
 
 
 class _PromptTokenizer(tokenizer_api.Tokenizer):

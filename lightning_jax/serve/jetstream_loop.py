@@ -47,7 +47,13 @@ class _Channel:
     def _push(self, token: RecordedToken) -> None:
         version = self._owner.version
         chunk, reason = self._response.push(
-            SampledToken(int(token), token.behavior_logprob, token.sampling_logprob, version)
+            SampledToken(
+                int(token),
+                token.behavior_logprob,
+                token.sampling_logprob,
+                token.tempered_logprob,
+                version,
+            )
         )
         deliver([Delivery(self._generation, chunk, None)])
         self._owner.count_token()

@@ -26,6 +26,7 @@ class SampledToken:
     token_id: int
     behavior_logprob: float
     sampling_logprob: float
+    tempered_logprob: float
     policy_version: int
     forced: bool = False  # the grammar left no choice
     top_logprobs: TopLogprobs = ()
@@ -101,6 +102,7 @@ class Response:
             text=self.text,
             behavior_logprobs=tuple(token.behavior_logprob for token in self.tokens),
             sampling_logprobs=tuple(token.sampling_logprob for token in self.tokens),
+            tempered_logprobs=tuple(token.tempered_logprob for token in self.tokens),
             policy_versions=tuple(token.policy_version for token in self.tokens),
             finish_reason=reason,
             forced=tuple(token.forced for token in self.tokens),

@@ -35,6 +35,8 @@ class Sampled:
     tokens: Leaf  # int32 [S]
     behavior_logprobs: Leaf  # float32 [S], of the policy at temperature 1, unfiltered and unbiased
     sampling_logprobs: Leaf  # float32 [S], of the distribution drawn from; 0 where greedy
+    # float32 [S], of the policy at the row's own temperature, 1 where greedy, and else as it is
+    tempered_logprobs: Leaf
     likeliest: Likeliest | None = None  # of steps with a bias
 
 
@@ -64,7 +66,8 @@ def sample(
     biased = logits if bias is None else logits + bias
     greedy = temperature == 0
     # Below 1e-5 the quotient could overflow, and the draw is as good as greedy.
-    scaled = biased / jnp.where(greedy, 1.0, jnp.maximum(temperature, 1e-5))[:, None]
+    divisor = jnp.where(greedy, 1.0, jnp.maximum(temperature, 1e-5))[:, None]
+    scaled = biased / divisor
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
     filtered = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
 
@@ -83,12 +86,23 @@ def sample(
     kind = jnp.where(jnp.any(filtered), 2, jnp.where(jnp.all(greedy), 0, 1))
     drawn, drawn_logprobs = jax.lax.switch(kind, (nothing, draw, filter_and_draw), scaled)
     tokens = jnp.where(greedy, jnp.argmax(biased, axis=-1).astype(jnp.int32), drawn)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    behavior = _logprobs(logits, tokens)
+    tempered = jax.lax.cond(
+        jnp.all(divisor == 1.0),
+        lambda: behavior,
+        lambda: jnp.where(divisor[:, 0] == 1.0, behavior, _logprobs(logits / divisor, tokens)),
+    )
     return Sampled(
         tokens=tokens,
-        behavior_logprobs=chosen - jax.nn.logsumexp(logits, axis=-1),
+        behavior_logprobs=behavior,
         sampling_logprobs=jnp.where(greedy, 0.0, drawn_logprobs),
+        tempered_logprobs=tempered,
     )
+
+
+def _logprobs(logits: Float[Array, "S V"], tokens: Int32[Array, " S"]) -> Float[Array, " S"]:
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 SMALLEST_TOP_P = 1e-7  # below it a float32 product would become 0, which no token reaches

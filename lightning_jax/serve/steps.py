@@ -100,7 +100,7 @@ class Stepper:
         if steps.number == 1:
             sampled = jax.tree.map(lambda leaf: leaf[None], sampled)
         tokens, behavior = sampled.tokens.tolist(), sampled.behavior_logprobs.tolist()
-        sampling = sampled.sampling_logprobs.tolist()
+        sampling, tempered = sampled.sampling_logprobs.tolist(), sampled.tempered_logprobs.tolist()
         for step in range(steps.number):
             for slot, request in steps.requests.items():
                 if request.finished:
@@ -113,6 +113,7 @@ class Stepper:
                         tokens[step][slot],
                         behavior[step][slot],
                         sampling[step][slot],
+                        tempered[step][slot],
                         steps.version,
                         forced=request.adjuster is not None and request.adjuster.forced,
                         top_logprobs=_top(sampled, step, slot, request.sampling.top_logprobs),

@@ -44,6 +44,7 @@ PROMPT_TOKEN_IDS = "lightning.prompt_token_ids"
 RESPONSE_TOKEN_IDS = "lightning.response_token_ids"
 BEHAVIOR_LOGPROBS = "lightning.behavior_logprobs"
 SAMPLING_LOGPROBS = "lightning.sampling_logprobs"
+TEMPERED_LOGPROBS = "lightning.tempered_logprobs"
 POLICY_VERSIONS = "lightning.policy_versions"
 FORCED = "lightning.forced"  # True where a grammar left no choice; only set if it did so once
 ADJUSTED = "lightning.adjusted"  # True where biases, penalties or a grammar moved the logits

@@ -1,12 +1,17 @@
 """Spans in, Transitions and Trajectories out: pure functions."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.rewards import posted_rewards
 from lightning_jax.tracing.tree import call_order, from_gateway, has_choice_spans
 from lightning_jax.types import Rollout, Span, Trajectory, Transition
+
+# A gradient grows with the inverse of the temperature that it is taken at, so what was sampled
+# below this one is learned from at 1.
+COLDEST = 0.1
 
 
 def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...], dict[str, int]]:
@@ -70,4 +75,16 @@ def _transition(span: Span, posted: float) -> Transition:
         reward=float(values.get(names.REWARD, 0.0)) + posted,
         forced=tuple(values.get(names.FORCED, ())),
         answered_by=str(values.get(names.ANSWERED_BY, "")),
+        **_tempered(values),
     )
+
+
+def _tempered(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nothing at temperature 1, or as good as greedy."""
+    temperature = float(values.get(names.REQUEST_TEMPERATURE, 1.0))
+    if names.TEMPERED_LOGPROBS not in values or temperature < COLDEST:
+        return {}
+    return {
+        "temperature": temperature,
+        "tempered_logprobs": tuple(values[names.TEMPERED_LOGPROBS]),
+    }

@@ -38,8 +38,8 @@ TOOL_NAMES = (names.TOOL_NAME, "tool.name")
 # Attributes with an item a token, and those that a view shows by themselves.
 SHOWN_OTHERWISE = frozenset(
     {names.PROMPT_TOKEN_IDS, names.RESPONSE_TOKEN_IDS, names.BEHAVIOR_LOGPROBS}
-    | {names.SAMPLING_LOGPROBS, names.POLICY_VERSIONS, names.FORCED, names.ROLLOUT_ID}
-    | {*INPUTS, *OUTPUTS}
+    | {names.SAMPLING_LOGPROBS, names.TEMPERED_LOGPROBS, names.POLICY_VERSIONS}
+    | {names.FORCED, names.ROLLOUT_ID, *INPUTS, *OUTPUTS}
 )
 NO_SPANS = "no spans: the agent made no call, or none has ended yet"
 

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from gateway_bench import Bench, Connect
@@ -93,6 +94,17 @@ async def test_a_call_is_one_span_with_the_genai_conventions(
         "lightning.policy": "policy:checker",
     }
     assert {name: span.attributes[name] for name in expected} == expected
+
+
+async def test_the_choices_of_a_call_are_learned_from_at_its_temperature(
+    bench: Bench, connect: Connect
+) -> None:
+    await _ask(connect(bench.rollout(temperature=0.5)), n=2)
+    calls, _ = spans_to_transitions(bench.store.spans("r1"))
+    assert [call.temperature for call in calls] == [0.5, 0.5]
+    for call in calls:
+        np.testing.assert_allclose(call.tempered_logprobs, call.sampling_logprobs, atol=1e-5)
+        assert call.tempered_logprobs != call.behavior_logprobs
 
 
 async def test_the_sync_client_works(bench: Bench) -> None:

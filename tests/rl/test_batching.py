@@ -96,6 +96,27 @@ def test_the_head_is_read_once_for_what_siblings_sampled_alike():
     assert batch.distinct.ids[0].tolist() == [3, 7, 4, 5, -1, -1, -1, -1]
     assert batch.distinct.of_targets[0, :5].tolist() == [1, 0, 2, 0, 3]
     assert stats["train/num_distinct_targets"] == 4
+    assert batch.distinct.temperatures is None  # all 1
+
+
+def test_what_was_sampled_alike_at_other_temperatures_is_read_for_each() -> None:
+    sequences = [dataclasses.replace(sequence([1, 2], [3]), temperature=t) for t in (0.5, 1.0, 0.5)]
+    (batch,), stats = make_batches(sequences, SMALL)
+    assert stats["train/num_distinct_targets"] == 2
+    assert batch.distinct.ids[0, :3].tolist() == [3, 3, -1]
+    found = batch.distinct.temperatures[0, batch.distinct.of_targets[0, :3]]
+    assert sorted(found.tolist()) == [0.5, 0.5, 1.0]
+    assert batch.distinct.temperatures[0, 2:].tolist() == [1.0] * 6
+
+
+def test_a_call_is_learned_from_at_its_own_temperature() -> None:
+    cold = dataclasses.replace(
+        transition([1], [2, 3]), temperature=0.5, tempered_logprobs=(-0.01, -0.02)
+    )
+    calls = trajectory(transition([1], [2, 3]), cold)
+    plain, tempered = make_sequences([calls], [(1.0, 1.0)])
+    assert (plain.temperature, plain.behavior_logprobs) == (1.0, (-0.1, -0.2))
+    assert (tempered.temperature, tempered.behavior_logprobs) == (0.5, (-0.01, -0.02))
 
 
 def test_a_multi_turn_conversation_is_one_path():

@@ -43,12 +43,15 @@ def in_chunks(params: Any, nodes: Any, config: Any, batch: Batch = BATCH) -> Any
     return node_logprobs(params, config, batch, nodes, head_chunk=CHUNK, entropy_gradient=True)
 
 
-def at_once(params: Any, nodes: Any, config: Any) -> Any:
-    hidden = jnp.take_along_axis(nodes, BATCH.target_nodes[:, :, None], axis=1)
-    logprobs = jax.nn.log_softmax(unembed(params, config, hidden), axis=-1)
-    chosen = jnp.take_along_axis(logprobs, BATCH.target_ids[:, :, None], axis=-1)[:, :, 0]
+def at_once(
+    params: Any, nodes: Any, config: Any, batch: Batch = BATCH, temperatures: Any = 1.0
+) -> Any:
+    hidden = jnp.take_along_axis(nodes, batch.target_nodes[:, :, None], axis=1)
+    logits = unembed(params, config, hidden) / temperatures
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, batch.target_ids[:, :, None], axis=-1)[:, :, 0]
     entropy = -(jnp.exp(logprobs) * logprobs).sum(axis=-1)
-    return jnp.where(BATCH.target_mask, chosen, 0.0), jnp.where(BATCH.target_mask, entropy, 0.0)
+    return jnp.where(batch.target_mask, chosen, 0.0), jnp.where(batch.target_mask, entropy, 0.0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -119,3 +122,16 @@ def test_targets_that_are_alike_are_read_once_and_have_the_gradient_of_each() ->
     (logprobs, entropy), _ = once
     assert (logprobs[0, 8:] == 0).all() and (entropy[0, 8:] == 0).all()
     assert (logprobs[alike()[0].target_mask] < 0).all()
+
+
+def test_logits_are_divided_by_the_temperature_that_a_pair_was_sampled_at() -> None:
+    naive, once = alike()
+    temperatures = jnp.asarray([[0.5, 2.0, 0.7] + [1.0] * 9, [1.3, 1.0] + [1.0] * 10])
+    tempered = dataclasses.replace(once.distinct, temperatures=temperatures)
+    of_targets = jnp.take_along_axis(temperatures, once.distinct.of_targets, axis=1)
+    whole = functools.partial(at_once, batch=naive, temperatures=of_targets[:, :, None])
+    chunks = functools.partial(in_chunks, batch=dataclasses.replace(once, distinct=tempered))
+    head = head_params(MODEL.params, None)
+    ours, theirs = (value_and_grads(each, head, NODE_STATES, TIED) for each in (chunks, whole))
+    for got, want in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

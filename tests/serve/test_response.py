@@ -16,7 +16,7 @@ def respond(ids: list[int], *, stop: tuple[str, ...] = (), limit: int = 100):
     )
     shown = []
     for token_id in ids:
-        chunk, reason = response.push(SampledToken(token_id, -1.0, -2.0, 3))
+        chunk, reason = response.push(SampledToken(token_id, -1.0, -2.0, -1.5, 3))
         shown.append(chunk.text)
         if reason:
             return response.completion(reason), shown
@@ -35,9 +35,9 @@ def test_a_stop_string_across_tokens_is_cut_and_its_tokens_are_kept():
 def test_forced_tokens_and_alternatives_stay_with_their_tokens():
     response = Response(StreamDecoder(TOKENIZER), TOKENIZER.eos_ids, SamplingParams(), 2)
     top = ((7, -0.5), (8, -1.5))
-    chunk, _ = response.push(SampledToken(7, -0.5, -0.5, 3, forced=True, top_logprobs=top))
+    chunk, _ = response.push(SampledToken(7, -0.5, -0.5, -0.5, 3, forced=True, top_logprobs=top))
     assert (chunk.forced, chunk.top_logprobs) == ((True,), (top,))
-    response.push(SampledToken(8, -1.0, -1.0, 3))
+    response.push(SampledToken(8, -1.0, -1.0, -1.0, 3))
     completion = response.completion("length")
     assert (completion.forced, completion.top_logprobs) == ((True, False), (top, ()))
 
@@ -52,7 +52,7 @@ def test_end_of_turn_is_kept_as_token_and_not_shown():
     eos = min(TOKENIZER.eos_ids)
     sampling = SamplingParams(ignore_eos=True)
     going_on = Response(StreamDecoder(TOKENIZER), TOKENIZER.eos_ids, sampling, 3)
-    assert [going_on.push(SampledToken(t, 0.0, 0.0, 0))[1] for t in (eos, 5, eos)] == [
+    assert [going_on.push(SampledToken(t, 0.0, 0.0, 0.0, 0))[1] for t in (eos, 5, eos)] == [
         None,
         None,
         "length",

@@ -99,6 +99,22 @@ def test_a_row_does_not_depend_on_the_others():
         assert getattr(plain, name)[0] == getattr(mixed, name)[0]
         assert getattr(plain, name)[4] == getattr(mixed, name)[4]
 
+    assert plain.tempered_logprobs.tolist() == plain.behavior_logprobs.tolist()
+
+
+def test_tempered_logprobs_are_the_policys_at_the_rows_temperature_whatever_filters():
+    temperature = jnp.array([0.5, 2.0, 1.0, 0.0])
+    logits = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.25, 0.25])), (4, 3))
+    bias = jnp.zeros((4, 3)).at[:, 0].set(-jnp.inf)
+    keys, ones = jax.random.split(jax.random.key(0), 4), jnp.ones(4)
+    top_k = jnp.ones(4, jnp.int32)
+    sampled = jax.jit(sample)(logits, keys, temperature, ones, top_k, ones * 0, bias)
+    # A square weighs 1/4, 1/16 and 1/16; a root 0.7071, 0.5 and 0.5.
+    expected = np.log([1 / 6, 0.5 / 1.7071, 0.25, 0.25])
+    np.testing.assert_allclose(sampled.tempered_logprobs, expected, atol=1e-4)
+    behavior = sampled.behavior_logprobs.tolist()
+    assert sampled.tempered_logprobs.tolist()[2:] == behavior[2:]
+
 
 def test_same_key_same_token_other_key_other_tokens():
     first, again, other = draw(PROBS, seed=3), draw(PROBS, seed=3), draw(PROBS, seed=4)

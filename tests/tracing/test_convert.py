@@ -56,6 +56,15 @@ def test_forced_tokens_are_read_and_old_spans_have_none() -> None:
         spans_to_transitions([_span("torn", 1, CALL | {names.FORCED: (True,)})])
 
 
+def test_the_temperature_of_a_call_comes_with_its_logprobs() -> None:
+    warm = CALL | {names.REQUEST_TEMPERATURE: 1.25, names.TEMPERED_LOGPROBS: (-0.7, -0.3)}
+    cold = warm | {names.REQUEST_TEMPERATURE: 0.05}  # as good as greedy
+    old = CALL | {names.REQUEST_TEMPERATURE: 0.7}  # recorded without them
+    spans = [_span(str(i), i, each) for i, each in enumerate((warm, cold, old))]
+    found = [(t.temperature, t.tempered_logprobs) for t in spans_to_transitions(spans)[0]]
+    assert found == [(1.25, (-0.7, -0.3)), (1.0, ()), (1.0, ())]
+
+
 def test_calls_come_in_the_order_they_started() -> None:
     spans = [_span("late", 9, CALL), _span("early", 1, CALL | {names.REWARD: 0.5})]
     transitions, _ = spans_to_transitions(spans)
