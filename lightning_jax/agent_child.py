@@ -60,10 +60,13 @@ def run(function: Any, channel: int) -> None:
         told = {"result": answer(function, json.load(sys.stdin))}
     except Exception as error:  # noqa: BLE001  (foreign code: `program.py` raises it again)
         traceback.print_exc()
+        errors = members(error)
+        faults = [each for each in errors if not isinstance(each, ConnectionError)]
+        first = (faults or errors)[0]
         told = {
-            "error": type(error).__name__,
-            "message": str(error)[:2000],
-            "is_connection": isinstance(error, ConnectionError),
+            "error": type(first).__name__,
+            "message": words_of(first)[:2000],
+            "is_connection": not faults,
         }
     with os.fdopen(channel, "w") as file:
         file.write(as_json(told))
@@ -71,6 +74,23 @@ def run(function: Any, channel: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def members(error: BaseException) -> list:
+    """The errors in a group, as a task group raises it; else the error."""
+    inside = getattr(error, "exceptions", ())
+    if not isinstance(inside, (list, tuple)):
+        return [error]
+    found = [each for each in inside if isinstance(each, BaseException)]
+    return [member for each in found for member in members(each)] or [error]
+
+
+def words_of(error: BaseException) -> str:
+    """What it says; foreign code, which may fail at that as well."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001
+        return ""
 
 
 def answer(function: Any, task: Any) -> Any:
@@ -100,11 +120,20 @@ def flush_spans() -> None:
 
 
 def as_json(told: Any) -> str:
-    """What JSON does not know becomes a text, which is no reward."""
+    """What JSON does not know becomes a text, which is no reward, but NumPy's numbers."""
     try:
-        return json.dumps(told, default=lambda v: dict(v) if isinstance(v, Mapping) else repr(v))
+        return json.dumps(told, default=known_to_json)
     except (TypeError, ValueError, RecursionError):  # keys of other types, a loop, ...
         return json.dumps({"result": repr(told.get("result"))[:2000]})
+
+
+def known_to_json(value: Any) -> Any:
+    """A mapping, the number in an array without axes, or a text."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    return repr(value)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ all that it printed. A function that needs another interpreter runs in a process
 one. docs/agents.md says what a program gets and what its exit means.
 """
 
+import asyncio
+import inspect
 import json
 import logging
 import os
@@ -86,7 +88,11 @@ def _command_agent(config: AgentConfig) -> Agent:
     async def agent(task: Task, llm: LLM) -> Result:
         ended = await _run(words, task, llm)
         _check_end(ended)
-        return reward(dict(task), ended.output) if reward else _last_line(ended.output)
+        if reward is None:
+            return _last_line(ended.output)
+        # It may run tests or ask a judge for seconds, which other rollouts do not wait for.
+        result = await asyncio.to_thread(reward, dict(task), ended.output)
+        return await result if inspect.isawaitable(result) else result
 
     return agent
 

@@ -8,6 +8,7 @@ reward.
 """
 
 import asyncio
+import copy
 import hashlib
 import importlib.util
 import inspect
@@ -271,14 +272,14 @@ class Runner:
 
     async def _told(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
         try:
-            result = await self.agent(dict(task), llm)
-        except ConnectionError as error:
-            return Outcome("infrastructure_failure", None, type(error).__name__, _detail(error))
+            result = await self.agent(_copied(task), llm)
+            return outcome_of(result, self.gateway.posted_reward(rollout_id))
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
         except SystemExit as error:  # asyncio would end the whole run by it
             return _failure("SystemExit", f"the agent called sys.exit({error.code!r})")
-        except Exception as error:  # noqa: BLE001  (foreign code: what it raises fails its rollout)
-            return _failure(type(error).__name__, _detail(error))
-        return outcome_of(result, self.gateway.posted_reward(rollout_id))
+        except BaseException as error:  # noqa: BLE001  (foreign code: it fails its rollout only)
+            return _outcome_of_error(error)
 
     def _settings(self, rollout: Rollout, draw: int) -> RolloutSettings:
         greedy = rollout.phase == "eval"
@@ -317,7 +318,8 @@ def outcome_of(result: Any, posted: float | None = None) -> Outcome:
             "no_reward",
             f"the agent returned {repr(result)[:200]} and posted no reward; expected a number",
         )
-    numbers = (dict(result) if isinstance(result, Mapping) else {}) | {"reward": reward}
+    told = (dict(result) if isinstance(result, Mapping) else {}) | {"reward": reward}
+    numbers = {name: _scalar(value) for name, value in told.items()}
     for name, value in numbers.items():
         if not isinstance(name, str) or not _is_finite(value):
             return _failure(
@@ -327,17 +329,60 @@ def outcome_of(result: Any, posted: float | None = None) -> Outcome:
             )
     return Outcome(
         "scored",
-        float(reward),
-        metrics={name: float(value) for name, value in numbers.items() if name != "reward"},
+        float(numbers.pop("reward")),
+        metrics={_storable(name): float(value) for name, value in numbers.items()},
     )
 
 
-def _detail(error: Exception) -> str:
+def _copied(task: Task) -> Task:
+    """The task for one rollout alone, which may change it; what cannot be copied is shared."""
+    own = {}
+    for name, value in task.items():
+        try:
+            own[name] = copy.deepcopy(value)
+        except Exception:  # noqa: BLE001  (a lock, a connection, whatever an object's own rule does)
+            own[name] = value
+    return own
+
+
+def _outcome_of_error(error: BaseException) -> Outcome:
+    """What an agent raised. Of a group, as a task group raises it, the first of its errors counts
+    that is not a connection's.
+    """
+    errors = _members(error)
+    faults = [each for each in errors if not isinstance(each, ConnectionError)]
+    told = (faults or errors)[0]
+    status = "agent_failure" if faults else "infrastructure_failure"
+    return Outcome(status, None, type(told).__name__, _detail(told))
+
+
+def _members(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [member for each in error.exceptions for member in _members(each)]
+
+
+def _detail(error: BaseException) -> str:
     """What it says; of one that says nothing, such as a time-out's, where it was raised."""
-    if words := str(error).strip():
-        return words[:500]
+    try:
+        words = str(error).strip()
+    except Exception:  # noqa: BLE001  (foreign code, which may fail at that as well)
+        words = ""
+    if words:
+        return _storable(words[:500])
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised without a message at {last.filename}:{last.lineno} in {last.name}"
+
+
+def _storable(text: str) -> str:
+    """The text with half surrogate pairs, which no database takes, written out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _scalar(value: Any) -> Any:
+    """The number in an array without axes, as NumPy, JAX and PyTorch return them."""
+    is_array = not isinstance(value, type) and getattr(value, "ndim", None) == 0
+    return value.item() if is_array and hasattr(value, "item") else value
 
 
 def _is_finite(value: Any) -> bool:

@@ -5,7 +5,7 @@ another run, as if a setting had changed.
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,23 @@ def _of_tasks(tasks: Sequence[Task]) -> str:
     whole = hashlib.sha256()
     for task in tasks:
         stays = {name: value for name, value in task.items() if not _is_place(value)}
-        whole.update(json.dumps(stays, sort_keys=True, default=repr).encode())
+        whole.update(json.dumps(_canonical(stays), sort_keys=True).encode())
     return whole.hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    """The same in every process, where sets have another order and objects another address."""
+    match value:
+        case Mapping():
+            return {str(name): _canonical(item) for name, item in value.items()}
+        case list() | tuple():
+            return [_canonical(item) for item in value]
+        case set() | frozenset():
+            return sorted(map(repr, value))
+        case str() | int() | float() | None:
+            return value
+    has_words = type(value).__repr__ is not object.__repr__
+    return repr(value) if has_words else type(value).__name__
 
 
 def _is_place(value: Any) -> bool:

@@ -95,6 +95,19 @@ async def test_a_function_makes_the_reward_of_the_output(tmp_path: Path) -> None
     assert await agent(TASKS[0], URL) == {"reward": 5, "id": True}
 
 
+async def test_a_slow_reward_holds_up_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "score.py"
+    path.write_text(
+        "import threading\n"
+        "all_there = threading.Barrier(3)\n"
+        "def reward(task, output):\n    return all_there.wait(30) >= 0\n"
+        "async def later(task, output):\n    return len(output)\n"
+    )
+    agent = shell("echo 1", reward=f"{path}:reward")
+    assert await asyncio.gather(*(agent(TASKS[0], URL) for _ in range(3))) == [True] * 3
+    assert await shell("echo 1", reward=f"{path}:later")(TASKS[0], URL) == 2
+
+
 # ---- How it ends ---------------------------------------------------------------------------------
 
 
@@ -289,6 +302,27 @@ async def broken(task, llm):
 async def cut_off(task, llm):
     raise ConnectionRefusedError("the search gave no answer")
 
+async def group_of_broken(task, llm):
+    error = Exception("two")
+    error.exceptions = (ConnectionError("down"), KeyError("no such tool"))
+    raise error
+
+async def cut_off_in_a_group(task, llm):
+    error = Exception("one")
+    error.exceptions = (ConnectionRefusedError("the search gave no answer"),)
+    raise error
+
+class Mute(Exception):
+    def __str__(self):
+        return self.args[0]
+
+async def mute(task, llm):
+    raise Mute()
+
+async def numbers(task, llm):
+    import numpy
+    return {"reward": numpy.float32(1), "n": numpy.int64(3)}
+
 async def gone(task, llm):
     print("good bye", file=sys.stderr)
     os._exit(3)
@@ -322,6 +356,11 @@ async def test_a_function_runs_in_another_interpreter(
     assert (rollout.status, rollout.reward, rollout.metrics) == ("scored", 1.0, {"urls": 1.0})
 
 
+async def test_numpys_numbers_come_from_there(elsewhere: Path, tmp_path: Path) -> None:
+    rollout = await rolled_out(tmp_path, there(elsewhere, "numbers"))
+    assert (rollout.reward, rollout.metrics) == (1.0, {"n": 3.0}), rollout.detail
+
+
 async def test_its_spans_go_below_the_rollouts(elsewhere: Path, tmp_path: Path) -> None:
     rollout = await rolled_out(tmp_path, there(elsewhere, "traced"))
     assert (rollout.status, rollout.reward) == ("scored", 1.0), rollout.detail
@@ -334,9 +373,12 @@ async def test_its_spans_go_below_the_rollouts(elsewhere: Path, tmp_path: Path) 
         ("odd", "agent_failure", "bad_reward", "<object object"),
         ("not_finite", "agent_failure", "bad_reward", "nan"),
         ("broken", "agent_failure", "KeyError", "'no such tool'"),
+        ("group_of_broken", "agent_failure", "KeyError", "'no such tool'"),
+        ("mute", "agent_failure", "Mute", ""),
         ("gone", "agent_failure", "ExitStatus", "exit status 3: good bye"),
         ("slow", "agent_failure", "deadline", "1 s"),
         ("cut_off", "infrastructure_failure", "ConnectionRefusedError", "gave no answer"),
+        ("cut_off_in_a_group", "infrastructure_failure", "ConnectionRefusedError", "no answer"),
     ],
 )
 async def test_its_faults_are_those_of_any_coroutine(

@@ -2,26 +2,31 @@
 
 import asyncio
 import functools
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lightning_jax.config import ConfigError, RolloutConfig, ServeConfig
 from lightning_jax.models.load import LoadedModel
 from lightning_jax.runner import (
+    Outcome,
     Runner,
     TooManyFailures,
     load_agent,
     load_function,
     make_requests,
+    outcome_of,
     run_rollouts,
 )
 from lightning_jax.serve.engine import Engine
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.types import Rollout
+from lightning_jax.types import Rollout, Task
 
 TOY = Path(__file__).with_name("toy_agent.py")
 TASKS = [{"id": f"t{i}", "question": f"{i}?"} for i in range(3)]
@@ -134,6 +139,79 @@ async def test_an_agents_fault_is_its_own_and_not_tried_again(
         assert (rollout.status, rollout.reason) == ("agent_failure", reason)
         assert (rollout.attempt, rollout.reward) == (1, -0.5)
         assert rollout.detail
+
+
+class _Mute(Exception):
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class _Failed(BaseException):
+    """As pytest's own: no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason", "detail"),
+    [
+        (ValueError("no tool \ud83d"), "agent_failure", "ValueError", "no tool \\ud83d"),
+        (_Mute(), "agent_failure", "_Mute", "raised without a message"),
+        (_Failed("2 tests"), "agent_failure", "_Failed", "2 tests"),
+        (
+            ExceptionGroup("a", [ExceptionGroup("b", [KeyError("x")])]),
+            "agent_failure",
+            "KeyError",
+            "'x'",
+        ),
+        (
+            BaseExceptionGroup("a", [ConnectionError("down"), _Failed("y")]),
+            "agent_failure",
+            "_Failed",
+            "y",
+        ),
+        (
+            ExceptionGroup("a", [ConnectionRefusedError("down")]),
+            "infrastructure_failure",
+            "ConnectionRefusedError",
+            "down",
+        ),
+    ],
+)
+async def test_whatever_an_agent_raises_is_of_its_rollout_only(
+    tmp_path: Path, error: BaseException, status: str, reason: str, detail: str
+) -> None:
+    async def agent(task: Task, llm: object) -> float:
+        raise error
+
+    settings = {"max_attempts": 1, "max_infrastructure_failures": 1.0}
+    async with _runner(tmp_path, "run", **settings) as runner:
+        rollout = await _one(replace(runner, agent=agent))
+        assert (rollout.status, rollout.reason) == (status, reason)
+        assert rollout.detail and rollout.detail.startswith(detail)
+        (stored,) = runner.store.rollouts(group_id=rollout.group_id)
+        assert stored.detail == rollout.detail
+
+
+async def test_each_rollout_finds_its_task_as_it_was(tmp_path: Path) -> None:
+    found = []
+
+    async def agent(task: Task, llm: object) -> float:
+        found.append(len(task["messages"]))
+        task["messages"].append("more")
+        return 1.0
+
+    tasks = [{"id": "a", "messages": ["one"], "lock": threading.Lock()}]  # no lock can be copied
+    async with _runner(tmp_path, "run") as runner:
+        crowded = replace(runner, agent=agent)
+        await run_rollouts(make_requests(tasks, "train", 0, 3), crowded)
+    assert found == [1, 1, 1] and tasks[0]["messages"] == ["one"]
+
+
+def test_numbers_of_numpy_are_rewards_and_metrics() -> None:
+    told = {"reward": np.float32(0.5), "right": np.bool_(True), "n": np.int64(3), "a": np.array(2)}
+    assert outcome_of(told) == Outcome("scored", 0.5, metrics={"right": 1.0, "n": 3.0, "a": 2.0})
+    assert outcome_of(np.array([1.0])).reason == "bad_reward"
+    assert outcome_of(np.float32("nan")).reason == "bad_reward"
+    assert outcome_of({"reward": 1, "\ud83d": 2}).metrics == {"\\ud83d": 2.0}
 
 
 async def test_infrastructure_is_tried_again_and_never_rewarded(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What the settings only name is compared from start to start."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 from lightning_jax.config import AgentConfig, Config, WarmupConfig
@@ -31,3 +33,24 @@ def test_an_edited_file_and_other_tasks_are_named(tmp_path: Path) -> None:
         f"agent.command's {script} (its file)",
         "agent.reward (its file)",
     ]
+
+
+def test_sets_and_objects_are_the_same_in_every_process() -> None:
+    code = (
+        "from lightning_jax.config import Config\n"
+        "from lightning_jax.sources import digests\n"
+        "class Thing: pass\n"
+        "task = {'id': 'a', 'answers': {'x', 'y', 'z'}, 'thing': Thing(), 'keys': {1: 2, 'a': 3}}\n"
+        "print(digests(Config(), [task], [])['train tasks'])\n"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1] != ""

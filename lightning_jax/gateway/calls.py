@@ -88,7 +88,8 @@ class CallHandler:
         running = self._run(request, raw, parsed, rollout, said)
 
         def keep() -> bool:
-            return rollout is not None and _asks_again(request, started)
+            # One that is read already is not sent again.
+            return rollout is not None and not stream.is_open and _asks_again(request, started)
 
         with running.listen(keep):
             reply = make_reply(running.context)

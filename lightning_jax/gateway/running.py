@@ -6,7 +6,8 @@ a repetition if it says so, by `x-stainless-retry-count` above 0 (as OpenAI's an
 clients count their tries) or by an `Idempotency-Key` that was there before, and if the same rollout
 sent the same body to the same path, and that call runs still or ended less than JOINABLE_S ago. Two
 equal requests that do not say so are two calls: asking twice at temperature 1 is a thing to want.
-Where one of several equal calls failed, the next repetition is of that one, and samples anew.
+Where one of several equal calls failed, the next repetition is of that one, and samples anew; where
+one was given up by its client, the next is of that one, and else of the newest.
 
 A client that hangs up frees its slot within a step, but for one case: if it hung up when the
 time-out that it declared (`x-stainless-read-timeout`) was over, it is about to ask again, and the
@@ -42,6 +43,7 @@ class RunningCall:
     _deltas: list[Delta] = field(default_factory=list)
     _accepted: bool = False
     _listeners: int = 0
+    _given_up: bool = False  # its last listener left before it ended
     _ended: float | None = None
 
     def __post_init__(self) -> None:
@@ -82,16 +84,22 @@ class RunningCall:
     @contextmanager
     def listen(self, keep: Callable[[], bool]) -> Iterator[None]:
         """Around all that one request asks of the call. `keep`: asked when it leaves too early."""
-        self._listeners += 1
+        self._listeners, self._given_up = self._listeners + 1, False
         try:
             yield
         finally:
             self._listeners -= 1
-            if not self._listeners and self._ended is None:
+            if not self._listeners and not self._task.done():
+                self._given_up = True
                 self._abandon(keep())
 
     def cancel(self) -> None:
         self._task.cancel()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody has its answer, nor waits for it."""
+        return self._given_up
 
     @property
     def task(self) -> asyncio.Task:
@@ -132,7 +140,6 @@ class RunningCalls:
 
     def __init__(self) -> None:
         self._calls: deque[tuple[str, RunningCall]] = deque()  # oldest first
-        self._newest: dict[str, RunningCall] = {}
         self._failed: Counter[str] = Counter()  # calls that were not repeated yet
 
     def find(self, identity: str) -> RunningCall | None:
@@ -140,18 +147,15 @@ class RunningCalls:
         if self._failed[identity]:
             self._failed[identity] -= 1
             return None
-        call = self._newest.get(identity)
-        return call if call is not None and call.joinable() else None
+        known = [call for same, call in self._calls if same == identity and call.joinable()]
+        return next((call for call in known if call.given_up), known[-1] if known else None)
 
     def add(self, identity: str, call: RunningCall) -> None:
         """The newest call of that identity; the oldest are forgotten once nobody may join them."""
         self._calls.append((identity, call))
-        self._newest[identity] = call
         call.task.add_done_callback(lambda task: self._note(identity, task))
         while self._calls and not self._calls[0][1].joinable():
-            old_identity, old = self._calls.popleft()
-            if self._newest[old_identity] is old:
-                del self._newest[old_identity]
+            self._calls.popleft()
 
     def _note(self, identity: str, task: asyncio.Task) -> None:
         if not task.cancelled() and task.exception() is not None:

@@ -6,6 +6,7 @@ prefix are taken out of it.
 
 import base64
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -107,6 +108,8 @@ def _value(value: AnyValue) -> Any:
             return tuple(_value(item) for item in value.array_value.values)
         case "kvlist_value":
             return {item.key: _value(item.value) for item in value.kvlist_value.values}
+        case "double_value" if not math.isfinite(value.double_value):
+            return str(value.double_value)  # JSON, as the store keeps it, has no such number
     return getattr(value, kind)
 
 

@@ -85,6 +85,18 @@ async def test_openais_client_times_out_and_asks_again(bench: Bench) -> None:
     assert bench.model.tokenizer.decode(tokens) == reply.choices[0].message.content
 
 
+async def test_a_stream_that_was_read_is_not_asked_for_again(bench: Bench) -> None:
+    llm = bench.rollout()
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        stream = await client.chat.completions.create(
+            **LONG, stream=True, extra_headers={"x-stainless-read-timeout": "0.001"}
+        )
+        await anext(aiter(stream))
+        await stream.close()
+    await _until(lambda: bool(bench.store.spans("r1")))
+    assert bench.store.spans("r1")[0].error is not None
+
+
 async def test_nobody_asks_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "RETRY_GRACE_S", 0.01)
     llm = bench.rollout()

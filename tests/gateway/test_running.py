@@ -135,6 +135,22 @@ async def test_a_repetition_of_a_call_that_failed_joins_no_other() -> None:
     await sibling.answers()
 
 
+async def test_each_repetition_is_of_another_call_that_was_given_up() -> None:
+    gate, calls = asyncio.Event(), RunningCalls()
+    heard, *given_up = (_call(gate) for _ in range(3))
+    for call in (*given_up, heard):
+        calls.add("a", call)
+    for call in given_up:
+        with call.listen(lambda: True):
+            await call.accepted()
+    for call in given_up:  # the first by its answer, the second while it runs
+        found = calls.find("a")
+        assert found is call
+        gate.set()
+        assert await _texts(found) == "abc"
+    assert calls.find("a") is heard
+
+
 def test_what_makes_a_request_the_same_request() -> None:
     assert identity_of("/a", b"{}", {}) == identity_of("/a", b"{}", {"x": "y"})
     assert len({identity_of(p, b, {}) for p in ("/a", "/b") for b in (b"1", b"2")}) == 4

@@ -46,6 +46,7 @@ def test_a_protobuf_span_is_read() -> None:
             "raw": AnyValue(bytes_value=b"\xff"),
             "long": AnyValue(string_value="x" * (MAX_CHARS + 7)),
             "none": AnyValue(),
+            "odd": AnyValue(double_value=float("nan")),
             names.RESPONSE_TOKEN_IDS: nested,
         },
     )
@@ -56,6 +57,7 @@ def test_a_protobuf_span_is_read() -> None:
     assert span.attributes["numbers"] == (1, 0.5) and span.attributes["table"] == {"a": True}
     assert span.attributes["raw"] == "ff" and span.attributes["none"] == ""
     assert span.attributes["long"] == "x" * MAX_CHARS + "... (7 more characters)"
+    assert span.attributes["odd"] == "nan"  # the store's JSON has no such number
     assert names.RESPONSE_TOKEN_IDS not in span.attributes  # only the gateway says what was sampled
 
 
