@@ -5,6 +5,7 @@ import errno
 import logging
 import signal
 from collections.abc import Sequence
+from types import FrameType
 
 STOPPED = "stopped; the same command goes on from the last checkpoint"
 
@@ -35,8 +36,19 @@ def log_plainly() -> None:
 
 
 def stop_on_sigterm() -> None:
-    """As Ctrl-C: what stops jobs must not leave the programs of their agents behind."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """As Ctrl-C: what stops jobs must not leave the programs of their agents behind.
+
+    It goes to the handler that SIGINT has by then. That of asyncio cancels the main task; an
+    exception raised wherever the main thread is would be lost in a callback of the collector.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        interrupt = signal.getsignal(signal.SIGINT)
+        if not callable(interrupt):  # ignored, as in a shell's background jobs
+            interrupt = signal.default_int_handler
+        interrupt(signal.SIGINT, frame)
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 def is_place_closed(error: OSError) -> bool:

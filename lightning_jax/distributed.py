@@ -5,8 +5,11 @@ must start such programs in the same order. Process 0 runs the loop. Before each
 says which method comes next, with the arguments, and the others call the same on their own object.
 """
 
+import asyncio
 import logging
 import pickle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import jax
@@ -15,10 +18,13 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
 from lightning_jax.config import ConfigError, DistributedConfig
+from lightning_jax.types import UserError
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 30
+_HEED_S = 1.0
+_STOP = "lightning_jax/stop"
 _SMALLEST = 1 << 16  # bytes sent at once; sizes are rounded up to powers of two, a compile each
 
 
@@ -30,6 +36,8 @@ def join(config: DistributedConfig) -> None:
     if config.mode == "none" or jax.distributed.is_initialized():
         return
     manual = config.mode == "manual"
+    # JAX's own handler of SIGTERM would take the place of ours, and only note the signal.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             config.coordinator,
@@ -57,6 +65,55 @@ def join(config: DistributedConfig) -> None:
 def is_leader() -> bool:
     """Whether this is process 0, or the only one."""
     return jax.process_index() == 0
+
+
+class Stopped(UserError):
+    """A process other than 0 was told to stop, and so all do."""
+
+
+def ask_to_stop() -> None:
+    """Has process 0 end the run, from another one that was told to stop."""
+    _journal().key_value_set(_STOP, str(jax.process_index()), allow_overwrite=True)
+
+
+@asynccontextmanager
+async def heeding_others() -> AsyncIterator[None]:
+    """In process 0: cancels what runs inside once another process asks to stop; raises Stopped."""
+    if jax.process_count() == 1:
+        yield
+        return
+    asked_by: list[str] = []
+    main = asyncio.current_task()
+    assert main is not None, "a coroutine runs in a task"
+
+    async def heed() -> None:
+        while not (asked := _asked_to_stop()):
+            await asyncio.sleep(_HEED_S)
+        asked_by.append(asked)
+        main.cancel()
+
+    heeding = asyncio.create_task(heed())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not asked_by:
+            raise
+        raise Stopped(
+            f"process {asked_by[0]} of {jax.process_count()} was told to stop, so all have; the "
+            "same command in each goes on from the last checkpoint"
+        ) from None
+    finally:
+        heeding.cancel()
+
+
+def _asked_to_stop() -> str | None:
+    """The process that asks for it, if one does."""
+    try:
+        return _journal().key_value_try_get(_STOP)
+    except JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None
 
 
 class Leader:

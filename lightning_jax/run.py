@@ -44,6 +44,7 @@ from lightning_jax.step_metrics import (
 )
 from lightning_jax.store import Store
 from lightning_jax.tasks import TaskIterator, demonstration_sequences, group_tasks, spread
+from lightning_jax.threads import to_end
 from lightning_jax.tracing.tracer import flush_process_tracer
 from lightning_jax.types import FINISHED, Rollout, Task, TrainingSequence, Trajectory
 
@@ -115,13 +116,13 @@ class Run:
         else:
             row |= await self._policy_step()
         row |= serve_metrics(served, self.runner.gateway.stats())
-        row |= await asyncio.to_thread(self._publish_next)
+        row |= await to_end(self._publish_next)
         if self.step % self.config.checkpoint.every == 0:
             await self._begin_save()
         # From row to row: the curves of the row before, too.
         row["time/step_s"] = time.monotonic() - self.row_at
         self.row_at += row["time/step_s"]
-        await asyncio.to_thread(self.record, step, row)
+        await to_end(self.record, step, row)
         await asyncio.to_thread(_return_freed_memory)
         return row
 
@@ -178,7 +179,7 @@ class Run:
         metrics["time/rollout_s"] = time.monotonic() - started
         algorithm, values, of_values = self.config.algorithm, None, {}
         if algorithm.has_critic:  # else all trajectories would go to all processes for nothing
-            values, of_values = await asyncio.to_thread(self.leader.call, "values", trajectories)
+            values, of_values = await to_end(self.leader.call, "values", trajectories)
         prepared = time.monotonic()
         sequences, of_data = prepare_policies(
             trajectories, algorithm, self.config.policies, policy_version=self.step, values=values
@@ -257,7 +258,7 @@ class Run:
 
     async def _learn(self, sequences: Sequence[TrainingSequence]) -> Metrics:
         """As `_update`, once nobody reads the state any more that an update takes over."""
-        return await self.saved() | await asyncio.to_thread(self._update, sequences)
+        return await self.saved() | await to_end(self._update, sequences)
 
     def _update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
         """Trains on the sequences; metrics. Without any that counts, the weights stay."""
@@ -307,7 +308,7 @@ class Run:
             self.leader.call("save", progress)
             return time.monotonic() - started
 
-        self.saving = asyncio.create_task(asyncio.to_thread(save))
+        self.saving = asyncio.create_task(to_end(save))
         if jax.process_count() > 1:  # what the leader tells the others comes one after the other
             await self.saving
 

@@ -54,6 +54,7 @@ from lightning_jax.serve.replicas import replicate, split_by_data
 from lightning_jax.sources import changed_sources, digests, save_sources
 from lightning_jax.step_metrics import summary
 from lightning_jax.store import Store
+from lightning_jax.threads import to_end
 from lightning_jax.tracing.convert import COLDEST
 from lightning_jax.types import Task
 
@@ -78,10 +79,10 @@ async def train(
     """
     distributed.join(config.distributed)
     if not distributed.is_leader():
-        await asyncio.to_thread(_follow, _settled(config))
+        await _follow(_settled(config))
         return []
     _tell_of_bias(config)
-    async with open_run(config, train_tasks, dev_tasks) as run:
+    async with distributed.heeding_others(), open_run(config, train_tasks, dev_tasks) as run:
         with (
             logging_redirect_tqdm(),
             tqdm(
@@ -100,17 +101,29 @@ async def train(
                 run.record(run.step, final)
                 log.info("step %d: %s", run.step, summary(final))
         await run.save()
-        await asyncio.to_thread(run.export)
+        await to_end(run.export)
     return run.metrics.rows
 
 
-def _follow(config: Config) -> None:
-    """The part of a process other than 0: its share of every update and checkpoint."""
-    replica = Replica(config, _load(config))
+async def _follow(config: Config) -> None:
+    """The part of a process other than 0: its share of every update and checkpoint. Cancelled, it
+    ends when process 0 does, and asks for that.
+    """
+
+    def work() -> None:
+        replica = Replica(config, _load(config))
+        try:
+            distributed.follow(replica)
+        finally:
+            replica.close()
+
+    working = asyncio.create_task(to_end(work))
     try:
-        distributed.follow(replica)
-    finally:
-        replica.close()
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.to_thread(distributed.ask_to_stop)
+        await asyncio.wait({working})
+        raise
 
 
 @asynccontextmanager
@@ -170,7 +183,7 @@ async def open_run(
         agent = await at_end.enter_async_context(apart(agent))
         await gateway.start()
         for each in running:
-            await asyncio.to_thread(each.warmup)
+            await to_end(each.warmup)
             each.start()
         at_end.enter_context(lasting_objects())
         run.connect(loops, Runner(agent, gateway, store, config.rollout, config.seed))

@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from lightning_jax.cli import main
+from lightning_jax.command_line import stop_on_sigterm
 from lightning_jax.models.load import save_hf
 from lightning_jax.store import Store
 from lightning_jax.testing.tiny import TINY_RUN, tiny_model
@@ -45,6 +46,30 @@ def own_sigterm() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize("interrupts", [signal.default_int_handler, signal.SIG_IGN])
+def test_sigterm_interrupts_where_nothing_else_was_asked_for(
+    own_sigterm: None, interrupts: Any
+) -> None:
+    handler = signal.signal(signal.SIGINT, interrupts)
+    try:
+        stop_on_sigterm()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_sigterm_goes_to_the_present_handler_of_sigint(own_sigterm: None) -> None:
+    stop_on_sigterm()
+    seen: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert seen == [signal.SIGINT]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ import safetensors.numpy
 
 from lightning_jax import distributed
 from lightning_jax.checkpoint import Checkpointer
+from lightning_jax.command_line import stop_on_sigterm
 from lightning_jax.config import (
     AgentConfig,
     AlgorithmConfig,
@@ -51,13 +53,13 @@ def config(model_dir: Path, run_dir: Path, place: DistributedConfig, kind: str =
     weights, also by DPO, adapters, the adapters of several policies, or policies that have weights
     of their own.
     """
-    rank, names, function = (0 if kind in ("whole", "dpo", "own") else 4), (), "run"
+    rank, names, function = (4 if kind in ("adapters", "policies") else 0), (), "run"
     algorithm = AlgorithmConfig(loss="dpo") if kind == "dpo" else AlgorithmConfig(kl_coef=0.1)
     if kind in ("policies", "own"):
         names, function = ("speaker", "listener", "judge"), "three_policies"
     return Config(
         run_dir=str(run_dir),
-        num_steps=2,
+        num_steps=1000 if kind == "long" else 2,
         model=ModelConfig(name=str(model_dir), lora=LoraConfig(rank=rank)),
         serve=ServeConfig(
             slots=1, max_len=64, prefill_buckets=(32,), mesh=MeshConfig(fsdp=1, tensor=2)
@@ -81,6 +83,7 @@ def run_process(model_dir: str, run_dir: str, port: str, process_id: str, kind: 
     """What each of the two processes does."""
     place = DistributedConfig("manual", f"127.0.0.1:{port}", 2, int(process_id))
     settings = config(Path(model_dir), Path(run_dir), place, kind)
+    stop_on_sigterm()
     rows = asyncio.run(train(settings, TASKS, TASKS))
     assert bool(rows) == (process_id == "0")
     assert jax.process_count() == 2 and jax.device_count() == 4
@@ -134,6 +137,26 @@ def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
         for ours, theirs in zip(*(each.values() for each in weights), strict=True):
             np.testing.assert_allclose(theirs, ours, atol=1e-5)
             assert np.any(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [0, 1])
+def test_all_processes_stop_when_one_is_told_to(told: int, tmp_path: Path) -> None:
+    model_dir, run = tmp_path / "tiny", tmp_path / "run"
+    save_hf(model_dir, tiny_model())
+    port = str(free_port())
+    processes = [_start(str(model_dir), str(run), port, str(i), "long") for i in range(2)]
+    rows = run / "metrics.jsonl"
+    while not (rows.exists() and len(rows.read_text().splitlines()) > 3):
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.1)
+    processes[told].terminate()
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert "KeyboardInterrupt" in outputs[told]
+    if told == 1:
+        assert "process 1 of 2 was told to stop" in outputs[0]
+    else:
+        assert processes[1].returncode == 0, outputs[1]
 
 
 def _compare_weights(settings: Config, one: Path, two: Path) -> None:

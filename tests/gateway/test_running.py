@@ -144,10 +144,9 @@ async def test_each_repetition_is_of_another_call_that_was_given_up() -> None:
         with call.listen(lambda: True):
             await call.accepted()
     for call in given_up:  # the first by its answer, the second while it runs
-        found = calls.find("a")
-        assert found is call
+        assert calls.find("a") is call
         gate.set()
-        assert await _texts(found) == "abc"
+        assert await _texts(call) == "abc"
     assert calls.find("a") is heard
 
 
