@@ -36,11 +36,13 @@ def load(reference: str) -> Any:
     """The function that FILE:FUNCTION names; ends this process where there is none."""
     path, _, name = reference.rpartition(":")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # as `python FILE` does
-    spec = importlib.util.spec_from_file_location("_agent", path)
+    stem = os.path.splitext(os.path.basename(path))[0]
+    module_name = stem if is_own_name(stem, path) else "_agent"
+    spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         sys.exit(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["_agent"] = module
+    sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
     except (ImportError, OSError, SyntaxError) as error:
@@ -49,6 +51,15 @@ def load(reference: str) -> Any:
     if not callable(function):
         sys.exit(f"{path} has no function {name!r}")
     return function
+
+
+def is_own_name(name: str, path: str) -> bool:
+    """Whether `import name` would load the file, and has loaded nothing yet."""
+    if name in sys.modules or not name.isidentifier():
+        return False
+    spec = importlib.util.find_spec(name)
+    found = spec and spec.origin and os.path.realpath(spec.origin)
+    return found == os.path.realpath(path)
 
 
 def run(function: Any, channel: int) -> None:

@@ -21,8 +21,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from lightning_jax.agent_child import is_own_name
 from lightning_jax.config import ConfigError, RolloutConfig
 from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.gateway.rollouts import derive_seed
@@ -37,6 +39,7 @@ GRACE_S = 10.0  # what an agent gets to end its programs once it is cancelled
 # A reward, or a mapping with "reward" and other numbers, which are kept and averaged.
 Result = float | Mapping[str, float] | None
 Agent = Callable[[Task, LLM], Awaitable[Result]]
+_loaded: dict[str, ModuleType] = {}  # the files of agents, by path and time of their last edit
 
 
 @dataclass(frozen=True)
@@ -90,27 +93,34 @@ def load_function(reference: str) -> Callable[..., Any]:
             "file relative to where you started the program."
         )
     state = f"{file.resolve()} {file.stat().st_mtime_ns}"  # one that was edited is read again
-    module_name = f"_loaded_{hashlib.sha1(state.encode()).hexdigest()[:12]}"
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:  # it may import what lies beside it; last, to hide nothing
-        sys.path.append(folder)
-    if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, file)
-        assert spec and spec.loader, f"no import machinery for {file}"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        try:
-            spec.loader.exec_module(module)
-        except ImportError as error:  # an agent's framework is not our dependency
-            del sys.modules[module_name]
-            raise ConfigError(f"{path} cannot be loaded: {error}") from error
-        except BaseException:
-            del sys.modules[module_name]
-            raise
-    function = getattr(sys.modules[module_name], name, None)
+    if state not in _loaded:
+        _loaded[state] = _load_module(file, state)
+    function = getattr(_loaded[state], name, None)
     if not callable(function):
         raise ConfigError(f"{reference!r} names {name!r}, but {path} has no such function.")
     return function
+
+
+def _load_module(file: Path, state: str) -> ModuleType:
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:  # it may import what lies beside it; last, to hide nothing
+        sys.path.append(folder)
+    module_name = f"_loaded_{hashlib.sha1(state.encode()).hexdigest()[:12]}"
+    if is_own_name(file.stem, str(file)):  # by which processes that it starts can import it too
+        module_name = file.stem
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec and spec.loader, f"no import machinery for {file}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:  # an agent's framework is not our dependency
+        del sys.modules[module_name]
+        raise ConfigError(f"{file} cannot be loaded: {error}") from error
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
 
 
 def load_agent(reference: str) -> Agent:

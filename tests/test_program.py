@@ -323,6 +323,9 @@ async def numbers(task, llm):
     import numpy
     return {"reward": numpy.float32(1), "n": numpy.int64(3)}
 
+async def named(task, llm):
+    return float(__name__ == "agent" and sys.modules["agent"].named is named)
+
 async def gone(task, llm):
     print("good bye", file=sys.stderr)
     os._exit(3)
@@ -354,6 +357,12 @@ async def test_a_function_runs_in_another_interpreter(
 ) -> None:
     rollout = await rolled_out(tmp_path, there(elsewhere, function))
     assert (rollout.status, rollout.reward, rollout.metrics) == ("scored", 1.0, {"urls": 1.0})
+
+
+async def test_there_it_has_the_name_by_which_it_can_be_imported(
+    elsewhere: Path, tmp_path: Path
+) -> None:
+    assert (await rolled_out(tmp_path, there(elsewhere, "named"))).reward == 1.0
 
 
 async def test_numpys_numbers_come_from_there(elsewhere: Path, tmp_path: Path) -> None:

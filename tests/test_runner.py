@@ -2,8 +2,12 @@
 
 import asyncio
 import functools
+import multiprocessing
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -305,6 +309,27 @@ def test_a_wrong_agent_reference_is_explained(reference: str, words: str) -> Non
 
 def test_a_file_is_loaded_once() -> None:
     assert load_function(f"{TOY}:run").__globals__ is load_function(f"{TOY}:odd").__globals__
+
+
+def test_processes_that_an_agent_starts_can_import_it(tmp_path: Path) -> None:
+    path = tmp_path / "agent_of_workers.py"
+    source = "def double(x):\n    return 2 * x\n"
+    path.write_text(source)
+    double = load_function(f"{path}:double")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(double, 21).result() == 42
+    path.write_text(source.replace("2 *", "3 *"))
+    os.utime(path, ns=(0, 0))  # another time than before, however coarse the clock
+    assert load_function(f"{path}:double")(2) == 6
+
+
+@pytest.mark.parametrize("name", ["types", "no-name", "numpy"])
+def test_a_file_named_as_another_module_hides_it_from_nobody(tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"{name}.py"
+    path.write_text("def run():\n    return 1\n")
+    before = sys.modules.get(name)
+    assert load_function(f"{path}:run")() == 1
+    assert sys.modules.get(name) is before
 
 
 def test_an_agent_whose_framework_is_missing_is_one_sentence(tmp_path: Path) -> None:

@@ -53,6 +53,16 @@ class CallHandler:
         """The answer to one call, or the refusal of it, in the dialect's terms."""
         framing = dialect.framings.get(request.query.get("alt", ""), dialect.framing)
         stream = EventStream(request, framing)
+        try:
+            return await self._handle(dialect, request, stream)
+        except ConnectionError:  # the client closed its stream; aiohttp would call that our error
+            if not stream.is_open:
+                raise
+            return stream.response
+
+    async def _handle(
+        self, dialect: Dialect, request: web.Request, stream: EventStream
+    ) -> web.StreamResponse:
         with self._meters.call(dialect.name) as outcome:
             try:
                 self._callers.authorize(request, dialect)
@@ -63,6 +73,7 @@ class CallHandler:
                 return response
             except ApiError as error:
                 outcome.status = error.status
+                error = error.named(dialect.names)
                 if stream.is_open:
                     return await stream.fail(dialect.error_event(error))
                 return refusal(dialect, error)

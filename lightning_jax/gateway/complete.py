@@ -74,6 +74,7 @@ class Call:
     role: str = ""  # the part it plays, one of the config's roles
     answered_by: str = ""  # which of several policies answers; "": the only one
     adapter: int | None = None  # and the place of its adapter
+    guarantees_call: bool = False  # its grammar is of its tools, else of its answer's schema
 
 
 async def complete(
@@ -183,7 +184,8 @@ def _api_error(error: BaseException, call: Call) -> ApiError | None:
         case PromptTooLong():
             return ApiError(400, "context_length_exceeded", str(error), param="messages")
         case GrammarError():
-            return ApiError(400, "invalid_schema", str(error), param="response_format")
+            param = "tools" if call.guarantees_call else "response_format"
+            return ApiError(400, "invalid_schema", str(error), param=param)
         case _Unfit():
             return ApiError(400, "invalid_value", str(error))
         case QueueFull():

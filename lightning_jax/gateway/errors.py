@@ -1,5 +1,6 @@
 """What can go wrong with a call, as OpenAI's API says it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_jax.types import UserError
@@ -56,6 +57,18 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "api_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+    def named(self, names: Mapping[str, str]) -> "ApiError":
+        """The same, calling a field of the gateway's own requests as its dialect does."""
+        field, *rest = self.message.split(" ", 1)
+        return ApiError(
+            self.status,
+            self.code,
+            " ".join((names.get(field, field), *rest)),
+            param=self.param and names.get(self.param, self.param),
+            retry_after_s=self.retry_after_s,
+            infrastructure=self.infrastructure,
+        )
 
     @property
     def headers(self) -> dict[str, str]:

@@ -76,6 +76,7 @@ class Policy:
             role=part.role,
             answered_by=part.answered_by,
             adapter=part.adapter,
+            guarantees_call=guarantees_call(request),
         )
 
         async def work(accept: Callable[[], None], emit: Emit) -> tuple[Answer, ...]:

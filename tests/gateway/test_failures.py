@@ -14,6 +14,7 @@ from gateway_bench import Bench, Connect, MakeBench
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.answer import AnswerBuilder
 from lightning_jax.gateway.app import MAX_BODY_BYTES, Gateway, GatewayError
+from lightning_jax.gateway.event_stream import EventStream
 from lightning_jax.gateway.http import check_exposure
 from lightning_jax.gateway.reports import Reports
 from lightning_jax.tracing.convert import spans_to_transitions
@@ -271,6 +272,23 @@ async def test_a_client_that_hangs_up_frees_its_slot(bench: Bench, stream: bool)
     assert spans_to_transitions(bench.store.spans("r1")) == ((), {"call_cancelled": 1})
     traffic = bench.gateway.close_rollout("r1")
     assert (traffic.num_calls, traffic.num_cancelled, traffic.num_errors) == (1, 1, {})
+
+
+async def test_a_client_that_closes_its_stream_is_not_our_error(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def closing(self: EventStream, events: object) -> None:
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(EventStream, "send", closing)
+    llm = bench.rollout()
+    headers = {"Authorization": f"Bearer {llm.api_key}"}
+    url = f"{llm.base_url}/chat/completions"
+    async with bench.http.post(url, json=LONG | {"stream": True}, headers=headers) as response:
+        assert await response.text() == ""
+    await _until(lambda: bench.loop.stats()["serve/cancelled"] == 1)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+    assert bench.gateway.close_rollout("r1").num_cancelled == 1
 
 
 async def test_the_end_of_a_rollout_ends_its_calls(bench: Bench) -> None:

@@ -150,6 +150,13 @@ async def test_a_schema_that_cannot_be_kept_is_refused(bench: Bench) -> None:
     status, reply, _ = await bench.post(body, base=bench.rollout().base_url)
     assert (status, reply["error"]["code"]) == (400, "invalid_schema")
     assert "unicorn" in reply["error"]["message"]
+    assert reply["error"]["param"] == "response_format"
+    function = {"name": "f", "parameters": {"properties": {"a": {"type": "unicorn"}}}}
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    del body["response_format"]
+    status, reply, _ = await bench.post(body | tools, base=bench.rollout("r2").base_url)
+    assert (status, reply["error"]["code"]) == (400, "invalid_schema")
+    assert reply["error"]["param"] == "tools"
 
 
 async def test_a_schema_that_fails_on_the_way_is_the_callers_fault(bench: Bench) -> None:

@@ -348,4 +348,5 @@ ANTHROPIC = Dialect(
     ),
     error=_error,
     error_event=lambda error: _event(_error(error)),
+    names={"stop": "stop_sequences"},
 )

@@ -156,4 +156,6 @@ class Dialect:
     listings: tuple[Listing, ...] = ()
     error: Callable[[ApiError], Any] = openai_error  # the body of a refused call
     error_event: Callable[[ApiError], Event] = openai_error_event  # the end of a broken stream
+    # What it calls a field of PolicyRequest or SamplingParams, where otherwise.
+    names: Mapping[str, str] = field(default_factory=dict)
     open_in_rollouts: bool = False  # its clients send no key: a rollout's unguessable URL is enough

@@ -14,7 +14,6 @@ from lightning_jax.gateway.dialects.base import Dialect, Event, MakeReply, Reply
 from lightning_jax.gateway.dialects.openai_common import (
     HARMLESS,
     completion_tokens,
-    error_naming,
     fingerprint,
     logprob_entries,
     sampling_fields,
@@ -271,5 +270,5 @@ COMPLETIONS = Dialect(
     name="completions",
     paths=("/v1/completions",),
     parse=parse,
-    error=error_naming({"messages": "prompt"}),
+    names={"messages": "prompt"},
 )

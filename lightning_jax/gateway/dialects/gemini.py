@@ -242,4 +242,12 @@ GEMINI = Dialect(
     ),
     error=_error,
     error_event=lambda error: Event(_error(error)),
+    names={
+        "max_tokens": "maxOutputTokens",
+        "top_p": "topP",
+        "top_k": "topK",
+        "stop": "stopSequences",
+        "presence_penalty": "presencePenalty",
+        "frequency_penalty": "frequencyPenalty",
+    },
 )

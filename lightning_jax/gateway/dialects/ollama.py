@@ -290,6 +290,8 @@ def _error_event(error: ApiError) -> Event:
     return Event(_error(error))
 
 
+_NAMES = {"max_tokens": "num_predict"}
+
 OLLAMA_CHAT = Dialect(
     name="ollama",
     paths=("/api/chat",),
@@ -304,6 +306,7 @@ OLLAMA_CHAT = Dialect(
     ),
     error=_error,
     error_event=_error_event,
+    names=_NAMES,
     open_in_rollouts=True,
 )
 OLLAMA_GENERATE = Dialect(
@@ -314,5 +317,6 @@ OLLAMA_GENERATE = Dialect(
     at_once=_load(_generate_content("", []), "prompt"),
     error=_error,
     error_event=_error_event,
+    names=_NAMES,
     open_in_rollouts=True,
 )

@@ -1,11 +1,11 @@
 """What OpenAI's dialects share: sampling fields, functions, usage, log-prob entries."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer
-from lightning_jax.gateway.errors import ApiError, invalid
+from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import Function, JsonSchema
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.response import Chunk
@@ -93,16 +93,6 @@ def output_schema(spec: Mapping[str, Any], where: str) -> JsonSchema | None:
     if not isinstance(schema, dict):
         raise invalid(f"{where} has no schema; expected a JSON schema object.", where)
     return schema
-
-
-def error_naming(names: Mapping[str, str]) -> Callable[[ApiError], dict[str, Any]]:
-    """Makes error bodies which call a field of the gateway's own requests as the dialect does."""
-
-    def body(error: ApiError) -> dict[str, Any]:
-        inner = error.body["error"]
-        return {"error": {**inner, "param": names.get(inner["param"], inner["param"])}}
-
-    return body
 
 
 def completion_tokens(answers: Sequence[Answer]) -> int:

@@ -22,7 +22,6 @@ from lightning_jax.gateway.dialects.base import (
 from lightning_jax.gateway.dialects.openai_common import (
     HARMLESS,
     completion_tokens,
-    error_naming,
     function_of,
     logprob_entries,
     output_schema,
@@ -285,12 +284,9 @@ def _status(answer: Answer) -> str:
     return "incomplete" if answer.finish_reason == "length" else "completed"
 
 
-_error = error_naming({"messages": "input", "response_format": "text.format"})
-
-
 def _error_event(error: ApiError) -> Event:
     """OpenAI's clients raise for `error`; others read the fields beside it."""
-    inner = _error(error)["error"]
+    inner = error.body["error"]
     flat = {key: inner[key] for key in ("code", "message", "param")}
     return Event({"type": "error", **flat, "error": inner}, "error")
 
@@ -301,6 +297,10 @@ RESPONSES = Dialect(
     parse=parse,
     framing=Framing("text/event-stream", sse, numbered=True),
     listings=LISTINGS,
-    error=_error,
     error_event=_error_event,
+    names={
+        "messages": "input",
+        "response_format": "text.format",
+        "max_tokens": "max_output_tokens",
+    },
 )

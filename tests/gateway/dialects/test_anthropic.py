@@ -214,6 +214,8 @@ async def test_errors_and_models_in_its_own_terms(bench: Bench) -> None:
     ):
         got, body, _ = await bench.post(BODY | change, path="/v1/messages", key=key)
         assert (got, body["type"], body["error"]["type"]) == (status, "error", kind)
+    _, body, _ = await bench.post(BODY | {"stop_sequences": [""]}, path="/v1/messages")
+    assert body["error"]["message"].startswith("stop_sequences is ")
     for version, first in (("2023-06-01", "first_id"), (None, "object")):
         headers = {"x-api-key": "right-key"} | ({"anthropic-version": version} if version else {})
         async with bench.http.get(f"{bench.gateway.url}/v1/models", headers=headers) as response:

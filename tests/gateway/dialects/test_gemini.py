@@ -241,6 +241,12 @@ async def test_errors_and_models_in_its_own_terms(bench: Bench) -> None:
             error = (await response.json())["error"]
         assert (response.status, error["code"], error["status"]) == (status, status, name)
     headers = {"x-goog-api-key": "right-key"}
+    for name in ("topP", "maxOutputTokens", "presencePenalty"):
+        wrong = body | {"generationConfig": {name: -9}}
+        async with bench.http.post(
+            bench.gateway.url + GENERATE, json=wrong, headers=headers
+        ) as response:
+            assert (await response.json())["error"]["message"].startswith(f"{name} is -9")
     for path, key in (
         ("/v1beta/models?key=right-key", "models"),
         ("/v1/models", "models"),

@@ -181,6 +181,8 @@ async def test_errors_and_models_in_its_own_terms(bench: Bench) -> None:
     for change, status in (({"model": "gpt"}, 404), ({"options": {"top_p": 0}}, 400)):
         response, text = await _ask(bench, base, BODY | change)
         assert response.status == status and isinstance(json.loads(text)["error"], str)
+    _, text = await _ask(bench, base, BODY | {"options": {"num_predict": 0}})
+    assert json.loads(text)["error"].startswith("num_predict is 0; expected")
     response, text = await _ask(bench, bench.gateway.url, BODY)
     assert response.status == 401 and set(json.loads(text)) == {"error"}
     _, text = await _ask(bench, base, {"model": "policy:latest"}, "/api/show")

@@ -448,6 +448,9 @@ async def test_errors_name_this_dialects_fields(bench: Bench) -> None:
     spec = {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}
     status, reply, _ = await bench.post(BODY | {"text": {"format": spec}}, path=PATH)
     assert (status, reply["error"]["param"]) == (400, "text.format")
+    _, reply, _ = await bench.post(BODY | {"max_output_tokens": 0}, path=PATH)
+    assert reply["error"]["param"] == "max_output_tokens"
+    assert reply["error"]["message"].startswith("max_output_tokens is 0; expected")
 
 
 async def test_a_broken_stream_ends_in_an_error(bench: Bench, connect: Connect) -> None:
