@@ -147,9 +147,15 @@ class Checkpointer:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError, KeyError) as error:
+            if not (self._directory / str(step)).exists():
+                raise CheckpointError(
+                    f"the checkpoint of step {step} was deleted from {self._directory} meanwhile. "
+                    "A run keeps its newest checkpoint.keep of them: wait for its end, or stop it."
+                ) from error
             raise CheckpointError(
-                f"the checkpoint of step {step} in {self._directory} cannot be read: {error}. "
-                "Delete its folder to go on from the one before, or use another run_dir."
+                f"the checkpoint of step {step} in {self._directory} cannot be read: "
+                f"{str(error).rstrip('.')}. Delete its folder to go on from the one before, or use "
+                "another run_dir."
             ) from error
 
     def _check_shapes(self, step: int, found: dict[str, Any], expected: dict[str, Any]) -> None:

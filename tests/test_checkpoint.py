@@ -55,6 +55,27 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     checkpointer.close()
 
 
+def test_one_that_its_run_deletes_meanwhile_is_not_called_broken(tmp_path: Path) -> None:
+    run = Checkpointer(tmp_path / "c", CheckpointConfig(keep=1))
+    run.save(1, _state(1), {})
+    reader = Checkpointer(tmp_path / "c", CheckpointConfig(keep=1))
+    run.save(2, _state(2), {})
+    with pytest.raises(CheckpointError, match=r"step 1 was deleted from .* wait for its end"):
+        reader.restore_params(_state(0).params, 1)
+    reader.close()
+    run.close()
+
+
+def test_a_broken_one_is_named(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
+    checkpointer.save(2, _state(2), {})
+    for file in (tmp_path / "c" / "2" / "progress").iterdir():
+        file.write_text("{")
+    with pytest.raises(CheckpointError, match=r"step 2 in .* cannot be read: .*[^.]\. Delete its"):
+        checkpointer.progress(2)
+    checkpointer.close()
+
+
 def test_no_checkpoint_is_said(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
