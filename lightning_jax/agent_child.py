@@ -36,8 +36,7 @@ def load(reference: str) -> Any:
     """The function that FILE:FUNCTION names; ends this process where there is none."""
     path, _, name = reference.rpartition(":")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # as `python FILE` does
-    stem = os.path.splitext(os.path.basename(path))[0]
-    module_name = stem if is_own_name(stem, path) else "_agent"
+    module_name = module_name_of(path, "_agent")
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         sys.exit(f"{path} is not a Python file")
@@ -53,13 +52,16 @@ def load(reference: str) -> Any:
     return function
 
 
-def is_own_name(name: str, path: str) -> bool:
-    """Whether `import name` would load the file, and has loaded nothing yet."""
+def module_name_of(path: str, otherwise: str) -> str:
+    """The file's own name where importing that would load the file, and has loaded nothing yet: so
+    processes that it starts can import it too.
+    """
+    name = os.path.splitext(os.path.basename(path))[0]
     if name in sys.modules or not name.isidentifier():
-        return False
+        return otherwise
     spec = importlib.util.find_spec(name)
     found = spec and spec.origin and os.path.realpath(spec.origin)
-    return found == os.path.realpath(path)
+    return name if found == os.path.realpath(path) else otherwise
 
 
 def run(function: Any, channel: int) -> None:

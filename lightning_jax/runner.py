@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_jax.agent_child import is_own_name
+from lightning_jax.agent_child import module_name_of
 from lightning_jax.config import ConfigError, RolloutConfig
 from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.gateway.rollouts import derive_seed
@@ -105,9 +105,8 @@ def _load_module(file: Path, state: str) -> ModuleType:
     folder = str(file.resolve().parent)
     if folder not in sys.path:  # it may import what lies beside it; last, to hide nothing
         sys.path.append(folder)
-    module_name = f"_loaded_{hashlib.sha1(state.encode()).hexdigest()[:12]}"
-    if is_own_name(file.stem, str(file)):  # by which processes that it starts can import it too
-        module_name = file.stem
+    digest = hashlib.sha1(state.encode()).hexdigest()[:12]
+    module_name = module_name_of(str(file), f"_loaded_{digest}")
     spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec and spec.loader, f"no import machinery for {file}"
     module = importlib.util.module_from_spec(spec)

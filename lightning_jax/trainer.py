@@ -117,7 +117,7 @@ async def _follow(config: Config) -> None:
         finally:
             replica.close()
 
-    working = asyncio.create_task(to_end(work))
+    working = asyncio.create_task(asyncio.to_thread(work))
     try:
         await asyncio.shield(working)
     except asyncio.CancelledError:
