@@ -41,7 +41,7 @@ def watched_loop(
                     "async client or asyncio.to_thread, or have a process of its own "
                     "(agent.python).",
                     missed * tick_s,
-                    _place(thread),
+                    current_line(thread),
                 )
 
     turned.set()
@@ -54,8 +54,8 @@ def watched_loop(
         watcher.join()
 
 
-def _place(thread: threading.Thread) -> str:
-    """The innermost line of that thread which is neither Python's own nor a library's."""
+def current_line(thread: threading.Thread) -> str:
+    """Return the innermost line of the thread that is neither Python's own nor a library's."""
     assert thread.ident is not None, "it was started"
     stack = traceback.extract_stack(sys._current_frames()[thread.ident])
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
