@@ -80,7 +80,7 @@ class Policy:
         )
 
         async def work(accept: Callable[[], None], emit: Emit) -> tuple[Answer, ...]:
-            return await self._work(request, rendered[0].history, call, rollout, accept, emit)
+            return await self._work(request, rendered[0], call, rollout, accept, emit)
 
         context = ReplyContext(
             token,
@@ -98,7 +98,7 @@ class Policy:
     async def _work(
         self,
         request: PolicyRequest,
-        history: str,
+        rendered: Rendered,
         call: Call,
         rollout: OpenRollout | None,
         accept: Callable[[], None],
@@ -138,7 +138,7 @@ class Policy:
         if rollout:
             rollout.malformed_tool_calls += malformed
             if request.messages is not None:
-                _remember(rollout, history, answers)
+                _remember(rollout, rendered, answers)
         return answers
 
     def _render(self, request: PolicyRequest, rollout: OpenRollout | None) -> list[Rendered]:
@@ -177,7 +177,8 @@ class Policy:
         )
 
 
-def _remember(rollout: OpenRollout, history: str, answers: tuple[Answer, ...]) -> None:
+def _remember(rollout: OpenRollout, rendered: Rendered, answers: tuple[Answer, ...]) -> None:
     for answer in answers:
-        generated = Generated(answer.prompt_ids, answer.completion.token_ids, history)
+        sampled = answer.completion.token_ids
+        generated = Generated(answer.prompt_ids, sampled, rendered.history, rendered.path)
         rollout.memory.add(answer.as_message(), generated)
