@@ -25,6 +25,7 @@ from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.tracer import Numbers, child_context, end_with_error, known, parent_of
 from lightning_jax.types import Completion, SamplingParams
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 OnAccept = Callable[[], Awaitable[None]]
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 OnDone = Callable[[], Mapping[str, Any]]
@@ -75,6 +76,7 @@ class Call:
     answered_by: str = ""  # which of several policies answers; "": the only one
     adapter: int | None = None  # and the place of its adapter
     guarantees_call: bool = False  # its grammar is of its tools, else of its answer's schema
+    refusal: PromptTooLong | None = None  # it is recorded, but no engine is asked
 
 
 async def complete(
@@ -138,6 +140,8 @@ async def _generate(
     """The engine's completions. Whatever goes wrong, the engine works on none of them any more."""
     generations: list[Generation] = []
     try:
+        if call.refusal:
+            raise call.refusal
         async with asyncio.timeout(call.timeout_s):
             for choice in call.choices:
                 generations.append(_submit(loop, choice, call.adapter))
@@ -182,7 +186,7 @@ def _api_error(error: BaseException, call: Call) -> ApiError | None:
     """The answer to a call that failed so; None if nobody is there to answer, or it is our bug."""
     match error:
         case PromptTooLong():
-            return ApiError(400, "context_length_exceeded", str(error), param="messages")
+            return ApiError(400, CONTEXT_LENGTH_EXCEEDED, str(error), param="messages")
         case GrammarError():
             param = "tools" if call.guarantees_call else "response_format"
             return ApiError(400, "invalid_schema", str(error), param=param)

@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from opentelemetry.trace import Tracer
 
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
-from lightning_jax.gateway.complete import Call, Choice, PolicyLoop, complete
+from lightning_jax.gateway.complete import (
+    CONTEXT_LENGTH_EXCEEDED,
+    Call,
+    Choice,
+    PolicyLoop,
+    complete,
+)
 from lightning_jax.gateway.dialects.base import ReplyContext
-from lightning_jax.gateway.errors import invalid
+from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.guarantee import grammar_of, guarantees_call, may_call
 from lightning_jax.gateway.meters import Meters
-from lightning_jax.gateway.render import Generated, Rendered, render
+from lightning_jax.gateway.offload import Offload
+from lightning_jax.gateway.render import Generated, Rendered, check_length, render
 from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest
 from lightning_jax.gateway.rollouts import OpenRollout
 from lightning_jax.gateway.routing import Part
@@ -22,10 +29,21 @@ from lightning_jax.gateway.sampling import sampling_params
 from lightning_jax.gateway.tool_calls import PlainText, ToolCallParser
 from lightning_jax.gateway.tool_formats import ToolFormat
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.serve.generation import PromptTooLong
 from lightning_jax.serve.response import Chunk
 from lightning_jax.tracing import attributes as names
 
 NO_PART = Part()
+MAX_RECORDED = 4  # times serve.max_len; of a longer prompt that is refused no ids are recorded
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request with its prompts. With a `refusal` it is recorded and gets that for an answer."""
+
+    request: PolicyRequest
+    prompts: tuple[Rendered, ...]
+    refusal: PromptTooLong | None = None
 
 
 @dataclass(frozen=True)
@@ -39,16 +57,35 @@ class Policy:
     max_len: int
     tool_format: ToolFormat
     meters: Meters
+    offload: Offload
+
+    async def prepare(
+        self, request: PolicyRequest, rollout: OpenRollout | None, num_bytes: int
+    ) -> Prepared:
+        """Render the request, whose body has so many bytes. Raises ApiError if that cannot work."""
+        work = max(num_bytes, _num_bytes(request))  # it may go on from a long saved conversation
+        try:
+            prompts = await self.offload.run(work, self._render, request, rollout)
+        except PromptTooLong as error:
+            return Prepared(request, (Rendered((), 0, 0),), error)
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if longest > MAX_RECORDED * self.max_len:  # what the store keeps of it, it keeps for ever
+            error = PromptTooLong(
+                f"the prompt has {longest} tokens; expected at most {self.max_len - 1}. Shorten it "
+                "or raise serve.max_len."
+            )
+            return Prepared(request, (Rendered((), 0, 0),), error)
+        return Prepared(request, tuple(prompts))
 
     def start(
         self,
-        request: PolicyRequest,
+        prepared: Prepared,
         rollout: OpenRollout | None,
         headers: Mapping[str, str],
         part: Part = NO_PART,
     ) -> RunningCall:
         """Begins to answer. Raises ApiError where the request cannot work."""
-        rendered = self._render(request, rollout)
+        request, rendered = prepared.request, prepared.prompts
         breaks = sum(prompt.breaks for prompt in rendered)
         self.meters.prefix_breaks.inc(breaks)
         if rollout:
@@ -77,6 +114,7 @@ class Policy:
             answered_by=part.answered_by,
             adapter=part.adapter,
             guarantees_call=guarantees_call(request),
+            refusal=prepared.refusal,
         )
 
         async def work(accept: Callable[[], None], emit: Emit) -> tuple[Answer, ...]:
@@ -93,7 +131,10 @@ class Policy:
 
     def count_tokens(self, request: PolicyRequest, rollout: OpenRollout | None) -> int:
         """Tokens of the request's prompts. Raises ApiError where the request cannot work."""
-        return sum(len(prompt.token_ids) for prompt in self._render(request, rollout))
+        try:
+            return sum(len(prompt.token_ids) for prompt in self._render(request, rollout))
+        except PromptTooLong as error:
+            raise ApiError(400, CONTEXT_LENGTH_EXCEEDED, str(error), param="messages") from error
 
     async def _work(
         self,
@@ -154,13 +195,21 @@ class Policy:
         tools = [function.as_tool() for function in request.functions] or None
         memory = rollout.memory if rollout else None
         try:
-            rendered = render(request.messages, tools, self.tokenizer, memory, self.tool_format)
+            rendered = render(
+                request.messages, tools, self.tokenizer, memory, self.tool_format, self.max_len - 1
+            )
+        except PromptTooLong:
+            raise
         except ValueError as error:
             raise invalid(str(error), "messages") from error
         return [rendered]
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-        ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            check_length([prompt], self.tokenizer, self.max_len - 1)
+            ids = tuple(self.tokenizer.encode(prompt))
+        else:
+            ids = prompt
         if not ids:
             raise invalid("prompt has no tokens; expected at least 1.", "prompt")
         return ids
@@ -175,6 +224,13 @@ class Policy:
             allowed=request.tool_choice.names or None,
             at_most=None if request.parallel_tool_calls else 1,
         )
+
+
+def _num_bytes(request: PolicyRequest) -> int:
+    """Return about how many bytes the messages or prompts have, and no fewer than one each."""
+    each = request.messages or request.prompts or ()
+    texts = [item.get("content") if isinstance(item, dict) else item for item in each]
+    return sum(len(text) if isinstance(text, str | tuple) else 1 for text in texts) + 64 * len(each)
 
 
 def _remember(rollout: OpenRollout, rendered: Rendered, answers: tuple[Answer, ...]) -> None:

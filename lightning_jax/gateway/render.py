@@ -30,6 +30,7 @@ from lightning_jax.gateway.messages import normalize_message, normalize_messages
 from lightning_jax.gateway.tool_formats import ToolFormat, format_of
 from lightning_jax.models.chat_template import TemplateError
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.serve.generation import PromptTooLong
 from lightning_jax.types import Message
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -137,12 +138,14 @@ def render(
     tokenizer: Tokenizer,
     memory: ConversationMemory | None = None,
     form: ToolFormat | None = None,
+    max_tokens: int | None = None,
 ) -> Rendered:
     """The prompt ids of a conversation, up to the assistant's next turn; `memory` stays as it is.
 
     The time grows with the conversation's length, not with its square.
 
-    Raises ValueError for messages that are malformed or that the chat template cannot show.
+    Raises ValueError for messages that are malformed or that the chat template cannot show, and
+    PromptTooLong, without encoding it, for text that cannot have as few as `max_tokens`.
     """
     plain = normalize_messages(messages)
     digests = _digests(plain, tools)
@@ -158,11 +161,25 @@ def render(
         start, recorded = 0, None
     else:  # what comes before it is in its prompt
         start, recorded = marked.index(base[0]), base[1]
+    check_length(pieces[start + (recorded is not None) :], tokenizer, max_tokens)
     candidates = [known[index] for index in marked[start:]]
     path, extends = _splice(pieces[start:], candidates, recorded, tokenizer)
     replayed = set(marked) | {index for index in known if base and recorded and index < base[0]}
     whole = extends and len(replayed) == len(known)
     return Rendered(tuple(path.ids), len(replayed), int(not whole), digests[-1], path.digest)
+
+
+def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_tokens: int | None) -> None:
+    """Raise PromptTooLong for texts of too many bytes to be `max_tokens` tokens, however long."""
+    longest = tokenizer.max_token_bytes
+    if longest is None or max_tokens is None:
+        return
+    num_bytes = sum(len(piece) for piece in pieces)  # characters, which are not more
+    if num_bytes > max_tokens * longest:
+        raise PromptTooLong(
+            f"the prompt has {num_bytes} characters or more, which are more than {max_tokens} "
+            "tokens; expected fewer. Shorten it or raise serve.max_len."
+        )
 
 
 @dataclass(frozen=True)
