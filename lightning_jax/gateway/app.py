@@ -35,7 +35,7 @@ from lightning_jax.gateway.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.store import Store
 from lightning_jax.tracing import otlp
-from lightning_jax.tracing.tracer import make_tracer
+from lightning_jax.tracing.tracer import Recorder, make_tracer
 from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Gateway:
         policy = Policy(
             loop=loop,
             tokenizer=tokenizer,
-            tracer=tracer or (make_tracer(store) if store else NoOpTracer()),
+            recorder=Recorder(tracer or (make_tracer(store) if store else NoOpTracer()), store),
             served_model=model_name,
             max_len=serve.max_len,
             tool_format=format_of(tokenizer),
@@ -171,7 +171,7 @@ class Gateway:
         rollout = self._callers.rollout_of(request)
         assert rollout is not None, "the path holds a rollout"
         body = await self._bodies.json(await self._bodies.read(request))
-        return web.json_response(self._reports.reward(body, rollout))
+        return web.json_response(await self._reports.reward(body, rollout))
 
     async def _spans(self, request: web.Request) -> web.Response:
         """Spans over OTLP/HTTP: of one rollout, or of those that their traces belong to."""
@@ -191,7 +191,7 @@ class Gateway:
         except ValueError as error:
             raise invalid(f"{error}; expected an ExportTraceServiceRequest.") from error
         owner = rollout.settings.rollout_id if rollout else None
-        num_unknown = self._reports.add_spans(spans, owner)
+        num_unknown = await self._reports.add_spans(spans, owner)
         self._meters.spans.inc(len(spans) - num_unknown)
         self._meters.unknown_spans.inc(num_unknown)
         self._meters.large_spans.inc(num_large)

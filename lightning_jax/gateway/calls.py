@@ -161,7 +161,7 @@ class CallHandler:
             rollout.settings.call_timeout_s if rollout else None,
             model_in_path="model" in request.match_info,
         )
-        return await pass_on(request, call, self._callers.policy.tracer, on_failure)
+        return await pass_on(request, call, self._callers.policy.recorder, on_failure)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import Span, format_span_id, format_trace_id
 
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.complete import (
@@ -22,7 +22,7 @@ from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.render import Generated, Rendered, check_length, render
 from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest
-from lightning_jax.gateway.rollouts import OpenRollout
+from lightning_jax.gateway.rollouts import AnsweredCall, OpenRollout
 from lightning_jax.gateway.routing import Part
 from lightning_jax.gateway.running import Emit, RunningCall
 from lightning_jax.gateway.sampling import sampling_params
@@ -32,6 +32,7 @@ from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.generation import PromptTooLong
 from lightning_jax.serve.response import Chunk
 from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.tracer import Recorder
 
 NO_PART = Part()
 MAX_RECORDED = 4  # times serve.max_len; of a longer prompt that is refused no ids are recorded
@@ -52,7 +53,7 @@ class Policy:
 
     loop: PolicyLoop
     tokenizer: Tokenizer
-    tracer: Tracer
+    recorder: Recorder
     served_model: str
     max_len: int
     tool_format: ToolFormat
@@ -161,13 +162,21 @@ class Policy:
             malformed = sum(parser.malformed for parser in parsers)
             return {names.MALFORMED_TOOL_CALLS: malformed} if malformed else {}
 
+        def on_recorded(span: Span) -> None:
+            if rollout:
+                where = span.get_span_context()
+                ids = format_trace_id(where.trace_id), format_span_id(where.span_id)
+                known = AnsweredCall(call.call_id, *ids, len(call.choices))
+                rollout.answered[call.call_id] = known
+
         completions = await complete(
             call,
             self.loop,
-            self.tracer,
+            self.recorder,
             on_accept=on_accept,
             on_chunk=on_chunk,
             on_done=on_done,
+            on_recorded=on_recorded,
         )
         answers = tuple(
             builder.answer(choice.prompt_ids, completion)

@@ -1,7 +1,9 @@
 """Every failure has OpenAI's error body, the right status, and a place where it is counted."""
 
 import asyncio
+import contextlib
 import json
+import sqlite3
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -252,6 +254,32 @@ async def test_a_call_that_cannot_be_recorded_gets_no_answer(bench: Bench) -> No
     assert (status, reply["error"]["code"]) == (500, "store_error")
     assert "the call was not recorded: store" in reply["error"]["message"]
     assert bench.gateway.close_rollout("r1").num_errors == {"store_error": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_locked_store_holds_back_answers_and_nothing_else(
+    bench: Bench, stream: bool
+) -> None:
+    base = bench.rollout().base_url
+    ended = bench.rollout("r2").base_url
+    bench.gateway.close_rollout("r2")
+    with contextlib.closing(sqlite3.connect(bench.store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        url, auth = f"{base}/chat/completions", {"Authorization": "Bearer right-key"}
+        call = asyncio.create_task(_read(bench, url, BODY | {"stream": stream}, auth))
+        for _ in range(20):  # calls that need no write are answered meanwhile
+            assert (await bench.post(BODY | {"temperature": -1}, base=base))[0] == 400
+            assert (await bench.post(BODY, base=ended))[0] == 404
+            await asyncio.sleep(0.02)
+        assert not call.done() and bench.store.status_at_once("r1") is None
+        other.execute("ROLLBACK")
+    assert b"length" in await call
+    assert len(bench.store.spans("r1")) == 1
+
+
+async def _read(bench: Bench, url: str, body: Any, headers: dict[str, str]) -> bytes:
+    async with bench.http.post(url, json=body, headers=headers) as response:
+        return await response.read()
 
 
 @pytest.mark.parametrize("stream", [False, True])
