@@ -30,8 +30,8 @@ def score(reply: str, answer: str, aliases: Sequence[str] = ()) -> dict[str, flo
 
 def extract_answer(reply: str) -> str:
     """What stands between the first <answer> and </answer>; the whole reply where none does."""
-    found = _TAGGED.search(reply)
-    return (found[1] if found else reply).strip()
+    said, closing, _ = reply.partition("<answer>")[2].partition("</answer>")
+    return (said if closing else reply).strip()
 
 
 def has_format(reply: str) -> bool:

@@ -7,6 +7,7 @@ on a server of its own, so that only a call which breaks its server by itself fa
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -76,9 +77,14 @@ class Server:
             USAGE.start_s += time.monotonic() - started
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
-        """The tool's answer, errors of the tool included. Raises CalculatorBroken."""
+        """Return the tool's answer, errors of the tool included. Raises CalculatorBroken.
+
+        Half a character, which a model may write and MCP cannot carry, becomes a question mark.
+        """
         if self._fault:
             raise CalculatorBroken(self._fault)
+        whole = json.dumps([name, arguments], ensure_ascii=False).encode("utf-8", "replace")
+        name, arguments = json.loads(whole)
         try:
             session, limit = self._opened.result(), timedelta(seconds=CALL_LIMIT_S)
             return await session.call_tool(name, arguments, read_timeout_seconds=limit)

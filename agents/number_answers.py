@@ -11,11 +11,13 @@ _NUMBER = re.compile(
         (?P<percent>\s?(?:%|percent\b))?""",
     re.X,
 )
+_DIGIT = re.compile(r"\d")
 _SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # Calc-X writes 3900 as 3_900
 _MARK = re.compile(r"(?:answer|result)\b[\s*:]*(?:is|are|was|equals|=|:)?|<result>|####", re.I)
 _BARE_MARK = re.compile(r"(?:answer|result)[\s*]*", re.I)
 _VERB = re.compile(r"\b(?:is|are|was|equals)\b|[=:]", re.I)
 _EXACT = Fraction(1, 10_000)  # relative
+_MAX_DIGITS = 1000  # of a number in a reply; Python refuses to read more than 4300
 _INTEGER = Fraction(1, 100)  # absolute, at most, where the right number is an integer
 
 
@@ -33,17 +35,15 @@ def last_number(reply: str) -> re.Match[str] | None:
     and "is" others may stand, as in "the answer for 5 children is 40".
     """
     reply = _SEPARATOR.sub("", reply)
-    marks = list(_MARK.finditer(reply))
-    while marks:
-        mark = marks.pop()
-        rest = reply[mark.end() :]
-        sentence = re.split(r"\n|[.!?](?=\s|$)", rest.strip(), maxsplit=1)[0]
-        if _BARE_MARK.fullmatch(mark[0]):
-            sentence = _VERB.split(sentence, maxsplit=1)[-1]
-        found = _NUMBER.search(sentence.rpartition("=")[2]) or _NUMBER.search(rest)
-        if found:
-            return found
-    return next(reversed(list(_NUMBER.finditer(reply))), None)
+    last_digit = max((digit.start() for digit in _DIGIT.finditer(reply)), default=-1)
+    marks = [mark for mark in _MARK.finditer(reply) if mark.end() <= last_digit]
+    if not marks:
+        return next(reversed(list(_NUMBER.finditer(reply))), None)
+    rest = reply[marks[-1].end() :]
+    sentence = re.split(r"\n|[.!?](?=\s|$)", rest.strip(), maxsplit=1)[0]
+    if _BARE_MARK.fullmatch(marks[-1][0]):
+        sentence = _VERB.split(sentence, maxsplit=1)[-1]
+    return _NUMBER.search(sentence.rpartition("=")[2]) or _NUMBER.search(rest)
 
 
 def _parse(text: str) -> re.Match[str] | None:
@@ -76,7 +76,12 @@ def _close(gold: re.Match[str], right: Fraction, found: re.Match[str], value: Fr
 
 
 def value_of(number: re.Match[str]) -> Fraction | None:
-    """The number's value, a percentage by its digits; None where it divides by zero."""
+    """Return the number's value, a percentage by its digits.
+
+    A division by zero and a number of over _MAX_DIGITS have no value.
+    """
+    if len(number[0]) > _MAX_DIGITS:
+        return None
     if number["under"]:
         if int(number["under"]) == 0:
             return None

@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # as `python FILE` does; a loade
 from paragraph_index import RETRIEVERS, ParagraphIndex, SearchError, open_index
 from sentence_encoder import PACKAGED
 
+MAX_WITHOUT = 1000  # pids of one request
+
 
 def make_app(index: ParagraphIndex, top_k: int, max_chars: int) -> web.Application:
     """The HTTP application."""
@@ -34,10 +36,13 @@ def make_app(index: ParagraphIndex, top_k: int, max_chars: int) -> web.Applicati
         try:
             body = await request.json()
             query, without = body["query"], body.get("without", [])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             query, without = None, []
         if not isinstance(query, str) or not _are_texts(without):
-            expected = 'expected a JSON object with a text "query" and, if any, pids in "without".'
+            expected = (
+                'expected a JSON object with a text "query" and, if any, '
+                f'at most {MAX_WITHOUT} pids in "without".'
+            )
             return web.json_response({"error": expected}, status=400)
         found = await asyncio.to_thread(index.search, query, top_k, frozenset(without))
         shown = [each | {"text": clip(each["text"], max_chars)} for each in found]
@@ -53,7 +58,11 @@ def make_app(index: ParagraphIndex, top_k: int, max_chars: int) -> web.Applicati
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_WITHOUT
+        and all(isinstance(each, str) for each in value)
+    )
 
 
 def clip(text: str, max_chars: int) -> str:

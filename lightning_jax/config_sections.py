@@ -132,6 +132,10 @@ class ServeConfig:
     # the host is slower than a step, on an accelerator; never on a CPU.
     steps_per_dispatch: int = 1
     max_queue: int = 1024  # requests waiting for a slot; more are refused with 429
+    max_body_mib: float = 16.0  # of a request's body, unpacked; larger ones are refused with 413
+    max_json_values: int = 200_000  # names and values in a body; more are refused with 413
+    max_spans: int = 10_000  # in one OTLP export; more are refused with 413
+    max_span_mib: float = 1.0  # of one span, as protobuf; larger ones are left out and counted
     # Memory for keys and values of past calls, beside the slots'; at most 8 times theirs is taken.
     # Each copy of the engine, and each policy that has weights of its own, has as much.
     # SmolLM2-135M in float32 has 46 kB a token: 256 MiB are 5,800 tokens. 0: nothing is kept.
@@ -151,6 +155,10 @@ class ServeConfig:
             max_len=(self.max_len >= 16, "at least 16 tokens"),
             steps_per_dispatch=(self.steps_per_dispatch >= 1, "at least 1"),
             max_queue=(self.max_queue >= 0, "at least 0"),
+            max_body_mib=(0 < self.max_body_mib < math.inf, "a positive number of MiB"),
+            max_json_values=(self.max_json_values >= 1000, "at least 1000"),
+            max_spans=(self.max_spans >= 1, "at least 1"),
+            max_span_mib=(0 < self.max_span_mib < math.inf, "a positive number of MiB"),
             prefill_buckets=(
                 bool(self.prefill_buckets) and self.prefill_buckets[0] > 0,
                 "positive lengths",

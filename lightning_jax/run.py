@@ -132,7 +132,7 @@ class Run:
         after_warmup = step - self.config.warmup.num_steps
         due = (
             step == self.config.total_steps
-            or self._was_evaluated(step)
+            or await self._was_evaluated(step)
             or (
                 settings.at_start
                 if step == 0 or after_warmup == 0
@@ -145,14 +145,15 @@ class Run:
         rollouts = await self._collect(self.dev_tasks, "eval", 1)
         results = eval_metrics(rollouts) | eval_metrics_by(settings.by, self.dev_tasks, rollouts)
         since = 0 if after_warmup <= 0 else self.config.warmup.num_steps
-        before = self.store.rollouts(phase="eval", step=since) if since < step else []
-        if change := eval_change(before, rollouts):  # by the warm-up, or by the policy phase
+        before = await self.store.in_order(self.store.rollouts, phase="eval", step=since)
+        # By the warm-up, or by the policy phase.
+        if since < step and (change := eval_change(before, rollouts)):
             results |= change | {"eval/change_since_step": float(since)}
         return results | {"time/eval_s": time.monotonic() - started}
 
-    def _was_evaluated(self, step: int) -> bool:
+    async def _was_evaluated(self, step: int) -> bool:
         """Whether the store has it all: a run that was made longer or shorter loses no result."""
-        stored = self.store.rollouts(phase="eval", step=step)
+        stored = await self.store.in_order(self.store.rollouts, phase="eval", step=step)
         done = {r.task_id for r in stored if r.status in FINISHED and not r.superseded}
         return done.issuperset(str(task["id"]) for task in self.dev_tasks)
 
@@ -181,8 +182,13 @@ class Run:
         if algorithm.has_critic:  # else all trajectories would go to all processes for nothing
             values, of_values = await to_end(self.leader.call, "values", trajectories)
         prepared = time.monotonic()
-        sequences, of_data = prepare_policies(
-            trajectories, algorithm, self.config.policies, policy_version=self.step, values=values
+        sequences, of_data = await to_end(
+            prepare_policies,
+            trajectories,
+            algorithm,
+            self.config.policies,
+            policy_version=self.step,
+            values=values,
         )
         metrics |= of_values | of_data
         metrics["time/prepare_s"] = time.monotonic() - prepared
@@ -213,8 +219,13 @@ class Run:
             rollouts += await self._collect(tasks, "train", size, first_place=num_tasks)
             num_rounds, num_tasks = num_rounds + 1, num_tasks + len(tasks)
             await asyncio.to_thread(flush_process_tracer)
-            trajectories, metrics = to_trajectories(
-                self.store, rollouts, policy_version=self.step, reading=self.reading
+            await self.store.in_order(lambda: None)  # what was given to it is written
+            trajectories, metrics = await to_end(
+                to_trajectories,
+                self.store,
+                rollouts,
+                policy_version=self.step,
+                reading=self.reading,
             )
             if algorithm.max_sampling_rounds == 1:
                 return trajectories, metrics
@@ -253,7 +264,7 @@ class Run:
                 bar.update()
 
             rollouts = await run_rollouts(requests, self.runner, on_done=on_done)
-        self.failures.see(rollouts, f"{phase} {self.step}")
+        await to_end(self.failures.see, rollouts, f"{phase} {self.step}")
         return rollouts
 
     async def _learn(self, sequences: Sequence[TrainingSequence]) -> Metrics:

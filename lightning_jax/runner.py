@@ -30,7 +30,7 @@ from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.gateway.rollouts import derive_seed
 from lightning_jax.store import CRASH, Store
 from lightning_jax.tracing.tracer import below_root, root_span
-from lightning_jax.types import FINISHED, LLM, Rollout, RolloutStatus, Task, UserError
+from lightning_jax.types import FINISHED, LLM, Rollout, RolloutStatus, Span, Task, UserError
 
 log = logging.getLogger(__name__)
 
@@ -210,9 +210,8 @@ class Runner:
 
     async def run(self, request: RolloutRequest) -> Rollout:
         """The request's finished rollout: a stored one where a crash left it, else a new one."""
-        known = [
-            r for r in self.store.rollouts(group_id=request.group_id) if r.index == request.index
-        ]
+        stored = await self.store.in_order(self.store.rollouts, group_id=request.group_id)
+        known = [rollout for rollout in stored if rollout.index == request.index]
         newest = max(known, key=lambda rollout: rollout.attempt, default=None)
         # Only the newest: after a change of settings the ones before it are another run's.
         if (
@@ -235,11 +234,11 @@ class Runner:
 
     async def _attempt(self, request: RolloutRequest, attempt: int, *, draw: int) -> Rollout:
         rollout = request.rollout(attempt)
-        self.store.add_rollout(rollout)
+        await self.store.in_order(self.store.add_rollout, rollout)
         llm = self.gateway.open_rollout(self._settings(rollout, draw))
-        self.store.set_status(rollout.rollout_id, "running")
-        start_ns = time.time_ns()
         try:
+            await self.store.in_order(self.store.set_status, rollout.rollout_id, "running")
+            start_ns = time.time_ns()
             outcome = await self._outcome(rollout.rollout_id, request.task, llm)
         except BaseException:
             self.gateway.close_rollout(rollout.rollout_id)
@@ -255,9 +254,13 @@ class Runner:
         told = {"lightning.status": outcome.status, "lightning.task_id": rollout.task_id}
         error = outcome.detail or outcome.reason
         span = root_span(rollout.rollout_id, start_ns, time.time_ns(), told, error)
-        self.store.add_span(rollout.rollout_id, span)
-        self.store.set_status(rollout.rollout_id, **vars(outcome))
+        await self.store.in_order(self._record, rollout.rollout_id, span, outcome)
         return replace(rollout, **vars(outcome))
+
+    def _record(self, rollout_id: str, root: Span, outcome: Outcome) -> None:
+        """Write how a rollout ended. The status comes last: a resumed run trusts it."""
+        self.store.add_span(rollout_id, root)
+        self.store.set_status(rollout_id, **vars(outcome))
 
     async def _outcome(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
         """What the agent itself tells. Spans that it makes go below the rollout's root.

@@ -3,15 +3,18 @@
 Writes are committed at once (WAL), so all that a killed process recorded is there when it resumes.
 """
 
+import asyncio
 import contextlib
 import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from lightning_jax.store_file import StoreError, one_sentence, open_file
 from lightning_jax.types import Rollout, RolloutStatus, Span
@@ -35,6 +38,10 @@ ROLLOUT_COLUMNS = (
 SPAN_COLUMNS = "trace_id, span_id, parent_span_id, name, start_ns, end_ns, attributes, error"
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 class IllegalTransition(StoreError):
     """A rollout may not change from the status it has to the one asked for."""
 
@@ -49,7 +56,11 @@ class WeightsVersion:
 
 
 class Store:
-    """The SQLite file of one run. Any thread may call any method; each call is one transaction."""
+    """The SQLite file of one run. Any thread may call any method; each call is one transaction.
+
+    Where another process holds the file's lock, a call waits for it. On an event loop use
+    `in_order`, which lets the loop go on.
+    """
 
     def __init__(self, path: Path | str, *, read_only: bool = False) -> None:
         """Opens the file, or makes it. Raises StoreError if it is not ours or cannot be written.
@@ -59,12 +70,41 @@ class Store:
         """
         self.path = Path(path)
         self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._db = open_file(self.path, read_only=read_only)
 
     def close(self) -> None:
-        """Ends the connection; calls after it raise StoreError. Closing twice is allowed."""
+        """Ends the connection once all is written that `in_order` was given.
+
+        Calls after it raise StoreError. Closing twice is allowed.
+        """
+        self._thread.shutdown()
         with self._lock:
             self._db.close()
+
+    async def in_order(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function on the store's own thread, after those before it; return its result.
+
+        A caller that is cancelled does not wait, and the function runs all the same.
+        """
+        try:
+            running = self._thread.submit(partial(function, *args, **kwargs))
+        except RuntimeError as error:
+            raise StoreError(f"store {self.path} is closed; open it again.") from error
+        return await asyncio.shield(asyncio.wrap_future(running))
+
+    def status_at_once(self, rollout_id: str) -> RolloutStatus | None:
+        """Return a rollout's status, or None if it is not in the store or the store is in use."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            with one_sentence(self.path):
+                row = self._db.execute(
+                    "SELECT status FROM rollouts WHERE rollout_id = ?", (rollout_id,)
+                ).fetchone()
+        finally:
+            self._lock.release()
+        return row and row[0]
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -168,23 +208,31 @@ class Store:
         """Records an ended span; `rollout_id` None is a call of no rollout. Ids must be new, unless
         `again` says that a span may be sent twice; then the first stays.
         """
-        attributes = json.dumps(dict(span.attributes), separators=(",", ":"), ensure_ascii=False)
-        row = (
-            *(span.trace_id, span.span_id, span.parent_span_id, span.name),
-            *(span.start_ns, span.end_ns, attributes, span.error, rollout_id),
-        )
+        self.add_spans([(rollout_id, span)], again=again)
+
+    def add_spans(self, spans: Sequence[tuple[str | None, Span]], *, again: bool = False) -> None:
+        """Record ended spans with the ids of their rollouts, all or none, like `add_span`."""
+        rows = [
+            (
+                *(span.trace_id, span.span_id, span.parent_span_id, span.name),
+                *(span.start_ns, span.end_ns, _as_json(span.attributes), span.error, rollout_id),
+            )
+            for rollout_id, span in spans
+        ]
         with self._transaction() as db:
-            try:
-                db.execute(
-                    f"INSERT INTO spans ({SPAN_COLUMNS}, rollout_id) VALUES ({_marks(row)})", row
-                )
-            except sqlite3.IntegrityError as error:
-                if again:
-                    return
-                raise ValueError(
-                    f"span {span.span_id!r} of trace {span.trace_id!r} is in the store already; "
-                    "expected a new span id."
-                ) from error
+            for row in rows:
+                try:
+                    db.execute(
+                        f"INSERT INTO spans ({SPAN_COLUMNS}, rollout_id) VALUES ({_marks(row)})",
+                        row,
+                    )
+                except sqlite3.IntegrityError as error:
+                    if again:
+                        continue
+                    raise ValueError(
+                        f"span {row[1]!r} of trace {row[0]!r} is in the store already; "
+                        "expected a new span id."
+                    ) from error
 
     def spans(self, rollout_id: str | None) -> list[Span]:
         """The spans of one rollout (None: of none) by start time; sequences come back as tuples."""
@@ -270,6 +318,13 @@ def _where(**conditions: object) -> tuple[str, list[object]]:
 
 def _marks(row: tuple[object, ...]) -> str:
     return ", ".join("?" * len(row))
+
+
+def _as_json(attributes: Mapping[str, Any]) -> str:
+    """Return the attributes as JSON, one at a time, so that other threads run between two."""
+    dump = partial(json.dumps, separators=(",", ":"), ensure_ascii=False)
+    pairs = (f"{dump(name)}:{dump(value)}" for name, value in attributes.items())
+    return "{" + ",".join(pairs) + "}"
 
 
 def _rollout(row: tuple[Any, ...]) -> Rollout:

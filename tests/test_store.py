@@ -1,5 +1,7 @@
 """The store survives crashes, allows legal changes only, and explains what it cannot do."""
 
+import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -21,6 +23,7 @@ from lightning_jax.types import Rollout, RolloutStatus, Span
 STATUSES = get_args(RolloutStatus)
 QUEUED = Rollout("r1", "t1", "g1", "train", step=3, index=0, attempt=1, status="queued")
 SPAN = Span("a" * 32, "b" * 16, None, "chat policy", 10, 20, {"ids": (1, 2), "x": 0.1}, None)
+OTHER_SPAN = replace(SPAN, span_id="c" * 16)
 
 
 @pytest.fixture
@@ -287,3 +290,59 @@ def test_a_newer_schema_is_not_read_as_this_one(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(StoreError, match="has schema version 99"):
         Store(path, read_only=True)
+
+
+async def test_functions_run_in_order_on_one_thread(store: Store) -> None:
+    ran: list[tuple[int, threading.Thread]] = []
+
+    def note(number: int) -> int:
+        ran.append((number, threading.current_thread()))
+        return number
+
+    told = await asyncio.gather(*(store.in_order(note, number) for number in range(50)))
+    assert told == list(range(50)) == [number for number, _ in ran]
+    assert len({thread for _, thread in ran}) == 1 and ran[0][1] is not threading.current_thread()
+
+
+async def test_event_loop_goes_on_while_another_process_holds_the_lock(store: Store) -> None:
+    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        writing = asyncio.create_task(store.in_order(store.add_span, None, SPAN))
+        cancelled = asyncio.create_task(store.in_order(store.add_span, None, OTHER_SPAN))
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+        assert not writing.done()
+        assert store.status_at_once("r1") is None  # it does not wait
+        cancelled.cancel()
+        other.execute("ROLLBACK")
+    await writing
+    assert await store.in_order(store.spans, None) == [SPAN, OTHER_SPAN]
+    assert cancelled.cancelled()
+
+
+async def test_close_waits_for_what_was_given(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.sqlite")
+    given = [store.in_order(store.add_span, None, replace(SPAN, span_id=f"{i}")) for i in range(9)]
+    waiting = [asyncio.create_task(each) for each in given]
+    await asyncio.sleep(0)
+    store.close()
+    await asyncio.gather(*waiting)
+    assert len(Store(tmp_path / "store.sqlite").spans(None)) == 9
+    with pytest.raises(StoreError):
+        await store.in_order(store.spans, None)
+
+
+def test_status_is_read_at_once(store: Store) -> None:
+    assert store.status_at_once("r1") is None
+    store.add_rollout(QUEUED)
+    assert store.status_at_once("r1") == "queued"
+
+
+def test_several_spans_are_all_written_or_none(store: Store) -> None:
+    store.add_spans([("r1", SPAN), (None, OTHER_SPAN)])
+    third = replace(SPAN, span_id="d" * 16)
+    with pytest.raises(ValueError, match="in the store already"):
+        store.add_spans([("r1", third), ("r1", SPAN)])
+    assert store.spans("r1") == [SPAN] and store.spans(None) == [OTHER_SPAN]
+    store.add_spans([("r1", replace(SPAN, name="again")), ("r1", third)], again=True)
+    assert store.spans("r1") == [SPAN, third]

@@ -18,15 +18,14 @@ from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Dialect, Listing
 from lightning_jax.gateway.errors import ApiError, GatewayError, invalid
 from lightning_jax.gateway.http import (
-    MAX_BODY_BYTES,
-    as_json,
+    Bodies,
     listen,
     openai_errors,
     reachable_url,
-    read_body,
     refusal,
 )
 from lightning_jax.gateway.meters import Meters
+from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.policy import Policy
 from lightning_jax.gateway.reports import Reports
 from lightning_jax.gateway.request import POLICY
@@ -36,7 +35,7 @@ from lightning_jax.gateway.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.store import Store
 from lightning_jax.tracing import otlp
-from lightning_jax.tracing.tracer import make_tracer
+from lightning_jax.tracing.tracer import Recorder, make_tracer
 from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)
@@ -66,14 +65,18 @@ class Gateway:
     ) -> None:
         self._loop = loop
         self._meters = Meters(loop.stats)
+        self._offload = Offload()
+        self._bodies = Bodies(serve, self._offload)
+        _ = tokenizer.max_token_bytes  # found out before the first call waits for it
         policy = Policy(
             loop=loop,
             tokenizer=tokenizer,
-            tracer=tracer or (make_tracer(store) if store else NoOpTracer()),
+            recorder=Recorder(tracer or (make_tracer(store) if store else NoOpTracer()), store),
             served_model=model_name,
             max_len=serve.max_len,
             tool_format=format_of(tokenizer),
             meters=self._meters,
+            offload=self._offload,
         )
         sources = {"policy": policy}
         if initial is not None:
@@ -83,7 +86,7 @@ class Gateway:
         self._rollouts = OpenRollouts(store)
         self._reports = Reports(store)
         self._callers = Callers(self.api_key, self._rollouts, policy, routing or Routing())
-        self._calls = CallHandler(self._callers, sources, self._reports)
+        self._calls = CallHandler(self._callers, sources, self._reports, self._bodies)
         self._serve = serve
         self._runner: web.AppRunner | None = None
         self._url = ""
@@ -107,6 +110,7 @@ class Gateway:
             await self._runner.cleanup()
             self._runner = None
         await self._calls.close()
+        self._offload.close()
 
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """What the rollout's agent needs to call the policy. Raises ValueError if it is open."""
@@ -130,7 +134,7 @@ class Gateway:
         return self._loop.stats() | self._meters.totals()
 
     def _application(self) -> web.Application:
-        app = web.Application(middlewares=[openai_errors], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[openai_errors], client_max_size=self._bodies.max_bytes)
         for prefix in ("", "/rollout/{rollout_url}"):
             for dialect in DIALECTS:
                 for path in dialect.paths:
@@ -154,8 +158,11 @@ class Gateway:
         try:
             self._callers.authorize(request, dialect)
             rollout = self._callers.rollout_of(request)
-            body = as_json(await read_body(request)) if request.can_read_body else {}
-            return web.json_response(listing.answer(body, self._callers.sender(request, rollout)))
+            raw = await self._bodies.read(request) if request.can_read_body else b"{}"
+            body, sender = await self._bodies.json(raw), self._callers.sender(request, rollout)
+            return web.json_response(
+                await self._offload.run(len(raw), listing.answer, body, sender)
+            )
         except ApiError as error:
             return refusal(dialect, error)
 
@@ -163,8 +170,8 @@ class Gateway:
         """A reward for a rollout or one of its calls. The rollout's URL is all the key it takes."""
         rollout = self._callers.rollout_of(request)
         assert rollout is not None, "the path holds a rollout"
-        body = as_json(await read_body(request))
-        return web.json_response(self._reports.reward(body, rollout))
+        body = await self._bodies.json(await self._bodies.read(request))
+        return web.json_response(await self._reports.reward(body, rollout))
 
     async def _spans(self, request: web.Request) -> web.Response:
         """Spans over OTLP/HTTP: of one rollout, or of those that their traces belong to."""
@@ -172,15 +179,25 @@ class Gateway:
         rollout = self._callers.rollout_of(request)
         if rollout is None:
             self._callers.authorize(request, DIALECTS[0])
+        raw = await self._bodies.read(request)
+        body = await self._bodies.json(raw) if kind == otlp.JSON else raw
+        limits = self._serve.max_spans, int(self._serve.max_span_mib * 2**20)
         try:
-            spans = otlp.read_request(await read_body(request), kind)
+            spans, num_large = await self._offload.run(len(raw), otlp.read_request, body, *limits)
+        except otlp.TooManySpans as error:
+            raise ApiError(
+                413, "too_many_spans", f"{error}; send fewer, or raise serve.max_spans."
+            ) from error
         except ValueError as error:
             raise invalid(f"{error}; expected an ExportTraceServiceRequest.") from error
         owner = rollout.settings.rollout_id if rollout else None
-        num_unknown = self._reports.add_spans(spans, owner)
+        num_unknown = await self._reports.add_spans(spans, owner)
         self._meters.spans.inc(len(spans) - num_unknown)
         self._meters.unknown_spans.inc(num_unknown)
-        answer = otlp.write_response(num_unknown, "their traces belong to no rollout", kind)
+        self._meters.large_spans.inc(num_large)
+        why = ["their traces belong to no rollout"] * (num_unknown > 0)
+        why += ["they are larger than serve.max_span_mib"] * (num_large > 0)
+        answer = otlp.write_response(num_unknown + num_large, " or ".join(why), kind)
         return web.Response(body=answer, content_type=kind)
 
     async def _health(self, request: web.Request) -> web.Response:

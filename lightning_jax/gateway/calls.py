@@ -14,10 +14,9 @@ from lightning_jax.gateway.elsewhere import FarCall, pass_on, said_by
 from lightning_jax.gateway.errors import ApiError, our_fault
 from lightning_jax.gateway.event_stream import EventStream
 from lightning_jax.gateway.fields import Body
-from lightning_jax.gateway.http import as_json, read_body, refusal
-from lightning_jax.gateway.policy import Policy
+from lightning_jax.gateway.http import Bodies, refusal
+from lightning_jax.gateway.policy import Policy, Prepared
 from lightning_jax.gateway.reports import Reports
-from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.gateway.rollouts import OpenRollout
 from lightning_jax.gateway.routing import NOTHING_SAID
 from lightning_jax.gateway.running import (
@@ -35,12 +34,15 @@ class CallHandler:
     other servers answer the other roles' calls.
     """
 
-    def __init__(self, callers: Callers, sources: Mapping[str, Policy], reports: Reports) -> None:
+    def __init__(
+        self, callers: Callers, sources: Mapping[str, Policy], reports: Reports, bodies: Bodies
+    ) -> None:
         self._callers = callers
         self._routing = callers.routing
         self._meters = callers.policy.meters
         self._sources = sources
         self._reports = reports
+        self._bodies = bodies
         self.working: set[asyncio.Task] = set()  # calls' tasks, which may outlive their requests
 
     async def close(self) -> None:
@@ -86,8 +88,8 @@ class CallHandler:
         stream: EventStream,
     ) -> web.StreamResponse:
         started = time.monotonic()
-        raw = await read_body(request)
-        body, sender = as_json(raw), self._callers.sender(request, rollout)
+        raw = await self._bodies.read(request)
+        body, sender = await self._bodies.json(raw), self._callers.sender(request, rollout)
         said = NOTHING_SAID
         if self._routing:
             said = said_by(body, request.match_info, request.headers)
@@ -95,8 +97,13 @@ class CallHandler:
             return await self._pass_on(request, body, rollout, said)
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)
-        parsed, make_reply = dialect.parse(body, sender)
-        running = self._run(request, raw, parsed, rollout, said)
+        parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
+        source = self._sources[self._routing.role_of(said)[1].served_by]
+        prepared = await source.prepare(parsed, rollout, len(raw))
+        identity = await self._bodies.offload.run(
+            len(raw), identity_of, request.path, raw, request.headers
+        )
+        running = self._run(request, identity, prepared, rollout, said)
 
         def keep() -> bool:
             # One that is read already is not sent again.
@@ -111,20 +118,19 @@ class CallHandler:
     def _run(
         self,
         request: web.Request,
-        raw: bytes,
-        parsed: PolicyRequest,
+        identity: str,
+        prepared: Prepared,
         rollout: OpenRollout | None,
         said: Mapping[str, str],
     ) -> RunningCall:
         """The call of the rollout that the request repeats, else a new one."""
-        identity = identity_of(request.path, raw, request.headers)
         if rollout and is_repetition(request.headers) and (found := rollout.calls.find(identity)):
             rollout.num_joined += 1
             self._meters.joined_calls.inc()
             return found
         part = self._routing.part_of(said)
         source = self._sources[self._routing.role_of(said)[1].served_by]
-        running = source.start(parsed, rollout, request.headers, part)
+        running = source.start(prepared, rollout, request.headers, part)
         self.working.add(running.task)
         running.task.add_done_callback(self.working.discard)
         if rollout:
@@ -155,7 +161,7 @@ class CallHandler:
             rollout.settings.call_timeout_s if rollout else None,
             model_in_path="model" in request.match_info,
         )
-        return await pass_on(request, call, self._callers.policy.tracer, on_failure)
+        return await pass_on(request, call, self._callers.policy.recorder, on_failure)
 
 
 @contextlib.contextmanager

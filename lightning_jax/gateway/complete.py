@@ -22,12 +22,21 @@ from lightning_jax.serve.intake import LoopStatus
 from lightning_jax.serve.response import Chunk
 from lightning_jax.store_file import StoreError
 from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tracer import Numbers, child_context, end_with_error, known, parent_of
+from lightning_jax.tracing.tracer import (
+    Numbers,
+    Recorder,
+    child_context,
+    end_with_error,
+    known,
+    parent_of,
+)
 from lightning_jax.types import Completion, SamplingParams
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 OnAccept = Callable[[], Awaitable[None]]
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 OnDone = Callable[[], Mapping[str, Any]]
+OnRecorded = Callable[[Span], None]
 
 
 class _Unfit(ValueError):
@@ -75,39 +84,45 @@ class Call:
     answered_by: str = ""  # which of several policies answers; "": the only one
     adapter: int | None = None  # and the place of its adapter
     guarantees_call: bool = False  # its grammar is of its tools, else of its answer's schema
+    refusal: PromptTooLong | None = None  # it is recorded, but no engine is asked
 
 
 async def complete(
     call: Call,
     loop: PolicyLoop,
-    tracer: Tracer,
+    recorder: Recorder,
     *,
     on_accept: OnAccept | None = None,
     on_chunk: OnChunk | None = None,
     on_done: OnDone = dict,
+    on_recorded: OnRecorded | None = None,
 ) -> tuple[Completion, ...]:
     """One completion per choice; writes the call's one span, however it ends.
 
     A call with several choices writes a child span for each, which hold the tokens. `on_accept`
     runs once the engine has taken the call, `on_chunk` for each piece of text with its choice's
-    index, and `on_done` after the last; what it returns goes into the span. Raises ApiError.
+    index, and `on_done` after the last; what it returns goes into the span. `on_recorded` gets the
+    span of an answered call once the store has it. Raises ApiError.
     """
     try:
-        return await _traced(call, loop, tracer, on_accept, on_chunk, on_done)
+        span, completions = await _traced(call, loop, recorder, on_accept, on_chunk, on_done)
     except StoreError as error:
         raise _server_error(500, "store_error", f"the call was not recorded: {error}") from error
+    if on_recorded:
+        on_recorded(span)
+    return completions
 
 
 async def _traced(
     call: Call,
     loop: PolicyLoop,
-    tracer: Tracer,
+    recorder: Recorder,
     on_accept: OnAccept | None,
     on_chunk: OnChunk | None,
     on_done: OnDone,
-) -> tuple[Completion, ...]:
+) -> tuple[Span, tuple[Completion, ...]]:
     start_ns = time.time_ns()
-    span = tracer.start_span(
+    span = recorder.tracer.start_span(
         f"{call.operation} {call.policy}",
         context=parent_of(call.headers, call.rollout_id),
         kind=SpanKind.SERVER,
@@ -116,20 +131,19 @@ async def _traced(
     )
     try:
         completions = await _generate(call, loop, on_accept, on_chunk)
-    except BaseException as error:
+    except (Exception, asyncio.CancelledError) as error:
         failure = _api_error(error, call)
         if failure is None:
             hung_up = isinstance(error, asyncio.CancelledError | ConnectionError)
             reason = "call_cancelled" if hung_up else "call_error"
-            end_with_error(
-                span, reason, str(error) or "the caller hung up before the answer was done"
-            )
+            words = str(error) or "the caller hung up before the answer was done"
+            await recorder.write(end_with_error, span, reason, words)
             raise
-        end_with_error(span, failure.code, failure.message)
+        await recorder.write(end_with_error, span, failure.code, failure.message)
         raise failure from error
     span.set_attributes(on_done())
-    _record(call, completions, tracer, span, start_ns)
-    return completions
+    await recorder.write(_record, call, completions, recorder.tracer, span, start_ns)
+    return span, completions
 
 
 async def _generate(
@@ -138,6 +152,8 @@ async def _generate(
     """The engine's completions. Whatever goes wrong, the engine works on none of them any more."""
     generations: list[Generation] = []
     try:
+        if call.refusal:
+            raise call.refusal
         async with asyncio.timeout(call.timeout_s):
             for choice in call.choices:
                 generations.append(_submit(loop, choice, call.adapter))
@@ -182,7 +198,7 @@ def _api_error(error: BaseException, call: Call) -> ApiError | None:
     """The answer to a call that failed so; None if nobody is there to answer, or it is our bug."""
     match error:
         case PromptTooLong():
-            return ApiError(400, "context_length_exceeded", str(error), param="messages")
+            return ApiError(400, CONTEXT_LENGTH_EXCEEDED, str(error), param="messages")
         case GrammarError():
             param = "tools" if call.guarantees_call else "response_format"
             return ApiError(400, "invalid_schema", str(error), param=param)

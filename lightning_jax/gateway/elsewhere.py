@@ -3,6 +3,7 @@
 They leave a span with what was sent and what came back, and no tokens: they cannot train.
 """
 
+import asyncio
 import json
 import re
 import time
@@ -13,7 +14,7 @@ from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
-from opentelemetry.trace import SpanKind, Tracer
+from opentelemetry.trace import SpanKind
 from yarl import URL
 
 from lightning_jax.config import RoleConfig
@@ -22,7 +23,7 @@ from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.request import named_agent
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.otlp import clip
-from lightning_jax.tracing.tracer import end_with_error, known, parent_of
+from lightning_jax.tracing.tracer import Recorder, end_with_error, known, parent_of
 
 PASSED_ON = ("accept", "anthropic-version", "anthropic-beta", "openai-beta")
 
@@ -74,12 +75,12 @@ class FarCall:
 
 
 async def pass_on(
-    request: web.Request, call: FarCall, tracer: Tracer, on_failure: Callable[[], None]
+    request: web.Request, call: FarCall, recorder: Recorder, on_failure: Callable[[], None]
 ) -> web.StreamResponse:
     """The other server's answer, as it comes; `on_failure` runs before one that says that the
     server failed. Raises ApiError where it gives none.
     """
-    span = tracer.start_span(
+    span = recorder.tracer.start_span(
         f"{names.CHAT} {call.said['model']}",
         context=parent_of(request.headers, call.rollout_id),
         kind=SpanKind.CLIENT,
@@ -90,21 +91,22 @@ async def pass_on(
         response, answer = await _exchange(request, call, on_failure)
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         reason = f"{call.role.served_by} gave no answer ({type(error).__name__}: {error})"
-        end_with_error(span, "upstream_error", reason)
+        await recorder.write(end_with_error, span, "upstream_error", reason)
         if isinstance(error, _Torn):
             raise
         expected = f"expected the server of role {call.role_name!r}. Start it, or set its URL."
         raise ApiError(
             502, "upstream_error", f"{reason}; {expected}", infrastructure=True
         ) from error
-    except BaseException:
-        end_with_error(span, "call_cancelled", "the caller hung up before the answer was done")
+    except (Exception, asyncio.CancelledError):
+        words = "the caller hung up before the answer was done"
+        await recorder.write(end_with_error, span, "call_cancelled", words)
         raise
     span.set_attribute(names.OUTPUT, clip(answer))
     if response.status >= 400:
-        end_with_error(span, f"upstream_{response.status}", answer[:500])
+        await recorder.write(end_with_error, span, f"upstream_{response.status}", answer[:500])
     else:
-        span.end()
+        await recorder.write(span.end)
     await response.write_eof()  # now that the call is on record
     return response
 

@@ -1,8 +1,8 @@
 """Reading a JSON body field by field; what is wrong is named in an error of the right shape."""
 
-import functools
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,6 +12,9 @@ log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
 MAX_INT32 = 2**31 - 1
+MAX_NAMED = 5  # unknown fields of one body that the log names
+MAX_WARNINGS = 100  # unknown fields of one dialect that the log names
+_warned: defaultdict[str, set[str]] = defaultdict(set)
 MAX_DEPTH = 100  # of lists and objects in each other; code that recurses has room for it
 
 
@@ -33,6 +36,21 @@ def is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def has_surrogates(value: Any) -> bool:
+    """Whether a string in the JSON value holds half of a surrogate pair, which no UTF-8 has."""
+    rest = [value]
+    while rest:
+        match rest.pop():
+            case str(text):
+                if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in set(text)):
+                    return True
+            case dict(inner):
+                rest += [*inner, *inner.values()]
+            case list(inner):
+                rest += inner
+    return False
 
 
 def field(body: Mapping[str, Any], name: str, kind: type, default: Any, expected: str) -> Any:
@@ -135,6 +153,8 @@ def refuse_unsupported(body: Mapping[str, Any], harmless: Mapping[str, tuple[Any
 
 def brief(value: Any) -> str:
     """The value as an error shows it, cut where it is long."""
+    if isinstance(value, str):
+        value = value[:101]
     shown = f"an integer of {value.bit_length()} bits" if _is_huge(value) else repr(value)
     return shown if len(shown) <= 100 else shown[:97] + "..."
 
@@ -145,12 +165,22 @@ def _is_huge(value: Any) -> bool:
 
 
 def warn_unknown(dialect: str, body: Mapping[str, Any], known: Collection[str]) -> None:
-    """Logs each field that this server does not know once, however often it comes."""
-    for name in body:
-        if name not in known:
-            _warn_once(dialect, str(name)[:100])
+    """Log the fields that this server does not know.
 
-
-@functools.lru_cache(maxsize=256)
-def _warn_once(dialect: str, name: str) -> None:
-    log.warning("%s requests have the field %r, which is unknown here and ignored", dialect, name)
+    A field is named once, and so are a body's first few. Further fields are counted. There are at
+    most `MAX_WARNINGS` such lines for a dialect.
+    """
+    unknown = [name for name in body if name not in known]
+    told = _warned[dialect]
+    fresh = [name for name in (name[:100] for name in unknown[:MAX_NAMED]) if name not in told]
+    if not fresh or len(told) >= MAX_WARNINGS:
+        return
+    told.update(fresh)
+    more = len(unknown) - MAX_NAMED
+    log.warning(
+        "%s requests have fields that are unknown here and ignored: %s%s%s",
+        dialect,
+        ", ".join(map(repr, fresh)),
+        f" and {more} more" if more > 0 else "",
+        "; no more of them are logged" if len(told) >= MAX_WARNINGS else "",
+    )

@@ -5,7 +5,9 @@ import json
 import logging
 import re
 import socket
+import zlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.web import RequestPayloadError
@@ -13,39 +15,110 @@ from aiohttp.web import RequestPayloadError
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.dialects.base import Dialect
 from lightning_jax.gateway.errors import ApiError, GatewayError, invalid, our_fault
-from lightning_jax.gateway.fields import Body, as_object
+from lightning_jax.gateway.fields import Body, as_object, brief, has_surrogates
+from lightning_jax.gateway.offload import Offload
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 * 2**20
 SHUTDOWN_S = 2.0  # how long calls may go on once the gateway closes
 
+_ANY_HEADER = zlib.MAX_WBITS | 32  # gzip's or zlib's
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def read_body(request: web.Request) -> bytes:
-    """Raises ApiError for one that is too large."""
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise ApiError(
+@dataclass(frozen=True)
+class Bodies:
+    """Reads the bodies of requests within `serve.max_body_mib` and `serve.max_json_values`.
+
+    Both bound the time for which C code holds the interpreter. Everything else about a long body is
+    done in a thread.
+    """
+
+    serve: ServeConfig
+    offload: Offload
+
+    @property
+    def max_bytes(self) -> int:
+        return int(self.serve.max_body_mib * 2**20)
+
+    async def read(self, request: web.Request) -> bytes:
+        """Return the body, unpacked. Raises ApiError for one that is too large or broken."""
+        try:
+            raw = await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            raise self._too_large() from error
+        except RequestPayloadError as error:
+            raise invalid(f"the body cannot be read ({error}); expected it whole.") from error
+        coding = request.headers.get("Content-Encoding", "").strip().lower()
+        if coding in ("", "identity") or not raw:
+            return raw
+        # As many bytes may come out as are allowed, however few went in.
+        return await self.offload.run(self.max_bytes, self._unpacked, raw, coding)
+
+    async def json(self, raw: bytes) -> Body:
+        """Return the JSON object. Raises ApiError where it is none or has too many values."""
+        return await self.offload.run(len(raw), self.as_json, raw)
+
+    def as_json(self, raw: bytes) -> Body:
+        """Return the JSON object at once. Raises ApiError like `json`."""
+        limit = self.serve.max_json_values
+        if num_values(raw) > limit and num_values(_without_strings(raw, limit)) > limit:
+            raise ApiError(
+                413,
+                "body_too_large",
+                f"the body has more than {limit} names and values; send fewer, or raise "
+                "serve.max_json_values.",
+            )
+        try:
+            body = as_object(json.loads(raw.decode("utf-8-sig")))
+            # Half of a surrogate pair is no text to encode, render or store.
+            if (b"\\ud" in raw or b"\\uD" in raw) and has_surrogates(body):
+                raise ValueError("it holds half of a surrogate pair")
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"the body is not JSON ({error}); expected a JSON object.") from error
+        return body
+
+    def _unpacked(self, packed: bytes, coding: str) -> bytes:
+        if coding not in ("gzip", "x-gzip", "deflate"):
+            raise ApiError(
+                415,
+                "unsupported_encoding",
+                f"Content-Encoding is {brief(coding)}; expected gzip, deflate or none.",
+            )
+        has_header = coding != "deflate" or packed[0] & 0x0F == zlib.DEFLATED
+        unpacker = zlib.decompressobj(_ANY_HEADER if has_header else -zlib.MAX_WBITS)
+        try:
+            unpacked = unpacker.decompress(packed, self.max_bytes + 1)
+        except zlib.error as error:
+            raise invalid(f"the body cannot be read as {coding} ({error}).") from error
+        if len(unpacked) > self.max_bytes:
+            raise self._too_large()
+        if not unpacker.eof or unpacker.unused_data:
+            raise invalid(f"the body cannot be read; expected one whole {coding} stream.")
+        return unpacked
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
             413,
             "body_too_large",
-            f"the body is larger than the limit of {MAX_BODY_BYTES} bytes; send less.",
-        ) from error
-    except RequestPayloadError as error:
-        raise invalid(f"the body cannot be read ({error}); expected it whole.") from error
+            f"the body is larger than the limit of {self.max_bytes} bytes; send less, or raise "
+            "serve.max_body_mib.",
+        )
 
 
-def as_json(raw: bytes) -> Body:
-    """The JSON object. Raises ApiError where it is none."""
-    try:
-        body = as_object(json.loads(raw.decode("utf-8-sig")))
-        if b"\\ud" in raw.lower():  # half a surrogate pair is no text to encode, render or store
-            json.dumps(body, ensure_ascii=False).encode()
-        return body
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON ({error}); expected a JSON object.") from error
+def num_values(raw: bytes) -> int:
+    """Return a number that the names and values of JSON text do not exceed."""
+    return 1 + sum(map(raw.count, (b",", b":", b"[", b"{")))
+
+
+def _without_strings(raw: bytes, limit: int) -> bytes:
+    """Return JSON text with what stands in strings left out, or, if it has more than `limit`
+    strings, so many commas.
+    """
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    if plain.count(b'"') > 2 * limit:
+        return b"," * limit
+    return b"".join(plain.split(b'"')[::2])
 
 
 def key_of(request: web.Request) -> str | None:
@@ -69,7 +142,11 @@ async def listen(app: web.Application, serve: ServeConfig) -> web.AppRunner:
     check_exposure(serve)
     # Cancelling the handler is how a client that hangs up frees its slot.
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=SHUTDOWN_S,
+        auto_decompress=False,  # `Bodies` does it, in a thread and within limits
     )
     await runner.setup()
     try:

@@ -5,27 +5,46 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import Span, format_span_id, format_trace_id
 
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
-from lightning_jax.gateway.complete import Call, Choice, PolicyLoop, complete
+from lightning_jax.gateway.complete import (
+    CONTEXT_LENGTH_EXCEEDED,
+    Call,
+    Choice,
+    PolicyLoop,
+    complete,
+)
 from lightning_jax.gateway.dialects.base import ReplyContext
-from lightning_jax.gateway.errors import invalid
+from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.guarantee import grammar_of, guarantees_call, may_call
 from lightning_jax.gateway.meters import Meters
-from lightning_jax.gateway.render import Generated, Rendered, render
+from lightning_jax.gateway.offload import Offload
+from lightning_jax.gateway.render import Generated, Rendered, check_length, render
 from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest
-from lightning_jax.gateway.rollouts import OpenRollout
+from lightning_jax.gateway.rollouts import AnsweredCall, OpenRollout
 from lightning_jax.gateway.routing import Part
 from lightning_jax.gateway.running import Emit, RunningCall
 from lightning_jax.gateway.sampling import sampling_params
 from lightning_jax.gateway.tool_calls import PlainText, ToolCallParser
 from lightning_jax.gateway.tool_formats import ToolFormat
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.serve.generation import PromptTooLong
 from lightning_jax.serve.response import Chunk
 from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.tracer import Recorder
 
 NO_PART = Part()
+MAX_RECORDED = 4  # times serve.max_len; of a longer prompt that is refused no ids are recorded
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request with its prompts. With a `refusal` it is recorded and gets that for an answer."""
+
+    request: PolicyRequest
+    prompts: tuple[Rendered, ...]
+    refusal: PromptTooLong | None = None
 
 
 @dataclass(frozen=True)
@@ -34,21 +53,40 @@ class Policy:
 
     loop: PolicyLoop
     tokenizer: Tokenizer
-    tracer: Tracer
+    recorder: Recorder
     served_model: str
     max_len: int
     tool_format: ToolFormat
     meters: Meters
+    offload: Offload
+
+    async def prepare(
+        self, request: PolicyRequest, rollout: OpenRollout | None, num_bytes: int
+    ) -> Prepared:
+        """Render the request, whose body has so many bytes. Raises ApiError if that cannot work."""
+        work = max(num_bytes, _num_bytes(request))  # it may go on from a long saved conversation
+        try:
+            prompts = await self.offload.run(work, self._render, request, rollout)
+        except PromptTooLong as error:
+            return Prepared(request, (Rendered((), 0, 0),), error)
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if longest > MAX_RECORDED * self.max_len:  # what the store keeps of it, it keeps for ever
+            error = PromptTooLong(
+                f"the prompt has {longest} tokens; expected at most {self.max_len - 1}. Shorten it "
+                "or raise serve.max_len."
+            )
+            return Prepared(request, (Rendered((), 0, 0),), error)
+        return Prepared(request, tuple(prompts))
 
     def start(
         self,
-        request: PolicyRequest,
+        prepared: Prepared,
         rollout: OpenRollout | None,
         headers: Mapping[str, str],
         part: Part = NO_PART,
     ) -> RunningCall:
         """Begins to answer. Raises ApiError where the request cannot work."""
-        rendered = self._render(request, rollout)
+        request, rendered = prepared.request, prepared.prompts
         breaks = sum(prompt.breaks for prompt in rendered)
         self.meters.prefix_breaks.inc(breaks)
         if rollout:
@@ -77,10 +115,11 @@ class Policy:
             answered_by=part.answered_by,
             adapter=part.adapter,
             guarantees_call=guarantees_call(request),
+            refusal=prepared.refusal,
         )
 
         async def work(accept: Callable[[], None], emit: Emit) -> tuple[Answer, ...]:
-            return await self._work(request, rendered[0].history, call, rollout, accept, emit)
+            return await self._work(request, rendered[0], call, rollout, accept, emit)
 
         context = ReplyContext(
             token,
@@ -93,12 +132,15 @@ class Policy:
 
     def count_tokens(self, request: PolicyRequest, rollout: OpenRollout | None) -> int:
         """Tokens of the request's prompts. Raises ApiError where the request cannot work."""
-        return sum(len(prompt.token_ids) for prompt in self._render(request, rollout))
+        try:
+            return sum(len(prompt.token_ids) for prompt in self._render(request, rollout))
+        except PromptTooLong as error:
+            raise ApiError(400, CONTEXT_LENGTH_EXCEEDED, str(error), param="messages") from error
 
     async def _work(
         self,
         request: PolicyRequest,
-        history: str,
+        rendered: Rendered,
         call: Call,
         rollout: OpenRollout | None,
         accept: Callable[[], None],
@@ -120,13 +162,21 @@ class Policy:
             malformed = sum(parser.malformed for parser in parsers)
             return {names.MALFORMED_TOOL_CALLS: malformed} if malformed else {}
 
+        def on_recorded(span: Span) -> None:
+            if rollout:
+                where = span.get_span_context()
+                ids = format_trace_id(where.trace_id), format_span_id(where.span_id)
+                known = AnsweredCall(call.call_id, *ids, len(call.choices))
+                rollout.answered[call.call_id] = known
+
         completions = await complete(
             call,
             self.loop,
-            self.tracer,
+            self.recorder,
             on_accept=on_accept,
             on_chunk=on_chunk,
             on_done=on_done,
+            on_recorded=on_recorded,
         )
         answers = tuple(
             builder.answer(choice.prompt_ids, completion)
@@ -138,7 +188,7 @@ class Policy:
         if rollout:
             rollout.malformed_tool_calls += malformed
             if request.messages is not None:
-                _remember(rollout, history, answers)
+                _remember(rollout, rendered, answers)
         return answers
 
     def _render(self, request: PolicyRequest, rollout: OpenRollout | None) -> list[Rendered]:
@@ -154,13 +204,21 @@ class Policy:
         tools = [function.as_tool() for function in request.functions] or None
         memory = rollout.memory if rollout else None
         try:
-            rendered = render(request.messages, tools, self.tokenizer, memory, self.tool_format)
+            rendered = render(
+                request.messages, tools, self.tokenizer, memory, self.tool_format, self.max_len - 1
+            )
+        except PromptTooLong:
+            raise
         except ValueError as error:
             raise invalid(str(error), "messages") from error
         return [rendered]
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-        ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            check_length([prompt], self.tokenizer, self.max_len - 1)
+            ids = tuple(self.tokenizer.encode(prompt))
+        else:
+            ids = prompt
         if not ids:
             raise invalid("prompt has no tokens; expected at least 1.", "prompt")
         return ids
@@ -177,7 +235,15 @@ class Policy:
         )
 
 
-def _remember(rollout: OpenRollout, history: str, answers: tuple[Answer, ...]) -> None:
+def _num_bytes(request: PolicyRequest) -> int:
+    """Return about how many bytes the messages or prompts have, and no fewer than one each."""
+    each = request.messages or request.prompts or ()
+    texts = [item.get("content") if isinstance(item, dict) else item for item in each]
+    return sum(len(text) if isinstance(text, str | tuple) else 1 for text in texts) + 64 * len(each)
+
+
+def _remember(rollout: OpenRollout, rendered: Rendered, answers: tuple[Answer, ...]) -> None:
     for answer in answers:
-        generated = Generated(answer.prompt_ids, answer.completion.token_ids, history)
+        sampled = answer.completion.token_ids
+        generated = Generated(answer.prompt_ids, sampled, rendered.history, rendered.path)
         rollout.memory.add(answer.as_message(), generated)

@@ -19,24 +19,20 @@ are encoded, and the recorded ids go between them:
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_jax.gateway.tool_calls import read_arguments
+from lightning_jax.gateway.messages import normalize_message, normalize_messages
 from lightning_jax.gateway.tool_formats import ToolFormat, format_of
 from lightning_jax.models.chat_template import TemplateError
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.serve.generation import PromptTooLong
 from lightning_jax.types import Message
 
-ROLES = {
-    "developer": "system",
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-_TEMPLATE_KEYS = ("name", "tool_calls", "tool_call_id")
 Tools = Sequence[Mapping[str, Any]] | None
 
 
@@ -44,34 +40,54 @@ Tools = Sequence[Mapping[str, Any]] | None
 class Generated:
     """One response as it was sampled: what the policy had read, and the ids it gave.
 
-    `history` is the digest of the messages and tools it answered (`Rendered.history`).
+    `history` is the digest of the messages and tools it answered (`Rendered.history`), `path` that
+    of its prompt's ids (`Rendered.path`); "" has the path computed.
     """
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     history: str = ""
+    path: str = ""
+
+
+@dataclass
+class Recalled:
+    """The responses that became one message, found by what they answered.
+
+    Of several with the same history or the same prompt only the newest counts.
+    """
+
+    newest: Generated
+    by_history: dict[str, Generated] = field(default_factory=dict)
+    by_path: dict[str, Generated] = field(default_factory=dict)
+
+    def add(self, generated: Generated) -> None:
+        """Remember one more, which is the newest."""
+        self.newest = self.by_history[generated.history] = generated
+        path = generated.path or _Path(generated.prompt_ids).digest
+        self.by_path[path] = generated
 
 
 class ConversationMemory:
     """What the policy generated in one rollout, by what the agent was given."""
 
     def __init__(self) -> None:
-        self._generated: dict[str, list[Generated]] = {}
+        self._generated: dict[str, Recalled] = {}
 
     def add(self, message: Message, generated: Generated) -> None:
         """Remembers a response by the message it became, unless that has nothing to recognise.
 
         Its calls are recognised without their ids too, because some dialects send none.
         """
-        plain = _normalize(message, "response")
+        plain = normalize_message(message, "response")
         keys = {_fingerprint(plain), _fingerprint(_without_call_ids(plain))}
         for key in keys if generated.token_ids else ():
             if key:
-                self._generated.setdefault(key, []).append(generated)
+                self._generated.setdefault(key, Recalled(generated)).add(generated)
 
-    def recall(self, message: Message) -> tuple[Generated, ...]:
-        """The responses that became this message, newest first."""
-        return tuple(reversed(self._generated.get(_fingerprint(message), ())))
+    def recall(self, message: Message) -> Recalled | None:
+        """Return the responses that became this message, or None if there are none."""
+        return self._generated.get(_fingerprint(message))
 
 
 def _fingerprint(message: Message) -> str:
@@ -113,6 +129,7 @@ class Rendered:
     replayed: int  # messages rendered with the ids that were sampled
     breaks: int  # 1 if the last replayed response's path is not a prefix of this prompt, else 0
     history: str = ""  # digest of the messages and tools
+    path: str = ""  # digest of the token ids
 
 
 def render(
@@ -121,10 +138,14 @@ def render(
     tokenizer: Tokenizer,
     memory: ConversationMemory | None = None,
     form: ToolFormat | None = None,
+    max_tokens: int | None = None,
 ) -> Rendered:
     """The prompt ids of a conversation, up to the assistant's next turn; `memory` stays as it is.
 
-    Raises ValueError for messages that are malformed or that the chat template cannot show.
+    The time grows with the conversation's length, not with its square.
+
+    Raises ValueError for messages that are malformed or that the chat template cannot show, and
+    PromptTooLong, without encoding it, for text that cannot have as few as `max_tokens`.
     """
     plain = normalize_messages(messages)
     digests = _digests(plain, tools)
@@ -140,11 +161,25 @@ def render(
         start, recorded = 0, None
     else:  # what comes before it is in its prompt
         start, recorded = marked.index(base[0]), base[1]
+    check_length(pieces[start + (recorded is not None) :], tokenizer, max_tokens)
     candidates = [known[index] for index in marked[start:]]
-    ids, extends = _splice(pieces[start:], candidates, recorded, tokenizer)
+    path, extends = _splice(pieces[start:], candidates, recorded, tokenizer)
     replayed = set(marked) | {index for index in known if base and recorded and index < base[0]}
     whole = extends and len(replayed) == len(known)
-    return Rendered(tuple(ids), len(replayed), int(not whole), digests[-1])
+    return Rendered(tuple(path.ids), len(replayed), int(not whole), digests[-1], path.digest)
+
+
+def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_tokens: int | None) -> None:
+    """Raise PromptTooLong for texts of too many bytes to be `max_tokens` tokens, however long."""
+    longest = tokenizer.max_token_bytes
+    if longest is None or max_tokens is None:
+        return
+    num_bytes = sum(len(piece) for piece in pieces)  # characters, which are not more
+    if num_bytes > max_tokens * longest:
+        raise PromptTooLong(
+            f"the prompt has {num_bytes} characters or more, which are more than {max_tokens} "
+            "tokens; expected fewer. Shorten it or raise serve.max_len."
+        )
 
 
 @dataclass(frozen=True)
@@ -160,11 +195,11 @@ class _View:
         if not self.tokenizer.supports_tools:
             return self.tokenizer.render_chat(_without_tools(messages, self.tools, self.form))
         text = self.tokenizer.render_chat(messages, tools=self.tools)
-        names = [c["function"]["name"] for m in messages for c in m.get("tool_calls", ())]
+        names = {c["function"]["name"] for m in messages for c in m.get("tool_calls", ())}
         if any(name not in text for name in names):
             raise TemplateError(
                 "the chat template does not show the assistant's tool calls "
-                f"({', '.join(sorted(set(names)))}); expected one that does. Send tools as well."
+                f"({', '.join(sorted(names))}); expected one that does. Send tools as well."
             )
         return text
 
@@ -197,14 +232,11 @@ def _digests(messages: Sequence[Message], tools: Tools) -> list[str]:
     return digests
 
 
-def _resumed(
-    known: Mapping[int, Sequence[Generated]], digests: Sequence[str]
-) -> tuple[int, Generated] | None:
+def _resumed(known: Mapping[int, Recalled], digests: Sequence[str]) -> tuple[int, Generated] | None:
     """The latest recorded call that this conversation goes on from, and where its response lies."""
     for index in sorted(known, reverse=True):
-        for generated in known[index]:
-            if generated.history == digests[index]:
-                return index, generated
+        if generated := known[index].by_history.get(digests[index]):
+            return index, generated
     return None
 
 
@@ -216,118 +248,70 @@ def _pieces(
     A template may drop or rewrite a message; then its mark is not found, and the template gets the
     text itself.
     """
-    marks = {index: _mark(messages, index) for index in replayed}
+    mark, wanted = _mark(messages), set(replayed)
     marked = [
-        {"role": message["role"], "content": marks[index]} if index in marks else message
+        {"role": message["role"], "content": f"{mark}{index}@@"} if index in wanted else message
         for index, message in enumerate(messages)
     ]
     text = view.text(marked)
-    if not all(text.count(mark) == 1 for mark in marks.values()):
-        found = tuple(index for index, mark in marks.items() if text.count(mark) == 1)
-        return _pieces(messages, view, found)
-    order = sorted(marks, key=lambda index: text.index(marks[index]))
-    pieces = []
-    for index in order:
-        piece, _, text = text.partition(marks[index])
-        pieces.append(piece)
-    return [*pieces, text], order
+    found = list(re.finditer(f"{mark}([0-9]+)@@", text))
+    counts = Counter(int(match[1]) for match in found)
+    if not all(counts[index] == 1 for index in replayed):
+        once = tuple(index for index in replayed if counts[index] == 1)
+        return _pieces(messages, view, once)
+    starts = [0, *(match.end() for match in found)]
+    ends = [*(match.start() for match in found), len(text)]
+    pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
+    return pieces, [int(match[1]) for match in found]
+
+
+class _Path:
+    """Token ids that grow at their end, and their digest at any length."""
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        self.ids: list[int] = []
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.extend(ids)
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def extend(self, ids: Iterable[int]) -> None:
+        """Add ids."""
+        more = array("q", ids)
+        self.ids.extend(more)
+        self._hash.update(more)
 
 
 def _splice(
     pieces: Sequence[str],
-    candidates: Sequence[tuple[Generated, ...]],
+    candidates: Sequence[Recalled],
     base: Generated | None,
     tokenizer: Tokenizer,
-) -> tuple[list[int], bool]:
+) -> tuple[_Path, bool]:
     """The pieces' ids with recorded ids between; False if the last record is not a prefix.
 
     With a base, its prompt stands in the place of the first piece.
     """
-    ids = tokenizer.encode(pieces[0]) if base is None else list(base.prompt_ids)
+    path = _Path(tokenizer.encode(pieces[0]) if base is None else base.prompt_ids)
     extends = True
     for place, (found, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
         # One text may have been sampled twice, as different ids: take those sampled right here.
-        chosen = next((g for g in found if g.prompt_ids == tuple(ids)), found[0])
-        if base is not None and place == 0:
-            chosen = base
-        extends = chosen.prompt_ids == tuple(ids)
-        ids = _join([*ids, *chosen.token_ids], chosen.token_ids[-1], piece, tokenizer)
-    return ids, extends
+        here = base if base and place == 0 else found.by_path.get(path.digest)
+        chosen, extends = here or found.newest, here is not None
+        path.extend(chosen.token_ids)
+        path.extend(_tail(chosen.token_ids[-1], piece, tokenizer))
+    return path, extends
 
 
-def _join(ids: list[int], last: int, piece: str, tokenizer: Tokenizer) -> list[int]:
-    """The ids and those of the text that follows; an end of turn that both hold is there once."""
+def _tail(last: int, piece: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids of the text after the id `last`; an end of turn that both hold is there once."""
     tail = tokenizer.encode(piece)
-    return ids + (tail[1:] if last in tokenizer.eos_ids and tail[:1] == [last] else tail)
+    return tail[1:] if last in tokenizer.eos_ids and tail[:1] == [last] else tail
 
 
-def _mark(messages: list[Message], index: int) -> str:
-    """A text that no message holds, because it hashes them all."""
+def _mark(messages: list[Message]) -> str:
+    """The beginning of texts that no message holds, because it hashes them all."""
     whole = json.dumps(messages, sort_keys=True).encode()
-    return f"@@{hashlib.blake2b(whole, digest_size=12).hexdigest()}-{index}@@"
-
-
-def normalize_messages(messages: Sequence[Any]) -> list[Message]:
-    """The messages as templates want them: known roles, one text each, tool arguments as objects.
-
-    Raises ValueError that names the first message which is not so.
-    """
-    if not messages:
-        raise ValueError("messages is empty; expected at least 1 message.")
-    return [_normalize(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _normalize(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise ValueError(f"{where} is {type(message).__name__}; expected an object.")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"{where}.role is {role!r}; expected one of {', '.join(ROLES)}.")
-    calls = message.get("tool_calls")
-    if calls and role != "assistant":
-        raise ValueError(f"{where}.tool_calls stands on a {role} message; expected an assistant's.")
-    extra = {key: message[key] for key in _TEMPLATE_KEYS if message.get(key)}
-    if calls:
-        extra["tool_calls"] = _tool_calls(calls, where)
-    content = message.get("content")
-    if content is None and not (role == "assistant" and calls):
-        raise ValueError(f"{where}.content is missing; expected a string or a list of text parts.")
-    return {"role": ROLES[role], "content": _text(content, f"{where}.content"), **extra}
-
-
-def _text(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, list):
-        return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
-    if not isinstance(content, str):
-        raise ValueError(
-            f"{where} is {type(content).__name__}; expected a string or a list of text parts."
-        )
-    return content
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(
-            f"{where} is of type {kind!r}; expected a text part, the policy reads only text."
-        )
-    return _text(part["text"], where)
-
-
-def _tool_calls(calls: Any, where: str) -> list[Message]:
-    """The calls with arguments as objects, because templates print them as JSON themselves."""
-    normalized = []
-    for call in calls if isinstance(calls, list) else [{}]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(
-                f"{where}.tool_calls is malformed; expected a list of named function calls."
-            )
-        arguments = function.get("arguments", "{}")
-        if isinstance(arguments, str):  # a call that the token limit cut is shown as it was
-            arguments = read_arguments(arguments)
-        plain = {"name": function["name"], "arguments": arguments}
-        normalized.append({"id": call.get("id"), "type": "function", "function": plain})
-    return normalized
+    return f"@@{hashlib.blake2b(whole, digest_size=12).hexdigest()}-"

@@ -12,15 +12,15 @@ from opentelemetry import trace
 
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.fields import Body, brief, integer, text
-from lightning_jax.gateway.rollouts import OpenRollout
+from lightning_jax.gateway.rollouts import AnsweredCall, OpenRollout
 from lightning_jax.store import Store
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.tracer import parent_of, trace_id_of
-from lightning_jax.tracing.tree import is_gateway_call
 from lightning_jax.types import Span
 
 MAX_TRACES = 20_000  # whose rollout is remembered: exporters send in batches, so spans come late
 LAST = "last"
+SPANS_AT_ONCE = 500  # of an export, in one transaction
 
 
 class Reports:
@@ -41,20 +41,21 @@ class Reports:
         if len(self._rollouts) > MAX_TRACES:
             self._rollouts.popitem(last=False)
 
-    def add_spans(self, spans: list[Span], rollout_id: str | None) -> int:
+    async def add_spans(self, spans: list[Span], rollout_id: str | None) -> int:
         """Records spans of the rollout, or, where it is None, of those that their traces belong to;
         how many belong to none.
         """
-        num_unknown = 0
-        for span in spans:
-            owner = rollout_id or self._rollouts.get(span.trace_id)
-            if owner is None or self._store is None:
-                num_unknown += 1
-            else:
-                self._store.add_span(owner, span, again=True)
-        return num_unknown
+        owners = [rollout_id or self._rollouts.get(span.trace_id) for span in spans]
+        owned = [(owner, span) for owner, span in zip(owners, spans, strict=True) if owner]
+        if self._store is None:
+            return len(spans)
+        for first in range(0, len(owned), SPANS_AT_ONCE):  # calls' spans may go between
+            await self._store.in_order(
+                self._store.add_spans, owned[first : first + SPANS_AT_ONCE], again=True
+            )
+        return len(spans) - len(owned)
 
-    def reward(self, body: Body, rollout: OpenRollout) -> dict[str, Any]:
+    async def reward(self, body: Body, rollout: OpenRollout) -> dict[str, Any]:
         """Takes `{"reward": 0.5}` for the rollout, or with `"call": ID` for one of its calls; the
         answer. Raises ApiError.
         """
@@ -64,15 +65,14 @@ class Reports:
         if not call_id:
             rollout.reward = reward
             return {"rollout": rollout_id, "reward": reward}
-        call = self._find_call(rollout_id, call_id)
-        num_choices = int(call.attributes.get(names.REQUEST_CHOICE_COUNT, 1))
-        if not 0 <= choice < num_choices:
+        call = _find_call(rollout, call_id)
+        if not 0 <= choice < call.num_choices:
             raise invalid(
-                f"choice is {choice}; expected 0 to {num_choices - 1}, as the call has "
-                f"{num_choices} choices.",
+                f"choice is {choice}; expected 0 to {call.num_choices - 1}, as the call has "
+                f"{call.num_choices} choices.",
                 "choice",
             )
-        now, known_id = time.time_ns(), call.attributes[names.RESPONSE_ID]
+        now, known_id = time.time_ns(), call.call_id
         values = {
             names.ROLLOUT_ID: rollout_id,
             names.REWARD: reward,
@@ -80,29 +80,25 @@ class Reports:
             names.REWARD_CHOICE: choice,
         }
         span_id = secrets.token_hex(8)
-        assert self._store is not None, "_find_call has found the call in it"
-        self._store.add_span(
-            rollout_id, Span(call.trace_id, span_id, call.span_id, "reward", now, now, values)
-        )
+        assert self._store is not None, "a call is answered once its span is in the store"
+        span = Span(call.trace_id, span_id, call.span_id, "reward", now, now, values)
+        await self._store.in_order(self._store.add_span, rollout_id, span)
         return {"rollout": rollout_id, "call": known_id, "choice": choice, "reward": reward}
 
-    def _find_call(self, rollout_id: str, call_id: str) -> Span:
-        spans = self._store.spans(rollout_id) if self._store else []
-        # An agent's own instrumentation has spans of the same responses.
-        ours = [s for s in spans if is_gateway_call(s) and s.error is None]
-        calls = [s for s in ours if names.RESPONSE_ID in s.attributes]
-        if call_id == LAST and calls:
-            return max(calls, key=lambda span: span.end_ns)
-        for call in calls:
-            if call.attributes[names.RESPONSE_ID] == call_id:
-                return call
-        raise ApiError(
-            404,
-            "call_not_found",
-            f"call {brief(call_id)} is none of the {len(calls)} answered calls of rollout "
-            f"{rollout_id!r}; expected the id of a response, or {LAST!r} for the newest.",
-            param="call",
-        )
+
+def _find_call(rollout: OpenRollout, call_id: str) -> AnsweredCall:
+    answered = rollout.answered
+    newest = next(reversed(answered), "")
+    if found := answered.get(newest if call_id == LAST else call_id):
+        return found
+    raise ApiError(
+        404,
+        "call_not_found",
+        f"call {brief(call_id)} is none of the {len(answered)} answered calls of rollout "
+        f"{rollout.settings.rollout_id!r}; expected the id of a response, or {LAST!r} for the "
+        "newest.",
+        param="call",
+    )
 
 
 def _finite(body: Body) -> float:

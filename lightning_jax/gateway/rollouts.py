@@ -44,6 +44,16 @@ class Traffic:
     malformed_tool_calls: int = 0  # that came back as text
 
 
+@dataclass(frozen=True)
+class AnsweredCall:
+    """Where the span of an answered call is, for rewards that are posted for the call."""
+
+    call_id: str
+    trace_id: str
+    span_id: str
+    num_choices: int
+
+
 @dataclass
 class OpenRollout:
     """One rollout while its agent runs."""
@@ -54,6 +64,7 @@ class OpenRollout:
     calls: RunningCalls = field(default_factory=RunningCalls)
     # In its URL: whoever cannot guess it cannot write into the rollout's record.
     token: str = field(default_factory=lambda: secrets.token_hex(8))
+    answered: dict[str, AnsweredCall] = field(default_factory=dict)  # oldest first
     num_sampled: int = 0  # calls that got a seed
     num_calls: int = 0
     num_joined: int = 0
@@ -156,7 +167,7 @@ class OpenRollouts:
         ended = None
         with contextlib.suppress(StoreError):
             if self._store and rollout is None:
-                ended = self._store.rollout(rollout_id).status
+                ended = self._store.status_at_once(rollout_id)
         state = f"has ended ({ended})" if ended else "is unknown"
         raise ApiError(
             404,

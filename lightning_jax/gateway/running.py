@@ -176,7 +176,8 @@ def identity_of(path: str, body: bytes, headers: Mapping[str, str]) -> str:
 def is_repetition(headers: Mapping[str, str]) -> bool:
     """Whether the request says that it may have been sent before."""
     tries = headers.get("x-stainless-retry-count", "0")
-    return "Idempotency-Key" in headers or (tries.isdecimal() and int(tries) > 0)
+    # As text: Python refuses to read an integer of thousands of digits.
+    return "Idempotency-Key" in headers or (tries.isdecimal() and tries.strip("0") != "")
 
 
 def declared_timeout_s(headers: Mapping[str, str]) -> float | None:

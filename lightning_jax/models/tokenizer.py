@@ -8,12 +8,13 @@ from typing import Any
 
 import tokenizers
 
-from lightning_jax.models import chat_template, gguf_vocab
+from lightning_jax.models import chat_template, gguf_vocab, token_bytes
 from lightning_jax.models.gguf_vocab import TokenizerError
 from lightning_jax.types import Message
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _NUM_REMEMBERED, _MAX_REMEMBERED = 512, 2**16  # texts, and characters of one: 32 M at most
+_UNLOCKED = 2**11  # characters; a longer text is encoded while other Python threads run
 _REPLACEMENT = "\ufffd"  # what decoding puts where bytes are no character, or not yet
 
 
@@ -51,11 +52,22 @@ class Tokenizer:
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         backend = self._backend if special else self._plain_backend
         try:
-            return tuple(backend.encode(text, add_special_tokens=False).ids)
+            if len(text) <= _UNLOCKED:
+                return tuple(backend.encode(text, add_special_tokens=False).ids)
+            # Unlike `encode`, it lets go of the interpreter.
+            return tuple(backend.encode_batch([text], add_special_tokens=False)[0].ids)
         except TypeError as error:  # what the Rust library says of half a surrogate pair
             raise ValueError(
                 "the text holds half of a surrogate pair; expected valid Unicode text."
             ) from error
+
+    @functools.cached_property
+    def max_token_bytes(self) -> int | None:
+        """The bytes of text that one token stands for at most, None where nothing bounds them.
+
+        A text of more bytes than this times a number has more tokens than that number.
+        """
+        return token_bytes.longest(self._backend)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text; bytes that are no UTF-8 become U+FFFD."""

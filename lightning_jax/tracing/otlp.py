@@ -5,9 +5,8 @@ prefix are taken out of it.
 """
 
 import base64
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from google.protobuf import json_format
@@ -25,28 +24,96 @@ from lightning_jax.types import Span
 
 OWN_PREFIX = "lightning."
 MAX_CHARS = 32_768  # of one attribute; a tool may have printed megabytes
+MAX_SPANS = 10_000  # of one export
+MAX_SPAN_BYTES = 2**20  # of one span as protobuf
+# Field numbers of resource_spans, scope_spans and spans.
+_TO_SPANS = (1, 2, 2)
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
 
-def read_request(body: bytes, content_type: str) -> list[Span]:
-    """The spans of an export request. Raises ValueError for a body that is none."""
+class TooManySpans(ValueError):
+    """An export has more spans than are taken at once."""
+
+
+def read_request(
+    body: bytes | Mapping[str, Any],
+    max_spans: int = MAX_SPANS,
+    max_span_bytes: int = MAX_SPAN_BYTES,
+) -> tuple[list[Span], int]:
+    """Return the spans of an export request, protobuf or JSON, and how many were too large to read.
+
+    Raises ValueError for a body that is none, and TooManySpans, which is one.
+    """
+    kind = PROTOBUF if isinstance(body, bytes) else JSON
+    spans: list[OtlpSpan] = []
+    num_large = 0
     try:
-        if content_type == JSON:
-            request = ExportTraceServiceRequest()
-            fields = _with_base64_ids(json.loads(body))
-            json_format.ParseDict(fields, request, ignore_unknown_fields=True)
+        if isinstance(body, bytes):
+            # One span at a time: a parser in C does not let go of the interpreter in between.
+            for raw in _nested(memoryview(body), _TO_SPANS):
+                _check_number(len(spans) + num_large, max_spans)
+                if len(raw) > max_span_bytes:
+                    num_large += 1
+                else:
+                    spans.append(OtlpSpan.FromString(bytes(raw)))
         else:
-            request = ExportTraceServiceRequest.FromString(body)
+            request = ExportTraceServiceRequest()
+            json_format.ParseDict(_with_base64_ids(body), request, ignore_unknown_fields=True)
+            for resource in request.resource_spans:
+                for scope in resource.scope_spans:
+                    spans += scope.spans
+            _check_number(len(spans) - 1, max_spans)
+    except TooManySpans:
+        raise
     except (DecodeError, json_format.ParseError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"the body is no OTLP trace export as {content_type} ({str(error)[:200]})"
+            f"the body is no OTLP trace export as {kind} ({str(error)[:200]})"
         ) from error
-    return [
-        _span(span)
-        for resource in request.resource_spans
-        for scope in resource.scope_spans
-        for span in scope.spans
-    ]
+    return [_span(span) for span in spans], num_large
+
+
+def _check_number(before: int, max_spans: int) -> None:
+    if before >= max_spans:
+        raise TooManySpans(f"the export has more than {max_spans} spans")
+
+
+def _nested(message: memoryview, path: Sequence[int]) -> Iterator[memoryview]:
+    """Yield the fields that lie in a protobuf message under a path of field numbers, unread."""
+    if not path:
+        yield message
+        return
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        match tag & 7:
+            case 0:
+                _, at = _varint(message, at)
+            case 1:
+                at += 8
+            case 2:
+                size, at = _varint(message, at)
+                if tag >> 3 == path[0] and at + size <= len(message):
+                    yield from _nested(message[at : at + size], path[1:])
+                at += size
+            case 5:
+                at += 4
+            case kind:
+                raise ValueError(f"wire type {kind} at byte {at}")
+    if at > len(message):
+        raise ValueError(f"a field ends {at - len(message)} bytes after its message")
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    """Return the number that begins there, and where it ends."""
+    number = 0
+    for shift in range(0, 70, 7):
+        if at >= len(message):
+            break
+        number |= (message[at] & 0x7F) << shift
+        at += 1
+        if message[at - 1] < 0x80:
+            return number, at
+    raise ValueError(f"a number does not end at byte {at}")
 
 
 def write_response(num_rejected: int, reason: str, content_type: str) -> bytes:

@@ -6,9 +6,10 @@ the agent's own instrumentation set them.
 
 import hashlib
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
@@ -24,6 +25,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from lightning_jax.store import Store
 from lightning_jax.tracing import attributes as names
 from lightning_jax.types import Span
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def make_tracer(store: Store) -> trace.Tracer:
@@ -63,6 +67,23 @@ class StoreSpanProcessor(SpanProcessor):
     def on_end(self, span: ReadableSpan) -> None:
         rollout_id = (span.attributes or {}).get(names.ROLLOUT_ID)
         self._store.add_span(None if rollout_id is None else str(rollout_id), to_span(span))
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """A tracer for an event loop: spans begin on the loop and are ended on the store's thread."""
+
+    tracer: trace.Tracer
+    store: Store | None = None
+
+    async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function that ends spans, and return once they are on record.
+
+        Raises StoreError where they cannot be written.
+        """
+        if self.store is None:
+            return function(*args, **kwargs)
+        return await self.store.in_order(function, *args, **kwargs)
 
 
 class Numbers(str):

@@ -44,6 +44,8 @@ def test_exact_match() -> None:
         ("<answer>Oslo</answer><answer>Rome</answer>", "Oslo", False),
         ("<answer><answer>Oslo</answer>", "<answer>Oslo", False),
         ("<answer></answer>", "", False),
+        ("<answer>" * 3, "<answer>" * 3, False),
+        ("</answer><answer>Oslo", "</answer><answer>Oslo", False),
         ("<answer>Oslo", "<answer>Oslo", False),
         ("Oslo", "Oslo", False),
         ("", "", False),

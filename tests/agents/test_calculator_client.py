@@ -84,6 +84,16 @@ async def test_a_fault_of_the_expression_is_an_answer(ours: Calculator) -> None:
     assert await value(ours, "1 + 1") == "2"
 
 
+async def test_half_a_character_is_an_answer(ours: Calculator) -> None:
+    await ours.tool()
+    server = ours.server
+    assert (await value(ours, "1 + \ud800")).startswith("Error: '1 + ?'")
+    assert (await ours.call_tool("calculator", {"\udfff": "1"})).isError
+    assert (await ours.call_tool("\ud800", {"expression": "1"})).isError
+    assert await value(ours, "1 + 1") == "2"
+    assert ours.server is server
+
+
 @pytest.mark.parametrize("fault", ["crash", "hang", "shout", "child"])
 async def test_a_broken_call_fails_alone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault in ("hang", "child"):  # on a busy machine an honest call may take a second, too

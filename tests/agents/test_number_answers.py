@@ -78,6 +78,8 @@ def test_right_answers(gold: str, reply: str) -> None:
         ("5", "5/0"),
         ("3_900", "3"),
         ("900", "3_900"),
+        ("5", "9" * 5000),  # more digits than Python reads
+        ("5", "The answer is 1/" + "9" * 5000),
     ],
 )
 def test_wrong_answers(gold: str, reply: str) -> None:
@@ -91,3 +93,4 @@ def test_a_task_without_a_number_is_an_error() -> None:
 
 def test_a_long_reply_is_read_in_time() -> None:
     assert reward("7", "1" * 50_000 + " " * 50_000 + "answer " * 5_000 + "7") == 1.0
+    assert reward("7", "7 " + "answer " * 10_000) == 1.0  # took minutes

@@ -244,8 +244,20 @@ def test_the_service(folders: Path, corpus: Path) -> None:
         assert _post(url, {"query": "zebra"}) == {"paragraphs": []}
         second = _post(url, {"query": "beam engine Watt", "without": ["p0"]})
         assert [each["pid"] for each in second["paragraphs"]] == ["p1"]
-        wrong = [{"query": "x", "without": without} for without in ("p0", None, [7])]
-        for bad in (b"", b"{", b"\xff", [], {"query": None}, {"query": 7}, {"q": "x"}, *wrong):
+        lists = ("p0", None, [7], ["p0"] * 1001)
+        wrong = [{"query": "x", "without": without} for without in lists]
+        deep = b"[" * 100_000
+        for bad in (
+            b"",
+            b"{",
+            b"\xff",
+            deep,
+            [],
+            {"query": None},
+            {"query": 7},
+            {"q": "x"},
+            *wrong,
+        ):
             assert _refusal(url, bad) == 400
         assert _refusal(url, {"query": "x" * 3_000_000}) == 413  # megabytes
         with urllib.request.urlopen(f"{url}/health", timeout=10) as response:

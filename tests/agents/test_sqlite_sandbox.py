@@ -1,17 +1,26 @@
 """What SQL may do, what a reply's query is, and when two results are the same."""
 
+import os
+import resource
+import signal
 import sqlite3
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import sqlite_sandbox
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlite_sandbox import (
     QueryError,
     _same_rows,
+    close_workers,
     extract_sql,
     orders_result,
     reward,
@@ -40,6 +49,8 @@ ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELEC
         ("SELECT ';\n' FROM t;", "SELECT ';\n' FROM t"),
         ("SELECT 1; DROP TABLE t", "SELECT 1; DROP TABLE t"),  # two statements: refused later
         ("DROP TABLE t;", "DROP TABLE t"),
+        ("SELECT '\0;\n';\nx", "SELECT '\0;\n'"),
+        ("SELECT '\ud800;\n';\nx", "SELECT '\ud800;\n'"),
         ("", ""),
     ],
 )
@@ -59,6 +70,9 @@ def test_extract_sql(text: str, sql: str) -> None:
         "SELECT * FROM pragma_database_list",
         "ATTACH 'other.sqlite' AS other",
         "SELECT load_extension('x')",
+        "SELECT fts3_tokenizer('simple')",
+        "SELECT fts3_tokenizer('x', X'4141414141414141')",
+        "SELECT * FROM pet WHERE FTS3_Tokenizer('x', X'4141414141414141') IS NULL",
         "SELECT 1; DELETE FROM pet",
         "VACUUM INTO 'copy.sqlite'",
         "EXPLAIN SELECT 1",
@@ -111,6 +125,123 @@ def test_an_endless_query_is_stopped(task: dict[str, Any], sql: str) -> None:
 def test_huge_values_are_stopped(task: dict[str, Any], sql: str, reason: str) -> None:
     with pytest.raises(QueryError, match=reason):
         run_query(task["db_path"], sql, max_rows=10_000_000)
+
+
+# SQLite compares for longer than any limit here, in one step that nothing within it interrupts.
+ONE_LONG_STEP = (
+    "SELECT sum(instr(replace(hex(zeroblob(99990)), '00', 'aa'),"
+    " replace(hex(zeroblob(49990)), '00', 'aa') || 'b')) FROM pet a, pet b, pet c, pet d"
+)
+
+
+def test_one_long_step_is_stopped(task: dict[str, Any]) -> None:
+    start = time.monotonic()
+    with pytest.raises(QueryError, match=r"took over 0\.2 seconds"):
+        run_query(task["db_path"], ONE_LONG_STEP, time_limit_s=0.2)
+    assert time.monotonic() - start < 5
+    assert run_query(task["db_path"], "SELECT 1").rows == [(1,)]
+
+
+@pytest.mark.parametrize("call", ["json_group_array({})", "group_concat({})", "max({})"])
+def test_memory_is_bounded(task: dict[str, Any], call: str) -> None:
+    """The worker's limit is met, and this process does not grow."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sql = ENDLESS.replace("max(x)", call.format("hex(zeroblob(50000 + x % 2))"))
+    with pytest.raises(QueryError):
+        run_query(task["db_path"], sql, time_limit_s=2)
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit < 2**26
+
+
+def test_a_worker_stays_for_the_next_query(task: dict[str, Any]) -> None:
+    close_workers()
+    run_query(task["db_path"], "SELECT 1")
+    (worker,) = sqlite_sandbox._IDLE
+    with pytest.raises(QueryError):
+        run_query(task["db_path"], "SELECT nme FROM pet")
+    (same,) = sqlite_sandbox._IDLE
+    assert same is worker
+
+
+def test_a_killed_worker_is_replaced(task: dict[str, Any]) -> None:
+    run_query(task["db_path"], "SELECT 1")
+    killed = [worker._process.pid for worker in sqlite_sandbox._IDLE]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    assert run_query(task["db_path"], "SELECT 1").rows == [(1,)]
+    assert sqlite_sandbox._IDLE[-1]._process.pid not in killed
+
+
+def test_queries_of_many_threads_keep_their_answers(task: dict[str, Any]) -> None:
+    """Workers answer one query each, and there are no more of them than allowed."""
+    close_workers()
+    queries = [f"SELECT {n}" if n % 5 else ENDLESS for n in range(60)]
+
+    def rows(sql: str) -> list[tuple]:
+        try:
+            return run_query(task["db_path"], sql, time_limit_s=3 if sql != ENDLESS else 0.1).rows
+        except QueryError:
+            return []
+
+    with ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(rows, queries))
+    assert results == [[(n,)] if n % 5 else [] for n in range(60)]
+    assert len(sqlite_sandbox._IDLE) <= sqlite_sandbox.MAX_WORKERS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_worker_knows_no_secret_and_is_ended_first(task: dict[str, Any]) -> None:
+    run_query(task["db_path"], "SELECT 1")
+    directory = Path(f"/proc/{sqlite_sandbox._IDLE[-1]._process.pid}")
+    assert (directory / "environ").read_bytes() == b""
+    assert int((directory / "oom_score_adj").read_text()) == 1000
+
+
+def test_a_worker_ends_with_its_reader(task: dict[str, Any]) -> None:
+    """Killed in the middle of a query, the reader leaves a worker that ends itself."""
+    program = f"""
+import os, signal, sys, threading
+sys.path.insert(0, {str(Path(str(sqlite_sandbox.__file__)).parent)!r})
+import sqlite_sandbox
+def leave():
+    os.kill(os.getpid(), signal.SIGKILL)
+worker = sqlite_sandbox.Worker()
+print(worker._process.pid, flush=True)
+threading.Timer(0.2, leave).start()
+worker.run({{"db_path": {task["db_path"]!r}, "sql": {ENDLESS!r}, "max_rows": 1, "time_limit_s": 1}})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL
+    pid, deadline = int(done.stdout), time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_write_ahead_log_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "wal.sqlite"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("CREATE TABLE t AS SELECT 1 AS a")
+        db.commit()
+    assert run_query(str(path), "SELECT a FROM t").rows == [(1,)]
+
+
+def test_cells_arrive_as_they_are(task: dict[str, Any]) -> None:
+    sql = "SELECT NULL, 9223372036854775807, 9e999, 0.1, 'a\nb', x'00ff', ''"
+    (row,) = run_query(task["db_path"], sql).rows
+    assert row == (None, 2**63 - 1, float("inf"), 0.1, "a\nb", b"\0\xff", "")
+
+
+def test_functions_of_honest_queries_are_allowed(task: dict[str, Any]) -> None:
+    sql = """
+        SELECT upper(name) || '->' || substr(name, 1, 2), round(avg(age) OVER (), 2),
+               strftime('%Y', '2020-01-02'), CAST(age AS INTEGER), coalesce(age, 0),
+               json_extract('{"a": 3}', '$.a'), row_number() OVER (ORDER BY name),
+               iif(age > 5, 1, 0)
+        FROM pet WHERE name LIKE 'R%' AND current_date > '2000-01-01'
+    """
+    assert run_query(task["db_path"], sql).rows == [("REX->Re", 3.0, "2020", 3, 3.0, 3, 1, 0)]
 
 
 def test_row_limit(task: dict[str, Any]) -> None:

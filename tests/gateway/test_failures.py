@@ -1,7 +1,9 @@
 """Every failure has OpenAI's error body, the right status, and a place where it is counted."""
 
 import asyncio
+import contextlib
 import json
+import sqlite3
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -13,7 +15,7 @@ from gateway_bench import Bench, Connect, MakeBench
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.answer import AnswerBuilder
-from lightning_jax.gateway.app import MAX_BODY_BYTES, Gateway, GatewayError
+from lightning_jax.gateway.app import Gateway, GatewayError
 from lightning_jax.gateway.event_stream import EventStream
 from lightning_jax.gateway.http import check_exposure
 from lightning_jax.gateway.reports import Reports
@@ -40,7 +42,7 @@ async def _until(condition: Callable[[], bool]) -> None:
         (b"{", 400, "invalid_value", "the body is not JSON"),
         (b"\xff\xfe", 400, "invalid_value", "the body is not JSON"),
         (b"[" * 100_000, 400, "invalid_value", "the body is not JSON"),
-        (b'{"model": "\\ud800"}', 400, "invalid_value", "surrogates not allowed"),
+        (b'{"model": "\\ud800"}', 400, "invalid_value", "surrogate"),
         (b'{"stop": "\xed\xa0\x80"}', 400, "invalid_value", "the body is not JSON"),
         ('{"model": "policy"}'.encode("utf-16"), 400, "invalid_value", "the body is not JSON"),
         (b"[]", 400, "invalid_value", "expected a JSON object"),
@@ -55,7 +57,7 @@ async def _until(condition: Callable[[], bool]) -> None:
             "context_length_exceeded",
             "the prompt has 619 tokens; expected at most 511",
         ),
-        (b"x" * (MAX_BODY_BYTES + 1), 413, "body_too_large", "larger than the limit"),
+        (b"x" * (16 * 2**20 + 1), 413, "body_too_large", "larger than the limit"),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, str | int) else "",
 )
@@ -252,6 +254,32 @@ async def test_a_call_that_cannot_be_recorded_gets_no_answer(bench: Bench) -> No
     assert (status, reply["error"]["code"]) == (500, "store_error")
     assert "the call was not recorded: store" in reply["error"]["message"]
     assert bench.gateway.close_rollout("r1").num_errors == {"store_error": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_locked_store_holds_back_answers_and_nothing_else(
+    bench: Bench, stream: bool
+) -> None:
+    base = bench.rollout().base_url
+    ended = bench.rollout("r2").base_url
+    bench.gateway.close_rollout("r2")
+    with contextlib.closing(sqlite3.connect(bench.store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        url, auth = f"{base}/chat/completions", {"Authorization": "Bearer right-key"}
+        call = asyncio.create_task(_read(bench, url, BODY | {"stream": stream}, auth))
+        for _ in range(20):  # calls that need no write are answered meanwhile
+            assert (await bench.post(BODY | {"temperature": -1}, base=base))[0] == 400
+            assert (await bench.post(BODY, base=ended))[0] == 404
+            await asyncio.sleep(0.02)
+        assert not call.done() and bench.store.status_at_once("r1") is None
+        other.execute("ROLLBACK")
+    assert b"length" in await call
+    assert len(bench.store.spans("r1")) == 1
+
+
+async def _read(bench: Bench, url: str, body: Any, headers: dict[str, str]) -> bytes:
+    async with bench.http.post(url, json=body, headers=headers) as response:
+        return await response.read()
 
 
 @pytest.mark.parametrize("stream", [False, True])

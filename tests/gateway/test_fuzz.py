@@ -1,13 +1,18 @@
-"""Bad bodies in every dialect: well-formed refusals only, and the server goes on."""
+"""Bad bodies, headers and encodings get well-formed refusals only, and the server goes on."""
 
 import asyncio
+import base64
 import copy
+import gzip
 import json
 import random
+import zlib
 from typing import Any
 
 import pytest
 from gateway_bench import Bench
+from google.protobuf import json_format
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -205,3 +210,115 @@ async def test_only_well_formed_refusals(bench: Bench, path: str) -> None:
     assert (await bench.post(VALID[path], base=base, path=path))[0] == 200
     async with bench.http.get(f"{bench.gateway.url}/healthz") as response:
         assert response.status == 200
+
+
+HEADERS: dict[str, list[str]] = {
+    "x-stainless-retry-count": ["9" * 20, "9" * 5000, "²", "٣", "-1", "x", ""],
+    "x-stainless-read-timeout": ["nan", "inf", "-1", "1e999", "9" * 5000, "x"],
+    "Idempotency-Key": ["", "x" * 4000, "ü\udcff"],
+    "x-agent-name": ["", "x" * 4000, "ü\udcff", "a\tb"],
+    "traceparent": [f"00-{'0' * 32}-{'0' * 16}-01", f"00-{'f' * 32}-{'e' * 16}-01", "x", "00-"],
+    "tracestate": ["x", "a=" + "b" * 3000, ",,=,"],
+    "Content-Type": ["", "x", "application/json; charset=utf-32", "multipart/form-data", "a/b;=;"],
+    "Content-Encoding": ["gzip", "deflate", "br", "zstd", "identity", "gzip, gzip", "x", "GZIP"],
+    "Accept": ["", "x"],
+    "Authorization": ["Bearer right-key", "Bearer", "Basic ü\udcff", "Bearer " + "x" * 4000],
+    "x-api-key": ["ü\udcff", ""],
+    "Expect": ["100-continue"],
+}
+
+
+def _packed(body: bytes, rng: random.Random) -> bytes:
+    """The body, or what a packer makes of it, whole or cut or with more behind it."""
+    packed = rng.choice([gzip.compress, zlib.compress, lambda raw: zlib.compress(raw)[2:-4]])(body)
+    return rng.choice([body, packed, packed, packed[:-3], packed + b"x", packed * 2, b""])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/traces", "/reward"])
+async def test_no_header_or_encoding_is_our_error(
+    bench: Bench, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(path)
+    url = bench.rollout(max_tokens=2).base_url.removesuffix("/v1") + path
+    statuses: set[int] = set()
+    bodies = {"/v1/traces": TRACES, "/reward": {"reward": 1}}
+    body = json.dumps(bodies.get(path) or VALID[path]).encode()
+
+    async def send() -> None:
+        names = rng.sample(sorted(HEADERS), rng.choice([1, 2, 4]))
+        headers = {"Authorization": "Bearer right-key", "Content-Type": "application/json"}
+        headers |= {name: rng.choice(HEADERS[name]) for name in names}
+        raw = _packed(body, rng) if "Content-Encoding" in names else body
+        async with bench.http.post(url, data=raw, headers=headers) as response:
+            said = await response.read()
+        statuses.add(response.status)
+        assert response.status < 500, (headers, raw, said)
+        assert not said or json.loads(said) is not None
+
+    for _ in range(20):
+        await asyncio.gather(*(send() for _ in range(10)))
+    assert {200, 400} <= statuses
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+TRACES: dict[str, Any] = {
+    "resourceSpans": [
+        {
+            "resource": {"attributes": [{"key": "service.name", "value": {"stringValue": "x"}}]},
+            "scopeSpans": [
+                {
+                    "scope": {"name": "s"},
+                    "spans": [
+                        {
+                            "traceId": "0123456789abcdef0123456789abcdef",
+                            "spanId": "0123456789abcdef",
+                            "parentSpanId": "fedcba9876543210",
+                            "name": "tool",
+                            "kind": 1,
+                            "startTimeUnixNano": "1700000000000000000",
+                            "endTimeUnixNano": 1700000000000000001,
+                            "attributes": [
+                                {"key": "a", "value": {"intValue": "1"}},
+                                {"key": "b", "value": {"arrayValue": {"values": [{}]}}},
+                                {"key": "c", "value": {"doubleValue": 0.5}},
+                            ],
+                            "events": [{"name": "exception", "attributes": []}],
+                            "status": {"code": 2, "message": "m"},
+                        }
+                    ],
+                }
+            ],
+        }
+    ]
+}
+
+
+async def test_no_export_of_spans_is_our_error(bench: Bench) -> None:
+    rng = random.Random("traces")
+    base = bench.rollout().base_url
+    whole = ExportTraceServiceRequest()
+    fields = copy.deepcopy(TRACES)
+    (span,) = fields["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    for name in ("traceId", "spanId", "parentSpanId"):
+        span[name] = base64.b64encode(bytes.fromhex(span[name])).decode()
+    protobuf = json_format.ParseDict(fields, whole).SerializeToString()
+    statuses: set[int] = set()
+
+    async def send(url: str) -> None:
+        if rng.random() < 0.5:
+            raw, kind = _mutated(TRACES, rng), "application/json"
+        else:
+            raw, kind = bytearray(protobuf), "application/x-protobuf"
+            for _ in range(rng.choice([0, 1, 3])):
+                raw[rng.randrange(len(raw))] = rng.randrange(256)
+            raw = bytes(raw[: rng.choice([len(raw), rng.randrange(len(raw))])])
+        headers = {"Authorization": "Bearer right-key", "Content-Type": kind}
+        async with bench.http.post(url, data=raw, headers=headers) as response:
+            said = await response.read()
+        statuses.add(response.status)
+        assert response.status < 500, (raw, said)
+
+    for url in (f"{base}/traces", f"{bench.gateway.url}/v1/traces"):
+        for _ in range(30):
+            await asyncio.gather(*(send(url) for _ in range(10)))
+    assert {200, 400} <= statuses

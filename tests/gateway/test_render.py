@@ -6,12 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_jax.gateway.render import (
-    ConversationMemory,
-    Generated,
-    normalize_messages,
-    render,
-)
+from lightning_jax.gateway.messages import normalize_messages
+from lightning_jax.gateway.render import ConversationMemory, Generated, render
 from lightning_jax.models.gguf_vocab import byte_level_bpe
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
@@ -139,7 +135,7 @@ def test_rendering_leaves_its_input_alone() -> None:
     assert messages[1] == _assistant("ok")
     assert messages[2] == {"role": "assistant", "tool_calls": [TOOL_CALL]}
     assert '[{"name": "run", "arguments": {"a": 1}}]' in TOKENIZER.decode(first.token_ids)
-    assert memory.recall(_assistant("")) == () and memory.recall(_assistant("unknown")) == ()
+    assert memory.recall(_assistant("")) is None and memory.recall(_assistant("unknown")) is None
 
 
 def test_a_template_without_tools_gets_them_as_text() -> None:

@@ -13,7 +13,14 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.otlp import JSON, MAX_CHARS, PROTOBUF, read_request, write_response
+from lightning_jax.tracing.otlp import (
+    JSON,
+    MAX_CHARS,
+    PROTOBUF,
+    TooManySpans,
+    read_request,
+    write_response,
+)
 
 TRACE, SPAN = bytes(range(16)), bytes(range(8))
 
@@ -50,7 +57,7 @@ def test_a_protobuf_span_is_read() -> None:
             names.RESPONSE_TOKEN_IDS: nested,
         },
     )
-    (span,) = read_request(body, PROTOBUF)
+    (span,), _ = read_request(body)
     assert (span.trace_id, span.span_id) == (TRACE.hex(), SPAN.hex())
     assert span.parent_span_id == "0" * 15 + "1"
     assert (span.start_ns, span.end_ns, span.error) == (5, 9, None)
@@ -68,10 +75,10 @@ def test_an_error_says_what_was_raised() -> None:
     event = span.events.add(name="exception")
     for key, value in (("exception.type", "TimeoutError"), ("exception.message", "30 s")):
         event.attributes.append(KeyValue(key=key, value=AnyValue(string_value=value)))
-    (read,) = read_request(request.SerializeToString(), PROTOBUF)
+    (read,), _ = read_request(request.SerializeToString())
     assert (read.error, read.attributes[names.ERROR_TYPE]) == ("30 s", "TimeoutError")
     span.status.message = "too slow"
-    (read,) = read_request(request.SerializeToString(), PROTOBUF)
+    (read,), _ = read_request(request.SerializeToString())
     assert read.error == "too slow"
 
 
@@ -86,26 +93,55 @@ def test_json_has_ids_in_hex() -> None:
         "fieldOfTomorrow": 1,
     }
     body = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
-    (read,) = read_request(json.dumps(body).encode(), JSON)
+    (read,), _ = read_request(body)
     assert (read.trace_id, read.span_id) == (TRACE.hex(), SPAN.hex())
     assert read.parent_span_id is None and read.attributes == {"n": 3}
     assert read.start_ns == 1_700_000_000_000_000_000
 
 
 @pytest.mark.parametrize(
-    ("body", "kind"),
+    "body",
     [
-        (b"\xff\xff", PROTOBUF),
-        (b"{", JSON),
-        (b"[1]", JSON),
-        (b'{"resourceSpans": 3}', JSON),
-        (b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xyz"}]}]}]}', JSON),
-        (_request(trace_id=b"short"), PROTOBUF),
+        b"\xff\xff",
+        b"\x0a\x05",  # a field that ends after the body
+        b"\x0a" + b"\xff" * 12,  # a length without an end
+        b"\x0b",  # a group
+        {"resourceSpans": 3},
+        {"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xyz"}]}]}]},
+        _request(trace_id=b"short"),
     ],
 )
-def test_what_is_no_export_is_refused(body: bytes, kind: str) -> None:
+def test_what_is_no_export_is_refused(body: bytes | dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"no OTLP trace export|expected 16 and 8"):
-        read_request(body, kind)
+        read_request(body)
+
+
+def test_spans_are_found_as_the_library_finds_them() -> None:
+    request = ExportTraceServiceRequest.FromString(_request())
+    request.resource_spans[0].resource.attributes.add(key="x")
+    request.resource_spans.add(schema_url="u").scope_spans.add().scope.name = "no spans"
+    request.resource_spans.add().scope_spans.add().spans.add(
+        trace_id=TRACE, span_id=SPAN, name="second", flags=7
+    )
+    spans, num_large = read_request(request.SerializeToString())
+    assert ([span.name for span in spans][1:], len(spans), num_large) == (["second"], 2, 0)
+
+
+def test_more_spans_than_allowed_are_refused() -> None:
+    with pytest.raises(TooManySpans):
+        read_request(_request() * 3, max_spans=2)
+    assert len(read_request(_request() * 2, max_spans=2)[0]) == 2
+    one = {"traceId": TRACE.hex(), "spanId": SPAN.hex()}
+    body = {"resourceSpans": [{"scopeSpans": [{"spans": [one] * 3}]}]}
+    with pytest.raises(TooManySpans):
+        read_request(body, max_spans=2)
+    assert len(read_request(body, max_spans=3)[0]) == 3
+
+
+def test_a_span_too_large_is_left_out_and_counted() -> None:
+    large = _request(attributes={"x": AnyValue(string_value="x" * 2000)})
+    spans, num_large = read_request(_request() + large, max_span_bytes=1000)
+    assert (len(spans), num_large) == (1, 1)
 
 
 def test_the_answer_tells_what_was_rejected() -> None:

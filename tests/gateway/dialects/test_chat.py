@@ -163,9 +163,8 @@ def test_what_asks_for_nothing_is_let_through(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         _parse(future_field=1)
         _parse(future_field=2)
-    assert [r.getMessage() for r in caplog.records] == [
-        "chat requests have the field 'future_field', which is unknown here and ignored"
-    ]
+    (record,) = caplog.records
+    assert "'future_field'" in record.getMessage()
 
 
 def test_tools_and_what_must_be_called() -> None:

@@ -11,7 +11,8 @@ from lightning_jax.gateway.conversations import SavedConversations
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
 from lightning_jax.gateway.dialects.ollama import parse_chat, parse_generate
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.render import ConversationMemory, Generated, normalize_messages
+from lightning_jax.gateway.messages import normalize_messages
+from lightning_jax.gateway.render import ConversationMemory, Generated
 from lightning_jax.gateway.request import Function, PolicyRequest
 from lightning_jax.gateway.tool_calls import CallArguments, CallStart, TextPiece
 from lightning_jax.testing.tiny import tiny_tokenizer
@@ -71,11 +72,12 @@ def test_an_answer_that_comes_back_is_recognised_without_ids() -> None:
     memory, generated = ConversationMemory(), Generated((1,), (7, 8))
     memory.add(answer.as_message(), generated)
     plain = normalize_messages(parsed or ())
-    assert memory.recall(plain[1]) == (generated,)
+    recalled = memory.recall(plain[1])
+    assert recalled is not None and recalled.newest == generated
     assert plain[2] == {"role": "tool", "name": "run", "content": "5"}
     other = {"function": {"name": "run", "arguments": {"a": "u"}}}
     edited = normalize_messages(_parse(messages=[message | {"tool_calls": [other]}]).messages or ())
-    assert memory.recall(edited[0]) == ()
+    assert memory.recall(edited[0]) is None
 
 
 def test_a_call_that_was_cut_is_not_shown() -> None:

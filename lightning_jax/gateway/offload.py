@@ -1,0 +1,33 @@
+"""Work that would hold the event loop up, done in threads."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+INLINE_BYTES = 8 * 2**10  # what takes a few milliseconds is done at once
+NUM_THREADS = 2
+
+
+class Offload:
+    """Two threads for parsing, rendering and tokenizing what is long."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gateway")
+
+    async def run(
+        self, num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return the function's result. Call it in a thread if it has many bytes to work on."""
+        if num_bytes <= INLINE_BYTES:
+            return function(*args, **kwargs)
+        work = partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        """Take no more work. What runs is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,190 @@
+"""Bodies are bounded, and long ones are read beside the event loop."""
+
+import asyncio
+import gzip
+import json
+import threading
+import zlib
+from typing import Any
+
+import pytest
+from gateway_bench import Bench, MakeBench
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.gateway import fields, offload
+from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.http import Bodies, _without_strings, num_values
+from lightning_jax.gateway.offload import INLINE_BYTES, Offload
+from lightning_jax.models.tokenizer import Tokenizer
+
+BODY: dict[str, Any] = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 2,
+}
+
+
+def _bodies(**serve: Any) -> Bodies:
+    return Bodies(ServeConfig(**serve), Offload())
+
+
+def _num_values(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(1 + _num_values(inner) for inner in value.values()) + 1
+    return 1 + sum(map(_num_values, value)) if isinstance(value, list) else 1
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.floats(allow_nan=False), st.text('ab,:[{"\\\n\u2028é'), st.integers()),
+    lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text('ab,:[{"\\'), inner)),
+    max_leaves=20,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(value=json_values)
+def test_values_are_counted_without_what_strings_hold(value: Any) -> None:
+    raw = json.dumps(value).encode()
+    number = _num_values(value)
+    assert num_values(raw) >= number
+    counted = num_values(_without_strings(raw, 10**6))
+    assert number <= counted <= 2 * number  # an empty list or object counts as one that is not
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{str(i): 1 for i in range(600)}, [[]] * 1100, [""] * 1100, [1] * 1100],
+    ids=["names", "lists", "strings", "numbers"],
+)
+def test_too_many_values_are_refused(value: Any) -> None:
+    raw = json.dumps({"x": value}).encode()
+    assert _bodies().as_json(raw)
+    with pytest.raises(ApiError) as refused:
+        _bodies(max_json_values=1000).as_json(raw)
+    assert (refused.value.status, refused.value.code) == (413, "body_too_large")
+    assert "serve.max_json_values" in refused.value.message
+
+
+def test_punctuation_in_text_is_no_value() -> None:
+    text = 'a, b: "c" \\ [d] {e}' * 10_000
+    body = {"x": text, "y": "\\", "z": '\\"'}
+    assert _bodies(max_json_values=1000).as_json(json.dumps(body).encode()) == body
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
+def test_half_a_surrogate_pair_is_refused_wherever_it_is(text: str) -> None:
+    for body in ({"x": [{"y": text}]}, {"x": {text: 1}}):
+        with pytest.raises(ApiError) as refused:
+            _bodies().as_json(json.dumps(body).encode())
+        assert refused.value.status == 400
+    whole = {"x": "\U0001f600 \\ud800"}
+    assert _bodies().as_json(json.dumps(whole).encode()) == whole
+
+
+async def test_long_work_is_done_in_a_thread() -> None:
+    work = Offload()
+    assert await work.run(INLINE_BYTES, threading.current_thread) is threading.current_thread()
+    long = await work.run(INLINE_BYTES + 1, threading.current_thread)
+    assert long is not threading.current_thread()
+    work.close()
+
+
+async def test_nothing_of_a_long_call_is_parsed_or_encoded_on_the_loop(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, threading.Thread] = {}
+    as_object, encode = fields.as_object, Tokenizer.encode
+
+    def seen_as_object(body: object) -> Any:
+        threads["json"] = threading.current_thread()
+        return as_object(body)
+
+    def seen_encode(self: Tokenizer, text: str, **options: Any) -> Any:
+        threads["tokens"] = threading.current_thread()
+        return encode(self, text, **options)
+
+    monkeypatch.setattr("lightning_jax.gateway.http.as_object", seen_as_object)
+    monkeypatch.setattr(Tokenizer, "encode", seen_encode)
+    long = BODY | {"messages": [{"role": "user", "content": "x" * 2 * INLINE_BYTES}]}
+    status, reply, _ = await bench.post(long)
+    # Longer than serve.max_len tokens of any length: it is not encoded at all.
+    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+    assert "tokens" not in threads
+    assert threads["json"].name.startswith("gateway")
+    shorter = BODY | {"messages": [{"role": "user", "content": "x" * 2000}], "x": "y" * 20_000}
+    status, reply, _ = await bench.post(shorter)
+    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+    assert threads["tokens"].name.startswith("gateway")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_refused_long_prompt_is_on_record_without_its_ids(bench: Bench, path: str) -> None:
+    base = bench.rollout().base_url
+    text = "x" * 100_000
+    for prompt in (text, text[:3000]):
+        body = {"messages": [{"role": "user", "content": prompt}], "prompt": prompt}
+        status, reply, _ = await bench.post(BODY | body, base=base, path=path)
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+    spans = bench.store.spans("r1")
+    assert [span.attributes["error.type"] for span in spans] == ["context_length_exceeded"] * 2
+    assert [span.attributes["lightning.prompt_token_ids"] for span in spans] == [()] * 2
+
+
+async def test_unpacked_bodies_are_read(bench: Bench) -> None:
+    raw = json.dumps(BODY).encode()
+    for packed, coding in (
+        (gzip.compress(raw), "gzip"),
+        (zlib.compress(raw), "deflate"),
+        (zlib.compress(raw)[2:-4], "deflate"),
+        (raw, "identity"),
+    ):
+        status, reply, _ = await bench.post(packed, **{"Content-Encoding": coding})
+        assert status == 200, reply
+
+
+@pytest.mark.parametrize(
+    ("packed", "coding", "status", "code"),
+    [
+        (b"no gzip", "gzip", 400, "invalid_value"),
+        (gzip.compress(b"{}" * 99)[:-12], "gzip", 400, "invalid_value"),
+        (gzip.compress(b"{}") * 2, "gzip", 400, "invalid_value"),
+        (zlib.compress(b"x" * 3 * 2**20), "deflate", 413, "body_too_large"),
+        (b"{}", "br", 415, "unsupported_encoding"),
+        (b"{}", "gzip, gzip", 415, "unsupported_encoding"),
+    ],
+)
+async def test_a_body_that_cannot_be_unpacked_is_refused_and_the_connection_stays(
+    make_bench: MakeBench,
+    packed: bytes,
+    coding: str,
+    status: int,
+    code: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with make_bench(max_body_mib=1.0) as bench:
+        for path in ("/v1/chat/completions", "/v1/traces"):
+            headers = {"Content-Encoding": coding}
+            answered, reply, told = await bench.post(packed, path=path, **headers)
+            assert (answered, reply["error"]["code"]) == (status, code)
+            assert told.get("Connection") != "close"
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_unknown_fields_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    body = {f"odd_{i}": 1 for i in range(100_000)}
+    for _ in range(3):
+        fields.warn_unknown("test_http", body, {"known"})
+    (record,) = caplog.records
+    assert "odd_0" in record.getMessage() and f"{100_000 - fields.MAX_NAMED} more" in record.message
+    for i in range(1000):
+        fields.warn_unknown("test_http", {f"other_{i}": 1}, ())
+    assert len(caplog.records) <= fields.MAX_WARNINGS
+
+
+async def test_closed_offload_takes_no_more_work() -> None:
+    work = offload.Offload()
+    work.close()
+    with pytest.raises(RuntimeError):
+        await asyncio.wait_for(work.run(INLINE_BYTES + 1, int), 10)
