@@ -132,6 +132,15 @@ class ServeConfig:
     # the host is slower than a step, on an accelerator; never on a CPU.
     steps_per_dispatch: int = 1
     max_queue: int = 1024  # requests waiting for a slot; more are refused with 429
+    # What one rollout may have in flight at once: calls, and responses of all its calls together.
+    # More are refused with 429.
+    max_calls_per_rollout: int = 128
+    max_choices_per_rollout: int = 512
+    # Prompt and response tokens of all calls of one rollout; further calls are refused with 400.
+    max_tokens_per_rollout: int = 2**24
+    # Memory of one rollout for answers that a retry may ask for again, and as much for saved
+    # responses. The oldest are forgotten first.
+    max_kept_mib_per_rollout: float = 64.0
     # Memory for keys and values of past calls, beside the slots'; at most 8 times theirs is taken.
     # Each copy of the engine, and each policy that has weights of its own, has as much.
     # SmolLM2-135M in float32 has 46 kB a token: 256 MiB are 5,800 tokens. 0: nothing is kept.
@@ -151,6 +160,13 @@ class ServeConfig:
             max_len=(self.max_len >= 16, "at least 16 tokens"),
             steps_per_dispatch=(self.steps_per_dispatch >= 1, "at least 1"),
             max_queue=(self.max_queue >= 0, "at least 0"),
+            max_calls_per_rollout=(self.max_calls_per_rollout >= 1, "at least 1"),
+            max_choices_per_rollout=(self.max_choices_per_rollout >= 1, "at least 1"),
+            max_tokens_per_rollout=(self.max_tokens_per_rollout >= 1, "at least 1 token"),
+            max_kept_mib_per_rollout=(
+                0 <= self.max_kept_mib_per_rollout < math.inf,
+                "0 or more MiB",
+            ),
             prefill_buckets=(
                 bool(self.prefill_buckets) and self.prefill_buckets[0] > 0,
                 "positive lengths",

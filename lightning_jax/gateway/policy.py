@@ -10,7 +10,7 @@ from opentelemetry.trace import Tracer
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.complete import Call, Choice, PolicyLoop, complete
 from lightning_jax.gateway.dialects.base import ReplyContext
-from lightning_jax.gateway.errors import invalid
+from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.guarantee import grammar_of, guarantees_call, may_call
 from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.render import Generated, Rendered, render
@@ -37,6 +37,7 @@ class Policy:
     tracer: Tracer
     served_model: str
     max_len: int
+    max_queue: int
     tool_format: ToolFormat
     meters: Meters
 
@@ -48,6 +49,7 @@ class Policy:
         part: Part = NO_PART,
     ) -> RunningCall:
         """Begins to answer. Raises ApiError where the request cannot work."""
+        self._check_room(request, rollout)
         rendered = self._render(request, rollout)
         breaks = sum(prompt.breaks for prompt in rendered)
         self.meters.prefix_breaks.inc(breaks)
@@ -89,7 +91,27 @@ class Policy:
             self.tokenizer,
             request.num_choices,
         )
-        return RunningCall(work, context)
+        running = RunningCall(work, context)
+        if rollout:
+            rollout.began(running, len(call.choices))
+        return running
+
+    def _check_room(self, request: PolicyRequest, rollout: OpenRollout | None) -> None:
+        """Raise ApiError if the call asks for more responses than can be in flight."""
+        number = len(request.prompts or ("",)) * request.num_choices
+        room = self.loop.num_slots + self.max_queue
+        limits = {"serve.slots + serve.max_queue": room}
+        if rollout:
+            limits["serve.max_choices_per_rollout"] = rollout.limits.max_choices_per_rollout
+        for name, limit in limits.items():
+            if number > limit:
+                raise invalid(
+                    f"n is {request.num_choices} and the call asks for {number} responses; "
+                    f"expected at most {limit} ({name}).",
+                    "n",
+                )
+        if rollout:
+            rollout.check_room(number)
 
     def count_tokens(self, request: PolicyRequest, rollout: OpenRollout | None) -> int:
         """Tokens of the request's prompts. Raises ApiError where the request cannot work."""
@@ -120,14 +142,20 @@ class Policy:
             malformed = sum(parser.malformed for parser in parsers)
             return {names.MALFORMED_TOOL_CALLS: malformed} if malformed else {}
 
-        completions = await complete(
-            call,
-            self.loop,
-            self.tracer,
-            on_accept=on_accept,
-            on_chunk=on_chunk,
-            on_done=on_done,
-        )
+        try:
+            completions = await complete(
+                call,
+                self.loop,
+                self.tracer,
+                on_accept=on_accept,
+                on_chunk=on_chunk,
+                on_done=on_done,
+            )
+        except ApiError as error:
+            # A rollout that asks for more at once than there are slots waits for itself.
+            if error.code == "call_timeout" and rollout:
+                error.infrastructure = rollout.most_choices <= self.loop.num_slots
+            raise
         answers = tuple(
             builder.answer(choice.prompt_ids, completion)
             for builder, choice, completion in zip(builders, call.choices, completions, strict=True)
@@ -137,6 +165,8 @@ class Policy:
         self.meters.answered(call.dialect, answers)
         if rollout:
             rollout.malformed_tool_calls += malformed
+            rollout.num_tokens += sum(map(len, {a.prompt_ids for a in answers}))
+            rollout.num_tokens += sum(len(a.completion.token_ids) for a in answers)
             if request.messages is not None:
                 _remember(rollout, history, answers)
         return answers
