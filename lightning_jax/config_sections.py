@@ -232,7 +232,15 @@ class RolloutConfig:
     timeout_s: float = 120.0  # of one rollout; over it the agent has failed
     call_timeout_s: float = 60.0  # of one LLM call; over it the infrastructure has failed
     max_attempts: int = 3  # tries of a rollout whose infrastructure fails
+    # Seconds before the second try. The wait doubles with each try up to the maximum. Up to a half
+    # is added at random, so that rollouts do not come back all at once.
+    retry_delay_s: float = 2.0
+    max_retry_delay_s: float = 60.0
     agent_failure_reward: float | None = 0.0  # None: a failed agent's rollout is not trained on
+    # Magnitude of a rollout's reward, and of all that one of its calls earns. More fails the agent.
+    max_abs_reward: float = 1e6
+    # Numbers besides the reward that are kept of a rollout, and different ones in a row of metrics.
+    max_metrics: int = 100
     max_infrastructure_failures: float = 0.2  # share of a step's rollouts above which the run stops
     # Sampling of the policy in training rollouts, whatever the agent asks for. None: as the agent
     # asks.
@@ -248,6 +256,13 @@ class RolloutConfig:
             group_size=(self.group_size >= 1, "at least 1"),
             concurrency=(self.concurrency >= 1, "at least 1"),
             max_attempts=(self.max_attempts >= 1, "at least 1"),
+            retry_delay_s=(0 <= self.retry_delay_s < math.inf, "0 or more seconds"),
+            max_retry_delay_s=(
+                self.retry_delay_s <= self.max_retry_delay_s < math.inf,
+                "at least rollout.retry_delay_s",
+            ),
+            max_abs_reward=(0 < self.max_abs_reward <= 1e30, "above 0 and at most 1e30"),
+            max_metrics=(self.max_metrics >= 0, "0 or more"),
             timeout_s=(self.timeout_s > 0, "a positive number of seconds"),
             call_timeout_s=(self.call_timeout_s > 0, "a positive number of seconds"),
             agent_failure_reward=(

@@ -30,6 +30,7 @@ class RolloutSettings:
     top_k: int | None = None
     max_tokens: int | None = None  # a ceiling, not an override
     call_timeout_s: float | None = 60.0  # of one call, waiting included; None: no limit
+    max_abs_reward: float = 1e6  # of a posted reward, and of those of one call together
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class OpenRollout:
     prefix_breaks: int = 0
     malformed_tool_calls: int = 0
     reward: float | None = None  # as it was posted
+    # Sums of what was posted for calls, by response id and choice.
+    call_rewards: dict[tuple[str, int], float] = field(default_factory=dict)
     num_cancelled: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
