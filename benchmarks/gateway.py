@@ -54,13 +54,18 @@ class ReadyMade:
 
     status = "ok"
     version = 0
+    num_slots = 16
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = chunks
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        adapter: int | None = None,
+        tenant: str | None = None,
     ) -> Generation:
         """A generation of `sampling.max_tokens` tokens."""
         generation = Generation(lambda _: None)

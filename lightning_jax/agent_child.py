@@ -18,9 +18,41 @@ import asyncio
 import importlib.util
 import inspect
 import json
+import socket
 import traceback
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
+
+MAX_MEMBERS = 1000  # errors of a group that are looked at
+MAX_CHAIN = 20  # errors that led to one
+
+_HTTPX = frozenset({"NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError"})
+# Errors of clients that got no whole answer, by package. A class counts with those below it, and is
+# known by its name: nothing of this is imported.
+CONNECTION_ERRORS = {
+    "openai": {"APIConnectionError"},
+    "anthropic": {"APIConnectionError"},
+    "httpx": _HTTPX,
+    "httpx2": _HTTPX,
+    "httpcore": _HTTPX,
+    "httpcore2": _HTTPX,
+    "aiohttp": {"ClientConnectionError", "ClientPayloadError"},
+    "requests": {"ConnectionError", "Timeout", "ChunkedEncodingError"},
+    "urllib3": {"TimeoutError", "ProtocolError", "NewConnectionError", "MaxRetryError"},
+    "urllib": {"URLError"},
+    "http": {"IncompleteRead"},
+    "google": {"ServiceUnavailable", "GatewayTimeout", "RetryError", "TransportError"},
+    "botocore": {"ConnectionError", "HTTPClientError"},
+    "redis": {"ConnectionError", "TimeoutError"},
+    "websockets": {"ConnectionClosed"},
+}
+# Below some of them: an answer with an error status, and a limit of the client itself.
+NO_CONNECTION_ERRORS = {
+    "urllib": {"HTTPError"},
+    "httpx": {"PoolTimeout"},
+    "httpx2": {"PoolTimeout"},
+}
 
 
 class LLM:
@@ -74,12 +106,13 @@ def run(function: Any, channel: int) -> None:
     except Exception as error:  # noqa: BLE001  (foreign code: `program.py` raises it again)
         traceback.print_exc()
         errors = members(error)
-        faults = [each for each in errors if not isinstance(each, ConnectionError)]
+        faults = faults_of(errors)
         first = (faults or errors)[0]
         told = {
             "error": type(first).__name__,
             "message": words_of(first)[:2000],
             "is_connection": not faults,
+            "addresses": [address_of(each) for each in errors[:100]],
         }
     with os.fdopen(channel, "w") as file:
         file.write(as_json(told))
@@ -90,12 +123,81 @@ def run(function: Any, channel: int) -> None:
 
 
 def members(error: BaseException) -> list:
-    """The errors in a group, as a task group raises it; else the error."""
-    inside = getattr(error, "exceptions", ())
-    if not isinstance(inside, (list, tuple)):
-        return [error]
-    found = [each for each in inside if isinstance(each, BaseException)]
-    return [member for each in found for member in members(each)] or [error]
+    """Return the errors in a group, as a task group raises it; else the error.
+
+    Groups may lie in groups. Members that were only cancelled are left out beside others.
+    """
+    found, left, seen = [], [error], set()
+    while left and len(found) < MAX_MEMBERS:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        inside = value_of(each, "exceptions")  # of Python's own groups, and of older libraries'
+        held = inside if isinstance(inside, (list, tuple)) else ()
+        errors = [one for one in reversed(held) if isinstance(one, BaseException)]
+        left += errors
+        if not errors:
+            found.append(each)
+    ended = [one for one in found if not issubclass(type(one), asyncio.CancelledError)]
+    return ended or found or [error]
+
+
+def faults_of(errors: list) -> list:
+    """Return the errors that are not a connection's, nor were raised because of one's."""
+    return [each for each in errors if not any(map(is_connection_error, chain(each)))]
+
+
+def chain(error: BaseException) -> list:
+    """Return the error and what it was raised from, or while handling what."""
+    found = []
+    following = error
+    while following is not None and len(found) < MAX_CHAIN:
+        found.append(following)
+        hidden = following.__suppress_context__
+        following = following.__cause__ or (None if hidden else following.__context__)
+    return found
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether a client says by the type of the error that it got no whole answer.
+
+    A time-out that the agent set itself, `TimeoutError`, is none; a client's own is one.
+    """
+    kind = type(error)
+    if issubclass(kind, (ConnectionError, socket.gaierror)):
+        return True
+    for each in kind.__mro__:
+        package = str(each.__module__).partition(".")[0]
+        if each.__name__ in NO_CONNECTION_ERRORS.get(package, ()):
+            return False
+        if each.__name__ in CONNECTION_ERRORS.get(package, ()):
+            # urllib says so of a scheme that it does not know, too.
+            return package != "urllib" or isinstance(getattr(error, "reason", None), OSError)
+    return False
+
+
+def address_of(error: BaseException) -> Any:
+    """Return HOST:PORT of the server that the failed request was for, or None if unknown."""
+    for each in chain(error):
+        request = value_of(each, "request")
+        place = urlsplit(str(value_of(request, "url") or "")).netloc
+        owner = each if value_of(each, "port") else value_of(each, "pool")
+        if not place and value_of(owner, "host") and value_of(owner, "port"):
+            place = "{}:{}".format(value_of(owner, "host"), value_of(owner, "port"))
+        if place:
+            return place
+        if isinstance(value_of(each, "lightning_address"), str):
+            return each.lightning_address  # type: ignore[attr-defined]
+    return None
+
+
+def value_of(holder: Any, name: str) -> Any:
+    """Return an attribute of a foreign object, or None if it has none or fails to say."""
+    try:
+        return getattr(holder, name, None)
+    except Exception:  # noqa: BLE001
+        return None
 
 
 def words_of(error: BaseException) -> str:

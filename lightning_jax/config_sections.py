@@ -136,6 +136,15 @@ class ServeConfig:
     max_json_values: int = 200_000  # names and values in a body; more are refused with 413
     max_spans: int = 10_000  # in one OTLP export; more are refused with 413
     max_span_mib: float = 1.0  # of one span, as protobuf; larger ones are left out and counted
+    # What one rollout may have in flight at once: calls, and responses of all its calls together.
+    # More are refused with 429.
+    max_calls_per_rollout: int = 128
+    max_choices_per_rollout: int = 512
+    # Prompt and response tokens of all calls of one rollout; further calls are refused with 400.
+    max_tokens_per_rollout: int = 2**24
+    # Memory of one rollout for answers that a retry may ask for again, and as much for saved
+    # responses. The oldest are forgotten first.
+    max_kept_mib_per_rollout: float = 64.0
     # Memory for keys and values of past calls, beside the slots'; at most 8 times theirs is taken.
     # Each copy of the engine, and each policy that has weights of its own, has as much.
     # SmolLM2-135M in float32 has 46 kB a token: 256 MiB are 5,800 tokens. 0: nothing is kept.
@@ -159,6 +168,13 @@ class ServeConfig:
             max_json_values=(self.max_json_values >= 1000, "at least 1000"),
             max_spans=(self.max_spans >= 1, "at least 1"),
             max_span_mib=(0 < self.max_span_mib < math.inf, "a positive number of MiB"),
+            max_calls_per_rollout=(self.max_calls_per_rollout >= 1, "at least 1"),
+            max_choices_per_rollout=(self.max_choices_per_rollout >= 1, "at least 1"),
+            max_tokens_per_rollout=(self.max_tokens_per_rollout >= 1, "at least 1 token"),
+            max_kept_mib_per_rollout=(
+                0 <= self.max_kept_mib_per_rollout < math.inf,
+                "0 or more MiB",
+            ),
             prefill_buckets=(
                 bool(self.prefill_buckets) and self.prefill_buckets[0] > 0,
                 "positive lengths",
@@ -224,7 +240,15 @@ class RolloutConfig:
     timeout_s: float = 120.0  # of one rollout; over it the agent has failed
     call_timeout_s: float = 60.0  # of one LLM call; over it the infrastructure has failed
     max_attempts: int = 3  # tries of a rollout whose infrastructure fails
+    # Seconds before the second try. The wait doubles with each try up to the maximum. Up to a half
+    # is added at random, so that rollouts do not come back all at once.
+    retry_delay_s: float = 2.0
+    max_retry_delay_s: float = 60.0
     agent_failure_reward: float | None = 0.0  # None: a failed agent's rollout is not trained on
+    # Magnitude of a rollout's reward, and of all that one of its calls earns. More fails the agent.
+    max_abs_reward: float = 1e6
+    # Numbers besides the reward that are kept of a rollout, and different ones in a row of metrics.
+    max_metrics: int = 100
     max_infrastructure_failures: float = 0.2  # share of a step's rollouts above which the run stops
     # Sampling of the policy in training rollouts, whatever the agent asks for. None: as the agent
     # asks.
@@ -240,6 +264,13 @@ class RolloutConfig:
             group_size=(self.group_size >= 1, "at least 1"),
             concurrency=(self.concurrency >= 1, "at least 1"),
             max_attempts=(self.max_attempts >= 1, "at least 1"),
+            retry_delay_s=(0 <= self.retry_delay_s < math.inf, "0 or more seconds"),
+            max_retry_delay_s=(
+                self.retry_delay_s <= self.max_retry_delay_s < math.inf,
+                "at least rollout.retry_delay_s",
+            ),
+            max_abs_reward=(0 < self.max_abs_reward <= 1e30, "above 0 and at most 1e30"),
+            max_metrics=(self.max_metrics >= 0, "0 or more"),
             timeout_s=(self.timeout_s > 0, "a positive number of seconds"),
             call_timeout_s=(self.call_timeout_s > 0, "a positive number of seconds"),
             agent_failure_reward=(

@@ -196,4 +196,5 @@ def _told(text: bytes) -> Any:
     if "result" in told:
         return told["result"]
     base = ConnectionError if told["is_connection"] else Exception
-    raise type(told["error"], (base,), {})(told["message"])
+    address = next((place for place in told["addresses"] if place), None)
+    raise type(told["error"], (base,), {"lightning_address": address})(told["message"])

@@ -4,13 +4,14 @@ import re
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Float
 
-from lightning_jax.config import RewardRule
+from lightning_jax.config import RewardRule, RolloutConfig
 from lightning_jax.metrics import Metrics
+from lightning_jax.outcome import DROPPED_METRICS, is_bounded
 from lightning_jax.store import Store
 from lightning_jax.tracing.convert import spans_to_transitions, to_trajectory
 from lightning_jax.tracing.rewards import Decode, apply_rules
@@ -19,6 +20,10 @@ from lightning_jax.tracing.tree import placed
 from lightning_jax.types import FINISHED, Rollout, Span, Task, Trajectory, Transition
 
 MAX_DETAIL_CHARS = 240  # of what a failure says of itself
+# Names of one kind in a row of metrics: what agents measured, sub-agents, reasons of failures.
+MAX_NAMES = 200
+MAX_NAME_CHARS = 100
+OTHER = "other"  # stands for the rarest names beyond MAX_NAMES
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,23 @@ class Reading:
     rules: Mapping[str, RewardRule] = field(default_factory=dict)
     decode: Decode = str  # token ids to text, for the rules' patterns
     policies: Policies = field(default_factory=dict)
+    limits: RolloutConfig = field(default_factory=RolloutConfig)  # of rewards
+
+    def judge(self, rollout: Rollout, transitions: Sequence[Transition]) -> Rollout:
+        """Return the rollout, failed by its agent if what its calls earned is over the limit.
+
+        A rule's reward counts for each event that it fits, so an agent can add up any number.
+        """
+        if is_bounded((call.reward for call in transitions), self.limits.max_abs_reward):
+            return rollout
+        return replace(
+            rollout,
+            status="agent_failure",
+            reward=self.limits.agent_failure_reward,
+            reason="bad_reward",
+            detail="the rewards of its calls add up to more than rollout.max_abs_reward",
+            metrics={},
+        )
 
     def transitions(
         self, spans: Sequence[Span]
@@ -81,7 +103,9 @@ def to_trajectories(
     trajectories = []
     dropped: Counter[str] = Counter()
     rules: Counter[str] = Counter(dict.fromkeys(reading.rules, 0))
+    judged: list[Rollout] = []
     for rollout in rollouts:
+        judged.append(rollout)
         if rollout.reward is None:
             dropped["no_reward"] += 1
             continue
@@ -89,12 +113,18 @@ def to_trajectories(
         transitions, reasons, applied = reading.transitions(spans)
         dropped.update(reasons)
         rules.update(applied)
+        judged[-1] = reading.judge(rollout, transitions)
+        if judged[-1] is not rollout:
+            transitions = tuple(replace(call, reward=0.0) for call in transitions)
+        if judged[-1].reward is None:
+            dropped["bad_reward"] += 1
+            continue
         if not transitions:
             dropped["no_calls"] += 1
-        trajectories.append(to_trajectory(rollout, transitions))
+        trajectories.append(to_trajectory(judged[-1], transitions))
     counts = {f"rollout/dropped_{_code(reason)}": float(n) for reason, n in dropped.items()}
     counts |= {f"rollout/rule_{_code(name)}": float(n) for name, n in rules.items()}
-    counts |= rollout_metrics(rollouts, trajectories, policy_version)
+    counts |= rollout_metrics(judged, trajectories, policy_version)
     counts |= agent_metrics(trajectories) | policy_metrics(trajectories)
     num_frozen = sum(not call.trains for each in trajectories for call in each.transitions)
     if num_frozen:
@@ -121,10 +151,13 @@ def _metrics_by(
 ) -> Metrics:
     calls: dict[str, list[Transition]] = defaultdict(list)
     rewards: dict[str, list[float]] = defaultdict(list)
+    all_calls = [call for trajectory in trajectories for call in trajectory.transitions]
+    shown = _shown(Counter(name_of(call) or "unnamed" for call in all_calls))
     for trajectory in trajectories:
-        for call in trajectory.transitions:
-            calls[name_of(call) or "unnamed"].append(call)
-        for name in {name_of(call) or "unnamed" for call in trajectory.transitions}:
+        named = [shown[name_of(call) or "unnamed"] for call in trajectory.transitions]
+        for name, call in zip(named, trajectory.transitions, strict=True):
+            calls[name].append(call)
+        for name in set(named):
             rewards[name].append(trajectory.reward)
     if set(calls) <= {"unnamed"}:
         return {}
@@ -162,7 +195,8 @@ def rollout_metrics(
         "rollout/prompt_tokens": float(sum(len(call.prompt_token_ids) for call in calls)),
     }
     metrics |= _reported(rollouts, "rollout")
-    failures = Counter((r.status, _code(r.reason or "")) for r in rollouts if r.reason)
+    shown = _shown(Counter(_code(r.reason) for r in rollouts if r.reason))
+    failures = Counter((r.status, shown[_code(r.reason)]) for r in rollouts if r.reason)
     metrics |= {f"rollout/{status}_{code}": float(n) for (status, code), n in failures.items()}
     if trajectories:
         rewards = np.asarray([trajectory.reward for trajectory in trajectories])
@@ -264,14 +298,24 @@ def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
     """Means of what agents returned beside their rewards, as `eval/agent_f1_mean`.
 
     They are over the same rollouts as the reward of an evaluation, and a failed agent counts as 0.
+    Names beyond MAX_NAMES are left out, and add to the mean of `dropped_metrics`.
     """
     finished = [r for r in rollouts if r.status in FINISHED]
-    names = sorted({name for rollout in finished for name in rollout.metrics})
-    return {
-        f"{area}/agent_{_code(name)}_mean": sum(r.metrics.get(name, 0.0) for r in finished)
-        / len(finished)
-        for name in names
-    }
+    shown = _shown(Counter(name for rollout in finished for name in rollout.metrics))
+    sums: dict[str, float] = defaultdict(float)
+    for rollout in finished:
+        for name, value in rollout.metrics.items():
+            kept = shown[name] == name
+            sums[name if kept else DROPPED_METRICS] += value if kept else 1.0
+    return {f"{area}/agent_{_code(name)}_mean": sums[name] / len(finished) for name in sorted(sums)}
+
+
+def _shown(counts: Counter[str]) -> dict[str, str]:
+    """Return what each name stands as in a row of metrics: itself, or OTHER if it is too long, or
+    rarer than MAX_NAMES others.
+    """
+    kept = {name for name, _ in counts.most_common(MAX_NAMES) if len(name) <= MAX_NAME_CHARS}
+    return {name: name if name in kept else OTHER for name in counts}
 
 
 def _one_line(text: str) -> str:

@@ -89,7 +89,11 @@ class Run:
             self.spare_tasks = [present.get(task["id"], task) for task in spare]
             self.demonstrations.restore(progress["demonstrations"])
         self.reading = Reading(
-            config.roles, config.reward_rules, model.tokenizer.decode, config.policies
+            config.roles,
+            config.reward_rules,
+            model.tokenizer.decode,
+            config.policies,
+            config.rollout,
         )
         self.metrics = MetricsLog(directory / "metrics.jsonl", self.step)
 

@@ -2,9 +2,10 @@
 
 A rollout is *scored* when its agent returned a reward, an *agent failure* when the agent raised,
 ran out of time or returned none, and an *infrastructure failure* when it broke off after a call
-that the server could not answer, or raised the built-in ConnectionError because something that it
-stands on, a search service say, is down. Only the last is tried again, and it never counts as a
-reward.
+that the server could not answer, or raised a connection's error because something that it stands
+on, a search service say, is down. Only the last is tried again, and it never counts as a reward. A
+lost connection to the gateway is the agent's own failure if the agent gave up a call that the
+gateway worked on.
 """
 
 import asyncio
@@ -13,28 +14,31 @@ import hashlib
 import importlib.util
 import inspect
 import logging
-import math
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lightning_jax.agent_child import module_name_of
 from lightning_jax.config import ConfigError, RolloutConfig
-from lightning_jax.gateway.app import Gateway, RolloutSettings
+from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
 from lightning_jax.gateway.rollouts import derive_seed
+from lightning_jax.outcome import LostGateway, Outcome, failure, outcome_of, outcome_of_error
 from lightning_jax.store import CRASH, Store
 from lightning_jax.tracing.tracer import below_root, root_span
-from lightning_jax.types import FINISHED, LLM, Rollout, RolloutStatus, Span, Task, UserError
+from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task, UserError
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0  # what an agent gets to end its programs once it is cancelled
+TICK_S = (
+    0.5  # a deadline counts in steps of this; longer standstills of the event loop do not count
+)
+STANDSTILL_S = 1.0  # clients of a server that stood still for so long may give up on it
 
 # A reward, or a mapping with "reward" and other numbers, which are kept and averaged.
 Result = float | Mapping[str, float] | None
@@ -186,17 +190,6 @@ class TooManyFailures(UserError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How one attempt ended."""
-
-    status: RolloutStatus
-    reward: float | None = None
-    reason: str | None = None
-    detail: str | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Runner:
     """Runs one rollout of an agent against the gateway, with retries; the store keeps what came of
     it.
@@ -231,38 +224,36 @@ class Runner:
             if rollout.status in FINISHED or attempt == last:
                 return rollout
             log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
+            await asyncio.sleep(self._retry_delay_s(rollout))
 
     async def _attempt(self, request: RolloutRequest, attempt: int, *, draw: int) -> Rollout:
         rollout = request.rollout(attempt)
         await self.store.in_order(self.store.add_rollout, rollout)
         llm = self.gateway.open_rollout(self._settings(rollout, draw))
+        clock = _Clock()
         try:
             await self.store.in_order(self.store.set_status, rollout.rollout_id, "running")
             start_ns = time.time_ns()
-            outcome = await self._outcome(rollout.rollout_id, request.task, llm)
+            outcome = await self._outcome(rollout.rollout_id, request.task, llm, clock)
         except BaseException:
             self.gateway.close_rollout(rollout.rollout_id)
             raise
-        errors = self.gateway.close_rollout(rollout.rollout_id).num_errors
+        traffic = self.gateway.close_rollout(rollout.rollout_id)
+        outcome = _blamed(outcome, traffic, clock)
         if outcome.status == "agent_failure":
-            if errors:  # the agent broke off after a call that the server could not answer
-                outcome = replace(
-                    outcome, status="infrastructure_failure", reason=next(iter(errors))
-                )
-            else:
-                outcome = replace(outcome, reward=self.config.agent_failure_reward)
+            outcome = replace(outcome, reward=self.config.agent_failure_reward)
         told = {"lightning.status": outcome.status, "lightning.task_id": rollout.task_id}
         error = outcome.detail or outcome.reason
         span = root_span(rollout.rollout_id, start_ns, time.time_ns(), told, error)
         await self.store.in_order(self._record, rollout.rollout_id, span, outcome)
-        return replace(rollout, **vars(outcome))
+        return replace(rollout, **outcome.fields)
 
     def _record(self, rollout_id: str, root: Span, outcome: Outcome) -> None:
         """Write how a rollout ended. The status comes last: a resumed run trusts it."""
         self.store.add_span(rollout_id, root)
-        self.store.set_status(rollout_id, **vars(outcome))
+        self.store.set_status(rollout_id, **outcome.fields)
 
-    async def _outcome(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
+    async def _outcome(self, rollout_id: str, task: Task, llm: LLM, clock: "_Clock") -> Outcome:
         """What the agent itself tells. Spans that it makes go below the rollout's root.
 
         It is a task of its own, so that whatever it does, leaving the process and cancelling itself
@@ -271,27 +262,31 @@ class Runner:
         with below_root(rollout_id):
             running = asyncio.create_task(self._told(rollout_id, task, llm))
         try:
-            await asyncio.wait({running}, timeout=self.config.timeout_s)
-            late = not running.done()
+            late = not await clock.wait(running, self.config.timeout_s)
         finally:
             if not running.done():
                 await _end(running, rollout_id)
         if late:
-            return _failure("deadline", f"the agent ran longer than {self.config.timeout_s:g} s")
+            return failure("deadline", f"the agent ran longer than {self.config.timeout_s:g} s")
         if running.cancelled():
-            return _failure("CancelledError", "the agent was cancelled from within itself")
+            return failure("CancelledError", "the agent was cancelled from within itself")
         return running.result()
 
     async def _told(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
         try:
             result = await self.agent(_copied(task), llm)
-            return outcome_of(result, self.gateway.posted_reward(rollout_id))
-        except (asyncio.CancelledError, GeneratorExit):
+            return outcome_of(result, self.gateway.posted_reward(rollout_id), self.config)
+        except asyncio.CancelledError:
             raise
-        except SystemExit as error:  # asyncio would end the whole run by it
-            return _failure("SystemExit", f"the agent called sys.exit({error.code!r})")
         except BaseException as error:  # noqa: BLE001  (foreign code: it fails its rollout only)
-            return _outcome_of_error(error)
+            return outcome_of_error(error, llm)
+
+    def _retry_delay_s(self, rollout: Rollout) -> float:
+        """Return the wait before the next attempt: doubled each time, and up to a half longer."""
+        config = self.config
+        doubled = config.retry_delay_s * 2.0 ** min(rollout.attempt - 1, 60)
+        jitter = derive_seed(self.seed, rollout.rollout_id, "retry") / 2**31
+        return min(config.max_retry_delay_s, doubled) * (1 + jitter / 2)
 
     def _settings(self, rollout: Rollout, draw: int) -> RolloutSettings:
         greedy = rollout.phase == "eval"
@@ -303,7 +298,40 @@ class Runner:
             top_k=0 if greedy else self.config.top_k,
             max_tokens=self.config.max_tokens,
             call_timeout_s=self.config.call_timeout_s,
+            max_abs_reward=self.config.max_abs_reward,
         )
+
+
+class _Clock:
+    """The time that a rollout had, without standstills of this event loop.
+
+    While the loop stands still, because something holds the interpreter or the process is stopped,
+    the gateway answers no call, and no agent's time is up.
+    """
+
+    def __init__(self) -> None:
+        self.standstill_s = 0.0
+
+    async def wait(self, agent: asyncio.Task[Any], timeout_s: float) -> bool:
+        """Return whether the agent ended within its time."""
+        left = timeout_s
+        while left > 0 and not agent.done():
+            tick, started = min(left, TICK_S), time.monotonic()
+            await asyncio.wait({agent}, timeout=tick)
+            left -= tick
+            self.standstill_s += max(time.monotonic() - started - tick, 0.0)
+        return agent.done()
+
+
+def _blamed(outcome: Outcome, traffic: Traffic, clock: _Clock) -> Outcome:
+    """Return the outcome with the blame for a failure where the gateway knows that it lies."""
+    if outcome.status == "agent_failure" and traffic.unanswered:
+        # The agent broke off after a call that the server could not answer.
+        return replace(outcome, status="infrastructure_failure", reason=traffic.unanswered[0])
+    gave_up = traffic.num_cancelled > 0 and clock.standstill_s < STANDSTILL_S
+    if isinstance(outcome, LostGateway) and gave_up and not traffic.unanswered:
+        return replace(outcome, status="agent_failure")
+    return outcome
 
 
 async def _end(agent: asyncio.Task[Any], rollout_id: str) -> None:
@@ -319,33 +347,6 @@ async def _end(agent: asyncio.Task[Any], rollout_id: str) -> None:
         )
 
 
-def outcome_of(result: Any, posted: float | None = None) -> Outcome:
-    """What an agent's return value says: its reward and metrics, or that it cannot be used. Without
-    a reward in it the `posted` one counts.
-    """
-    reward = result.get("reward") if isinstance(result, Mapping) else result
-    reward = posted if reward is None else reward
-    if reward is None:
-        return _failure(
-            "no_reward",
-            f"the agent returned {repr(result)[:200]} and posted no reward; expected a number",
-        )
-    told = (dict(result) if isinstance(result, Mapping) else {}) | {"reward": reward}
-    numbers = {name: _scalar(value) for name, value in told.items()}
-    for name, value in numbers.items():
-        if not isinstance(name, str) or not _is_finite(value):
-            return _failure(
-                "bad_reward",
-                f"the agent returned {repr(value)[:200]} as {str(name)[:50]}; expected a finite "
-                "number",
-            )
-    return Outcome(
-        "scored",
-        float(numbers.pop("reward")),
-        metrics={_storable(name): float(value) for name, value in numbers.items()},
-    )
-
-
 def _copied(task: Task) -> Task:
     """The task for one rollout alone, which may change it; what cannot be copied is shared."""
     own = {}
@@ -355,54 +356,3 @@ def _copied(task: Task) -> Task:
         except Exception:  # noqa: BLE001  (a lock, a connection, whatever an object's own rule does)
             own[name] = value
     return own
-
-
-def _outcome_of_error(error: BaseException) -> Outcome:
-    """What an agent raised. Of a group, as a task group raises it, the first of its errors counts
-    that is not a connection's.
-    """
-    errors = _members(error)
-    faults = [each for each in errors if not isinstance(each, ConnectionError)]
-    told = (faults or errors)[0]
-    status = "agent_failure" if faults else "infrastructure_failure"
-    return Outcome(status, None, type(told).__name__, _detail(told))
-
-
-def _members(error: BaseException) -> list[BaseException]:
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [member for each in error.exceptions for member in _members(each)]
-
-
-def _detail(error: BaseException) -> str:
-    """What it says; of one that says nothing, such as a time-out's, where it was raised."""
-    try:
-        words = str(error).strip()
-    except Exception:  # noqa: BLE001  (foreign code, which may fail at that as well)
-        words = ""
-    if words:
-        return _storable(words[:500])
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"raised without a message at {last.filename}:{last.lineno} in {last.name}"
-
-
-def _storable(text: str) -> str:
-    """The text with half surrogate pairs, which no database takes, written out."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _scalar(value: Any) -> Any:
-    """The number in an array without axes, as NumPy, JAX and PyTorch return them."""
-    is_array = not isinstance(value, type) and getattr(value, "ndim", None) == 0
-    return value.item() if is_array and hasattr(value, "item") else value
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
-        return False
-
-
-def _failure(reason: str, detail: str) -> Outcome:
-    return Outcome("agent_failure", None, reason, detail)

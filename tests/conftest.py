@@ -12,11 +12,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import logging
 from collections.abc import Iterator
 
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
+hypothesis.settings.register_profile("busy", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("busy")
 
 
 LONGEST = (

@@ -18,7 +18,7 @@ ROWS = (
     ("store", "store_file", "tracing"),
     ("gateway",),
     (
-        *("datasets", "tasks", "runner", "agent_loop", "program"),
+        *("datasets", "tasks", "runner", "outcome", "agent_loop", "program"),
         *("process_group", "agent_child"),
         *("rollout_metrics", "checkpoint", "learner", "own_weights", "replica", "sources"),
         *("lowering", "targets", "plan"),

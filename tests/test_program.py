@@ -30,7 +30,9 @@ def shell(script: str, **settings: Any) -> Agent:
 
 @asynccontextmanager
 async def running(path: Path, agent: Agent, **settings: Any) -> AsyncIterator[Runner]:
-    config = RolloutConfig(max_infrastructure_failures=1.0, max_attempts=2, **settings)
+    config = RolloutConfig(
+        max_infrastructure_failures=1.0, max_attempts=2, retry_delay_s=0.0, **settings
+    )
     async with run_service(path, *_model_and_engine(), SERVE) as service:
         yield Runner(agent, service.gateway, service.store, config, seed=0)
 

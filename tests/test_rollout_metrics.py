@@ -1,11 +1,13 @@
 """Nothing is left out of training without a counter."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lightning_jax.config import RewardRule, RoleConfig
+from lightning_jax.config import RewardRule, RoleConfig, RolloutConfig
 from lightning_jax.rollout_metrics import (
+    MAX_NAMES,
     Reading,
     agent_metrics,
     eval_change,
@@ -199,3 +201,47 @@ def test_frozen_agents_are_left_out_and_rules_reach_the_others(tmp_path: Path) -
 
 def test_calls_without_a_name_have_no_metrics_of_their_own() -> None:
     assert agent_metrics([trajectory(transition([1], [2]))]) == {}
+
+
+@pytest.mark.parametrize("cost", [-6e5, -1e308])
+def test_rewards_of_rules_over_the_limit_fail_the_agent(tmp_path: Path, cost: float) -> None:
+    """A rule applies once an event, so that an agent can add up any number."""
+    store = Store(tmp_path / "store.sqlite")
+    for number in range(2):
+        store.add_span("r0", _call(number, "", "length"))
+    store.add_span("r1", _call(2, ""))
+    rollouts = [_rollout(0, "scored", reward=1.0), _rollout(1, "scored", reward=1.0)]
+    rules = {"cut_short": RewardRule("cut_short", cost)}
+    for failure_reward in (-2.0, None):
+        limits = RolloutConfig(agent_failure_reward=failure_reward)
+        reading = Reading(rules=rules, limits=limits)
+        trained, metrics = to_trajectories(store, rollouts, policy_version=0, reading=reading)
+        assert metrics["rollout/agent_failure_bad_reward"] == 1
+        assert metrics["rollout/num_scored"] == 1
+        assert metrics.get("rollout/dropped_bad_reward", 0.0) == float(failure_reward is None)
+        rewards = {t.rollout_id: (t.reward, [c.reward for c in t.transitions]) for t in trained}
+        failed = {} if failure_reward is None else {"r0": (failure_reward, [0.0, 0.0])}
+        assert rewards == failed | {"r1": (1.0, [0.0])}
+    store.close()
+
+
+def test_names_in_a_row_of_metrics_are_bounded() -> None:
+    rollouts = [
+        _rollout(n, "scored", reward=1.0, metrics={"f1": 0.5, f"m{n}": 1.0, "x" * 101: 1.0})
+        for n in range(MAX_NAMES + 50)
+    ]
+    failed = [_rollout(n, "agent_failure", reason=f"Error{n}x{n}") for n in range(MAX_NAMES, 2000)]
+    calls = [replace(transition([1], [2]), agent=f"a{n}") for n in range(MAX_NAMES + 50)]
+    metrics = rollout_metrics([*rollouts, *failed], [], 0)
+    measured = [name for name in metrics if name.startswith("rollout/agent_m")]
+    assert len(measured) == MAX_NAMES - 2
+    mean = metrics["rollout/agent_f1_mean"]
+    assert mean == pytest.approx(0.5 * len(rollouts) / (len(rollouts) + len(failed)))
+    dropped = (len(rollouts) - len(measured)) + len(rollouts)  # rare names, and the long one
+    assert metrics["rollout/agent_dropped_metrics_mean"] == pytest.approx(
+        dropped / (len(rollouts) + len(failed))
+    )
+    assert metrics["rollout/agent_failure_other"] == len(failed) - MAX_NAMES
+    by_agent = agent_metrics([trajectory(*calls)])
+    assert by_agent["rollout/calls_mean/agent=other"] == 50
+    assert sum(name.startswith("rollout/calls_mean") for name in by_agent) == MAX_NAMES + 1

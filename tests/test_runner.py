@@ -6,31 +6,34 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import aiohttp
+import httpx
+import openai
 import pytest
 
+from lightning_jax.agent_loop import apart
 from lightning_jax.config import ConfigError, RolloutConfig, ServeConfig
 from lightning_jax.models.load import LoadedModel
 from lightning_jax.runner import (
-    Outcome,
     Runner,
     TooManyFailures,
     load_agent,
     load_function,
     make_requests,
-    outcome_of,
     run_rollouts,
 )
 from lightning_jax.serve.engine import Engine
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.types import Rollout, Task
+from lightning_jax.types import LLM, Rollout, Task
 
 TOY = Path(__file__).with_name("toy_agent.py")
 TASKS = [{"id": f"t{i}", "question": f"{i}?"} for i in range(3)]
@@ -46,7 +49,7 @@ def _model_and_engine() -> tuple[LoadedModel, Engine]:
 @asynccontextmanager
 async def _runner(path: Path, function: str, **settings: object) -> AsyncIterator[Runner]:
     model, engine = _model_and_engine()
-    config = RolloutConfig(**settings)  # type: ignore[arg-type]
+    config = RolloutConfig(**{"retry_delay_s": 0.0} | settings)  # type: ignore[arg-type]
     agent = load_agent(f"{TOY}:{function}")
     async with run_service(path, model, engine, SERVE) as service:
         yield Runner(agent, service.gateway, service.store, config, seed=0)
@@ -210,12 +213,121 @@ async def test_each_rollout_finds_its_task_as_it_was(tmp_path: Path) -> None:
     assert found == [1, 1, 1] and tasks[0]["messages"] == ["one"]
 
 
-def test_numbers_of_numpy_are_rewards_and_metrics() -> None:
-    told = {"reward": np.float32(0.5), "right": np.bool_(True), "n": np.int64(3), "a": np.array(2)}
-    assert outcome_of(told) == Outcome("scored", 0.5, metrics={"right": 1.0, "n": 3.0, "a": 2.0})
-    assert outcome_of(np.array([1.0])).reason == "bad_reward"
-    assert outcome_of(np.float32("nan")).reason == "bad_reward"
-    assert outcome_of({"reward": 1, "\ud83d": 2}).metrics == {"\\ud83d": 2.0}
+@pytest.mark.parametrize(
+    "error",
+    [
+        ExceptionGroup("", [ValueError(), KeyError()]),
+        BaseExceptionGroup("", [asyncio.CancelledError(), GeneratorExit()]),
+        GeneratorExit(),
+        KeyboardInterrupt(),
+        type("Odd", (BaseException,), {"__str__": lambda self: 1 / 0})(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("on_own_loop", [True, False])
+async def test_no_error_of_an_agent_ends_the_run(
+    tmp_path: Path, error: BaseException, on_own_loop: bool
+) -> None:
+    async def agent(task: Task, llm: object) -> float:
+        if task["id"] == "t0":
+            raise error
+        return 1.0
+
+    async with _runner(tmp_path, "run") as runner, apart(agent) as moved:
+        odd = replace(runner, agent=moved if on_own_loop else agent)
+        rollouts = await run_rollouts(make_requests(TASKS, "train", 0, 1), odd)
+        assert [r.status for r in rollouts] == ["agent_failure", "scored", "scored"]
+
+
+async def test_time_in_which_the_loop_stands_still_is_on_no_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_jax.runner.TICK_S", 0.05)
+
+    async def agent(task: Task, llm: object) -> float:
+        if task["id"] == "t0":
+            time.sleep(4.0)
+        for _ in range(4):
+            await asyncio.sleep(0.05)
+        return 1.0
+
+    async with _runner(tmp_path, "run", timeout_s=2.0) as runner:
+        blocking = replace(runner, agent=agent)
+        rollouts = await run_rollouts(make_requests(TASKS, "train", 0, 1), blocking)
+        assert {r.status for r in rollouts} == {"scored"}
+
+
+async def test_attempts_back_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    settings = {"max_attempts": 6, "max_infrastructure_failures": 1.0, "max_retry_delay_s": 12.0}
+    async with _runner(tmp_path, "cut_off", retry_delay_s=2.0, **settings) as runner:
+        requests = make_requests(TASKS, "train", 0, 1)
+        monkeypatch.setattr("lightning_jax.runner.asyncio.sleep", sleep)
+        await run_rollouts(requests[:1], runner)
+        first = list(waits)
+        await run_rollouts(requests[1:2], runner)
+    for wait, least in zip(first, (2.0, 4.0, 8.0, 12.0, 12.0), strict=True):
+        assert least <= wait <= 1.5 * least
+    assert first != waits[5:]  # jitter: rollouts come back apart
+
+
+async def test_an_agent_that_gives_up_a_call_of_ours_has_failed_itself(tmp_path: Path) -> None:
+    """Its client's time-out was over while the gateway worked on the answer."""
+
+    async def agent(task: Task, llm: LLM) -> float:
+        async with openai.AsyncOpenAI(
+            base_url=llm.base_url, api_key=llm.api_key, max_retries=0, timeout=0.02
+        ) as client:
+            await client.completions.create(
+                model="policy", prompt="a", max_tokens=120, logit_bias={"258": -100}
+            )
+        return 1.0
+
+    async with _runner(tmp_path, "run") as runner:
+        rollout = await _one(replace(runner, agent=agent))
+        assert (rollout.status, rollout.reason) == ("agent_failure", "APITimeoutError")
+        assert rollout.attempt == 1
+
+
+async def test_a_gateway_that_cannot_be_reached_is_infrastructure(tmp_path: Path) -> None:
+    async def agent(task: Task, llm: LLM) -> float:
+        request: Any = httpx.Request("POST", llm.base_url)
+        raise openai.APIConnectionError(request=request)
+
+    settings = {"max_attempts": 1, "max_infrastructure_failures": 1.0}
+    async with _runner(tmp_path, "run", **settings) as runner:
+        rollout = await _one(replace(runner, agent=agent))
+        assert (rollout.status, rollout.reason) == ("infrastructure_failure", "APIConnectionError")
+
+
+async def test_a_flood_of_one_agent_fails_nobody_else(tmp_path: Path) -> None:
+    """Its own time-outs and refusals are its own, so the run goes on."""
+
+    async def agent(task: Task, llm: LLM) -> float:
+        flood, url = task["id"] == "t0", f"{llm.base_url}/completions"
+        body = {"model": "policy", "prompt": "a", "max_tokens": 100 if flood else 4}
+        body |= {"n": 32, "logit_bias": {"258": -100}} if flood else {}
+        headers = {"Authorization": f"Bearer {llm.api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+
+            async def call() -> int:
+                async with http.post(url, json=body) as response:
+                    return response.status
+
+            statuses = await asyncio.gather(*(call() for _ in range(200 if flood else 1)))
+        if set(statuses) != {200}:
+            raise RuntimeError(f"statuses {set(statuses)}")
+        return 1.0
+
+    async with _runner(tmp_path, "run", call_timeout_s=5.0) as runner:
+        flooded = replace(runner, agent=agent)
+        rollouts = await run_rollouts(make_requests(TASKS, "train", 0, 1), flooded)
+        assert [r.status for r in rollouts] == ["agent_failure", "scored", "scored"]
+        assert [r.attempt for r in rollouts] == [1, 1, 1]
 
 
 async def test_infrastructure_is_tried_again_and_never_rewarded(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ class Gateway:
             recorder=Recorder(tracer or (make_tracer(store) if store else NoOpTracer()), store),
             served_model=model_name,
             max_len=serve.max_len,
+            max_queue=serve.max_queue,
             tool_format=format_of(tokenizer),
             meters=self._meters,
             offload=self._offload,
@@ -83,7 +84,7 @@ class Gateway:
             sources["initial"] = replace(policy, loop=initial)
         self.model_name = model_name
         self.api_key = serve.api_key or secrets.token_urlsafe(24)
-        self._rollouts = OpenRollouts(store)
+        self._rollouts = OpenRollouts(store, serve)
         self._reports = Reports(store)
         self._callers = Callers(self.api_key, self._rollouts, policy, routing or Routing())
         self._calls = CallHandler(self._callers, sources, self._reports, self._bodies)
@@ -127,7 +128,9 @@ class Gateway:
 
         Raises ValueError if it is not open.
         """
-        return self._rollouts.close(rollout_id)
+        traffic = self._rollouts.close(rollout_id)
+        self._meters.forgotten_answers.inc(traffic.num_forgotten)
+        return traffic
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, the engine's among them."""

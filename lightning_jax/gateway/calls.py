@@ -17,7 +17,7 @@ from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.http import Bodies, refusal
 from lightning_jax.gateway.policy import Policy, Prepared
 from lightning_jax.gateway.reports import Reports
-from lightning_jax.gateway.rollouts import OpenRollout
+from lightning_jax.gateway.rollouts import HandledCall, OpenRollout
 from lightning_jax.gateway.routing import NOTHING_SAID
 from lightning_jax.gateway.running import (
     RunningCall,
@@ -69,8 +69,10 @@ class CallHandler:
             try:
                 self._callers.authorize(request, dialect)
                 rollout = self._callers.rollout_of(request)
-                with rollout.counted() if rollout else contextlib.nullcontext(), _our_fault():
-                    response = await self._answer(dialect, request, rollout, stream)
+                call = HandledCall()
+                counted = rollout.counted(call) if rollout else contextlib.nullcontext()
+                with counted, _our_fault(call):
+                    response = await self._answer(dialect, request, rollout, stream, call)
                 outcome.status = response.status
                 return response
             except ApiError as error:
@@ -86,24 +88,25 @@ class CallHandler:
         request: web.Request,
         rollout: OpenRollout | None,
         stream: EventStream,
+        call: HandledCall,
     ) -> web.StreamResponse:
         started = time.monotonic()
         raw = await self._bodies.read(request)
+        call.identity = await self._bodies.offload.run(
+            len(raw), identity_of, request.path, raw, request.headers
+        )
         body, sender = await self._bodies.json(raw), self._callers.sender(request, rollout)
         said = NOTHING_SAID
         if self._routing:
             said = said_by(body, request.match_info, request.headers)
         if self._routing.role_of(said)[1].is_elsewhere:
-            return await self._pass_on(request, body, rollout, said)
+            return await self._pass_on(request, body, rollout, said, call)
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)
         parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
         source = self._sources[self._routing.role_of(said)[1].served_by]
         prepared = await source.prepare(parsed, rollout, len(raw))
-        identity = await self._bodies.offload.run(
-            len(raw), identity_of, request.path, raw, request.headers
-        )
-        running = self._run(request, identity, prepared, rollout, said)
+        running = call.running = self._run(request, call.identity, prepared, rollout, said)
 
         def keep() -> bool:
             # One that is read already is not sent again.
@@ -144,12 +147,12 @@ class CallHandler:
         body: Body,
         rollout: OpenRollout | None,
         said: Mapping[str, str],
+        handled: HandledCall,
     ) -> web.StreamResponse:
         """Has another server answer, because the call's role says so."""
 
         def on_failure() -> None:
-            if rollout:
-                rollout.errors["upstream_error"] += 1
+            handled.failure = "upstream_error"
 
         role_name, role = self._routing.role_of(said)
         call = FarCall(
@@ -165,15 +168,20 @@ class CallHandler:
 
 
 @contextlib.contextmanager
-def _our_fault() -> Iterator[None]:
-    """What nobody foresaw is the server's failure, not the agent's, in the dialect's terms too."""
+def _our_fault(call: HandledCall) -> Iterator[None]:
+    """Turn an error that nobody foresaw into the server's answer to it.
+
+    It is the infrastructure's failure once the engine has the call, or if the system ran out of
+    something. Before that only the agent's own request was read, which is sent again as it is.
+    """
     try:
         yield
     except (ApiError, ConnectionError, web.HTTPException):
         raise
     except Exception as error:
         log.exception("a call failed")
-        raise our_fault(error) from error
+        short = isinstance(error, OSError | MemoryError)
+        raise our_fault(error, infrastructure=call.reached_engine or short) from error
 
 
 async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> web.StreamResponse:

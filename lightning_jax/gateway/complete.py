@@ -50,8 +50,15 @@ class PolicyLoop(Protocol):
     @property
     def status(self) -> LoopStatus: ...
 
+    @property
+    def num_slots(self) -> int: ...
+
     def submit(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        adapter: int | None = None,
+        tenant: str | None = None,
     ) -> Generation: ...
 
     def stats(self) -> dict[str, float]: ...
@@ -156,7 +163,7 @@ async def _generate(
             raise call.refusal
         async with asyncio.timeout(call.timeout_s):
             for choice in call.choices:
-                generations.append(_submit(loop, choice, call.adapter))
+                generations.append(_submit(loop, choice, call))
             if on_accept:
                 await on_accept()
             return tuple(
@@ -170,9 +177,9 @@ async def _generate(
         raise
 
 
-def _submit(loop: PolicyLoop, choice: Choice, adapter: int | None) -> Generation:
+def _submit(loop: PolicyLoop, choice: Choice, call: Call) -> Generation:
     try:
-        return loop.submit(choice.prompt_ids, choice.sampling, adapter)
+        return loop.submit(choice.prompt_ids, choice.sampling, call.adapter, call.rollout_id)
     except (PromptTooLong, GrammarError):
         raise
     except ValueError as error:
@@ -205,7 +212,8 @@ def _api_error(error: BaseException, call: Call) -> ApiError | None:
         case _Unfit():
             return ApiError(400, "invalid_value", str(error))
         case QueueFull():
-            return _server_error(429, "queue_full", str(error), retry_after_s=1)
+            # Not the infrastructure's: only a caller that has its share of the queue gets it.
+            return ApiError(429, "queue_full", str(error), retry_after_s=1)
         case Draining():
             return _server_error(503, "draining", str(error), retry_after_s=5)
         case ConnectionError():

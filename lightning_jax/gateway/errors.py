@@ -20,10 +20,10 @@ class GatewayError(UserError, RuntimeError):
     """The gateway cannot start; the message is one sentence."""
 
 
-def our_fault(error: Exception) -> "ApiError":
-    """The answer to a call that failed by something that nobody foresaw."""
+def our_fault(error: Exception, *, infrastructure: bool = True) -> "ApiError":
+    """Return the answer to a call that failed by an error that nobody foresaw."""
     message = f"the server failed ({type(error).__name__}); see its log."
-    return ApiError(500, "internal_error", message, infrastructure=True)
+    return ApiError(500, "internal_error", message, infrastructure=infrastructure)
 
 
 class ApiError(Exception):
@@ -76,7 +76,7 @@ class ApiError(Exception):
         if self.retry_after_s is not None:
             return {"Retry-After": str(self.retry_after_s)}
         # OpenAI's clients try a 5xx again on their own; here the whole rollout is tried again.
-        return {"x-should-retry": "false"} if self.infrastructure else {}
+        return {"x-should-retry": "false"} if self.status >= 500 else {}
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

@@ -65,6 +65,11 @@ class Meters:
             "Repeated requests that shared an earlier one's answer.",
             registry=registry,
         )
+        self.forgotten_answers = Counter(
+            "lightning_forgotten_answers",
+            "Answers of rollouts that took more than serve.max_kept_mib_per_rollout.",
+            registry=registry,
+        )
         self.spans = Counter(
             "lightning_spans", "Spans that agents sent over OTLP.", registry=registry
         )
@@ -102,8 +107,8 @@ class Meters:
     def totals(self) -> dict[str, float]:
         """The counters that a trainer logs, since the start."""
         names = (
-            "prefix_breaks", "malformed_tool_calls", "joined_calls", "spans", "unknown_spans",
-            "large_spans"
+            "prefix_breaks", "malformed_tool_calls", "joined_calls", "forgotten_answers", "spans",
+            "unknown_spans", "large_spans",
         )  # fmt: skip
         read = self._registry.get_sample_value
         return {f"serve/{name}": read(f"lightning_{name}_total") or 0.0 for name in names}

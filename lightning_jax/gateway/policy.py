@@ -2,7 +2,8 @@
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span, format_span_id, format_trace_id
@@ -56,6 +57,7 @@ class Policy:
     recorder: Recorder
     served_model: str
     max_len: int
+    max_queue: int
     tool_format: ToolFormat
     meters: Meters
     offload: Offload
@@ -87,6 +89,7 @@ class Policy:
     ) -> RunningCall:
         """Begins to answer. Raises ApiError where the request cannot work."""
         request, rendered = prepared.request, prepared.prompts
+        self._check_room(request, rollout)
         breaks = sum(prompt.breaks for prompt in rendered)
         self.meters.prefix_breaks.inc(breaks)
         if rollout:
@@ -128,7 +131,27 @@ class Policy:
             self.tokenizer,
             request.num_choices,
         )
-        return RunningCall(work, context)
+        running = RunningCall(work, context)
+        if rollout:
+            rollout.began(running, len(call.choices))
+        return running
+
+    def _check_room(self, request: PolicyRequest, rollout: OpenRollout | None) -> None:
+        """Raise ApiError if the call asks for more responses than can be in flight."""
+        number = len(request.prompts or ("",)) * request.num_choices
+        room = self.loop.num_slots + self.max_queue
+        limits = {"serve.slots + serve.max_queue": room}
+        if rollout:
+            limits["serve.max_choices_per_rollout"] = rollout.limits.max_choices_per_rollout
+        for name, limit in limits.items():
+            if number > limit:
+                raise invalid(
+                    f"n is {request.num_choices} and the call asks for {number} responses; "
+                    f"expected at most {limit} ({name}).",
+                    "n",
+                )
+        if rollout:
+            rollout.check_room(number)
 
     def count_tokens(self, request: PolicyRequest, rollout: OpenRollout | None) -> int:
         """Tokens of the request's prompts. Raises ApiError where the request cannot work."""
@@ -164,20 +187,18 @@ class Policy:
 
         def on_recorded(span: Span) -> None:
             if rollout:
-                where = span.get_span_context()
-                ids = format_trace_id(where.trace_id), format_span_id(where.span_id)
-                known = AnsweredCall(call.call_id, *ids, len(call.choices))
-                rollout.answered[call.call_id] = known
+                rollout.answered[call.call_id] = _answered(call, span)
 
-        completions = await complete(
-            call,
-            self.loop,
-            self.recorder,
-            on_accept=on_accept,
-            on_chunk=on_chunk,
-            on_done=on_done,
-            on_recorded=on_recorded,
-        )
+        with _blame(rollout, self.loop.num_slots):
+            completions = await complete(
+                call,
+                self.loop,
+                self.recorder,
+                on_accept=on_accept,
+                on_chunk=on_chunk,
+                on_done=on_done,
+                on_recorded=on_recorded,
+            )
         answers = tuple(
             builder.answer(choice.prompt_ids, completion)
             for builder, choice, completion in zip(builders, call.choices, completions, strict=True)
@@ -187,6 +208,7 @@ class Policy:
         self.meters.answered(call.dialect, answers)
         if rollout:
             rollout.malformed_tool_calls += malformed
+            rollout.num_tokens += _num_tokens(answers)
             if request.messages is not None:
                 _remember(rollout, rendered, answers)
         return answers
@@ -247,3 +269,26 @@ def _remember(rollout: OpenRollout, rendered: Rendered, answers: tuple[Answer, .
         sampled = answer.completion.token_ids
         generated = Generated(answer.prompt_ids, sampled, rendered.history, rendered.path)
         rollout.memory.add(answer.as_message(), generated)
+
+
+@contextmanager
+def _blame(rollout: OpenRollout | None, num_slots: int) -> Iterator[None]:
+    """Leave a timeout to the agent if its own rollout had more in flight than there are slots."""
+    try:
+        yield
+    except ApiError as error:
+        if rollout and error.code == "call_timeout":
+            error.infrastructure = rollout.most_choices <= num_slots
+        raise
+
+
+def _answered(call: Call, span: Span) -> AnsweredCall:
+    where = span.get_span_context()
+    ids = format_trace_id(where.trace_id), format_span_id(where.span_id)
+    return AnsweredCall(call.call_id, *ids, len(call.choices))
+
+
+def _num_tokens(answers: Sequence[Answer]) -> int:
+    """Return the tokens of the answers, and of each prompt once."""
+    prompts = {answer.prompt_ids for answer in answers}
+    return sum(map(len, prompts)) + sum(len(answer.completion.token_ids) for answer in answers)

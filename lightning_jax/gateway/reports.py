@@ -59,7 +59,8 @@ class Reports:
         """Takes `{"reward": 0.5}` for the rollout, or with `"call": ID` for one of its calls; the
         answer. Raises ApiError.
         """
-        reward = _finite(body)
+        reward, limit = _finite(body), rollout.settings.max_abs_reward
+        _check_size("reward", reward, limit)
         call_id, choice = text(body, "call"), integer(body, "choice", 0) or 0
         rollout_id = rollout.settings.rollout_id
         if not call_id:
@@ -73,6 +74,9 @@ class Reports:
                 "choice",
             )
         now, known_id = time.time_ns(), call.call_id
+        total = rollout.call_rewards.get((known_id, choice), 0.0) + reward
+        _check_size("reward of the call", total, limit)
+        rollout.call_rewards[known_id, choice] = total
         values = {
             names.ROLLOUT_ID: rollout_id,
             names.REWARD: reward,
@@ -99,6 +103,15 @@ def _find_call(rollout: OpenRollout, call_id: str) -> AnsweredCall:
         "newest.",
         param="call",
     )
+
+
+def _check_size(name: str, value: float, limit: float) -> None:
+    if abs(value) > limit:
+        raise invalid(
+            f"{name} is {value:g}; expected a magnitude of at most {limit:g} "
+            "(rollout.max_abs_reward).",
+            "reward",
+        )
 
 
 def _finite(body: Body) -> float:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.conversations import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.render import ConversationMemory
-from lightning_jax.gateway.running import RunningCalls
+from lightning_jax.gateway.running import RunningCall, RunningCalls
 from lightning_jax.store import Store
 from lightning_jax.store_file import StoreError
 
@@ -29,6 +30,7 @@ class RolloutSettings:
     top_k: int | None = None
     max_tokens: int | None = None  # a ceiling, not an override
     call_timeout_s: float | None = 60.0  # of one call, waiting included; None: no limit
+    max_abs_reward: float = 1e6  # of a posted reward, and of those of one call together
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,29 @@ class Traffic:
     """What one rollout sent: all its calls, and how many got no answer for what reason."""
 
     num_calls: int
-    num_errors: dict[str, int]  # by infrastructure: engine_error, call_timeout, queue_full, ...
+    num_errors: dict[str, int]  # by infrastructure: engine_error, call_timeout, draining, ...
     num_refused: dict[str, int]  # by the agent's own request: context_length_exceeded, ...
     num_cancelled: int  # the agent hung up, or was over before the answer was
     prefix_breaks: int  # prompts that replayed a response but not its token path
     num_joined: int = 0  # calls that repeated an earlier one and shared its answer
     malformed_tool_calls: int = 0  # that came back as text
+    # Codes of errors by infrastructure that no equal later call made good.
+    unanswered: tuple[str, ...] = ()
+    num_forgotten: int = 0  # answers that were not kept, for want of serve.max_kept_mib_per_rollout
+
+
+@dataclass
+class HandledCall:
+    """One HTTP request for a call, while it is handled."""
+
+    identity: str = ""  # what tries of one call have in common; "" until the body is read
+    running: RunningCall | None = None  # None until the call has begun
+    failure: str = ""  # code of an infrastructure failure that was passed on to the client
+
+    @property
+    def reached_engine(self) -> bool:
+        """Return whether the engine took the call: until then only the request was looked at."""
+        return self.running is not None and self.running.was_accepted
 
 
 @dataclass(frozen=True)
@@ -59,9 +78,8 @@ class OpenRollout:
     """One rollout while its agent runs."""
 
     settings: RolloutSettings
+    limits: ServeConfig = field(default_factory=ServeConfig)
     memory: ConversationMemory = field(default_factory=ConversationMemory)
-    conversations: SavedConversations = field(default_factory=SavedConversations)
-    calls: RunningCalls = field(default_factory=RunningCalls)
     # In its URL: whoever cannot guess it cannot write into the rollout's record.
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     answered: dict[str, AnsweredCall] = field(default_factory=dict)  # oldest first
@@ -71,10 +89,21 @@ class OpenRollout:
     prefix_breaks: int = 0
     malformed_tool_calls: int = 0
     reward: float | None = None  # as it was posted
+    # Sums of what was posted for calls, by response id and choice.
+    call_rewards: dict[tuple[str, int], float] = field(default_factory=dict)
     num_cancelled: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     in_flight: set[asyncio.Task] = field(default_factory=set)
+    choices_in_flight: int = 0
+    most_choices: int = 0  # that were in flight at once
+    num_tokens: int = 0  # of the prompts and responses of all calls
+    unanswered: dict[str, str] = field(default_factory=dict)  # error code by a call's identity
+
+    def __post_init__(self) -> None:
+        max_bytes = int(self.limits.max_kept_mib_per_rollout * 2**20)
+        self.conversations = SavedConversations(max_bytes)
+        self.calls = RunningCalls(max_bytes)
 
     @property
     def place(self) -> str:
@@ -82,16 +111,30 @@ class OpenRollout:
         return f"{self.settings.rollout_id}~{self.token}"
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Around one call: counts it and how it ends, and lets the rollout's end cancel it."""
+    def counted(self, call: HandledCall) -> Iterator[None]:
+        """Count one call and how it ends, and let the rollout's end cancel it.
+
+        Raises ApiError if too many are in flight, before the call's body is read.
+        """
         task = asyncio.current_task()
         assert task is not None, "a call is answered outside of a task"
         self.num_calls += 1
+        limit = self.limits.max_calls_per_rollout
+        if len(self.in_flight) >= limit:
+            self.refused["too_many_calls"] += 1
+            raise _too_many("too_many_calls", f"{limit} calls", "max_calls_per_rollout")
         self.in_flight.add(task)
         try:
             yield
+            if call.failure:
+                self._note_failure(call, call.failure)
+            else:
+                self.unanswered.pop(call.identity, None)
         except ApiError as error:
-            (self.errors if error.infrastructure else self.refused)[error.code] += 1
+            if error.infrastructure:
+                self._note_failure(call, error.code)
+            else:
+                self.refused[error.code] += 1
             raise
         except (asyncio.CancelledError, ConnectionError):
             if task in self.in_flight:  # else the rollout's end has counted it
@@ -99,6 +142,34 @@ class OpenRollout:
             raise
         finally:
             self.in_flight.discard(task)
+
+    def _note_failure(self, call: HandledCall, code: str) -> None:
+        self.errors[code] += 1
+        self.unanswered[call.identity] = code
+
+    def check_room(self, num_choices: int) -> None:
+        """Raise ApiError if so many more responses would be over the rollout's limits."""
+        limit = self.limits.max_choices_per_rollout
+        if self.choices_in_flight + num_choices > limit:
+            raise _too_many("too_many_choices", f"{limit} responses", "max_choices_per_rollout")
+        limit = self.limits.max_tokens_per_rollout
+        if self.num_tokens >= limit:
+            raise ApiError(
+                400,
+                "too_many_tokens",
+                f"the calls of this rollout have {self.num_tokens} tokens together; expected fewer "
+                f"than {limit} (serve.max_tokens_per_rollout). End the rollout.",
+            )
+
+    def began(self, call: RunningCall, num_choices: int) -> None:
+        """Count the call's responses as in flight until it ends, with or without a listener."""
+        self.choices_in_flight += num_choices
+        self.most_choices = max(self.most_choices, self.choices_in_flight)
+
+        def on_done(task: asyncio.Task) -> None:
+            self.choices_in_flight -= num_choices
+
+        call.task.add_done_callback(on_done)
 
     def next_seed(self) -> int:
         """A seed for the next call, made from the rollout's and how many came before."""
@@ -121,14 +192,26 @@ class OpenRollout:
             prefix_breaks=self.prefix_breaks,
             num_joined=self.num_joined,
             malformed_tool_calls=self.malformed_tool_calls,
+            unanswered=tuple(self.unanswered.values()),
+            num_forgotten=self.calls.num_forgotten + self.conversations.num_forgotten,
         )
+
+
+def _too_many(code: str, limit: str, setting: str) -> ApiError:
+    return ApiError(
+        429,
+        code,
+        f"this rollout has {limit} in flight; expected fewer at once (serve.{setting}). Wait for "
+        "some to end.",
+        retry_after_s=1,
+    )
 
 
 class OpenRollouts:
     """Those that are open, by id. The store, if there is one, tells what became of others."""
 
-    def __init__(self, store: Store | None) -> None:
-        self._store = store
+    def __init__(self, store: Store | None, limits: ServeConfig) -> None:
+        self._store, self._limits = store, limits
         self._by_id: dict[str, OpenRollout] = {}
 
     def __len__(self) -> int:
@@ -141,7 +224,7 @@ class OpenRollouts:
         """A new one. Raises ValueError if it is open."""
         if settings.rollout_id in self._by_id:
             raise ValueError(f"rollout {settings.rollout_id!r} is open already; expected a new id.")
-        self._by_id[settings.rollout_id] = rollout = OpenRollout(settings)
+        self._by_id[settings.rollout_id] = rollout = OpenRollout(settings, self._limits)
         return rollout
 
     def close(self, rollout_id: str) -> Traffic:

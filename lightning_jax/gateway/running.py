@@ -28,6 +28,8 @@ from lightning_jax.gateway.dialects.base import ReplyContext
 
 RETRY_GRACE_S = 10.0  # OpenAI's client waits at most 8 s before it tries again
 JOINABLE_S = 60.0
+TOKEN_BYTES = 1000  # that a token takes as long as its call is kept...
+ALTERNATIVE_BYTES = 110  # ...and each alternative to it
 
 Emit = Callable[[Delta], None]
 # Does the call: `accepted` once the engine has it, `emit` for every piece, then the answers.
@@ -44,6 +46,7 @@ class RunningCall:
     _accepted: bool = False
     _listeners: int = 0
     _given_up: bool = False  # its last listener left before it ended
+    num_bytes: int = 0  # about so many are kept for whoever joins
     _ended: float | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +100,15 @@ class RunningCall:
         self._task.cancel()
 
     @property
+    def was_accepted(self) -> bool:
+        """Return whether the engine took the call."""
+        return self._accepted
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended is not None
+
+    @property
     def given_up(self) -> bool:
         """Whether nobody has its answer, nor waits for it."""
         return self._given_up
@@ -117,6 +129,9 @@ class RunningCall:
 
     def _emit(self, delta: Delta) -> None:
         self._deltas.append(delta)
+        if delta.chunk is not None:
+            best = sum(map(len, delta.chunk.top_logprobs))
+            self.num_bytes += TOKEN_BYTES * len(delta.chunk.token_ids) + ALTERNATIVE_BYTES * best
         self._changed.set()
 
     async def _wait(self) -> None:
@@ -136,9 +151,15 @@ class RunningCall:
 
 
 class RunningCalls:
-    """The calls of one rollout by what makes a request the same request."""
+    """The calls of one rollout by what makes a request the same request.
 
-    def __init__(self) -> None:
+    Ended ones take at most `max_bytes`; the oldest are forgotten first, and a repetition of one of
+    them samples anew.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_forgotten = 0  # for lack of room, while a retry might still have asked for them
         self._calls: deque[tuple[str, RunningCall]] = deque()  # oldest first
         self._failed: Counter[str] = Counter()  # calls that were not repeated yet
 
@@ -154,12 +175,27 @@ class RunningCalls:
         """The newest call of that identity; the oldest are forgotten once nobody may join them."""
         self._calls.append((identity, call))
         call.task.add_done_callback(lambda task: self._note(identity, task))
+        self._forget()
+
+    def _forget(self) -> None:
         while self._calls and not self._calls[0][1].joinable():
             self._calls.popleft()
+        kept = sum(call.num_bytes for _, call in self._calls if call.has_ended)
+        if kept <= self._max_bytes:
+            return
+        remaining: deque[tuple[str, RunningCall]] = deque()
+        for identity, call in self._calls:
+            if call.has_ended and kept > self._max_bytes:
+                kept -= call.num_bytes
+                self.num_forgotten += 1
+            else:
+                remaining.append((identity, call))
+        self._calls = remaining
 
     def _note(self, identity: str, task: asyncio.Task) -> None:
         if not task.cancelled() and task.exception() is not None:
             self._failed[identity] += 1
+        self._forget()
 
     def cancel(self) -> None:
         """Ends those that run."""

@@ -24,8 +24,17 @@ class LoopsByPolicy:
         """As `EngineLoop.status`; not ok as soon as one loop is not."""
         return together(loop.status for loop in self._loops)
 
+    @property
+    def num_slots(self) -> int:
+        """Return how many requests all loops decode at once."""
+        return sum(loop.num_slots for loop in self._loops)
+
     def submit(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        adapter: int | None = None,
+        tenant: str | None = None,
     ) -> Generation:
         """As `EngineLoop.submit`; `adapter` is the policy's place. ValueError where there is none
         of it.
@@ -34,7 +43,7 @@ class LoopsByPolicy:
             raise ValueError(
                 f"the policy's place is {adapter}; expected 0 to {len(self._loops) - 1}."
             )
-        return self._loops[adapter].submit(prompt_ids, sampling)
+        return self._loops[adapter].submit(prompt_ids, sampling, tenant=tenant)
 
     def stats(self) -> dict[str, float]:
         """The counters of all loops together."""

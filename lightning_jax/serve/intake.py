@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from typing import Generic, Literal, TypeVar
 
@@ -34,6 +35,8 @@ class Intake(Generic[Request]):
         self._slots, self._max_queue = slots, max_queue
         self._max_len, self._vocab_size = max_len, vocab_size
         self._open: dict[Generation, Request] = {}
+        self._tenants: dict[Generation, str | None] = {}
+        self._counts: Counter[str | None] = Counter()  # open requests by tenant
         self._lock = threading.RLock()
         self._empty = threading.Event()
         self._empty.set()
@@ -69,18 +72,27 @@ class Intake(Generic[Request]):
                 "this model's vocabulary. Encode it with the model's own tokenizer."
             )
 
-    def add(self, generation: Generation, request: Request) -> None:
-        """Opens a request. Raises EngineError after a failure, Draining, QueueFull."""
+    def add(self, generation: Generation, request: Request, tenant: str | None = None) -> None:
+        """Open a request. Raises EngineError after a failure, Draining, QueueFull.
+
+        A full queue refuses the tenants that have their share of it already. So one tenant's flood
+        refuses nobody else, and at most twice as many requests wait as the queue is meant to hold.
+        """
         with self._lock:
             self.check_failure()
             if self._draining:
                 raise Draining("the engine is draining; send the request to another one.")
-            if len(self._open) >= self._slots + self._max_queue:
+            room = self._slots + self._max_queue
+            own = self._counts[tenant]
+            others = len(self._counts) - (own > 0)
+            if len(self._open) >= room and own >= max(1, room // (others + 1)):
                 raise QueueFull(
-                    f"{self._max_queue} requests wait already; expected fewer than "
-                    "serve.max_queue. Try later."
+                    f"{len(self._open)} requests are open, {own} of them from this caller; "
+                    "expected fewer than serve.slots + serve.max_queue. Try later."
                 )
             self._open[generation] = request
+            self._tenants[generation] = tenant
+            self._counts[tenant] += 1
             self._empty.clear()
 
     def check_failure(self) -> None:
@@ -92,7 +104,12 @@ class Intake(Generic[Request]):
         """These have ended."""
         with self._lock:
             for generation in generations:
-                self._open.pop(generation, None)
+                if self._open.pop(generation, None) is None:
+                    continue
+                tenant = self._tenants.pop(generation)
+                self._counts[tenant] -= 1
+                if not self._counts[tenant]:
+                    del self._counts[tenant]
             if not self._open:
                 self._empty.set()
 

@@ -90,6 +90,11 @@ class JetStreamLoop:
         return self._intake.status
 
     @property
+    def num_slots(self) -> int:
+        """Return how many requests are decoded at once."""
+        return self._engine.num_slots
+
+    @property
     def num_open(self) -> int:
         """As `EngineLoop.num_open`."""
         return len(self._intake)
@@ -110,7 +115,11 @@ class JetStreamLoop:
         )
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        adapter: int | None = None,
+        tenant: str | None = None,
     ) -> Generation:
         """As `EngineLoop.submit`, but ValueError for what JetStream's Driver has no place for."""
         if self._driver is None:
@@ -139,7 +148,7 @@ class JetStreamLoop:
             prefill_content=content,
             is_client_side_tokenization=True,
         )
-        self._intake.add(generation, channel)
+        self._intake.add(generation, channel, tenant)
         self._num_requests += 1
         self._driver.place_request_on_prefill_queue(channel.active)
         return generation

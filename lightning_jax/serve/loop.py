@@ -89,6 +89,11 @@ class EngineLoop:
         return self._intake.status
 
     @property
+    def num_slots(self) -> int:
+        """Return how many requests are decoded at once."""
+        return self._engine.num_slots
+
+    @property
     def num_open(self) -> int:
         """Requests that run or wait."""
         return len(self._intake)
@@ -107,10 +112,15 @@ class EngineLoop:
         self._thread.start()
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        adapter: int | None = None,
+        tenant: str | None = None,
     ) -> Generation:
         """Queues a request; call it on an event loop's thread. `adapter` is the one that answers of
-        a model that has several, None of another.
+        a model that has several, None of another. `tenant` is whose request it is: tenants share
+        the slots fairly.
 
         Raises PromptTooLong, QueueFull, Draining, EngineError after a failure, GrammarError for a
         grammar that does not compile, ValueError for an empty prompt or a bias of an unknown token.
@@ -125,9 +135,9 @@ class EngineLoop:
         limit = min(sampling.max_tokens, self._engine.max_len - len(prompt))
         decoder = StreamDecoder(self._tokenizer)
         response = Response(decoder, self._tokenizer.eos_ids, sampling, limit)
-        request = Request(generation, prompt, sampling, seed, response, adjuster, adapter)
+        request = Request(generation, prompt, sampling, seed, response, adjuster, adapter, tenant)
         with self._changed:
-            self._intake.add(generation, request)
+            self._intake.add(generation, request, tenant)
             self._inbox.submitted.append(request)
             self._changed.notify()
         return generation
@@ -229,7 +239,7 @@ class EngineLoop:
             self._params = inbox.weights
             self._prefixes.forget_all(self._version)
         for request in inbox.submitted:
-            self._scheduler.enqueue(request)
+            self._scheduler.enqueue(request, request.tenant)
         for generation in inbox.cancelled:
             self._finish(self._intake.get(generation), "cancelled")
         self._retire()

@@ -110,6 +110,11 @@ class ReplicatedLoop:
         return together(loop.status for loop in self._loops)
 
     @property
+    def num_slots(self) -> int:
+        """Return how many requests all loops decode at once."""
+        return sum(loop.num_slots for loop in self._loops)
+
+    @property
     def num_open(self) -> int:
         """Requests that run or wait."""
         return sum(loop.num_open for loop in self._loops)
@@ -125,13 +130,17 @@ class ReplicatedLoop:
             loop.start()
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        adapter: int | None = None,
+        tenant: str | None = None,
     ) -> Generation:
         """As `EngineLoop.submit`."""
         # One that has failed has nothing to do, and would get all.
         loads = [loop.num_open if loop.status != "failed" else FAILED for loop in self._loops]
         chosen = self._loops[self._router.choose(prompt_ids, loads)]
-        return chosen.submit(prompt_ids, sampling, adapter)
+        return chosen.submit(prompt_ids, sampling, adapter, tenant)
 
     def load_weights(self, params: Any | None, version: int) -> None:
         """As `EngineLoop.load_weights`, of one loop after the other."""

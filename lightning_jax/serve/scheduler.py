@@ -1,6 +1,6 @@
 """Who gets which slot when, and how prompts are cut into batches of chunks. No JAX in here."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,47 +20,76 @@ class Admission(Generic[Request]):
 
 
 class Scheduler(Generic[Request]):
-    """First come, first served over a fixed number of slots: they bound what the rows take."""
+    """Fair queues over a fixed number of slots, one queue for each tenant.
+
+    A tenant is whoever its requests belong to: a rollout, or None for calls of no rollout. Its own
+    requests are served in order of arrival. A free slot goes to the tenant that holds the fewest
+    slots; among equals, to the one served least recently. A rollout that holds half of the slots
+    leaves the last free slot to the others, so that their next request need not wait for one of its
+    responses to end.
+    """
 
     def __init__(self, slots: int) -> None:
+        self._slots = slots
         self._free = set(range(slots))
-        self._waiting: deque[Request] = deque()
+        # The tenants with waiting requests, the one served least recently first.
+        self._queues: dict[str | None, deque[Request]] = {}
+        self._held: Counter[str | None] = Counter()  # slots by tenant
+        self._tenants: dict[int, str | None] = {}  # by slot
         self.running: dict[int, Request] = {}
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._queues.values()))
 
-    def enqueue(self, request: Request) -> None:
-        """Puts a request at the end of the queue."""
-        self._waiting.append(request)
+    def enqueue(self, request: Request, tenant: str | None = None) -> None:
+        """Put a request at the end of its tenant's queue."""
+        self._queues.setdefault(tenant, deque()).append(request)
 
     def remove(self, request: Request) -> bool:
-        """Takes a waiting request out of the queue; False if it does not wait."""
-        for item in self._waiting:
-            if item is request:
-                self._waiting.remove(item)
-                return True
+        """Take a waiting request out of the queue; False if it does not wait."""
+        for tenant, queue in self._queues.items():
+            for item in queue:
+                if item is request:
+                    queue.remove(item)
+                    if not queue:
+                        del self._queues[tenant]
+                    return True
         return False
 
     def admit(self) -> Admission[Request] | None:
-        """The next request and its slot; None when no slot is free or nobody waits."""
-        if not self._free or not self._waiting:
+        """Return the next request and its slot, or None if nobody may have a slot now."""
+        tenants = [tenant for tenant in self._queues if self._may_run(tenant)]
+        if not tenants:
             return None
-        request, slot = self._waiting.popleft(), min(self._free)
+        tenant = min(tenants, key=self._held.__getitem__)
+        queue = self._queues.pop(tenant)
+        request, slot = queue.popleft(), min(self._free)
+        if queue:
+            self._queues[tenant] = queue  # behind the others
         self._free.remove(slot)
+        self._held[tenant] += 1
+        self._tenants[slot] = tenant
         self.running[slot] = request
         return Admission(request, slot)
 
+    def _may_run(self, tenant: str | None) -> bool:
+        if len(self._free) > 1 or self._slots == 1 or tenant is None:
+            return bool(self._free)
+        return bool(self._free) and 2 * self._held[tenant] < self._slots
+
     def release(self, slot: int) -> None:
-        """The request on `slot` is done."""
+        """Free the slot of a request that is done."""
         del self.running[slot]
+        self._held[self._tenants.pop(slot)] -= 1
+        self._held += Counter()  # without the tenants that hold none
         self._free.add(slot)
 
     def clear(self) -> list[Request]:
-        """Everybody who waits or runs, after a failure; nobody does afterwards."""
-        requests = [*self._waiting, *self.running.values()]
-        self._waiting.clear()
+        """Return every waiting or running request, after a failure, and forget them."""
+        requests = [item for queue in self._queues.values() for item in queue]
+        requests += self.running.values()
+        self._queues.clear()
         for slot in list(self.running):
             self.release(slot)
         return requests

@@ -31,6 +31,7 @@ class Request:
     response: Response
     adjuster: LogitAdjuster | None  # None: plain sampling
     adapter: int | None = None  # of several, which one answers
+    tenant: str | None = None  # whose it is; see Scheduler
     held: Node | None = None  # what is cached of the prompt, while it waits
     slot: int | None = None  # None: waiting
     version: int = -1  # of the weights that it began with

@@ -127,17 +127,21 @@ async def test_unknown_urls_have_error_bodies(bench: Bench, method: str, status:
 async def test_a_full_queue_asks_to_come_back(make_bench: MakeBench) -> None:
     async with make_bench(max_queue=0) as bench:
         base = bench.rollout().base_url
-        # Five choices at once on four slots: all are refused, and the slots are free again.
-        status, reply, headers = await bench.post(LONG | {"n": 5}, base=base)
+        first = asyncio.create_task(bench.post(LONG | {"n": 2}, base=base))
+        await _until(lambda: bench.loop.stats()["serve/running"] == 2)
+        # Three choices more on four slots: all are refused, and the slots are free again.
+        status, reply, headers = await bench.post(LONG | {"n": 3}, base=base)
         assert (status, reply["error"]["code"]) == (429, "queue_full")
         assert reply["error"]["type"] == "rate_limit_error" and headers["Retry-After"] == "1"
-        await _until(lambda: bench.loop.stats()["serve/cancelled"] == 4)
+        await _until(lambda: bench.loop.stats()["serve/cancelled"] == 2)
         await _until(lambda: bench.loop.stats()["serve/queue_depth"] == 0)
         assert (await bench.post(BODY, base=base))[0] == 200
+        assert (await first)[0] == 200
         traffic = bench.gateway.close_rollout("r1")
-        assert (traffic.num_calls, traffic.num_errors) == (2, {"queue_full": 1})
+        assert (traffic.num_calls, traffic.num_errors) == (3, {})
+        assert traffic.num_refused == {"queue_full": 1}
         transitions, reasons = spans_to_transitions(bench.store.spans("r1"))
-        assert len(transitions) == 1 and reasons == {"queue_full": 1}
+        assert len(transitions) == 3 and reasons == {"queue_full": 1}
 
 
 async def test_a_late_answer_is_a_timeout_that_no_client_repeats(

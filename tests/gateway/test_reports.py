@@ -148,3 +148,19 @@ async def test_a_rollouts_own_url_takes_spans_of_any_trace(bench: Bench) -> None
     )
     status, answer = await _send(bench, f"{base}/traces", late.SerializeToString())
     assert status == 400 and b"after the year 2262" in answer
+
+
+async def test_posted_rewards_over_the_limit_are_refused(bench: Bench) -> None:
+    base = bench.rollout(max_abs_reward=10.0).base_url
+    assert (await bench.post(BODY, base=base))[0] == 200
+    for told in ({"reward": 1e308}, {"reward": -11}, {"reward": 1e308, "call": "last"}):
+        status, reply, _ = await bench.post(told, base=base, path="/reward")
+        assert (status, reply["error"]["param"]) == (400, "reward")
+        assert "rollout.max_abs_reward" in reply["error"]["message"]
+    statuses = [
+        (await bench.post({"reward": 4, "call": "last"}, base=base, path="/reward"))[0]
+        for _ in range(3)
+    ]
+    assert statuses == [200, 200, 400]  # 12 together
+    (call,), _ = spans_to_transitions(bench.store.spans("r1"))
+    assert call.reward == 8.0 and bench.gateway.posted_reward("r1") is None

@@ -99,7 +99,7 @@ async def test_a_call_that_will_be_asked_for_again_goes_on_for_a_while(
 
 
 async def test_calls_are_found_while_they_may_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, calls = asyncio.Event(), RunningCalls()
+    gate, calls = asyncio.Event(), RunningCalls(2**20)
     call = _call(gate)
     calls.add("a", call)
     assert calls.find("a") is call and calls.find("b") is None
@@ -123,7 +123,7 @@ async def test_a_repetition_of_a_call_that_failed_joins_no_other() -> None:
     async def refused(*_: Any) -> Any:
         raise ApiError(429, "queue_full", "the queue is full.")
 
-    gate, calls = asyncio.Event(), RunningCalls()
+    gate, calls = asyncio.Event(), RunningCalls(2**20)
     failed, sibling = RunningCall(refused, _call(gate).context), _call(gate)
     calls.add("a", failed)
     calls.add("a", sibling)
@@ -136,7 +136,7 @@ async def test_a_repetition_of_a_call_that_failed_joins_no_other() -> None:
 
 
 async def test_each_repetition_is_of_another_call_that_was_given_up() -> None:
-    gate, calls = asyncio.Event(), RunningCalls()
+    gate, calls = asyncio.Event(), RunningCalls(2**20)
     heard, *given_up = (_call(gate) for _ in range(3))
     for call in (*given_up, heard):
         calls.add("a", call)

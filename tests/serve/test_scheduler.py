@@ -22,6 +22,71 @@ def test_waits_for_a_slot_in_order():
     assert who.running == {second.slot: "b", first.slot: "d"}
 
 
+def test_tenants_take_turns():
+    who: Scheduler[str] = Scheduler(4)
+    for name in ("a1", "a2", "a3", "a4", "a5"):
+        who.enqueue(name, "a")
+    for name in ("b1", "b2"):
+        who.enqueue(name, "b")
+    admitted = [admission.request for admission in iter(who.admit, None)]
+    assert admitted == ["a1", "b1", "a2", "b2"]
+    assert who.num_waiting == 3
+
+
+def test_a_slot_goes_to_the_tenant_with_the_fewest():
+    who: Scheduler[str] = Scheduler(4)
+    for name in ("a1", "a2", "a3", "a4"):
+        who.enqueue(name, "a")
+    first = who.admit()
+    assert first is not None and who.admit() is not None
+    who.enqueue("b1", "b")
+    who.release(first.slot)
+    second = who.admit()
+    assert second is not None and second.request == "b1"
+
+
+def test_a_tenant_with_half_of_the_slots_leaves_the_last_one():
+    who: Scheduler[str] = Scheduler(4)
+    for number in range(9):
+        who.enqueue(f"a{number}", "a")
+    assert len(list(iter(who.admit, None))) == 3
+    assert who.admit() is None and who.num_waiting == 6
+    who.enqueue("b", "b")
+    for request in ("b",):
+        admission = who.admit()
+        assert admission is not None and admission.request == request
+    who.release(admission.slot)
+    assert who.admit() is None  # again left to others
+    who.release(0)
+    assert who.admit() is not None
+
+
+@pytest.mark.parametrize(("slots", "tenant"), [(1, "a"), (4, None)])
+def test_one_slot_and_calls_of_no_rollout_are_not_held_back(slots, tenant):
+    who: Scheduler[str] = Scheduler(slots)
+    for number in range(6):
+        who.enqueue(str(number), tenant)
+    assert len(list(iter(who.admit, None))) == slots
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_nobody_is_lost_and_each_tenant_keeps_its_order(events):
+    who: Scheduler[tuple[str, int]] = Scheduler(3)
+    served: list[tuple[str, int]] = []
+    for number, (tenant, frees) in enumerate(events):
+        who.enqueue((tenant, number), tenant)
+        served += [admission.request for admission in iter(who.admit, None)]
+        if frees and who.running:
+            who.release(min(who.running))
+    while who.num_waiting:
+        who.release(min(who.running))
+        served += [admission.request for admission in iter(who.admit, None)]
+    assert sorted(number for _, number in served) == list(range(len(events)))
+    for tenant in "abc":
+        own = [number for name, number in served if name == tenant]
+        assert own == sorted(own)
+
+
 def test_clear_gives_everybody_back():
     who: Scheduler[str] = Scheduler(1)
     who.enqueue("a")
