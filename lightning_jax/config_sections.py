@@ -119,7 +119,7 @@ class MeshConfig:
 class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
-    api_key: str | None = None  # None: a random one
+    api_key: str | None = None  # the owner's; a rollout has its own. None: a random one
     # Requests decoded at once, by each copy of the engine, for each policy with weights of its own.
     slots: int = 16
     max_len: int = 1024  # tokens of prompt and response together that a slot holds
@@ -224,10 +224,14 @@ class RolloutConfig:
     top_p: float | None = 1.0
     top_k: int | None = 0
     max_tokens: int | None = None  # a ceiling, not an override
+    max_spans: int = 10_000  # that a rollout's agent posts, rewards of calls included
+    max_spans_mib: float = 64.0  # of posted spans as they are stored
 
     def __post_init__(self) -> None:
         require(
             self,
+            max_spans=(self.max_spans >= 0, "at least 0"),
+            max_spans_mib=(0 <= self.max_spans_mib < math.inf, "a number of MiB, 0 or more"),
             tasks_per_step=(self.tasks_per_step >= 1, "at least 1"),
             group_size=(self.group_size >= 1, "at least 1"),
             concurrency=(self.concurrency >= 1, "at least 1"),

@@ -29,7 +29,7 @@ from lightning_jax.config import ConfigError, RolloutConfig
 from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.gateway.rollouts import derive_seed
 from lightning_jax.store import CRASH, Store
-from lightning_jax.tracing.tracer import below_root, root_span
+from lightning_jax.tracing.tracer import Root, below_root
 from lightning_jax.types import FINISHED, LLM, Rollout, RolloutStatus, Task, UserError
 
 log = logging.getLogger(__name__)
@@ -237,10 +237,11 @@ class Runner:
         rollout = request.rollout(attempt)
         self.store.add_rollout(rollout)
         llm = self.gateway.open_rollout(self._settings(rollout, draw))
+        root = self.gateway.root_of(rollout.rollout_id)
         self.store.set_status(rollout.rollout_id, "running")
         start_ns = time.time_ns()
         try:
-            outcome = await self._outcome(rollout.rollout_id, request.task, llm)
+            outcome = await self._outcome(rollout.rollout_id, request.task, llm, root)
         except BaseException:
             self.gateway.close_rollout(rollout.rollout_id)
             raise
@@ -254,18 +255,18 @@ class Runner:
                 outcome = replace(outcome, reward=self.config.agent_failure_reward)
         told = {"lightning.status": outcome.status, "lightning.task_id": rollout.task_id}
         error = outcome.detail or outcome.reason
-        span = root_span(rollout.rollout_id, start_ns, time.time_ns(), told, error)
+        span = root.span(rollout.rollout_id, start_ns, time.time_ns(), told, error)
         self.store.add_span(rollout.rollout_id, span)
         self.store.set_status(rollout.rollout_id, **vars(outcome))
         return replace(rollout, **vars(outcome))
 
-    async def _outcome(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
+    async def _outcome(self, rollout_id: str, task: Task, llm: LLM, root: Root) -> Outcome:
         """What the agent itself tells. Spans that it makes go below the rollout's root.
 
         It is a task of its own, so that whatever it does, leaving the process and cancelling itself
         included, ends no more than its rollout.
         """
-        with below_root(rollout_id):
+        with below_root(root):
             running = asyncio.create_task(self._told(rollout_id, task, llm))
         try:
             await asyncio.wait({running}, timeout=self.config.timeout_s)
@@ -300,6 +301,8 @@ class Runner:
             top_k=0 if greedy else self.config.top_k,
             max_tokens=self.config.max_tokens,
             call_timeout_s=self.config.call_timeout_s,
+            max_spans=self.config.max_spans,
+            max_spans_mib=self.config.max_spans_mib,
         )
 
 

@@ -1,5 +1,6 @@
 """The HTTP server: a URL for every rollout, one for calls outside of them, and every dialect."""
 
+import asyncio
 import logging
 import secrets
 from dataclasses import replace
@@ -36,7 +37,7 @@ from lightning_jax.gateway.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.store import Store
 from lightning_jax.tracing import otlp
-from lightning_jax.tracing.tracer import make_tracer
+from lightning_jax.tracing.tracer import Root, make_tracer
 from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Gateway:
         self.model_name = model_name
         self.api_key = serve.api_key or secrets.token_urlsafe(24)
         self._rollouts = OpenRollouts(store)
-        self._reports = Reports(store)
+        self._reports = Reports(store, self._rollouts.owners, self._meters)
         self._callers = Callers(self.api_key, self._rollouts, policy, routing or Routing())
         self._calls = CallHandler(self._callers, sources, self._reports)
         self._serve = serve
@@ -111,8 +112,12 @@ class Gateway:
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """What the rollout's agent needs to call the policy. Raises ValueError if it is open."""
         rollout = self._rollouts.open(settings)
-        self._reports.expect(settings.rollout_id)
-        return LLM(f"{self.url}/rollout/{quote(rollout.place, safe='')}/v1", self.api_key, POLICY)
+        url = f"{self.url}/rollout/{quote(rollout.place, safe='')}/v1"
+        return LLM(url, rollout.owner.key, POLICY)
+
+    def root_of(self, rollout_id: str) -> Root:
+        """Return the root span's ids of the open rollout."""
+        return self._rollouts[rollout_id].root
 
     def posted_reward(self, rollout_id: str) -> float | None:
         """What was posted as the open rollout's reward, None if nothing was."""
@@ -152,8 +157,7 @@ class Gateway:
         named = [found for found in listings if found[1].header in request.headers]
         dialect, listing = next(iter(named), listings[0])
         try:
-            self._callers.authorize(request, dialect)
-            rollout = self._callers.rollout_of(request)
+            rollout = self._callers.admit(request, dialect)
             body = as_json(await read_body(request)) if request.can_read_body else {}
             return web.json_response(listing.answer(body, self._callers.sender(request, rollout)))
         except ApiError as error:
@@ -161,26 +165,28 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         """A reward for a rollout or one of its calls. The rollout's URL is all the key it takes."""
-        rollout = self._callers.rollout_of(request)
-        assert rollout is not None, "the path holds a rollout"
+        self._callers.rollout_of(request)
         body = as_json(await read_body(request))
+        rollout = self._callers.rollout_of(request)  # again: it may have ended meanwhile
+        assert rollout is not None, "the path holds a rollout"
         return web.json_response(self._reports.reward(body, rollout))
 
     async def _spans(self, request: web.Request) -> web.Response:
-        """Spans over OTLP/HTTP: of one rollout, or of those that their traces belong to."""
+        """Spans over OTLP/HTTP: of the rollout whose URL or key they come with, or, with the
+        gateway's key, of those that their traces belong to.
+        """
         kind = otlp.JSON if request.content_type == otlp.JSON else otlp.PROTOBUF
         rollout = self._callers.rollout_of(request)
-        if rollout is None:
-            self._callers.authorize(request, DIALECTS[0])
+        owner = rollout.owner if rollout else self._callers.span_owner(request)
+        body = await read_body(request)
         try:
-            spans = otlp.read_request(await read_body(request), kind)
+            # In a thread: a large export takes longer to read than other calls should wait.
+            export = await asyncio.to_thread(otlp.read_request, body, kind)
         except ValueError as error:
             raise invalid(f"{error}; expected an ExportTraceServiceRequest.") from error
-        owner = rollout.settings.rollout_id if rollout else None
-        num_unknown = self._reports.add_spans(spans, owner)
-        self._meters.spans.inc(len(spans) - num_unknown)
-        self._meters.unknown_spans.inc(num_unknown)
-        answer = otlp.write_response(num_unknown, "their traces belong to no rollout", kind)
+        self._callers.rollout_of(request)  # again: it may have ended meanwhile
+        refused = self._reports.add_spans(export, owner)
+        answer = otlp.write_response(refused, export.num_dropped_attributes, kind)
         return web.Response(body=answer, content_type=kind)
 
     async def _health(self, request: web.Request) -> web.Response:

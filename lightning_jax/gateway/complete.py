@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from opentelemetry.trace import Span, SpanKind, Tracer
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Tracer, format_span_id, format_trace_id
 
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.serve.adjust import moves_logits
@@ -22,12 +23,13 @@ from lightning_jax.serve.intake import LoopStatus
 from lightning_jax.serve.response import Chunk
 from lightning_jax.store_file import StoreError
 from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tracer import Numbers, child_context, end_with_error, known, parent_of
+from lightning_jax.tracing.tracer import Numbers, child_context, end_with_error, known
 from lightning_jax.types import Completion, SamplingParams
 
 OnAccept = Callable[[], Awaitable[None]]
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 OnDone = Callable[[], Mapping[str, Any]]
+OnRecord = Callable[[str, str], None]
 
 
 class _Unfit(ValueError):
@@ -70,7 +72,7 @@ class Call:
     rollout_id: str | None
     timeout_s: float | None
     prefix_breaks: int
-    headers: Mapping[str, str]
+    parent: Context  # where the call's span belongs
     role: str = ""  # the part it plays, one of the config's roles
     answered_by: str = ""  # which of several policies answers; "": the only one
     adapter: int | None = None  # and the place of its adapter
@@ -85,15 +87,20 @@ async def complete(
     on_accept: OnAccept | None = None,
     on_chunk: OnChunk | None = None,
     on_done: OnDone = dict,
+    on_record: OnRecord = lambda trace_id, span_id: None,
 ) -> tuple[Completion, ...]:
     """One completion per choice; writes the call's one span, however it ends.
 
     A call with several choices writes a child span for each, which hold the tokens. `on_accept`
     runs once the engine has taken the call, `on_chunk` for each piece of text with its choice's
-    index, and `on_done` after the last; what it returns goes into the span. Raises ApiError.
+    index, and `on_done` after the last; what it returns goes into the span. `on_record` runs with
+    the ids of the span once the answered call is in the store. Raises ApiError.
     """
     try:
-        return await _traced(call, loop, tracer, on_accept, on_chunk, on_done)
+        completions, span = await _traced(call, loop, tracer, on_accept, on_chunk, on_done)
+        ids = span.get_span_context()
+        on_record(format_trace_id(ids.trace_id), format_span_id(ids.span_id))
+        return completions
     except StoreError as error:
         raise _server_error(500, "store_error", f"the call was not recorded: {error}") from error
 
@@ -105,11 +112,11 @@ async def _traced(
     on_accept: OnAccept | None,
     on_chunk: OnChunk | None,
     on_done: OnDone,
-) -> tuple[Completion, ...]:
+) -> tuple[tuple[Completion, ...], Span]:
     start_ns = time.time_ns()
     span = tracer.start_span(
         f"{call.operation} {call.policy}",
-        context=parent_of(call.headers, call.rollout_id),
+        context=call.parent,
         kind=SpanKind.SERVER,
         attributes=_request_attributes(call),
         start_time=start_ns,
@@ -129,7 +136,7 @@ async def _traced(
         raise failure from error
     span.set_attributes(on_done())
     _record(call, completions, tracer, span, start_ns)
-    return completions
+    return completions, span
 
 
 async def _generate(

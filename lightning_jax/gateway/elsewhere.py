@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
+from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Tracer
 from yarl import URL
 
@@ -22,7 +23,7 @@ from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.request import named_agent
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.otlp import clip
-from lightning_jax.tracing.tracer import end_with_error, known, parent_of
+from lightning_jax.tracing.tracer import end_with_error, known
 
 PASSED_ON = ("accept", "anthropic-version", "anthropic-beta", "openai-beta")
 
@@ -49,6 +50,7 @@ class FarCall:
     role: RoleConfig
     rollout_id: str | None
     timeout_s: float | None
+    parent: Context  # where its span belongs
     model_in_path: bool = False  # as Gemini's clients have it, instead of in the body
 
     @property
@@ -81,7 +83,7 @@ async def pass_on(
     """
     span = tracer.start_span(
         f"{names.CHAT} {call.said['model']}",
-        context=parent_of(request.headers, call.rollout_id),
+        context=call.parent,
         kind=SpanKind.CLIENT,
         attributes=call.attributes,
         start_time=time.time_ns(),

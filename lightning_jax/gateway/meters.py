@@ -73,6 +73,26 @@ class Meters:
             "Spans over OTLP that belong to no rollout, and were not kept.",
             registry=registry,
         )
+        self.foreign_spans = Counter(
+            "lightning_foreign_spans",
+            "Spans over OTLP of another rollout's trace, or with a recorded span's ids; not kept.",
+            registry=registry,
+        )
+        self.excess_spans = Counter(
+            "lightning_excess_spans",
+            "Spans over OTLP above a limit of the request or the rollout, and not kept.",
+            registry=registry,
+        )
+        self.dropped_attributes = Counter(
+            "lightning_dropped_attributes",
+            "Attributes of spans over OTLP that were too long or too many, and were not kept.",
+            registry=registry,
+        )
+        self.ignored_traceparents = Counter(
+            "lightning_ignored_traceparents",
+            "Calls with the traceparent of another rollout, or of one trace too many.",
+            registry=registry,
+        )
         registry.register(_EngineCollector(engine_stats))
 
     @contextmanager
@@ -97,7 +117,8 @@ class Meters:
     def totals(self) -> dict[str, float]:
         """The counters that a trainer logs, since the start."""
         names = (
-            "prefix_breaks", "malformed_tool_calls", "joined_calls", "spans", "unknown_spans"
+            "prefix_breaks", "malformed_tool_calls", "joined_calls", "spans", "unknown_spans",
+            "foreign_spans", "excess_spans", "dropped_attributes", "ignored_traceparents"
         )  # fmt: skip
         read = self._registry.get_sample_value
         return {f"serve/{name}": read(f"lightning_{name}_total") or 0.0 for name in names}

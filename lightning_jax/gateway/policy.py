@@ -2,9 +2,10 @@
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
@@ -15,7 +16,7 @@ from lightning_jax.gateway.guarantee import grammar_of, guarantees_call, may_cal
 from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.render import Generated, Rendered, render
 from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest
-from lightning_jax.gateway.rollouts import OpenRollout
+from lightning_jax.gateway.rollouts import AnsweredCall, OpenRollout
 from lightning_jax.gateway.routing import Part
 from lightning_jax.gateway.running import Emit, RunningCall
 from lightning_jax.gateway.sampling import sampling_params
@@ -44,10 +45,12 @@ class Policy:
         self,
         request: PolicyRequest,
         rollout: OpenRollout | None,
-        headers: Mapping[str, str],
+        parent: Context,
         part: Part = NO_PART,
     ) -> RunningCall:
-        """Begins to answer. Raises ApiError where the request cannot work."""
+        """Begin to answer; the call's span goes below `parent`. Raises ApiError where the request
+        cannot work.
+        """
         rendered = self._render(request, rollout)
         breaks = sum(prompt.breaks for prompt in rendered)
         self.meters.prefix_breaks.inc(breaks)
@@ -72,7 +75,7 @@ class Policy:
             rollout_id=rollout.settings.rollout_id if rollout else None,
             timeout_s=rollout.settings.call_timeout_s if rollout else None,
             prefix_breaks=breaks,
-            headers=dict(headers),
+            parent=parent,
             role=part.role,
             answered_by=part.answered_by,
             adapter=part.adapter,
@@ -120,6 +123,12 @@ class Policy:
             malformed = sum(parser.malformed for parser in parsers)
             return {names.MALFORMED_TOOL_CALLS: malformed} if malformed else {}
 
+        def on_record(trace_id: str, span_id: str) -> None:
+            if rollout:
+                rollout.answered[call.call_id] = AnsweredCall(
+                    call.call_id, trace_id, span_id, len(call.choices)
+                )
+
         completions = await complete(
             call,
             self.loop,
@@ -127,6 +136,7 @@ class Policy:
             on_accept=on_accept,
             on_chunk=on_chunk,
             on_done=on_done,
+            on_record=on_record,
         )
         answers = tuple(
             builder.answer(choice.prompt_ids, completion)
