@@ -47,10 +47,14 @@ class RoleConfig:
     # OpenAI-compatible server, whose calls cannot train.
     served_by: str = "policy"
     served_model: str | None = None  # of a URL: the model to ask for. None: as the agent asks
-    api_key: str | None = None  # of a URL
+    api_key: str | None = None  # of a URL; sent to its host alone
+    timeout_s: float = 600.0  # of a URL, for calls outside of rollouts, which have their own limit
+    max_response_mib: float = 32.0  # of a URL; a longer answer breaks off
 
     def __post_init__(self) -> None:
-        is_url = urlsplit(self.served_by).scheme in ("http", "https")
+        url = urlsplit(self.served_by)
+        is_url = url.scheme in ("http", "https")
+        is_plain = not (url.username or url.password or url.query or url.fragment)
         require(
             self,
             agent=(
@@ -59,9 +63,11 @@ class RoleConfig:
             ),
             system=(_compiles(self.system), "a regular expression"),
             served_by=(
-                self.served_by in SERVED_BY or is_url,
-                "policy, initial or the http(s) URL of a server",
+                self.served_by in SERVED_BY or (is_url and is_plain),
+                "policy, initial or the http(s) URL of a server, without a user, query or fragment",
             ),
+            timeout_s=(0 < self.timeout_s < math.inf, "a positive number of seconds"),
+            max_response_mib=(0 < self.max_response_mib < math.inf, "a positive number of MiB"),
             policy=(
                 self.policy is None or self.served_by == "policy",
                 f"none, as served_by is {self.served_by} and a policy of the run answers nothing",

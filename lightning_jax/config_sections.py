@@ -119,7 +119,7 @@ class MeshConfig:
 class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
-    api_key: str | None = None  # None: a random one
+    api_key: str | None = None  # the owner's; a rollout has its own. None: a random one
     # Requests decoded at once, by each copy of the engine, for each policy with weights of its own.
     slots: int = 16
     max_len: int = 1024  # tokens of prompt and response together that a slot holds
@@ -134,8 +134,6 @@ class ServeConfig:
     max_queue: int = 1024  # requests waiting for a slot; more are refused with 429
     max_body_mib: float = 16.0  # of a request's body, unpacked; larger ones are refused with 413
     max_json_values: int = 200_000  # names and values in a body; more are refused with 413
-    max_spans: int = 10_000  # in one OTLP export; more are refused with 413
-    max_span_mib: float = 1.0  # of one span, as protobuf; larger ones are left out and counted
     # What one rollout may have in flight at once: calls, and responses of all its calls together.
     # More are refused with 429.
     max_calls_per_rollout: int = 128
@@ -166,8 +164,6 @@ class ServeConfig:
             max_queue=(self.max_queue >= 0, "at least 0"),
             max_body_mib=(0 < self.max_body_mib < math.inf, "a positive number of MiB"),
             max_json_values=(self.max_json_values >= 1000, "at least 1000"),
-            max_spans=(self.max_spans >= 1, "at least 1"),
-            max_span_mib=(0 < self.max_span_mib < math.inf, "a positive number of MiB"),
             max_calls_per_rollout=(self.max_calls_per_rollout >= 1, "at least 1"),
             max_choices_per_rollout=(self.max_choices_per_rollout >= 1, "at least 1"),
             max_tokens_per_rollout=(self.max_tokens_per_rollout >= 1, "at least 1 token"),
@@ -256,10 +252,14 @@ class RolloutConfig:
     top_p: float | None = 1.0
     top_k: int | None = 0
     max_tokens: int | None = None  # a ceiling, not an override
+    max_spans: int = 10_000  # that a rollout's agent posts, rewards of calls included
+    max_spans_mib: float = 64.0  # of posted spans as they are stored
 
     def __post_init__(self) -> None:
         require(
             self,
+            max_spans=(self.max_spans >= 0, "at least 0"),
+            max_spans_mib=(0 <= self.max_spans_mib < math.inf, "a number of MiB, 0 or more"),
             tasks_per_step=(self.tasks_per_step >= 1, "at least 1"),
             group_size=(self.group_size >= 1, "at least 1"),
             concurrency=(self.concurrency >= 1, "at least 1"),

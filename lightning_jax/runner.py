@@ -29,7 +29,7 @@ from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
 from lightning_jax.gateway.rollouts import derive_seed
 from lightning_jax.outcome import LostGateway, Outcome, failure, outcome_of, outcome_of_error
 from lightning_jax.store import CRASH, Store
-from lightning_jax.tracing.tracer import below_root, root_span
+from lightning_jax.tracing.tracer import Root, below_root
 from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task, UserError
 
 log = logging.getLogger(__name__)
@@ -230,11 +230,11 @@ class Runner:
         rollout = request.rollout(attempt)
         await self.store.in_order(self.store.add_rollout, rollout)
         llm = self.gateway.open_rollout(self._settings(rollout, draw))
-        clock = _Clock()
+        clock, root = _Clock(), self.gateway.root_of(rollout.rollout_id)
         try:
             await self.store.in_order(self.store.set_status, rollout.rollout_id, "running")
             start_ns = time.time_ns()
-            outcome = await self._outcome(rollout.rollout_id, request.task, llm, clock)
+            outcome = await self._outcome(root, rollout.rollout_id, request.task, llm, clock)
         except BaseException:
             self.gateway.close_rollout(rollout.rollout_id)
             raise
@@ -244,7 +244,7 @@ class Runner:
             outcome = replace(outcome, reward=self.config.agent_failure_reward)
         told = {"lightning.status": outcome.status, "lightning.task_id": rollout.task_id}
         error = outcome.detail or outcome.reason
-        span = root_span(rollout.rollout_id, start_ns, time.time_ns(), told, error)
+        span = root.span(rollout.rollout_id, start_ns, time.time_ns(), told, error)
         await self.store.in_order(self._record, rollout.rollout_id, span, outcome)
         return replace(rollout, **outcome.fields)
 
@@ -253,13 +253,15 @@ class Runner:
         self.store.add_span(rollout_id, root)
         self.store.set_status(rollout_id, **outcome.fields)
 
-    async def _outcome(self, rollout_id: str, task: Task, llm: LLM, clock: "_Clock") -> Outcome:
+    async def _outcome(
+        self, root: Root, rollout_id: str, task: Task, llm: LLM, clock: "_Clock"
+    ) -> Outcome:
         """What the agent itself tells. Spans that it makes go below the rollout's root.
 
         It is a task of its own, so that whatever it does, leaving the process and cancelling itself
         included, ends no more than its rollout.
         """
-        with below_root(rollout_id):
+        with below_root(root):
             running = asyncio.create_task(self._told(rollout_id, task, llm))
         try:
             late = not await clock.wait(running, self.config.timeout_s)
@@ -299,6 +301,8 @@ class Runner:
             max_tokens=self.config.max_tokens,
             call_timeout_s=self.config.call_timeout_s,
             max_abs_reward=self.config.max_abs_reward,
+            max_spans=self.config.max_spans,
+            max_spans_mib=self.config.max_spans_mib,
         )
 
 

@@ -5,6 +5,7 @@ Writes are committed at once (WAL), so all that a killed process recorded is the
 
 import asyncio
 import contextlib
+import itertools
 import json
 import sqlite3
 import threading
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from lightning_jax.store_file import StoreError, one_sentence, open_file
+from lightning_jax.store_file import StoreError, last_sequence, one_sentence, open_file
 from lightning_jax.types import Rollout, RolloutStatus, Span
 
 # From each status, the ones that may follow. None is a rollout that is not in the store yet.
@@ -35,7 +36,10 @@ ROLLOUT_COLUMNS = (
     "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, reason, detail, "
     "metrics, superseded"
 )
-SPAN_COLUMNS = "trace_id, span_id, parent_span_id, name, start_ns, end_ns, attributes, error"
+SPAN_COLUMNS = (
+    "trace_id, span_id, parent_span_id, name, start_ns, end_ns, attributes, error, sequence"
+)
+ADD_SPAN = f"INSERT INTO spans ({SPAN_COLUMNS}, rollout_id) VALUES ({', '.join('?' * 10)})"
 
 
 P = ParamSpec("P")
@@ -72,6 +76,8 @@ class Store:
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._db = open_file(self.path, read_only=read_only)
+        last = 0 if read_only else last_sequence(self._db, self.path)
+        self._sequence = itertools.count(last + 1)
 
     def close(self) -> None:
         """Ends the connection once all is written that `in_order` was given.
@@ -204,44 +210,68 @@ class Store:
 
     # Spans
 
-    def add_span(self, rollout_id: str | None, span: Span, *, again: bool = False) -> None:
-        """Records an ended span; `rollout_id` None is a call of no rollout. Ids must be new, unless
-        `again` says that a span may be sent twice; then the first stays.
-        """
-        self.add_spans([(rollout_id, span)], again=again)
+    def next_sequence(self) -> int:
+        """Return the next sequence number, for a span that begins now and is recorded later.
 
-    def add_spans(self, spans: Sequence[tuple[str | None, Span]], *, again: bool = False) -> None:
-        """Record ended spans with the ids of their rollouts, all or none, like `add_span`."""
-        rows = [
-            (
-                *(span.trace_id, span.span_id, span.parent_span_id, span.name),
-                *(span.start_ns, span.end_ns, _as_json(span.attributes), span.error, rollout_id),
-            )
-            for rollout_id, span in spans
-        ]
+        Numbers order spans by their beginning, which the wall clock does not: it may be set back.
+        """
+        return next(self._sequence)
+
+    def add_span(self, rollout_id: str | None, span: Span) -> None:
+        """Record an ended span, of no rollout where `rollout_id` is None. Raises ValueError if the
+        rollout has a span of the same ids.
+        """
+        row = self._row(rollout_id, span)
+        with self._transaction() as db:
+            try:
+                db.execute(ADD_SPAN, row)
+            except sqlite3.IntegrityError as error:
+                raise ValueError(
+                    f"span {span.span_id!r} of trace {span.trace_id!r} is in the store already; "
+                    "expected a new span id."
+                ) from error
+
+    def add_posted_spans(self, rollout_id: str, spans: Sequence[Span]) -> tuple[list[bool], int]:
+        """Record spans that somebody else named and may send twice. Return which are new, and how
+        many others have the ids of a different recorded span, which stays as it is.
+        """
+        are_new: list[bool] = []
+        num_taken = 0
+        rows = [self._row(rollout_id, span) for span in spans]
         with self._transaction() as db:
             for row in rows:
-                try:
-                    db.execute(
-                        f"INSERT INTO spans ({SPAN_COLUMNS}, rollout_id) VALUES ({_marks(row)})",
-                        row,
-                    )
-                except sqlite3.IntegrityError as error:
-                    if again:
-                        continue
-                    raise ValueError(
-                        f"span {row[1]!r} of trace {row[0]!r} is in the store already; "
-                        "expected a new span id."
-                    ) from error
+                is_new = db.execute(f"{ADD_SPAN} ON CONFLICT DO NOTHING", row).rowcount == 1
+                are_new.append(is_new)
+                if not is_new:
+                    trace_id, span_id, *_ = row
+                    recorded = db.execute(
+                        f"SELECT {SPAN_COLUMNS} FROM spans "
+                        "WHERE rollout_id = ? AND trace_id = ? AND span_id = ?",
+                        (rollout_id, trace_id, span_id),
+                    ).fetchone()
+                    num_taken += recorded is None or recorded[:-1] != row[:-2]
+        return are_new, num_taken
 
     def spans(self, rollout_id: str | None) -> list[Span]:
-        """The spans of one rollout (None: of none) by start time; sequences come back as tuples."""
+        """Return the spans of one rollout (None: of none) in the order in which they began.
+
+        A span that an agent posted has its place by when it came in. Sequences come back as tuples.
+        """
         with self._transaction() as db:
             rows = db.execute(
-                f"SELECT {SPAN_COLUMNS} FROM spans WHERE rollout_id IS ? ORDER BY start_ns, rowid",
+                f"SELECT {SPAN_COLUMNS} FROM spans WHERE rollout_id IS ? "
+                "ORDER BY sequence, start_ns, rowid",
                 (rollout_id,),
             ).fetchall()
         return [_span(row) for row in rows]
+
+    def _row(self, rollout_id: str | None, span: Span) -> tuple[Any, ...]:
+        attributes = json.dumps(dict(span.attributes), separators=(",", ":"), ensure_ascii=False)
+        sequence = self.next_sequence() if span.sequence is None else span.sequence
+        return (
+            *(span.trace_id, span.span_id, span.parent_span_id, span.name),
+            *(span.start_ns, span.end_ns, attributes, span.error, sequence, rollout_id),
+        )
 
     def failed_calls(self) -> list[tuple[str | None, int, str | None]]:
         """(reason, number, example) of calls to the policy that failed, the most frequent first.
@@ -333,7 +363,7 @@ def _rollout(row: tuple[Any, ...]) -> Rollout:
 
 
 def _span(row: tuple[Any, ...]) -> Span:
-    *ids, attributes, error = row
+    *ids, attributes, error, sequence = row
     loaded = json.loads(attributes).items()
     frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in loaded}
-    return Span(*ids, attributes=frozen, error=error)
+    return Span(*ids, attributes=frozen, error=error, sequence=sequence)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from lightning_jax.types import UserError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
 SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"  # since version 3
+SEQUENCE_COLUMN = "sequence INTEGER"  # since version 4; NULL in spans of older stores
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS rollouts (
     rollout_id TEXT PRIMARY KEY,
@@ -38,9 +39,13 @@ CREATE TABLE IF NOT EXISTS spans (
     end_ns INTEGER NOT NULL,
     attributes TEXT NOT NULL,
     error TEXT,
-    PRIMARY KEY (trace_id, span_id)
+    {SEQUENCE_COLUMN}
 );
-CREATE INDEX IF NOT EXISTS spans_by_rollout ON spans (rollout_id, start_ns);
+DROP INDEX IF EXISTS spans_by_rollout;
+CREATE INDEX IF NOT EXISTS spans_by_sequence ON spans (rollout_id, sequence);
+-- Ids are unique within a rollout: one rollout cannot take another's by using them first. In stores
+-- that began before version 4 the table's own key (trace_id, span_id) is unique as well.
+CREATE UNIQUE INDEX IF NOT EXISTS spans_by_id ON spans (rollout_id, trace_id, span_id);
 CREATE TABLE IF NOT EXISTS weights_versions (
     version INTEGER PRIMARY KEY,
     step INTEGER NOT NULL,
@@ -87,11 +92,21 @@ def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
     db.execute("PRAGMA journal_mode=WAL")
     # A killed process loses nothing; only a power cut may lose the last moments.
     db.execute("PRAGMA synchronous=NORMAL")
-    for since, column in ((2, METRICS_COLUMN), (3, SUPERSEDED_COLUMN)):
+    for since, table, column in (
+        (2, "rollouts", METRICS_COLUMN),
+        (3, "rollouts", SUPERSEDED_COLUMN),
+        (4, "spans", SEQUENCE_COLUMN),
+    ):
         if 0 < version < since:
-            db.execute(f"ALTER TABLE rollouts ADD COLUMN {column}")
+            db.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
     db.executescript(SCHEMA)
     db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+
+def last_sequence(db: sqlite3.Connection, path: Path) -> int:
+    """Return the highest sequence number that a span has; 0 if none has one."""
+    with one_sentence(path):
+        return db.execute("SELECT COALESCE(MAX(sequence), 0) FROM spans").fetchone()[0]
 
 
 @contextlib.contextmanager

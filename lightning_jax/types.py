@@ -137,6 +137,9 @@ class Span:
     end_ns: int
     attributes: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None  # why the traced call failed; None if it did not
+    # Place in the order in which the store's spans began. None: the store gives it the next one, or
+    # the span is of a store older than schema version 4.
+    sequence: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import pytest
 
 from lightning_jax.store import LEGAL_TRANSITIONS, IllegalTransition, Store
 from lightning_jax.store_file import StoreError
+from lightning_jax.tracing.tree import call_order
 from lightning_jax.types import Rollout, RolloutStatus, Span
 
 STATUSES = get_args(RolloutStatus)
@@ -144,7 +145,7 @@ def test_spans_come_back_as_they_were(store: Store) -> None:
     store.add_span("r1", late)
     store.add_span("r1", failed)
     store.add_span(None, replace(SPAN, span_id="e" * 16))
-    assert store.spans("r1") == [failed, late]
+    assert store.spans("r1") == [late, failed]  # as they came in, whatever their clocks said
     assert [s.span_id for s in store.spans(None)] == ["e" * 16]
     assert store.spans("unknown") == []
     with pytest.raises(ValueError, match="in the store already"):
@@ -222,7 +223,7 @@ def test_files_that_are_no_store_are_explained(tmp_path: Path) -> None:
     with sqlite3.connect(future) as db:
         db.execute("PRAGMA user_version=99")
     db.close()
-    with pytest.raises(StoreError, match="schema version 99; expected 3"):
+    with pytest.raises(StoreError, match="schema version 99; expected 4"):
         Store(future)
 
 
@@ -234,6 +235,8 @@ def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> 
     with sqlite3.connect(path) as db:
         db.execute("ALTER TABLE rollouts DROP COLUMN metrics")
         db.execute("ALTER TABLE rollouts DROP COLUMN superseded")
+        db.execute("DROP INDEX spans_by_sequence")
+        db.execute("ALTER TABLE spans DROP COLUMN sequence")
         db.execute("PRAGMA user_version=1")
     db.close()
     store = Store(path)
@@ -246,6 +249,58 @@ def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> 
     store.close()
 
 
+VERSION_3 = """
+CREATE TABLE spans (
+    span_id TEXT NOT NULL, trace_id TEXT NOT NULL, parent_span_id TEXT, rollout_id TEXT,
+    name TEXT NOT NULL, start_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,
+    attributes TEXT NOT NULL, error TEXT, PRIMARY KEY (trace_id, span_id)
+);
+CREATE INDEX spans_by_rollout ON spans (rollout_id, start_ns);
+INSERT INTO spans VALUES ('b', 't', NULL, 'r1', 'second', 20, 30, '{}', NULL);
+INSERT INTO spans VALUES ('a', 't', NULL, 'r1', 'first', 10, 40, '{}', NULL);
+PRAGMA user_version=3;
+"""
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_spans_of_version_3_keep_their_order(tmp_path: Path, read_only: bool) -> None:
+    path = tmp_path / "store.sqlite"
+    with sqlite3.connect(path) as db:
+        db.executescript(VERSION_3)
+    db.close()
+    store = Store(path, read_only=read_only)
+    assert [span.name for span in store.spans("r1")] == ["first", "second"]
+    assert [span.name for span in sorted(store.spans("r1"), key=call_order)] == ["first", "second"]
+    if not read_only:
+        store.add_span("r1", replace(SPAN, name="third", start_ns=0, end_ns=1))
+        names = [span.name for span in sorted(store.spans("r1"), key=call_order)]
+        assert names == ["first", "second", "third"]
+    store.close()
+
+
+def test_the_sequence_goes_on_where_it_ended(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    for name in "ab":
+        store = Store(path)
+        early = store.next_sequence()
+        store.add_span("r1", replace(SPAN, span_id=name))
+        store.add_span("r1", replace(SPAN, span_id=f"{name}0", sequence=early))
+        store.close()
+    found = Store(path, read_only=True)
+    assert [span.span_id for span in found.spans("r1")] == ["a0", "a", "b0", "b"]
+    assert [span.sequence for span in found.spans("r1")] == [1, 2, 3, 4]
+    found.close()
+
+
+def test_posted_spans_may_be_sent_twice_and_replace_nothing(store: Store) -> None:
+    other = replace(SPAN, span_id="c" * 16)
+    assert store.add_posted_spans("r1", [SPAN, other]) == ([True, True], 0)
+    changed = replace(SPAN, name="forged")
+    assert store.add_posted_spans("r1", [SPAN, changed]) == ([False, False], 1)
+    assert store.add_posted_spans("r2", [changed]) == ([True], 0)  # ids of another rollout's
+    assert store.spans("r1") == [SPAN, other] and store.spans("r2") == [changed]
+
+
 def test_a_damaged_file_is_explained(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     store = Store(path)
@@ -254,10 +309,8 @@ def test_a_damaged_file_is_explained(tmp_path: Path) -> None:
     store.close()
     whole = path.read_bytes()
     path.write_bytes(whole[:8192] + b"\xff" * (len(whole) - 8192))
-    store = Store(path)
     with pytest.raises(StoreError, match="damaged; move it away"):
-        store.rollouts()
-    store.close()
+        Store(path).rollouts()
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
@@ -336,13 +389,3 @@ def test_status_is_read_at_once(store: Store) -> None:
     assert store.status_at_once("r1") is None
     store.add_rollout(QUEUED)
     assert store.status_at_once("r1") == "queued"
-
-
-def test_several_spans_are_all_written_or_none(store: Store) -> None:
-    store.add_spans([("r1", SPAN), (None, OTHER_SPAN)])
-    third = replace(SPAN, span_id="d" * 16)
-    with pytest.raises(ValueError, match="in the store already"):
-        store.add_spans([("r1", third), ("r1", SPAN)])
-    assert store.spans("r1") == [SPAN] and store.spans(None) == [OTHER_SPAN]
-    store.add_spans([("r1", replace(SPAN, name="again")), ("r1", third)], again=True)
-    assert store.spans("r1") == [SPAN, third]

@@ -35,7 +35,7 @@ from lightning_jax.gateway.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.store import Store
 from lightning_jax.tracing import otlp
-from lightning_jax.tracing.tracer import Recorder, make_tracer
+from lightning_jax.tracing.tracer import Recorder, Root, make_tracer
 from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Gateway:
         self.model_name = model_name
         self.api_key = serve.api_key or secrets.token_urlsafe(24)
         self._rollouts = OpenRollouts(store, serve)
-        self._reports = Reports(store)
+        self._reports = Reports(store, self._rollouts.owners, self._meters)
         self._callers = Callers(self.api_key, self._rollouts, policy, routing or Routing())
         self._calls = CallHandler(self._callers, sources, self._reports, self._bodies)
         self._serve = serve
@@ -116,8 +116,12 @@ class Gateway:
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """What the rollout's agent needs to call the policy. Raises ValueError if it is open."""
         rollout = self._rollouts.open(settings)
-        self._reports.expect(settings.rollout_id)
-        return LLM(f"{self.url}/rollout/{quote(rollout.place, safe='')}/v1", self.api_key, POLICY)
+        url = f"{self.url}/rollout/{quote(rollout.place, safe='')}/v1"
+        return LLM(url, rollout.owner.key, POLICY)
+
+    def root_of(self, rollout_id: str) -> Root:
+        """Return the root span's ids of the open rollout."""
+        return self._rollouts[rollout_id].root
 
     def posted_reward(self, rollout_id: str) -> float | None:
         """What was posted as the open rollout's reward, None if nothing was."""
@@ -159,8 +163,7 @@ class Gateway:
         named = [found for found in listings if found[1].header in request.headers]
         dialect, listing = next(iter(named), listings[0])
         try:
-            self._callers.authorize(request, dialect)
-            rollout = self._callers.rollout_of(request)
+            rollout = self._callers.admit(request, dialect)
             raw = await self._bodies.read(request) if request.can_read_body else b"{}"
             body, sender = await self._bodies.json(raw), self._callers.sender(request, rollout)
             return web.json_response(
@@ -171,36 +174,28 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         """A reward for a rollout or one of its calls. The rollout's URL is all the key it takes."""
-        rollout = self._callers.rollout_of(request)
-        assert rollout is not None, "the path holds a rollout"
+        self._callers.rollout_of(request)
         body = await self._bodies.json(await self._bodies.read(request))
+        rollout = self._callers.rollout_of(request)  # again: it may have ended meanwhile
+        assert rollout is not None, "the path holds a rollout"
         return web.json_response(await self._reports.reward(body, rollout))
 
     async def _spans(self, request: web.Request) -> web.Response:
-        """Spans over OTLP/HTTP: of one rollout, or of those that their traces belong to."""
+        """Spans over OTLP/HTTP: of the rollout whose URL or key they come with, or, with the
+        gateway's key, of those that their traces belong to.
+        """
         kind = otlp.JSON if request.content_type == otlp.JSON else otlp.PROTOBUF
         rollout = self._callers.rollout_of(request)
-        if rollout is None:
-            self._callers.authorize(request, DIALECTS[0])
+        owner = rollout.owner if rollout else self._callers.span_owner(request)
         raw = await self._bodies.read(request)
         body = await self._bodies.json(raw) if kind == otlp.JSON else raw
-        limits = self._serve.max_spans, int(self._serve.max_span_mib * 2**20)
         try:
-            spans, num_large = await self._offload.run(len(raw), otlp.read_request, body, *limits)
-        except otlp.TooManySpans as error:
-            raise ApiError(
-                413, "too_many_spans", f"{error}; send fewer, or raise serve.max_spans."
-            ) from error
+            export = await self._offload.run(len(raw), otlp.read_request, body)
         except ValueError as error:
             raise invalid(f"{error}; expected an ExportTraceServiceRequest.") from error
-        owner = rollout.settings.rollout_id if rollout else None
-        num_unknown = await self._reports.add_spans(spans, owner)
-        self._meters.spans.inc(len(spans) - num_unknown)
-        self._meters.unknown_spans.inc(num_unknown)
-        self._meters.large_spans.inc(num_large)
-        why = ["their traces belong to no rollout"] * (num_unknown > 0)
-        why += ["they are larger than serve.max_span_mib"] * (num_large > 0)
-        answer = otlp.write_response(num_unknown + num_large, " or ".join(why), kind)
+        self._callers.rollout_of(request)  # again: it may have ended meanwhile
+        refused = await self._reports.add_spans(export, owner)
+        answer = otlp.write_response(refused, export.num_dropped_attributes, kind)
         return web.Response(body=answer, content_type=kind)
 
     async def _health(self, request: web.Request) -> web.Response:

@@ -67,8 +67,7 @@ class CallHandler:
     ) -> web.StreamResponse:
         with self._meters.call(dialect.name) as outcome:
             try:
-                self._callers.authorize(request, dialect)
-                rollout = self._callers.rollout_of(request)
+                rollout = self._callers.admit(request, dialect)
                 call = HandledCall()
                 counted = rollout.counted(call) if rollout else contextlib.nullcontext()
                 with counted, _our_fault(call):
@@ -133,12 +132,12 @@ class CallHandler:
             return found
         part = self._routing.part_of(said)
         source = self._sources[self._routing.role_of(said)[1].served_by]
-        running = source.start(prepared, rollout, request.headers, part)
+        parent = self._reports.parent_of(request.headers, rollout)
+        running = source.start(prepared, rollout, parent, part)
         self.working.add(running.task)
         running.task.add_done_callback(self.working.discard)
         if rollout:
             rollout.calls.add(identity, running)
-            self._reports.expect(rollout.settings.rollout_id, request.headers)
         return running
 
     async def _pass_on(
@@ -162,6 +161,7 @@ class CallHandler:
             role,
             rollout.settings.rollout_id if rollout else None,
             rollout.settings.call_timeout_s if rollout else None,
+            parent=self._reports.parent_of(request.headers, rollout),
             model_in_path="model" in request.match_info,
         )
         return await pass_on(request, call, self._callers.policy.recorder, on_failure)

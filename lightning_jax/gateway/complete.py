@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from lightning_jax.gateway.errors import ApiError
@@ -28,7 +29,6 @@ from lightning_jax.tracing.tracer import (
     child_context,
     end_with_error,
     known,
-    parent_of,
 )
 from lightning_jax.types import Completion, SamplingParams
 
@@ -86,7 +86,7 @@ class Call:
     rollout_id: str | None
     timeout_s: float | None
     prefix_breaks: int
-    headers: Mapping[str, str]
+    parent: Context  # where the call's span belongs
     role: str = ""  # the part it plays, one of the config's roles
     answered_by: str = ""  # which of several policies answers; "": the only one
     adapter: int | None = None  # and the place of its adapter
@@ -131,7 +131,7 @@ async def _traced(
     start_ns = time.time_ns()
     span = recorder.tracer.start_span(
         f"{call.operation} {call.policy}",
-        context=parent_of(call.headers, call.rollout_id),
+        context=call.parent,
         kind=SpanKind.SERVER,
         attributes=_request_attributes(call),
         start_time=start_ns,

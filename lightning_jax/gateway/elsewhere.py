@@ -14,21 +14,30 @@ from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
+from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
 from yarl import URL
 
 from lightning_jax.config import RoleConfig
-from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import Body
+from lightning_jax.gateway.errors import ApiError, invalid
+from lightning_jax.gateway.fields import Body, brief
 from lightning_jax.gateway.request import named_agent
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.otlp import clip
-from lightning_jax.tracing.tracer import Recorder, end_with_error, known, parent_of
+from lightning_jax.tracing.tracer import Recorder, end_with_error, known
 
+# Of the agent's request. Its other headers stay here, its credentials and hop-by-hop ones too.
 PASSED_ON = ("accept", "anthropic-version", "anthropic-beta", "openai-beta")
+CREDENTIALS = ("key", "api_key", "api-key", "access_token", "token")  # in a query; ours
+# A model's name in a URL: no character that a server could read as the end of the path.
+MODEL_SEGMENT = re.compile(r"[A-Za-z0-9._@:+-]+")
 
 
-class _Torn(ConnectionError):
+class _Unusable(ConnectionError):
+    """The other server answered what is not passed on."""
+
+
+class _Torn(_Unusable):
     """The answer broke off after its beginning had been sent on."""
 
 
@@ -50,6 +59,7 @@ class FarCall:
     role: RoleConfig
     rollout_id: str | None
     timeout_s: float | None
+    parent: Context  # where its span belongs
     model_in_path: bool = False  # as Gemini's clients have it, instead of in the body
 
     @property
@@ -82,13 +92,17 @@ async def pass_on(
     """
     span = recorder.tracer.start_span(
         f"{names.CHAT} {call.said['model']}",
-        context=parent_of(request.headers, call.rollout_id),
+        context=call.parent,
         kind=SpanKind.CLIENT,
         attributes=call.attributes,
         start_time=time.time_ns(),
     )
     try:
-        response, answer = await _exchange(request, call, on_failure)
+        url = _url(request, call)
+        response, answer = await _exchange(request, url, call, on_failure)
+    except ApiError as error:
+        await recorder.write(end_with_error, span, error.code, error.message)
+        raise
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         reason = f"{call.role.served_by} gave no answer ({type(error).__name__}: {error})"
         await recorder.write(end_with_error, span, "upstream_error", reason)
@@ -112,18 +126,31 @@ async def pass_on(
 
 
 async def _exchange(
-    request: web.Request, call: FarCall, on_failure: Callable[[], None]
+    request: web.Request, url: URL, call: FarCall, on_failure: Callable[[], None]
 ) -> tuple[web.StreamResponse, str]:
-    """(the response, sent on but for its end; its text)."""
+    """(the response, sent on but for its end; its text).
+
+    A redirect is not followed: it would hand our key and the agent's text to whom the other server
+    names.
+    """
     headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
     if key := call.role.api_key:
         headers |= {"Authorization": f"Bearer {key}", "x-api-key": key, "x-goog-api-key": key}
-    limit = aiohttp.ClientTimeout(total=call.timeout_s)
+    limit = aiohttp.ClientTimeout(total=call.timeout_s or call.role.timeout_s)
+    max_bytes = int(call.role.max_response_mib * 2**20)
     pieces: list[bytes] = []
+    num_bytes = 0
     async with (
         aiohttp.ClientSession(timeout=limit) as session,
-        session.post(_url(request, call), json=call.sent, headers=headers) as answer,
+        session.post(url, json=call.sent, headers=headers, allow_redirects=False) as answer,
     ):
+        if 300 <= answer.status < 400:
+            raise _Unusable(
+                f"it redirects with status {answer.status}; set roles.{call.role_name}.served_by "
+                "to the final URL"
+            )
+        if (answer.content_length or 0) > max_bytes:
+            raise _Unusable(_too_long(call))
         if answer.status == 429 or answer.status >= 500:
             on_failure()
         kind = answer.headers.get("Content-Type", "application/json")
@@ -131,6 +158,9 @@ async def _exchange(
         await response.prepare(request)
         try:
             async for piece in answer.content.iter_any():
+                num_bytes += len(piece)
+                if num_bytes > max_bytes:
+                    raise _Torn(_too_long(call))
                 pieces.append(piece)
                 await response.write(piece)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
@@ -138,21 +168,46 @@ async def _exchange(
     return response, b"".join(pieces).decode(errors="replace")
 
 
+def _too_long(call: FarCall) -> str:
+    return (
+        f"its answer is longer than roles.{call.role_name}.max_response_mib, "
+        f"{call.role.max_response_mib:g}"
+    )
+
+
 def _url(request: web.Request, call: FarCall) -> URL:
-    """The request's path on the other server, whose URL may end in /v1 as clients' URLs do; without
-    the key that some clients put there, which is ours.
+    """Return where the call goes: the path of its route on the other server, whose URL may end in
+    /v1 as clients' URLs do.
+
+    Of what the agent sent only a model's name is part of the path, in names that cannot lead out of
+    it. Raises ApiError for other names. Credentials in the query are ours and are left out.
     """
-    path, role = request.rel_url.raw_path, call.role
-    if path.startswith("/rollout/"):
-        path = "/" + path.split("/", 3)[3]
-    if call.model_in_path and role.served_model:
-        model = quote(role.served_model, safe="")
-        path = re.sub(r"(?<=/models/).+(?=:\w+$)", lambda _: model, path, count=1)
-    base = role.served_by.rstrip("/")
-    if base.endswith("/v1") and path.startswith("/v1/"):
-        base = base.removesuffix("/v1")
-    query = {name: value for name, value in request.query.items() if name != "key"}
-    return URL(base + path, encoded=True).update_query(query)
+    route = request.match_info.route.resource
+    assert route is not None, "calls come by routes"
+    path = route.canonical.removeprefix("/rollout/{rollout_url}")
+    if call.model_in_path:
+        name = call.role.served_model
+        model = quote(name, safe="") if name else _checked(request.match_info["model"])
+        method = request.match_info["method"]  # the route admits few
+        path = f"{path.partition('{')[0]}{model}:{method}"
+    base = URL(call.role.served_by)
+    root = base.raw_path.rstrip("/")
+    if path.startswith("/v1/"):
+        root = root.removesuffix("/v1")
+    query = [pair for pair in request.query.items() if pair[0].lower() not in CREDENTIALS]
+    return base.with_path(root + path, encoded=True).with_query(query)
+
+
+def _checked(model: str) -> str:
+    """Return the name as a part of a path. Raises ApiError where it could be more than that."""
+    segments = model.split("/")
+    if all(MODEL_SEGMENT.fullmatch(each) and each.strip(".") for each in segments):
+        return model
+    raise invalid(
+        f"model is {brief(model)}; expected letters, digits and . _ @ : + - in segments that are "
+        "not dots alone.",
+        "model",
+    )
 
 
 def _system(body: Body) -> str:

@@ -78,9 +78,24 @@ class Meters:
             "Spans over OTLP that belong to no rollout, and were not kept.",
             registry=registry,
         )
-        self.large_spans = Counter(
-            "lightning_large_spans",
-            "Spans over OTLP that are larger than serve.max_span_mib, and were not kept.",
+        self.foreign_spans = Counter(
+            "lightning_foreign_spans",
+            "Spans over OTLP of another rollout's trace, or with a recorded span's ids; not kept.",
+            registry=registry,
+        )
+        self.excess_spans = Counter(
+            "lightning_excess_spans",
+            "Spans over OTLP above a limit of the request or the rollout, and not kept.",
+            registry=registry,
+        )
+        self.dropped_attributes = Counter(
+            "lightning_dropped_attributes",
+            "Attributes of spans over OTLP that were too long or too many, and were not kept.",
+            registry=registry,
+        )
+        self.ignored_traceparents = Counter(
+            "lightning_ignored_traceparents",
+            "Calls with the traceparent of another rollout, or of one trace too many.",
             registry=registry,
         )
         registry.register(_EngineCollector(engine_stats))
@@ -108,7 +123,8 @@ class Meters:
         """The counters that a trainer logs, since the start."""
         names = (
             "prefix_breaks", "malformed_tool_calls", "joined_calls", "forgotten_answers", "spans",
-            "unknown_spans", "large_spans",
+            "unknown_spans", "foreign_spans", "excess_spans", "dropped_attributes",
+            "ignored_traceparents",
         )  # fmt: skip
         read = self._registry.get_sample_value
         return {f"serve/{name}": read(f"lightning_{name}_total") or 0.0 for name in names}

@@ -2,10 +2,11 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, format_span_id, format_trace_id
 
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
@@ -84,10 +85,12 @@ class Policy:
         self,
         prepared: Prepared,
         rollout: OpenRollout | None,
-        headers: Mapping[str, str],
+        parent: Context,
         part: Part = NO_PART,
     ) -> RunningCall:
-        """Begins to answer. Raises ApiError where the request cannot work."""
+        """Begin to answer; the call's span goes below `parent`. Raises ApiError where the request
+        cannot work.
+        """
         request, rendered = prepared.request, prepared.prompts
         self._check_room(request, rollout)
         breaks = sum(prompt.breaks for prompt in rendered)
@@ -113,7 +116,7 @@ class Policy:
             rollout_id=rollout.settings.rollout_id if rollout else None,
             timeout_s=rollout.settings.call_timeout_s if rollout else None,
             prefix_breaks=breaks,
-            headers=dict(headers),
+            parent=parent,
             role=part.role,
             answered_by=part.answered_by,
             adapter=part.adapter,

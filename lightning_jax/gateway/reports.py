@@ -4,56 +4,102 @@ import contextlib
 import math
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from opentelemetry import trace
+from opentelemetry.context import Context
 
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.fields import Body, brief, integer, text
+from lightning_jax.gateway.meters import Meters
+from lightning_jax.gateway.owners import Owner, Owners
 from lightning_jax.gateway.rollouts import AnsweredCall, OpenRollout
 from lightning_jax.store import Store
 from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tracer import parent_of, trace_id_of
+from lightning_jax.tracing.otlp import MAX_SPAN_BYTES, MAX_SPANS, Export, stored_size
+from lightning_jax.tracing.tracer import context_of
 from lightning_jax.types import Span
 
-MAX_TRACES = 20_000  # whose rollout is remembered: exporters send in batches, so spans come late
 LAST = "last"
 SPANS_AT_ONCE = 500  # of an export, in one transaction
+# Why spans are refused.
+UNKNOWN = "their traces belong to no rollout"
+FOREIGN = "they are of another rollout's trace, or their ids are those of a different recorded span"
+TOO_MANY_SENT = (
+    f"a request takes {MAX_SPANS} spans of {MAX_SPAN_BYTES} bytes; send fewer or smaller ones"
+)
+TOO_MANY_KEPT = "their rollout has as many as rollout.max_spans and rollout.max_spans_mib allow"
 
 
 class Reports:
     """Writes them into the store, each to the rollout that it belongs to."""
 
-    def __init__(self, store: Store | None) -> None:
+    def __init__(self, store: Store | None, owners: Owners, meters: Meters) -> None:
         self._store = store
-        self._rollouts: OrderedDict[str, str] = OrderedDict()  # by trace id
+        self._owners = owners
+        self._meters = meters
 
-    def expect(self, rollout_id: str, headers: Mapping[str, str] | None = None) -> None:
-        """Spans of the rollout's own trace, or of the one that a call's headers name, are its."""
-        trace_id = trace_id_of(rollout_id)
-        if headers is not None and "traceparent" in headers:
-            context = trace.get_current_span(parent_of(headers, rollout_id)).get_span_context()
-            trace_id = trace.format_trace_id(context.trace_id)
-        self._rollouts[trace_id] = rollout_id
-        self._rollouts.move_to_end(trace_id)
-        if len(self._rollouts) > MAX_TRACES:
-            self._rollouts.popitem(last=False)
+    def parent_of(self, headers: Mapping[str, str], rollout: OpenRollout | None) -> Context:
+        """Return where a call's span belongs: below the span that its traceparent names, else below
+        its rollout's root, else in a trace of its own.
 
-    async def add_spans(self, spans: list[Span], rollout_id: str | None) -> int:
-        """Records spans of the rollout, or, where it is None, of those that their traces belong to;
-        how many belong to none.
+        A traceparent of another rollout is ignored and counted.
         """
-        owners = [rollout_id or self._rollouts.get(span.trace_id) for span in spans]
-        owned = [(owner, span) for owner, span in zip(owners, spans, strict=True) if owner]
-        if self._store is None:
-            return len(spans)
-        for first in range(0, len(owned), SPANS_AT_ONCE):  # calls' spans may go between
-            await self._store.in_order(
-                self._store.add_spans, owned[first : first + SPANS_AT_ONCE], again=True
+        context, trace_id = context_of(headers)
+        if rollout is None:
+            return context
+        if trace_id is not None:
+            if self._owners.claim(rollout.owner, trace_id):
+                return context
+            self._meters.ignored_traceparents.inc()
+        return rollout.root.context
+
+    async def add_spans(self, export: Export, owner: Owner | None) -> Counter[str]:
+        """Record the spans of a rollout; if `owner` is None, of those that their traces belong to.
+
+        Return how many were refused, by reason.
+        """
+        refused: Counter[str] = Counter({TOO_MANY_SENT: export.num_excess})
+        theirs: dict[Owner, list[tuple[Span, int]]] = {}
+        for span, size in zip(export.spans, export.sizes, strict=True):
+            of_trace = self._owners.of_trace(span.trace_id)
+            whose = owner or of_trace
+            if whose is None or self._store is None:
+                refused[UNKNOWN] += 1
+            elif _is_foreign(span, whose, of_trace):
+                refused[FOREIGN] += 1
+            else:
+                theirs.setdefault(whose, []).append((span, size))
+        for whose, sized in theirs.items():
+            await self._record(whose, sized, refused)
+        self._meters.spans.inc(len(export.spans) + export.num_excess - refused.total())
+        self._meters.unknown_spans.inc(refused[UNKNOWN])
+        self._meters.foreign_spans.inc(refused[FOREIGN])
+        self._meters.excess_spans.inc(refused[TOO_MANY_SENT] + refused[TOO_MANY_KEPT])
+        self._meters.dropped_attributes.inc(export.num_dropped_attributes)
+        return +refused
+
+    async def _record(
+        self, owner: Owner, sized: list[tuple[Span, int]], refused: Counter[str]
+    ) -> None:
+        """Record the spans that the owner has room for; each comes with its size in bytes."""
+        assert self._store is not None, "add_spans has refused all spans"
+        fitting: list[tuple[Span, int]] = []
+        for span, size in sized:
+            if owner.has_room(1, size):
+                owner.use(1, size)
+                fitting.append((span, size))
+        refused[TOO_MANY_KEPT] += len(sized) - len(fitting)
+        for first in range(0, len(fitting), SPANS_AT_ONCE):  # calls' spans may go between
+            part = fitting[first : first + SPANS_AT_ONCE]
+            are_new, num_taken = await self._store.in_order(
+                self._store.add_posted_spans, owner.rollout_id, [span for span, _ in part]
             )
-        return len(spans) - len(owned)
+            for (_, size), is_new in zip(part, are_new, strict=True):
+                if not is_new:
+                    owner.use(-1, -size)
+            refused[FOREIGN] += num_taken
 
     async def reward(self, body: Body, rollout: OpenRollout) -> dict[str, Any]:
         """Takes `{"reward": 0.5}` for the rollout, or with `"call": ID` for one of its calls; the
@@ -76,7 +122,6 @@ class Reports:
         now, known_id = time.time_ns(), call.call_id
         total = rollout.call_rewards.get((known_id, choice), 0.0) + reward
         _check_size("reward of the call", total, limit)
-        rollout.call_rewards[known_id, choice] = total
         values = {
             names.ROLLOUT_ID: rollout_id,
             names.REWARD: reward,
@@ -84,8 +129,19 @@ class Reports:
             names.REWARD_CHOICE: choice,
         }
         span_id = secrets.token_hex(8)
-        assert self._store is not None, "a call is answered once its span is in the store"
         span = Span(call.trace_id, span_id, call.span_id, "reward", now, now, values)
+        size = stored_size(span)
+        if not rollout.owner.has_room(1, size):
+            raise ApiError(
+                413,
+                "too_many_spans",
+                f"rollout {rollout_id!r} has as many spans and rewards as rollout.max_spans "
+                f"({rollout.settings.max_spans}) and rollout.max_spans_mib "
+                f"({rollout.settings.max_spans_mib:g}) allow; post fewer.",
+            )
+        assert self._store is not None, "a call is answered once its span is in the store"
+        rollout.owner.use(1, size)
+        rollout.call_rewards[known_id, choice] = total
         await self._store.in_order(self._store.add_span, rollout_id, span)
         return {"rollout": rollout_id, "call": known_id, "choice": choice, "reward": reward}
 
@@ -112,6 +168,17 @@ def _check_size(name: str, value: float, limit: float) -> None:
             "(rollout.max_abs_reward).",
             "reward",
         )
+
+
+def _is_foreign(span: Span, owner: Owner, of_trace: Owner | None) -> bool:
+    """Return whether a span is of another rollout's own trace, or has the ids of a root span.
+
+    Traces that calls brought may be alike in two rollouts, because agents seed what makes their
+    ids. Spans of such traces stay apart in the store.
+    """
+    if of_trace is None or of_trace.root.trace_id != span.trace_id:
+        return False
+    return of_trace is not owner or of_trace.root.span_id == span.span_id
 
 
 def _finite(body: Body) -> float:

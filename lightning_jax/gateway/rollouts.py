@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import hashlib
-import hmac
-import secrets
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +11,12 @@ from dataclasses import dataclass, field
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.conversations import SavedConversations
 from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.owners import Owner, Owners
 from lightning_jax.gateway.render import ConversationMemory
 from lightning_jax.gateway.running import RunningCall, RunningCalls
 from lightning_jax.store import Store
 from lightning_jax.store_file import StoreError
+from lightning_jax.tracing.tracer import Root
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class RolloutSettings:
     max_tokens: int | None = None  # a ceiling, not an override
     call_timeout_s: float | None = 60.0  # of one call, waiting included; None: no limit
     max_abs_reward: float = 1e6  # of a posted reward, and of those of one call together
+    max_spans: int = 10_000  # that its agent posts, rewards of calls included
+    max_spans_mib: float = 64.0  # of posted spans as they are stored
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,12 @@ class OpenRollout:
     """One rollout while its agent runs."""
 
     settings: RolloutSettings
+    root: Root = field(default_factory=Root)
     limits: ServeConfig = field(default_factory=ServeConfig)
+    owner: Owner = field(init=False)
     memory: ConversationMemory = field(default_factory=ConversationMemory)
-    # In its URL: whoever cannot guess it cannot write into the rollout's record.
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
-    answered: dict[str, AnsweredCall] = field(default_factory=dict)  # oldest first
+    # By response id, in the order of the answers.
+    answered: dict[str, AnsweredCall] = field(default_factory=dict)
     num_sampled: int = 0  # calls that got a seed
     num_calls: int = 0
     num_joined: int = 0
@@ -104,11 +107,17 @@ class OpenRollout:
         max_bytes = int(self.limits.max_kept_mib_per_rollout * 2**20)
         self.conversations = SavedConversations(max_bytes)
         self.calls = RunningCalls(max_bytes)
+        self.owner = Owner(
+            self.settings.rollout_id,
+            self.root,
+            max_spans=self.settings.max_spans,
+            max_bytes=self.settings.max_spans_mib * 2**20,
+        )
 
     @property
     def place(self) -> str:
         """What names it in a URL."""
-        return f"{self.settings.rollout_id}~{self.token}"
+        return f"{self.settings.rollout_id}~{self.owner.token}"
 
     @contextmanager
     def counted(self, call: HandledCall) -> Iterator[None]:
@@ -213,6 +222,7 @@ class OpenRollouts:
     def __init__(self, store: Store | None, limits: ServeConfig) -> None:
         self._store, self._limits = store, limits
         self._by_id: dict[str, OpenRollout] = {}
+        self.owners = Owners()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -224,7 +234,10 @@ class OpenRollouts:
         """A new one. Raises ValueError if it is open."""
         if settings.rollout_id in self._by_id:
             raise ValueError(f"rollout {settings.rollout_id!r} is open already; expected a new id.")
-        self._by_id[settings.rollout_id] = rollout = OpenRollout(settings, self._limits)
+        sequence = self._store.next_sequence() if self._store else None
+        rollout = OpenRollout(settings, Root(sequence=sequence), self._limits)
+        self.owners.add(rollout.owner)
+        self._by_id[settings.rollout_id] = rollout
         return rollout
 
     def close(self, rollout_id: str) -> Traffic:
@@ -234,6 +247,7 @@ class OpenRollouts:
             raise ValueError(
                 f"rollout {rollout_id!r} is not open; expected one that open_rollout began."
             )
+        self.owners.end(rollout.owner)
         return rollout.end()
 
     def close_all(self) -> None:
@@ -245,11 +259,12 @@ class OpenRollouts:
         """The one that is named so in a URL. Raises ApiError if none is."""
         rollout_id, _, token = place.rpartition("~")
         rollout = self._by_id.get(rollout_id)
-        if rollout and hmac.compare_digest(token.encode(), rollout.token.encode()):
+        if rollout and rollout.owner.has_token(token):
             return rollout
-        ended = None
+        ended, owner = None, self.owners.of_id(rollout_id)
         with contextlib.suppress(StoreError):
-            if self._store and rollout is None:
+            # How a rollout ended is told to its own agent only.
+            if self._store and rollout is None and owner and owner.has_token(token):
                 ended = self._store.status_at_once(rollout_id)
         state = f"has ended ({ended})" if ended else "is unknown"
         raise ApiError(

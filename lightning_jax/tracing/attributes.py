@@ -57,3 +57,5 @@ MALFORMED_TOOL_CALLS = "lightning.malformed_tool_calls"  # of the response; set 
 PREFIX_BREAKS = "lightning.prefix_breaks"  # 1 if a replayed response is not a prefix of this prompt
 REQUEST_MIN_P = "lightning.min_p"
 CHOICE_INDEX = "lightning.choice_index"
+DROPPED_ATTRIBUTES = "lightning.dropped_attributes"  # of a posted span: how many were too long
+SEQUENCE = "lightning.sequence"  # of a span that has not ended; the record has it as a field

@@ -5,8 +5,10 @@ prefix are taken out of it.
 """
 
 import base64
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import json_format
@@ -24,57 +26,67 @@ from lightning_jax.types import Span
 
 OWN_PREFIX = "lightning."
 MAX_CHARS = 32_768  # of one attribute; a tool may have printed megabytes
-MAX_SPANS = 10_000  # of one export
-MAX_SPAN_BYTES = 2**20  # of one span as protobuf
+MAX_KEY_CHARS = 256
+MAX_ATTRIBUTES = 1_024  # of a span; SDKs keep 128 unless told otherwise
+MAX_SPAN_CHARS = 2**20  # of a span's keys and values together; a number counts as 8
+MAX_SPANS = 2_048  # of one request; SDKs send 512
+MAX_SPAN_BYTES = 2**22  # of one span as protobuf: parsing it holds the interpreter
 # Field numbers of resource_spans, scope_spans and spans.
 _TO_SPANS = (1, 2, 2)
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
 
-class TooManySpans(ValueError):
-    """An export has more spans than are taken at once."""
+@dataclass(frozen=True)
+class Export:
+    """What a request sent, within the limits above."""
+
+    spans: tuple[Span, ...]
+    sizes: tuple[int, ...]  # bytes of each span as the store keeps it
+    num_excess: int = 0  # spans that were not read: too many for a request, or too large
+    num_dropped_attributes: int = 0  # of the spans; each span says its own number
 
 
-def read_request(
-    body: bytes | Mapping[str, Any],
-    max_spans: int = MAX_SPANS,
-    max_span_bytes: int = MAX_SPAN_BYTES,
-) -> tuple[list[Span], int]:
-    """Return the spans of an export request, protobuf or JSON, and how many were too large to read.
+def read_request(body: bytes | Mapping[str, Any]) -> Export:
+    """Return the spans of an export request, which is protobuf or a JSON object.
 
-    Raises ValueError for a body that is none, and TooManySpans, which is one.
+    Raises ValueError for a body that is none.
     """
     kind = PROTOBUF if isinstance(body, bytes) else JSON
-    spans: list[OtlpSpan] = []
-    num_large = 0
+    sent: list[OtlpSpan] = []
+    num_spans = 0
     try:
         if isinstance(body, bytes):
             # One span at a time: a parser in C does not let go of the interpreter in between.
             for raw in _nested(memoryview(body), _TO_SPANS):
-                _check_number(len(spans) + num_large, max_spans)
-                if len(raw) > max_span_bytes:
-                    num_large += 1
-                else:
-                    spans.append(OtlpSpan.FromString(bytes(raw)))
+                num_spans += 1
+                if len(sent) < MAX_SPANS and len(raw) <= MAX_SPAN_BYTES:
+                    sent.append(OtlpSpan.FromString(bytes(raw)))
         else:
             request = ExportTraceServiceRequest()
             json_format.ParseDict(_with_base64_ids(body), request, ignore_unknown_fields=True)
             for resource in request.resource_spans:
                 for scope in resource.scope_spans:
-                    spans += scope.spans
-            _check_number(len(spans) - 1, max_spans)
-    except TooManySpans:
-        raise
+                    num_spans += len(scope.spans)
+                    sent += scope.spans[: MAX_SPANS - len(sent)]
     except (DecodeError, json_format.ParseError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"the body is no OTLP trace export as {kind} ({str(error)[:200]})"
         ) from error
-    return [_span(span) for span in spans], num_large
+    spans = tuple(map(_span, sent))
+    return Export(
+        spans=spans,
+        sizes=tuple(map(stored_size, spans)),
+        num_excess=num_spans - len(spans),
+        num_dropped_attributes=sum(
+            span.attributes.get(names.DROPPED_ATTRIBUTES, 0) for span in spans
+        ),
+    )
 
 
-def _check_number(before: int, max_spans: int) -> None:
-    if before >= max_spans:
-        raise TooManySpans(f"the export has more than {max_spans} spans")
+def stored_size(span: Span) -> int:
+    """Return about how many bytes the store keeps of a span."""
+    attributes = json.dumps(dict(span.attributes), separators=(",", ":"), ensure_ascii=False)
+    return len(attributes.encode()) + len(span.name.encode()) + len((span.error or "").encode())
 
 
 def _nested(message: memoryview, path: Sequence[int]) -> Iterator[memoryview]:
@@ -116,12 +128,19 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
     raise ValueError(f"a number does not end at byte {at}")
 
 
-def write_response(num_rejected: int, reason: str, content_type: str) -> bytes:
-    """The answer to an export request."""
+def write_response(
+    refused: Mapping[str, int], num_dropped_attributes: int, content_type: str
+) -> bytes:
+    """The answer to an export request: how many spans were refused, by reason, and how many
+    attributes of the others were dropped.
+    """
     response = ExportTraceServiceResponse()
-    if num_rejected:
-        response.partial_success.rejected_spans = num_rejected
-        response.partial_success.error_message = reason
+    reasons = [f"{number} spans: {reason}" for reason, number in refused.items()]
+    if num_dropped_attributes:
+        reasons.append(f"{num_dropped_attributes} attributes were too long or too many")
+    if reasons:
+        response.partial_success.rejected_spans = sum(refused.values())
+        response.partial_success.error_message = "; ".join(reasons)
     if content_type == JSON:
         return json_format.MessageToJson(response, indent=None).encode()
     return response.SerializeToString()
@@ -135,12 +154,15 @@ def _span(span: OtlpSpan) -> Span:
         )
     if max(span.start_time_unix_nano, span.end_time_unix_nano) >= 2**63:
         raise ValueError(f"span {span.name!r} ends after the year 2262; expected nanoseconds")
-    values = _attributes(span.attributes)
+    reader = _Reader()
+    values = reader.attributes(span.attributes)
     error = None
     if span.status.code == Status.STATUS_CODE_ERROR:
         thrown = _exception(span)
-        error = clip(span.status.message) or thrown.get("exception.message") or "it failed"
-        values.setdefault(names.ERROR_TYPE, thrown.get("exception.type", "error"))
+        error = clip(span.status.message) or str(thrown.get("exception.message", ""))
+        values.setdefault(names.ERROR_TYPE, str(thrown.get("exception.type", "error")))
+    if reader.num_dropped:
+        values[names.DROPPED_ATTRIBUTES] = reader.num_dropped
     return Span(
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
@@ -149,35 +171,76 @@ def _span(span: OtlpSpan) -> Span:
         start_ns=span.start_time_unix_nano,
         end_ns=max(span.end_time_unix_nano, span.start_time_unix_nano),
         attributes=values,
-        error=error,
+        error=error if error != "" else "it failed",
     )
 
 
 def _exception(span: OtlpSpan) -> dict[str, Any]:
     events = [event for event in span.events if event.name == "exception"]
-    return _attributes(events[-1].attributes) if events else {}
+    return _Reader().attributes(events[-1].attributes) if events else {}
 
 
-def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
-    return {pair.key: _value(pair.value) for pair in pairs if not pair.key.startswith(OWN_PREFIX)}
+class _TooLong(Exception):
+    """A span's attributes have more text than MAX_SPAN_CHARS."""
 
 
-def _value(value: AnyValue) -> Any:
-    kind = value.WhichOneof("value")
-    match kind:
-        case None:
-            return ""
-        case "string_value":
-            return clip(value.string_value)
-        case "bytes_value":
-            return clip(value.bytes_value.hex())
-        case "array_value":
-            return tuple(_value(item) for item in value.array_value.values)
-        case "kvlist_value":
-            return {item.key: _value(item.value) for item in value.kvlist_value.values}
-        case "double_value" if not math.isfinite(value.double_value):
-            return str(value.double_value)  # JSON, as the store keeps it, has no such number
-    return getattr(value, kind)
+class _Reader:
+    """Reads the attributes of one span, and drops those that are too long or too many."""
+
+    def __init__(self) -> None:
+        self.num_dropped = 0
+        self._left = MAX_SPAN_CHARS
+
+    def attributes(self, pairs: Sequence[KeyValue]) -> dict[str, Any]:
+        """Return the attributes that are not under our own prefix."""
+        found: dict[str, Any] = {}
+        for place, pair in enumerate(pairs):
+            if len(found) == MAX_ATTRIBUTES:
+                self.num_dropped += len(pairs) - place
+                break
+            if pair.key.startswith(OWN_PREFIX):
+                continue
+            left = self._left
+            try:
+                if len(pair.key) > MAX_KEY_CHARS:
+                    raise _TooLong
+                self._take(len(pair.key))
+                found[pair.key] = self._value(pair.value)
+            except _TooLong:
+                self.num_dropped += 1
+                self._left = left
+        return found
+
+    def _value(self, value: AnyValue) -> Any:
+        kind = value.WhichOneof("value")
+        match kind:
+            case None:
+                return self._text("")
+            case "string_value":
+                return self._text(clip(value.string_value))
+            case "bytes_value":
+                return self._text(clip(value.bytes_value.hex()))
+            case "array_value":
+                self._take(8)
+                return tuple(self._value(item) for item in value.array_value.values)
+            case "kvlist_value":
+                self._take(8)
+                items = value.kvlist_value.values
+                return {self._text(item.key): self._value(item.value) for item in items}
+            case "double_value" if not math.isfinite(value.double_value):
+                # JSON, as the store keeps it, has no such number.
+                return self._text(str(value.double_value))
+        self._take(8)
+        return getattr(value, kind)
+
+    def _text(self, text: str) -> str:
+        self._take(8 + len(text))
+        return text
+
+    def _take(self, num_chars: int) -> None:
+        self._left -= num_chars
+        if self._left < 0:
+            raise _TooLong
 
 
 def clip(text: str) -> str:

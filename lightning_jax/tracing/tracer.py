@@ -4,11 +4,10 @@ It belongs to nobody but its caller: the process's global provider, sampler and 
 the agent's own instrumentation set them.
 """
 
-import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from opentelemetry import context as context_api
@@ -17,6 +16,7 @@ from opentelemetry.context import Context
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import Span as OpenSpan
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import StatusCode
@@ -40,7 +40,7 @@ def make_tracer(store: Store) -> trace.Tracer:
         sampler=ALWAYS_ON,
         resource=Resource({"service.name": "lightning_jax"}),
         shutdown_on_exit=False,
-        id_generator=_Ids(),
+        id_generator=_IDS,
         span_limits=SpanLimits(
             max_attributes=unlimited,
             max_span_attributes=unlimited,
@@ -59,10 +59,23 @@ def make_tracer(store: Store) -> trace.Tracer:
 
 
 class StoreSpanProcessor(SpanProcessor):
-    """Writes each span into the Store in the moment it ends; a StoreError reaches who ended it."""
+    """Writes each span into the Store in the moment it ends; a StoreError reaches who ended it.
+
+    A span gets its sequence number when it starts. The choices of a call have the call's.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
+
+    def on_start(self, span: OpenSpan, parent_context: Context | None = None) -> None:
+        sequence = None
+        if names.CHOICE_INDEX in (span.attributes or {}):
+            call = trace.get_current_span(parent_context)
+            attributes = call.attributes if isinstance(call, ReadableSpan) else None
+            sequence = (attributes or {}).get(names.SEQUENCE)
+        if sequence is None:
+            sequence = self._store.next_sequence()
+        span.set_attribute(names.SEQUENCE, sequence)
 
     def on_end(self, span: ReadableSpan) -> None:
         rollout_id = (span.attributes or {}).get(names.ROLLOUT_ID)
@@ -112,55 +125,95 @@ class _Ids(IdGenerator):
         return secrets.randbelow(2**128 - 1) + 1
 
 
+_IDS = _Ids()
+
+
 def to_span(span: ReadableSpan) -> Span:
-    """The ended OpenTelemetry span as our record; ids in hex, as W3C writes them."""
+    """The ended OpenTelemetry span as our record; ids in hex, as W3C writes them.
+
+    The clock may be set back while a span runs; then the span ends when it began.
+    """
     context = span.get_span_context()
     assert context is not None, f"span {span.name!r} has no context"
     assert span.start_time is not None and span.end_time is not None, f"span {span.name!r} is open"
+    attributes: dict[str, Any] = {
+        name: value.numbers if isinstance(value, Numbers) else value
+        for name, value in (span.attributes or {}).items()
+    }
+    sequence = attributes.pop(names.SEQUENCE, None)
     return Span(
         trace_id=trace.format_trace_id(context.trace_id),
         span_id=trace.format_span_id(context.span_id),
         parent_span_id=trace.format_span_id(span.parent.span_id) if span.parent else None,
         name=span.name,
         start_ns=span.start_time,
-        end_ns=span.end_time,
-        attributes={
-            name: value.numbers if isinstance(value, Numbers) else value
-            for name, value in (span.attributes or {}).items()
-        },
+        end_ns=max(span.start_time, span.end_time),
+        attributes=attributes,
         error=(span.status.description or "")
         if span.status.status_code is StatusCode.ERROR
         else None,
+        sequence=sequence,
     )
 
 
-def parent_of(headers: Mapping[str, str], rollout_id: str | None) -> Context:
-    """Where a call's span belongs: below the span that the request names (W3C traceparent), else
-    below its rollout's root, else in a trace of its own.
+@dataclass(frozen=True)
+class Root:
+    """The ids of a rollout's root span, known before it ends so that spans can go below it.
+
+    They are random: whoever guesses a rollout's name does not know them.
+    """
+
+    trace_id: str = field(default_factory=lambda: trace.format_trace_id(_IDS.generate_trace_id()))
+    span_id: str = field(default_factory=lambda: trace.format_span_id(_IDS.generate_span_id()))
+    sequence: int | None = None  # in the store that will hold it
+
+    @property
+    def context(self) -> Context:
+        """The context in which a new span becomes a child of the root."""
+        root = trace.SpanContext(
+            trace_id=int(self.trace_id, 16),
+            span_id=int(self.span_id, 16),
+            is_remote=True,
+            trace_flags=trace.TraceFlags(trace.TraceFlags.SAMPLED),
+        )
+        return trace.set_span_in_context(trace.NonRecordingSpan(root), Context())
+
+    def span(
+        self,
+        rollout_id: str,
+        start_ns: int,
+        end_ns: int,
+        attributes: Mapping[str, Any],
+        error: str | None,
+    ) -> Span:
+        """Return the record of the rollout as a whole."""
+        return Span(
+            trace_id=self.trace_id,
+            span_id=self.span_id,
+            parent_span_id=None,
+            name="rollout",
+            start_ns=start_ns,
+            end_ns=max(start_ns, end_ns),
+            attributes={names.OPERATION_NAME: names.INVOKE_AGENT, names.ROLLOUT_ID: rollout_id}
+            | dict(attributes),
+            error=error,
+            sequence=self.sequence,
+        )
+
+
+def context_of(headers: Mapping[str, str]) -> tuple[Context, str | None]:
+    """Return the context that a request names (W3C traceparent) and its trace id; None if it names
+    none.
     """
     context = TraceContextTextMapPropagator().extract(headers, context=Context())
-    if trace.get_current_span(context).get_span_context().is_valid or rollout_id is None:
-        return context
-    return root_context(rollout_id)
-
-
-def root_context(rollout_id: str) -> Context:
-    """The context of the rollout's root span. Both of its ids follow from the rollout's, so that
-    spans can go below it before it has ended.
-    """
-    root = trace.SpanContext(
-        trace_id=int(trace_id_of(rollout_id), 16),
-        span_id=int(_digest(f"root of {rollout_id}", 8), 16),
-        is_remote=True,
-        trace_flags=trace.TraceFlags(trace.TraceFlags.SAMPLED),
-    )
-    return trace.set_span_in_context(trace.NonRecordingSpan(root), Context())
+    named = trace.get_current_span(context).get_span_context()
+    return context, trace.format_trace_id(named.trace_id) if named.is_valid else None
 
 
 @contextmanager
-def below_root(rollout_id: str) -> Iterator[None]:
+def below_root(root: Root) -> Iterator[None]:
     """Within it, spans that this task makes with any tracer go below the rollout's root."""
-    token = context_api.attach(root_context(rollout_id))
+    token = context_api.attach(root.context)
     try:
         yield
     finally:
@@ -181,33 +234,6 @@ def trace_headers() -> dict[str, str]:
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
     return {name.upper(): value for name, value in carrier.items()}
-
-
-def trace_id_of(rollout_id: str) -> str:
-    """The rollout's trace, in hex."""
-    return _digest(rollout_id, 16)
-
-
-def root_span(
-    rollout_id: str, start_ns: int, end_ns: int, attributes: Mapping[str, Any], error: str | None
-) -> Span:
-    """The record of a rollout as a whole, which is the root of its tree."""
-    root = trace.get_current_span(root_context(rollout_id)).get_span_context()
-    return Span(
-        trace_id=trace.format_trace_id(root.trace_id),
-        span_id=trace.format_span_id(root.span_id),
-        parent_span_id=None,
-        name="rollout",
-        start_ns=start_ns,
-        end_ns=end_ns,
-        attributes={names.OPERATION_NAME: names.INVOKE_AGENT, names.ROLLOUT_ID: rollout_id}
-        | dict(attributes),
-        error=error,
-    )
-
-
-def _digest(text: str, size: int) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
 def child_context(span: trace.Span) -> Context:

@@ -34,9 +34,13 @@ def has_choice_spans(span: Span) -> bool:
     return count > 1 and names.CHOICE_INDEX not in span.attributes
 
 
-def call_order(span: Span) -> tuple[int, int]:
-    """What sorts calls by their start, and the choices of one call by their number."""
-    return span.start_ns, int(span.attributes.get(names.CHOICE_INDEX, 0))
+def call_order(span: Span) -> tuple[int, int, int]:
+    """Return a key that sorts calls by their beginning, and the choices of one call by number.
+
+    The clock decides only in stores older than schema version 4, whose spans have no sequence.
+    """
+    choice = int(span.attributes.get(names.CHOICE_INDEX, 0))
+    return (0, span.start_ns, choice) if span.sequence is None else (span.sequence, 0, choice)
 
 
 def is_tool(span: Span) -> bool:

@@ -1,13 +1,16 @@
 """Roles: who answers a call, what its record says, and what happens when the other server fails."""
 
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from aiohttp import web
 from gateway_bench import Bench, Connect, MakeBench
+from yarl import URL
 
 from lightning_jax.config import RoleConfig
 from lightning_jax.gateway.elsewhere import said_by
@@ -32,6 +35,18 @@ async def _upstream() -> AsyncIterator[tuple[str, list[Any]]]:
         asked.append((request.path, request.headers.get("Authorization"), body))
         if body["model"] == "busy":
             return web.json_response({"error": {"message": "later"}}, status=503)
+        if body["model"] == "moved":
+            place = f"http://127.0.0.1:{runner.addresses[0][1]}/stolen"
+            return web.Response(status=307, headers={"Location": place})
+        if body["model"] in ("long", "long and told"):
+            response = web.StreamResponse()
+            if body["model"] == "long and told":
+                response.content_length = 2**20
+            await response.prepare(request)
+            with contextlib.suppress(ConnectionError):
+                for _ in range(64):
+                    await response.write(b"x" * 2**14)
+            return response
         if body["model"] == "torn":
             response = web.StreamResponse(headers={"Content-Length": "100"})
             await response.prepare(request)
@@ -51,9 +66,14 @@ async def _upstream() -> AsyncIterator[tuple[str, list[Any]]]:
             }
         )
 
+    async def anything(request: web.Request) -> web.StreamResponse:
+        asked.append((request.raw_path, request.headers.get("Authorization"), None))
+        return web.json_response({})
+
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
     app.router.add_post("/v1beta/models/{model}", answer)
+    app.router.add_route("*", "/{rest:.*}", anything)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -103,6 +123,86 @@ async def test_geminis_clients_name_model_and_key_in_the_url(make_bench: MakeBen
             status, _, _ = await bench.post(body, base=bench.rollout().base_url, path=path)
             assert status == 200
             assert asked == [("/v1beta/models/big:generateContent?alt=json", "its-key", body)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "far/../../../admin/delete",
+        "far%2f..%2f..%2f..%2fadmin%2fdelete",
+        "far/%2e%2e/%2e%2e/admin",
+        "far%3fa=b",
+        "far%23",
+        "far%5c..%5cadmin",
+        "far/..;/admin",
+        "far//admin",
+        "far/./admin",
+        "far%00",
+        "far%252e%252e",
+    ],
+)
+async def test_a_models_name_does_not_lead_out_of_its_path(
+    make_bench: MakeBench, name: str
+) -> None:
+    async with _upstream() as (url, asked):
+        roles = _far(url.removesuffix("/v1"), api_key="its-key")
+        async with make_bench(roles=roles) as bench:
+            base = bench.rollout().base_url.removesuffix("/v1")
+            to = URL(f"{base}/v1beta/models/{name}:generateContent", encoded=True)
+            headers = {"x-goog-api-key": "right-key"}
+            async with bench.http.post(to, json={"contents": []}, headers=headers) as response:
+                assert response.status == 400
+                assert "model is" in (await response.json())["error"]["message"]
+            assert asked == []
+            (span,) = bench.store.spans("r1")
+            assert span.attributes["error.type"] == "invalid_value"
+            assert bench.gateway.close_rollout("r1").num_refused == {"invalid_value": 1}
+
+
+async def test_honest_names_of_models_are_passed_on(make_bench: MakeBench) -> None:
+    async with _upstream() as (url, asked):
+        async with make_bench(roles=_far(url.removesuffix("/v1"))) as bench:
+            base = bench.rollout().base_url
+            for name in ("far-1.5@002", "far/large"):
+                path = f"/v1beta/models/{name}:generateContent?alt=json&key=right-key&token=t"
+                assert (await bench.post({"contents": []}, base=base, path=path))[0] == 200
+        paths = [path for path, *_ in asked]
+        assert paths == [
+            "/v1beta/models/far-1.5@002:generateContent?alt=json",
+            "/v1beta/models/far/large:generateContent?alt=json",
+        ]
+
+
+async def test_redirects_are_not_followed(make_bench: MakeBench) -> None:
+    async with _upstream() as (url, asked):
+        roles = _far(url, served_model="moved", api_key="its-key")
+        async with make_bench(roles=roles) as bench:
+            base = bench.rollout().base_url
+            status, reply, _ = await bench.post(BODY | {"model": "far"}, base=base)
+            assert (status, reply["error"]["code"]) == (502, "upstream_error")
+            assert "roles.judge.served_by" in reply["error"]["message"]
+            assert [path for path, *_ in asked] == ["/v1/chat/completions"]
+            assert bench.gateway.close_rollout("r1").num_errors == {"upstream_error": 1}
+
+
+@pytest.mark.parametrize("asked_for", ["long", "long and told"])
+async def test_a_longer_answer_than_is_allowed_breaks_off(
+    make_bench: MakeBench, asked_for: str
+) -> None:
+    async with _upstream() as (url, _):
+        roles = _far(url, served_model=asked_for, max_response_mib=0.1)
+        async with make_bench(roles=roles) as bench:
+            to = f"{bench.rollout().base_url}/chat/completions"
+            headers = {"Authorization": "Bearer right-key"}
+            with contextlib.suppress(aiohttp.ClientPayloadError):
+                async with bench.http.post(
+                    to, json=BODY | {"model": "far"}, headers=headers
+                ) as response:
+                    assert response.status == 502 or len(await response.read()) == 0
+                    assert asked_for == "long and told"
+            (span,) = bench.store.spans("r1")
+            assert span.attributes["error.type"] == "upstream_error"
+            assert span.error is not None and "roles.judge.max_response_mib" in span.error
 
 
 async def test_a_server_that_fails_is_infrastructure(make_bench: MakeBench) -> None:

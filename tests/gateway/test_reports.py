@@ -1,6 +1,10 @@
 """Rewards and spans that agents send reach their rollout, and nothing else does."""
 
+import asyncio
+import io
+import itertools
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,8 +14,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import otlp
 from lightning_jax.tracing.convert import spans_to_transitions
-from lightning_jax.tracing.tracer import trace_id_of
 
 BODY: dict[str, Any] = {
     "model": "policy",
@@ -76,18 +81,28 @@ async def test_nobody_rewards_a_rollout_that_has_ended(bench: Bench) -> None:
     assert status == 404 and "expected a running one" in reply["error"]["message"]
 
 
-def _export(*trace_ids: str) -> bytes:
+def _export(*trace_ids: str, span_id: str = "", **attributes: str) -> bytes:
     request = ExportTraceServiceRequest()
     spans = request.resource_spans.add().scope_spans.add().spans
     for number, trace_id in enumerate(trace_ids):
-        spans.add(trace_id=bytes.fromhex(trace_id), span_id=bytes([1 + number] * 8), name="tool")
+        ids = bytes.fromhex(span_id) if span_id else bytes([1 + number] * 8)
+        span = spans.add(trace_id=bytes.fromhex(trace_id), span_id=ids, name="tool")
+        for key, value in attributes.items():
+            span.attributes.add(key=key).value.string_value = value
     return request.SerializeToString()
 
 
 async def _send(bench: Bench, url: str, body: bytes, **headers: str) -> tuple[int, bytes]:
     headers |= {"Content-Type": "application/x-protobuf"}
-    async with bench.http.post(url, data=body, headers=headers) as response:
+    async with bench.http.post(url, data=io.BytesIO(body), headers=headers) as response:
         return response.status, await response.read()
+
+
+async def _rejected(bench: Bench, url: str, body: bytes, key: str = "") -> int:
+    """How many spans of an export were refused."""
+    status, answer = await _send(bench, url, body, Authorization=f"Bearer {key}")
+    assert status == 200
+    return ExportTraceServiceResponse.FromString(answer).partial_success.rejected_spans
 
 
 async def test_spans_join_the_rollout_of_their_trace(bench: Bench) -> None:
@@ -95,8 +110,9 @@ async def test_spans_join_the_rollout_of_their_trace(bench: Bench) -> None:
     bench.rollout("r2")
     agents_own = "0af7651916cd43dd8448eb211c80319c"
     await bench.post(BODY, base=base, traceparent=f"00-{agents_own}-b7ad6b7169203331-01")
+    one, two = (bench.gateway.root_of(each).trace_id for each in ("r1", "r2"))
     bench.gateway.close_rollout("r2")  # exporters send in batches, so spans come late
-    body = _export(trace_id_of("r1"), agents_own, trace_id_of("r2"), "ff" * 16)
+    body = _export(one, agents_own, two, "ff" * 16)
     url = f"{bench.gateway.url}/v1/traces"
     assert (await _send(bench, url, body))[0] == 401
     for _ in range(2):  # an exporter that got no answer sends again
@@ -164,3 +180,111 @@ async def test_posted_rewards_over_the_limit_are_refused(bench: Bench) -> None:
     assert statuses == [200, 200, 400]  # 12 together
     (call,), _ = spans_to_transitions(bench.store.spans("r1"))
     assert call.reward == 8.0 and bench.gateway.posted_reward("r1") is None
+
+
+async def test_a_rollouts_key_says_whose_spans_they_are(bench: Bench) -> None:
+    victim, own = bench.rollout("victim"), bench.rollout("own")
+    url, theirs = f"{bench.gateway.url}/v1/traces", bench.gateway.root_of("victim").trace_id
+    assert await _rejected(bench, url, _export("ab" * 16, theirs), own.api_key) == 1
+    assert await _rejected(bench, f"{own.base_url}/traces", _export(theirs)) == 1
+    assert [span.trace_id for span in bench.store.spans("own")] == ["ab" * 16]
+    assert bench.store.spans("victim") == []
+    assert bench.gateway.stats()["serve/foreign_spans"] == 2
+    assert await _rejected(bench, url, _export("ab" * 16, theirs), victim.api_key) == 0
+    assert len(bench.store.spans("victim")) == 2  # of ids that the other has used, too
+    bench.gateway.close_rollout("own")  # exporters send in batches
+    assert await _rejected(bench, url, _export("ac" * 16), own.api_key) == 0
+    assert len(bench.store.spans("own")) == 2
+
+
+async def test_a_span_with_the_ids_of_a_root_is_refused(bench: Bench) -> None:
+    own = bench.rollout()
+    root = bench.gateway.root_of("r1")
+    forged = _export(root.trace_id, span_id=root.span_id)
+    assert await _rejected(bench, f"{own.base_url}/traces", forged) == 1
+    assert await _rejected(bench, f"{bench.gateway.url}/v1/traces", forged, "right-key") == 1
+    bench.gateway.close_rollout("r1")
+    assert await _rejected(bench, f"{bench.gateway.url}/v1/traces", forged, own.api_key) == 1
+    bench.store.add_span("r1", root.span("r1", 0, 1, {}, None))  # as the runner does
+    assert [span.name for span in bench.store.spans("r1")] == ["rollout"]
+    assert bench.gateway.stats()["serve/foreign_spans"] == 3
+
+
+async def test_ids_that_are_recorded_are_not_taken_again(bench: Bench) -> None:
+    base = bench.rollout().base_url
+    await bench.post(BODY, base=base)
+    (call,) = bench.store.spans("r1")
+    url = f"{base}/traces"
+    assert await _rejected(bench, url, _export(call.trace_id, span_id=call.span_id)) == 1
+    assert await _rejected(bench, url, _export("ab" * 16, a="1")) == 0
+    assert await _rejected(bench, url, _export("ab" * 16, a="1")) == 0  # sent twice
+    assert await _rejected(bench, url, _export("ab" * 16, a="2")) == 1
+    again, tool = bench.store.spans("r1")
+    assert again == call and tool.attributes == {"a": "1"}
+    assert bench.gateway.stats()["serve/foreign_spans"] == 2
+
+
+async def test_a_traceparent_of_another_rollout_is_ignored(bench: Bench) -> None:
+    victim, own = bench.rollout("victim"), bench.rollout("own")
+    root = bench.gateway.root_of("victim")
+    brought = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    await bench.post(BODY, base=victim.base_url, traceparent=brought)
+    for traceparent in (f"00-{root.trace_id}-{root.span_id}-01", brought):
+        await bench.post(BODY, base=own.base_url, traceparent=traceparent)
+    own_root = bench.gateway.root_of("own")
+    assert {(span.trace_id, span.parent_span_id) for span in bench.store.spans("own")} == {
+        (own_root.trace_id, own_root.span_id)
+    }
+    (call,) = bench.store.spans("victim")
+    assert (call.trace_id, call.parent_span_id) == ("ab" * 16, "cd" * 8)
+    assert bench.gateway.stats()["serve/ignored_traceparents"] == 2
+
+
+async def test_posted_spans_are_bounded(bench: Bench) -> None:
+    base = bench.rollout(max_spans=3, max_spans_mib=0.01).base_url
+    url = f"{base}/traces"
+    long = _export("aa" * 16, **{"k" * (otlp.MAX_KEY_CHARS + 1): "v", "kept": "v"})
+    assert await _rejected(bench, url, long) == 0
+    (span,) = bench.store.spans("r1")
+    assert span.attributes == {"kept": "v", names.DROPPED_ATTRIBUTES: 1}
+    assert await _rejected(bench, url, _export("ab" * 16, text="x" * 20_000)) == 1
+    assert await _rejected(bench, url, _export(*["ac" * 16] * 4)) == 2
+    assert len(bench.store.spans("r1")) == 3
+    await bench.post(BODY, base=base)
+    body = {"reward": 1.0, "call": "last"}
+    status, reply, _ = await bench.post(body, base=base, path="/reward")
+    assert (status, reply["error"]["code"]) == (413, "too_many_spans")
+    assert "rollout.max_spans" in reply["error"]["message"]
+    stats = bench.gateway.stats()
+    assert (stats["serve/excess_spans"], stats["serve/dropped_attributes"]) == (3, 1)
+
+
+async def test_a_call_is_the_last_by_its_answer_not_by_the_clock(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = bench.rollout().base_url
+    clock = itertools.count(2 * 10**18, -3_600 * 10**9)
+    monkeypatch.setattr(time, "time_ns", lambda: next(clock))
+    answered = [(await bench.post(BODY, base=base))[1]["id"] for _ in range(3)]
+    status, reply, _ = await bench.post({"reward": 1, "call": "last"}, base=base, path="/reward")
+    assert (status, reply["call"]) == (200, answered[-1])
+    spans = bench.store.spans("r1")
+    assert [span.attributes.get(names.RESPONSE_ID) for span in spans[:3]] == answered
+    transitions, _ = spans_to_transitions(spans)
+    assert [call.reward for call in transitions] == [0.0, 0.0, 1.0]
+
+
+async def test_a_reward_that_comes_whole_after_the_end_is_refused(bench: Bench) -> None:
+    base = bench.rollout().base_url
+    await bench.post(BODY, base=base)
+    url = f"{base}/reward"
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b'{"reward": 1, '
+        await asyncio.sleep(0.05)  # the request is taken
+        bench.gateway.close_rollout("r1")
+        yield b'"call": "last"}'
+
+    async with bench.http.post(url, data=slowly()) as response:
+        assert response.status == 404
+    assert len(bench.store.spans("r1")) == 1

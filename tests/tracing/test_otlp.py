@@ -13,11 +13,15 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import otlp
 from lightning_jax.tracing.otlp import (
     JSON,
+    MAX_ATTRIBUTES,
     MAX_CHARS,
+    MAX_KEY_CHARS,
+    MAX_SPAN_CHARS,
+    MAX_SPANS,
     PROTOBUF,
-    TooManySpans,
     read_request,
     write_response,
 )
@@ -57,7 +61,7 @@ def test_a_protobuf_span_is_read() -> None:
             names.RESPONSE_TOKEN_IDS: nested,
         },
     )
-    (span,), _ = read_request(body)
+    (span,) = read_request(body).spans
     assert (span.trace_id, span.span_id) == (TRACE.hex(), SPAN.hex())
     assert span.parent_span_id == "0" * 15 + "1"
     assert (span.start_ns, span.end_ns, span.error) == (5, 9, None)
@@ -75,10 +79,10 @@ def test_an_error_says_what_was_raised() -> None:
     event = span.events.add(name="exception")
     for key, value in (("exception.type", "TimeoutError"), ("exception.message", "30 s")):
         event.attributes.append(KeyValue(key=key, value=AnyValue(string_value=value)))
-    (read,), _ = read_request(request.SerializeToString())
+    (read,) = read_request(request.SerializeToString()).spans
     assert (read.error, read.attributes[names.ERROR_TYPE]) == ("30 s", "TimeoutError")
     span.status.message = "too slow"
-    (read,), _ = read_request(request.SerializeToString())
+    (read,) = read_request(request.SerializeToString()).spans
     assert read.error == "too slow"
 
 
@@ -93,7 +97,7 @@ def test_json_has_ids_in_hex() -> None:
         "fieldOfTomorrow": 1,
     }
     body = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
-    (read,), _ = read_request(body)
+    (read,) = read_request(body).spans
     assert (read.trace_id, read.span_id) == (TRACE.hex(), SPAN.hex())
     assert read.parent_span_id is None and read.attributes == {"n": 3}
     assert read.start_ns == 1_700_000_000_000_000_000
@@ -123,30 +127,82 @@ def test_spans_are_found_as_the_library_finds_them() -> None:
     request.resource_spans.add().scope_spans.add().spans.add(
         trace_id=TRACE, span_id=SPAN, name="second", flags=7
     )
-    spans, num_large = read_request(request.SerializeToString())
-    assert ([span.name for span in spans][1:], len(spans), num_large) == (["second"], 2, 0)
+    export = read_request(request.SerializeToString())
+    assert [span.name for span in export.spans][1:] == ["second"]
+    assert (len(export.spans), export.num_excess) == (2, 0)
 
 
-def test_more_spans_than_allowed_are_refused() -> None:
-    with pytest.raises(TooManySpans):
-        read_request(_request() * 3, max_spans=2)
-    assert len(read_request(_request() * 2, max_spans=2)[0]) == 2
-    one = {"traceId": TRACE.hex(), "spanId": SPAN.hex()}
-    body = {"resourceSpans": [{"scopeSpans": [{"spans": [one] * 3}]}]}
-    with pytest.raises(TooManySpans):
-        read_request(body, max_spans=2)
-    assert len(read_request(body, max_spans=3)[0]) == 3
-
-
-def test_a_span_too_large_is_left_out_and_counted() -> None:
+def test_span_too_large_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "MAX_SPAN_BYTES", 1000)
     large = _request(attributes={"x": AnyValue(string_value="x" * 2000)})
-    spans, num_large = read_request(_request() + large, max_span_bytes=1000)
-    assert (len(spans), num_large) == (1, 1)
+    export = read_request(_request() + large)
+    assert (len(export.spans), export.num_excess) == (1, 1)
 
 
 def test_the_answer_tells_what_was_rejected() -> None:
-    answer = ExportTraceServiceResponse.FromString(write_response(2, "why", PROTOBUF))
-    assert answer.partial_success.rejected_spans == 2
-    assert answer.partial_success.error_message == "why"
-    assert write_response(0, "", PROTOBUF) == b""
-    assert json.loads(write_response(2, "why", JSON))["partialSuccess"]["errorMessage"] == "why"
+    told = write_response({"why": 2, "wherefore": 1}, 0, PROTOBUF)
+    answer = ExportTraceServiceResponse.FromString(told)
+    assert answer.partial_success.rejected_spans == 3
+    assert answer.partial_success.error_message == "2 spans: why; 1 spans: wherefore"
+    assert write_response({}, 0, PROTOBUF) == b""
+    partial = json.loads(write_response({}, 5, JSON))["partialSuccess"]
+    assert "rejectedSpans" not in partial and partial["errorMessage"].startswith("5 attributes")
+
+
+def _list(*values: AnyValue) -> AnyValue:
+    made = AnyValue()
+    made.array_value.values.extend(values)
+    return made
+
+
+def test_attributes_are_dropped_above_the_limits_and_counted() -> None:
+    numbers = _list(*[AnyValue(int_value=1)] * (MAX_SPAN_CHARS // 8 + 1))
+    table = AnyValue()
+    table.kvlist_value.values.append(
+        KeyValue(key="k" * MAX_SPAN_CHARS, value=AnyValue(bool_value=True))
+    )
+    attributes = {
+        "k" * (MAX_KEY_CHARS + 1): AnyValue(int_value=1),
+        "numbers": numbers,
+        "table": table,
+        "kept": AnyValue(string_value="x" * MAX_CHARS),
+        "k" * MAX_KEY_CHARS: AnyValue(int_value=2),
+        "lightning.reward": AnyValue(int_value=1),
+    }
+    export = read_request(_request(attributes=attributes))
+    (span,) = export.spans
+    assert set(span.attributes) == {"kept", "k" * MAX_KEY_CHARS, names.DROPPED_ATTRIBUTES}
+    assert span.attributes[names.DROPPED_ATTRIBUTES] == export.num_dropped_attributes == 3
+    assert 0 < export.sizes[0] - MAX_CHARS < 1_000
+    many = {f"a{n}": AnyValue(int_value=n) for n in range(MAX_ATTRIBUTES + 2)}
+    export = read_request(_request(attributes=many))
+    assert len(export.spans[0].attributes) == MAX_ATTRIBUTES + 1
+    assert export.num_dropped_attributes == 2
+
+
+def test_texts_of_a_span_have_a_limit_together() -> None:
+    texts = {f"t{n}": AnyValue(string_value="x" * MAX_CHARS) for n in range(40)}
+    export = read_request(_request(attributes=texts))
+    assert export.num_dropped_attributes == 40 - MAX_SPAN_CHARS // MAX_CHARS + 1
+    assert export.sizes[0] < 1.1 * MAX_SPAN_CHARS
+
+
+def test_a_request_has_a_limit_of_spans() -> None:
+    request = ExportTraceServiceRequest()
+    for num_spans in (MAX_SPANS - 1, 3, 2):
+        spans = request.resource_spans.add().scope_spans.add().spans
+        for n in range(num_spans):
+            spans.add(trace_id=TRACE, span_id=n.to_bytes(8, "big"))
+    export = read_request(request.SerializeToString())
+    assert (len(export.spans), export.num_excess) == (MAX_SPANS, 4)
+
+
+@pytest.mark.parametrize("key", ["exception.type", "exception.message"])
+def test_an_error_is_a_text_whatever_was_sent(key: str) -> None:
+    request = ExportTraceServiceRequest.FromString(_request())
+    span = request.resource_spans[0].scope_spans[0].spans[0]
+    span.status.code = Status.STATUS_CODE_ERROR
+    event = span.events.add(name="exception")
+    event.attributes.append(KeyValue(key=key, value=_list(AnyValue(int_value=3))))
+    (read,) = read_request(request.SerializeToString()).spans
+    assert isinstance(read.error, str) and isinstance(read.attributes[names.ERROR_TYPE], str)

@@ -14,15 +14,15 @@ from lightning_jax.store_file import StoreError
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.tracer import (
     Numbers,
+    Root,
     below_root,
     child_context,
+    context_of,
     end_with_error,
     make_tracer,
-    parent_of,
-    root_span,
     trace_headers,
-    trace_id_of,
 )
+from lightning_jax.tracing.tree import call_order
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -75,7 +75,7 @@ def test_a_failed_span_says_why(store: Store) -> None:
 
 def test_the_agents_trace_is_the_parent(store: Store) -> None:
     tracer = make_tracer(store)
-    span = tracer.start_span("chat", context=parent_of({"traceparent": TRACEPARENT}, "r1"))
+    span = tracer.start_span("chat", context=context_of({"traceparent": TRACEPARENT})[0])
     tracer.start_span("choice", context=child_context(span)).end()
     span.end()
     call, child = sorted(store.spans(None), key=lambda record: record.name)
@@ -84,27 +84,60 @@ def test_the_agents_trace_is_the_parent(store: Store) -> None:
 
 
 @pytest.mark.parametrize("header", ["", "00-0-0-00", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
-def test_calls_of_a_rollout_share_a_trace_without_one(store: Store, header: str) -> None:
+def test_a_request_without_a_valid_traceparent_names_no_trace(store: Store, header: str) -> None:
+    context, trace_id = context_of({"traceparent": header})
+    assert trace_id is None
     tracer = make_tracer(store)
-    for rollout_id in ("r1", "r1", "r2", None, None):
-        context = parent_of({"traceparent": header}, rollout_id)
+    for _ in range(2):
         tracer.start_span("chat", context=context).end()
-    first, second, third, *alone = [record.trace_id for record in store.spans(None)]
-    assert first == second == trace_id_of("r1") and third == trace_id_of("r2")
-    assert len({first, third, *alone}) == 4
-    parents = [record.parent_span_id for record in store.spans(None)]
-    roots = [root_span(each, 0, 1, {}, None).span_id for each in ("r1", "r2")]
-    assert parents == [roots[0], roots[0], roots[1], None, None]
+    one, two = store.spans(None)
+    assert one.trace_id != two.trace_id and one.parent_span_id is two.parent_span_id is None
+    assert context_of({"traceparent": TRACEPARENT})[1] == "0af7651916cd43dd8448eb211c80319c"
 
 
-def test_the_root_of_a_rollout_is_where_its_traceparent_says() -> None:
-    root = root_span("r1", 5, 9, {"a": 1}, "it broke")
+def test_a_root_is_where_its_traceparent_says() -> None:
+    root = Root(sequence=3)
+    record = root.span("r1", 5, 9, {"a": 1}, "it broke")
     assert trace_headers() == {}
-    with below_root("r1"):
+    with below_root(root):
         assert trace_headers() == {"TRACEPARENT": f"00-{root.trace_id}-{root.span_id}-01"}
     assert trace_headers() == {}
-    assert root.parent_span_id is None and root.error == "it broke"
-    assert root.attributes == {"a": 1, names.ROLLOUT_ID: "r1", names.OPERATION_NAME: "invoke_agent"}
+    assert (record.trace_id, record.span_id) == (root.trace_id, root.span_id)
+    assert record.parent_span_id is None and record.error == "it broke" and record.sequence == 3
+    assert record.attributes == {
+        "a": 1, names.ROLLOUT_ID: "r1", names.OPERATION_NAME: "invoke_agent"
+    }  # fmt: skip
+
+
+def test_ids_of_roots_are_random() -> None:
+    roots = [Root() for _ in range(100)]
+    assert len({root.trace_id for root in roots} | {root.span_id for root in roots}) == 200
+
+
+def test_spans_are_ordered_by_their_beginning_though_the_clock_is_set_back(store: Store) -> None:
+    tracer = make_tracer(store)
+    hour = 3_600 * 10**9
+    first = tracer.start_span("first", start_time=2 * hour)
+    second = tracer.start_span("second", start_time=hour)  # the clock was set back
+    second.end(end_time=hour + 1)
+    first.end(end_time=hour + 2)
+    assert [span.name for span in store.spans(None)] == ["first", "second"]
+    assert [span.name for span in sorted(store.spans(None), key=call_order)] == ["first", "second"]
+    assert all(span.end_ns >= span.start_ns for span in store.spans(None))
+
+
+def test_choices_have_the_place_of_their_call(store: Store) -> None:
+    tracer = make_tracer(store)
+    call = tracer.start_span("call")
+    tracer.start_span("later call").end()
+    for index in (1, 0):
+        attributes = {names.CHOICE_INDEX: index}
+        tracer.start_span("choice", context=child_context(call), attributes=attributes).end()
+    call.end()
+    ordered = sorted(store.spans(None), key=call_order)
+    assert [span.name for span in ordered[-1:]] == ["later call"]
+    assert [s.attributes[names.CHOICE_INDEX] for s in ordered if s.name == "choice"] == [0, 1]
+    assert not any(names.SEQUENCE in span.attributes for span in ordered)
 
 
 def test_ids_differ_though_an_agent_seeds_random(store: Store) -> None:

@@ -126,6 +126,8 @@ def test_the_store_of_an_older_release_stays_as_it_is(tmp_path: Path) -> None:
     with sqlite3.connect(run / "store.sqlite") as old:
         old.execute("ALTER TABLE rollouts DROP COLUMN metrics")
         old.execute("ALTER TABLE rollouts DROP COLUMN superseded")
+        old.execute("DROP INDEX spans_by_sequence")
+        old.execute("ALTER TABLE spans DROP COLUMN sequence")
         old.execute("PRAGMA user_version=1")
     old.close()
     before = (run / "store.sqlite").read_bytes()

@@ -1,0 +1,112 @@
+"""The secrets that say whose record a request may write to, of rollouts open or ended lately."""
+
+import hashlib
+import hmac
+import secrets
+from collections import deque
+from dataclasses import dataclass, field
+
+from lightning_jax.tracing.tracer import Root
+
+MAX_TRACES = 1_000  # that the calls of one rollout may bring with them, besides its own
+MAX_ENDED_TRACES = 20_000  # of ended rollouts; exporters send in batches, so spans come late
+
+
+@dataclass(eq=False)
+class Owner:
+    """One rollout as the owner of a record, and how much of the record its posts have used.
+
+    The token is part of the rollout's URL. The key is what the rollout's agent sends as API key.
+    """
+
+    rollout_id: str
+    root: Root
+    max_spans: int
+    max_bytes: float
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    num_spans: int = 0
+    num_bytes: int = 0
+    traces: set[str] = field(default_factory=set)
+
+    def has_token(self, token: str) -> bool:
+        """Return whether the token is right, in constant time."""
+        return hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
+
+    def has_key(self, key: str) -> bool:
+        """Return whether the key is right, in constant time."""
+        return hmac.compare_digest(key.encode(errors="replace"), self.key.encode())
+
+    def has_room(self, num_spans: int, num_bytes: int) -> bool:
+        """Return whether the record may take so many more posted spans and bytes."""
+        return (
+            self.num_spans + num_spans <= self.max_spans
+            and self.num_bytes + num_bytes <= self.max_bytes
+        )
+
+    def use(self, num_spans: int, num_bytes: int) -> None:
+        """Count what was written to the record."""
+        self.num_spans += num_spans
+        self.num_bytes += num_bytes
+
+
+class Owners:
+    """Finds the owner of a request by the secret that it brings."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Owner] = {}
+        self._by_key: dict[bytes, Owner] = {}  # by digest, which says nothing of the key compared
+        self._by_trace: dict[str, Owner] = {}
+        self._ended: deque[Owner] = deque()  # oldest first
+        self._num_ended_traces = 0
+
+    def add(self, owner: Owner) -> None:
+        """Remember an owner whose rollout opens."""
+        self._by_id[owner.rollout_id] = owner
+        self._by_key[_digest(owner.key)] = owner
+        self._claim(owner, owner.root.trace_id)
+
+    def end(self, owner: Owner) -> None:
+        """Forget the owners that ended first once there are too many. `owner` ends now."""
+        self._ended.append(owner)
+        self._num_ended_traces += len(owner.traces)
+        while self._num_ended_traces > MAX_ENDED_TRACES:
+            self._forget(self._ended.popleft())
+
+    def of_id(self, rollout_id: str) -> Owner | None:
+        """Return the owner of that rollout."""
+        return self._by_id.get(rollout_id)
+
+    def of_key(self, key: str) -> Owner | None:
+        """Return the owner with that key."""
+        return self._by_key.get(_digest(key))
+
+    def of_trace(self, trace_id: str) -> Owner | None:
+        """Return the rollout that the trace belongs to: its own, or one that its calls brought."""
+        return self._by_trace.get(trace_id)
+
+    def claim(self, owner: Owner, trace_id: str) -> bool:
+        """Give the trace of a call to its rollout. Return False if it is another rollout's, or the
+        rollout has MAX_TRACES already.
+        """
+        found = self._by_trace.get(trace_id)
+        if found is None and len(owner.traces) <= MAX_TRACES:
+            self._claim(owner, trace_id)
+            return True
+        return found is owner
+
+    def _claim(self, owner: Owner, trace_id: str) -> None:
+        self._by_trace[trace_id] = owner
+        owner.traces.add(trace_id)
+
+    def _forget(self, owner: Owner) -> None:
+        self._num_ended_traces -= len(owner.traces)
+        del self._by_key[_digest(owner.key)]
+        for trace_id in owner.traces:
+            del self._by_trace[trace_id]
+        if self._by_id.get(owner.rollout_id) is owner:
+            del self._by_id[owner.rollout_id]
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.blake2b(key.encode(errors="replace"), digest_size=32).digest()
