@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 import shlex
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,8 +176,20 @@ class AgentConfig:
     command: Any = None
     # Of a command. FILE:FUNCTION, (task, output) -> reward; None: the output's last line is it.
     reward: str | None = None
+    # Variables for a program besides those of docs/agents.md: NAME, with the value that the trainer
+    # has, or NAME=value.
+    env: tuple[str, ...] = ()
+    # Limits of one program with all that it started. Over one of them the program is ended.
+    max_processes: int = 1024
+    memory_mib: float | None = None  # resident, all together; None: what the machine has
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "env", tuple(self.env))
+        if not all(_VARIABLE.match(each) for each in self.env):  # without the values
+            raise FieldError(
+                f"env has {[each.partition('=')[0] for each in self.env]}; expected names of "
+                "variables, each alone or with =VALUE, and not the ??? of a saved file."
+            )
         command = self.command
         if isinstance(command, str):
             object.__setattr__(self, "command", _words(command))
@@ -197,7 +210,12 @@ class AgentConfig:
                 self.reward is None or (":" in self.reward and command is not None),
                 "FILE:FUNCTION beside agent.command; agent.function returns the reward itself",
             ),
+            max_processes=(self.max_processes >= 1, "at least 1"),
+            memory_mib=(self.memory_mib is None or self.memory_mib > 0, "above 0, or none"),
         )
+
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*(=(?!\?\?\?$)[^\0]*)?\Z", re.ASCII | re.DOTALL)
 
 
 def _words(line: str) -> tuple[str, ...]:

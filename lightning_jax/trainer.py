@@ -36,6 +36,7 @@ from lightning_jax import distributed, plan
 from lightning_jax.agent_loop import apart
 from lightning_jax.config import Config, ConfigError, changed_keys, load_config, save_config
 from lightning_jax.config_sections import AUTO
+from lightning_jax.files import make_private
 from lightning_jax.garbage import lasting_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
@@ -212,7 +213,7 @@ def _tell_of_bias(config: Config) -> None:
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
     """Raises ConfigError where another process trains there: two would undo each other's work."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_private(directory)
     lock = FileLock(directory / "run.lock", blocking=False)
     try:
         lock.acquire()

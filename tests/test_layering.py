@@ -10,7 +10,7 @@ ROWS = (
     ("types",),
     (
         *("config", "config_learning", "config_roles", "config_sections"),
-        *("metrics", "distributed", "garbage", "threads", "watchdog"),
+        *("files", "metrics", "distributed", "garbage", "threads", "watchdog"),
     ),
     ("models",),
     ("rl",),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -287,3 +288,11 @@ def test_a_newer_schema_is_not_read_as_this_one(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(StoreError, match="has schema version 99"):
         Store(path, read_only=True)
+
+
+def test_store_and_its_journals_are_private(tmp_path: Path) -> None:
+    with closing(Store(tmp_path / "store.sqlite")) as store:
+        store.add_version(0, 0)
+        files = sorted(tmp_path.iterdir())
+        assert len(files) == 3
+        assert all(path.stat().st_mode & 0o077 == 0 for path in files)
