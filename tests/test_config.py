@@ -147,8 +147,11 @@ def test_saved_settings_load_again_and_differences_are_named(tmp_path: Path) -> 
 
 def test_secrets_are_not_saved_and_are_asked_for_again(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    role = "roles.judge={agent: judge, served_by: 'https://x.example', trains: false, api_key: secret-2}"
-    given = ["serve.api_key=secret-1", "agent.env=[TOKEN=secret-3,NAME]", role]
+    role = "{agent: judge, served_by: 'https://x.example', trains: false, api_key: secret-2}"
+    given = [
+        *("serve.api_key=secret-1", "agent.env=[TOKEN=secret-3,NAME]"),
+        f"roles.judge={role}",
+    ]
     config = load_config(Config, given)
     save_config(config, path)
     text = path.read_text()
