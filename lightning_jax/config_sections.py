@@ -133,6 +133,10 @@ class ServeConfig:
     # the host is slower than a step, on an accelerator; never on a CPU.
     steps_per_dispatch: int = 1
     max_queue: int = 1024  # requests waiting for a slot; more are refused with 429
+    # Connections at once, or as few as the limit of open files allows. One more closes an idle one.
+    max_connections: int = 4096
+    idle_connection_s: float = 300.0  # a connection without a request, or unread, is closed then
+    slow_request_s: float = 60.0  # a request that is not whole by then is refused with 408
     # Memory for keys and values of past calls, beside the slots'; at most 8 times theirs is taken.
     # Each copy of the engine, and each policy that has weights of its own, has as much.
     # SmolLM2-135M in float32 has 46 kB a token: 256 MiB are 5,800 tokens. 0: nothing is kept.
@@ -152,6 +156,9 @@ class ServeConfig:
             max_len=(self.max_len >= 16, "at least 16 tokens"),
             steps_per_dispatch=(self.steps_per_dispatch >= 1, "at least 1"),
             max_queue=(self.max_queue >= 0, "at least 0"),
+            max_connections=(self.max_connections >= 1, "at least 1"),
+            idle_connection_s=(self.idle_connection_s > 0, "a positive number of seconds"),
+            slow_request_s=(self.slow_request_s > 0, "a positive number of seconds"),
             prefill_buckets=(
                 bool(self.prefill_buckets) and self.prefill_buckets[0] > 0,
                 "positive lengths",

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 
 WANTED = 2**16  # more is of no use to a run, and slow for programs that close all they could have
+RESERVED = 128  # for the store, checkpoints, libraries and the device
 EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 
 _original: list[int] = []  # the soft limit that this process began with
@@ -14,7 +15,8 @@ _original: list[int] = []  # the soft limit that this process began with
 
 def limit_of_files() -> int:
     """Return how many files this process may have open at once."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return WANTED if soft == resource.RLIM_INFINITY else soft
 
 
 def original_limit() -> int:
@@ -26,12 +28,18 @@ def raise_limit() -> int:
     """Raise the soft limit of open files as far as it may be, up to WANTED; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     _original[:] = _original or [soft]
-    unlimited = resource.RLIM_INFINITY
-    wanted = WANTED if hard == unlimited else min(WANTED, hard)
-    if soft != unlimited and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit beside this one
+    wanted = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
+    while soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            break
+        wanted //= 2  # macOS has a lower limit beside this one
     return limit_of_files()
+
+
+def number_free() -> int:
+    """Return how many files may be opened by whoever is not the run itself."""
+    return raise_limit() - number_open() - RESERVED
 
 
 def number_open() -> int:

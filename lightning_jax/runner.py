@@ -26,6 +26,7 @@ from typing import Any
 
 from lightning_jax.agent_child import module_name_of
 from lightning_jax.config import ConfigError, RolloutConfig
+from lightning_jax.descriptors import is_exhausted
 from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.gateway.rollouts import derive_seed
 from lightning_jax.store import CRASH, Store
@@ -359,7 +360,10 @@ def _outcome_of_error(error: BaseException) -> Outcome:
     that is not a connection's.
     """
     errors = _members(error)
-    faults = [each for each in errors if not isinstance(each, ConnectionError)]
+    # Agents share this process's descriptors, so it is not one agent's fault if none is left.
+    faults = [
+        each for each in errors if not isinstance(each, ConnectionError) and not is_exhausted(each)
+    ]
     told = (faults or errors)[0]
     status = "agent_failure" if faults else "infrastructure_failure"
     return Outcome(status, None, type(told).__name__, _detail(told))

@@ -73,6 +73,11 @@ class Meters:
             "Spans over OTLP that belong to no rollout, and were not kept.",
             registry=registry,
         )
+        self.closed_connections = Counter(
+            "lightning_closed_connections",
+            "Connections closed to make room, or idle or slow for too long.",
+            registry=registry,
+        )
         registry.register(_EngineCollector(engine_stats))
 
     @contextmanager
@@ -97,7 +102,8 @@ class Meters:
     def totals(self) -> dict[str, float]:
         """The counters that a trainer logs, since the start."""
         names = (
-            "prefix_breaks", "malformed_tool_calls", "joined_calls", "spans", "unknown_spans"
+            "prefix_breaks", "malformed_tool_calls", "joined_calls", "spans", "unknown_spans",
+            "closed_connections",
         )  # fmt: skip
         read = self._registry.get_sample_value
         return {f"serve/{name}": read(f"lightning_{name}_total") or 0.0 for name in names}
