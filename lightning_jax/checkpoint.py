@@ -1,5 +1,7 @@
 """Orbax checkpoints of a run: params, optimizer state, and the places in the task pipelines."""
 
+import errno
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from lightning_jax.config import CheckpointConfig
+from lightning_jax.descriptors import causes, is_exhausted
+from lightning_jax.files import make_private
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.train_state import TrainState
 from lightning_jax.types import Leaf, UserError
@@ -61,6 +65,7 @@ class Checkpointer:
     def __init__(self, directory: Path, config: CheckpointConfig) -> None:
         self._directory = directory.resolve()
         try:
+            make_private(self._directory)
             self._manager = ocp.CheckpointManager(
                 self._directory,
                 options=ocp.CheckpointManagerOptions(
@@ -97,8 +102,8 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self._directory}: "
-                f"{error}. "
-                "Free some disk space; the same command goes on from the checkpoint before."
+                f"{str(error).rstrip('.')}. {_remedy(error)}; the same command goes on from the "
+                "checkpoint before."
             ) from error
 
     def clear(self) -> None:
@@ -169,6 +174,20 @@ class Checkpointer:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _remedy(error: Exception) -> str:
+    """Return what to do about a checkpoint that cannot be written.
+
+    Libraries put the system's error number into the text of errors of their own.
+    """
+    text = " ".join(str(each) for each in causes(error))
+    numbers = {each.errno for each in causes(error) if isinstance(each, OSError)}
+    if is_exhausted(error) or os.strerror(errno.EMFILE) in text:
+        return "Raise the limit of open files (`ulimit -Hn`) or lower rollout.concurrency"
+    if numbers & {errno.ENOSPC, errno.EDQUOT} or os.strerror(errno.ENOSPC) in text:
+        return "Free some disk space"
+    return "Check the directory and the disk that it is on"
 
 
 def _is_state(node: Any) -> bool:

@@ -36,6 +36,9 @@ SERVE_FLAGS = {
     "slots": "requests answered at once; of several GPUs or TPUs, by each",
     "max_len": "tokens of prompt and response together",
     "max_queue": "requests that may wait for a slot; more get a 429",
+    "max_connections": "connections at once; one more closes an idle one",
+    "idle_connection_s": "seconds until a connection without a request is closed",
+    "slow_request_s": "seconds for a request to arrive whole; a slower one gets a 408",
 }
 
 

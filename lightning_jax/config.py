@@ -39,9 +39,14 @@ from lightning_jax.config_sections import (
     ServeConfig,
     require,
 )
+from lightning_jax.files import write_whole
 from lightning_jax.types import UserError
 
 T = TypeVar("T")
+
+# What a saved file holds in place of a secret. Such a file asks for the value when it is loaded.
+HIDDEN = "???"
+SECRET = "api_key"  # the name of a field, in whatever section, that is never saved
 
 MOVED = {"rollout.agent": "agent.function"}  # keys that once were, and where they are now
 
@@ -124,7 +129,7 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
     nothing sets.
 
     `only` names the sections to read; the others keep their defaults. So a reader of an older run
-    does not stumble over settings that it has no use for.
+    does not stumble over settings that it has no use for, nor over secrets that were not saved.
     """
     merged, given = OmegaConf.structured(schema), OmegaConf.create()
     for name, layer in _layers(argv):
@@ -135,7 +140,10 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
             merged = OmegaConf.merge(merged, layer)
             given = OmegaConf.merge(given, layer)
     try:
-        unset = sorted(OmegaConf.missing_keys(given))  # in `merged` they keep their defaults
+        # In `merged` they keep their defaults. A reader of a run has no use for its secrets.
+        unset = sorted(
+            key for key in OmegaConf.missing_keys(given) if only is None or not _is_secret(key)
+        )
         if unset:
             raise ConfigError(
                 f"{unset[0]} is left to be set by one of the files; add {unset[0]}=VALUE."
@@ -150,12 +158,33 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
 
 
 def save_config(config: Any, path: Path) -> None:
-    """Writes the resolved settings as YAML."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    """Write the resolved settings as YAML, with HIDDEN in place of secrets."""
+    write_whole(path, OmegaConf.to_yaml(OmegaConf.create(_hide(_as_container(config)))))
+
+
+def _as_container(config: Any) -> Any:
+    return OmegaConf.to_container(OmegaConf.structured(config))
+
+
+def _is_secret(key: str) -> bool:
+    return key.rpartition(".")[2] == SECRET
+
+
+def _hide(node: Any, name: str = "") -> Any:
+    """Return plain settings without the values of secrets."""
+    if isinstance(node, dict):
+        return {str(key): _hide(value, str(key)) for key, value in node.items()}
+    if name == "env":  # of agents' programs
+        return [text.partition("=")[0] + f"={HIDDEN}" * ("=" in text) for text in node]
+    return HIDDEN if name == SECRET and node is not None else node
 
 
 def _where(arg: str) -> str:
-    return f"setting {arg!r}" if _is_setting(arg) else f"config {arg}"
+    if not _is_setting(arg):
+        return f"config {arg}"
+    key, _, value = arg.partition("=")
+    is_secret = _is_secret(key) or key == "agent.env"
+    return f"setting {f'{key}={HIDDEN if is_secret else value}'!r}"
 
 
 def _is_setting(arg: str) -> bool:
@@ -264,14 +293,26 @@ def _one_sentence(error: Exception) -> str:
 
 
 def changed_keys(path: Path, config: Any) -> list[str]:
-    """The dotted keys in which `config` differs from the settings saved at `path`; none without a
-    file.
+    """Return the dotted keys in which `config` differs from the settings saved at `path`.
+
+    Secrets are not compared. A key that the file lacks counts as its default, so that a new setting
+    changes no run. Raises ConfigError for a damaged file.
     """
     if not path.exists():
         return []
-    old = _flatten(OmegaConf.to_container(OmegaConf.load(path)))
-    new = _flatten(OmegaConf.to_container(OmegaConf.structured(config)))
-    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path))
+        if not saved or not isinstance(saved, dict):
+            raise ValueError("it holds no settings")
+    except (YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{path} is damaged ({_one_sentence(error)}); delete it to go on with the settings "
+            "given now, or set another run_dir."
+        ) from error
+    old = _flatten(_hide(_as_container(type(config)()))) | _flatten(_hide(saved))
+    new = _flatten(_hide(_as_container(config)))
+    keys = (key for key in old.keys() | new.keys() if not _is_secret(key))
+    return sorted(key for key in keys if old.get(key) != new.get(key))
 
 
 def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 import shlex
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,6 +144,10 @@ class ServeConfig:
     # Memory of one rollout for answers that a retry may ask for again, and as much for saved
     # responses. The oldest are forgotten first.
     max_kept_mib_per_rollout: float = 64.0
+    # Connections at once, or as few as the limit of open files allows. One more closes an idle one.
+    max_connections: int = 4096
+    idle_connection_s: float = 300.0  # a connection without a request, or unread, is closed then
+    slow_request_s: float = 60.0  # a request that is not whole by then is refused with 408
     # Memory for keys and values of past calls, beside the slots'; at most 8 times theirs is taken.
     # Each copy of the engine, and each policy that has weights of its own, has as much.
     # SmolLM2-135M in float32 has 46 kB a token: 256 MiB are 5,800 tokens. 0: nothing is kept.
@@ -171,6 +176,9 @@ class ServeConfig:
                 0 <= self.max_kept_mib_per_rollout < math.inf,
                 "0 or more MiB",
             ),
+            max_connections=(self.max_connections >= 1, "at least 1"),
+            idle_connection_s=(self.idle_connection_s > 0, "a positive number of seconds"),
+            slow_request_s=(self.slow_request_s > 0, "a positive number of seconds"),
             prefill_buckets=(
                 bool(self.prefill_buckets) and self.prefill_buckets[0] > 0,
                 "positive lengths",
@@ -195,8 +203,20 @@ class AgentConfig:
     command: Any = None
     # Of a command. FILE:FUNCTION, (task, output) -> reward; None: the output's last line is it.
     reward: str | None = None
+    # Variables for a program besides those of docs/agents.md: NAME, with the value that the trainer
+    # has, or NAME=value.
+    env: tuple[str, ...] = ()
+    # Limits of one program with all that it started. Over one of them the program is ended.
+    max_processes: int = 1024
+    memory_mib: float | None = None  # resident, all together; None: what the machine has
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "env", tuple(self.env))
+        if not all(_VARIABLE.match(each) for each in self.env):  # without the values
+            raise FieldError(
+                f"env has {[each.partition('=')[0] for each in self.env]}; expected names of "
+                "variables, each alone or with =VALUE, and not the ??? of a saved file."
+            )
         command = self.command
         if isinstance(command, str):
             object.__setattr__(self, "command", _words(command))
@@ -217,7 +237,12 @@ class AgentConfig:
                 self.reward is None or (":" in self.reward and command is not None),
                 "FILE:FUNCTION beside agent.command; agent.function returns the reward itself",
             ),
+            max_processes=(self.max_processes >= 1, "at least 1"),
+            memory_mib=(self.memory_mib is None or self.memory_mib > 0, "above 0, or none"),
         )
+
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*(=(?!\?\?\?$)[^\0]*)?\Z", re.ASCII | re.DOTALL)
 
 
 def _words(line: str) -> tuple[str, ...]:

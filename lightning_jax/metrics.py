@@ -1,10 +1,11 @@
 """Metrics are `{"area/name": float}`: a JSON line per step, and a picture of the curves."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lightning_jax.files import replacing, write_whole
 
 Metrics = dict[str, float]
 Row = dict[str, float | int]  # metrics and their step
@@ -31,7 +32,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, first_step: int) -> None:
         kept = [row for row in read_metrics(path) if row["step"] < first_step]
-        _replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.path = path
         self.rows: list[Row] = kept
 
@@ -75,10 +76,8 @@ def plot_curves(rows: Sequence[Mapping[str, float | int]], path: Path, title: st
         axes.grid(alpha=0.3)
     for axes in figure.axes[len(panels) :]:
         axes.set_axis_off()
-    temporary = path.with_name(f".{path.name}.tmp")
-    with matplotlib.rc_context({"savefig.dpi": 90}):
-        figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    with replacing(path) as draft, matplotlib.rc_context({"savefig.dpi": 90}):
+        figure.savefig(draft, format="png")
 
 
 def _draw(
@@ -101,9 +100,3 @@ def _draw(
     if log_scale and any(name in row and row[name] > 0 for row in rows for name in metrics):
         axes.set_yscale("log")
     axes.legend(fontsize=7)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

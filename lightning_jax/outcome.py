@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from lightning_jax.agent_child import address_of, faults_of, members
 from lightning_jax.config import RolloutConfig
+from lightning_jax.descriptors import is_exhausted
 from lightning_jax.types import LLM, RolloutStatus
 
 MAX_REASON = 100  # characters; a reason becomes part of a metric's name
@@ -95,7 +96,8 @@ def outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
 
 def _outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
     errors = members(error)
-    faults = faults_of(errors)
+    # Agents share this process's descriptors: it is not one agent's fault if none is left.
+    faults = [fault for fault in faults_of(errors) if not is_exhausted(fault)]
     told = (faults or errors)[0]
     reason = _storable(type(told).__name__[:MAX_REASON]) or "unnamed_error"
     if type(told) is SystemExit:  # asyncio would end the whole run by it

@@ -1,18 +1,19 @@
 """Runs a program to its end, under three promises: what it prints is kept within bounds and never
 blocks it, nothing it started outlives it, and whoever waits for it may be cancelled.
 
-A program has a session of its own, whose processes get each signal together. A child that leaves
-the session is found by a mark in the environment that it inherited, where the system shows
-environments (Linux). Only a child that leaves the session and clears its environment escapes.
+A supervisor (`supervisor.py`) stands between this process and each program. It ends the program and
+its descendants when the program ends, when it is over a limit, and when this process wants it or is
+gone itself.
 """
 
 import asyncio
 import logging
 import os
-import secrets
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,9 +23,17 @@ log = logging.getLogger(__name__)
 
 MAX_OUTPUT = 2**20  # bytes of its standard output that are kept: the last ones
 MAX_ERRORS = 2**16  # and of its standard error
-GRACE_S = 2.0  # from SIGTERM to SIGKILL
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _CHUNK = 2**16
-_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use with all that it started. 0: no limit."""
+
+    max_processes: int = 0
+    memory_bytes: int = 0
+    num_files: int = 0  # the soft limit of open files that each of its processes begins with
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Ended:
     status: int  # its exit status; minus the signal's number where one killed it
     output: str
     errors: str
+    exceeded: str | None = None  # the field of AgentConfig over which it was ended
 
 
 async def run_program(
@@ -41,35 +51,59 @@ async def run_program(
     environment: Mapping[str, str],
     stdin: bytes,
     keep_open: Sequence[int] = (),
+    limits: Limits = Limits(),
 ) -> Ended:
     """Runs a command line to its end, then ends whatever it left behind.
 
     `keep_open` names file descriptors that the program inherits. Cancelled, it ends the program and
-    all that it started: SIGTERM, and SIGKILL after GRACE_S. Raises OSError if it cannot be started.
+    all that it started: SIGTERM, and SIGKILL after a grace. Raises OSError if it cannot be started.
     """
-    mark = f"LIGHTNING_PROGRAM_{secrets.token_hex(16)}"
-    process = None
-    with tempfile.TemporaryFile() as task, _tail(MAX_OUTPUT) as output, _tail(MAX_ERRORS) as errors:
-        task.write(stdin)  # a file, because a program that never reads it would fill a pipe
-        task.seek(0)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *words,
+    ours, theirs = socket.socketpair()
+    with (
+        ours,
+        tempfile.TemporaryFile() as task,
+        _tail(MAX_OUTPUT) as output,
+        _tail(MAX_ERRORS) as errors,
+    ):
+        with theirs:
+            task.write(stdin)  # a file, because a program that never reads it would fill a pipe
+            task.seek(0)
+            numbers = (theirs.fileno(), *vars(limits).values())
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", SUPERVISOR, *map(str, numbers), *words],
                 stdin=task,
                 stdout=output.writer,
                 stderr=errors.writer,
-                env={**environment, mark: "1"},
-                pass_fds=keep_open,
+                env=environment,
+                pass_fds=(theirs.fileno(), *keep_open),
                 start_new_session=True,
             )
+        try:
             output.start()
             errors.start()
-            status = await process.wait()
+            told = await _told_by(ours)
         finally:
-            await _end_all(process.pid if process else None, mark.encode())
-            if process:
-                await process.wait()
-        return Ended(status, output.finish(words[0]), errors.finish(words[0]))
+            ours.close()  # which has the supervisor end what still runs
+            while process.poll() is None:
+                await asyncio.sleep(0.002)
+        if "errno" in told:
+            number = int(told["errno"])
+            raise OSError(number, os.strerror(number), words[0])
+        status = int(told.get("exit", -signal.SIGKILL))
+        return Ended(status, output.finish(words[0]), errors.finish(words[0]), told.get("over"))
+
+
+async def _told_by(supervisor: socket.socket) -> dict[str, str]:
+    """Return what a supervisor tells until it ends; if it was killed, end its program's group."""
+    supervisor.setblocking(False)
+    received = b""
+    while chunk := await asyncio.get_running_loop().sock_recv(supervisor, 4096):
+        received += chunk
+    told = dict(line.split() for line in received.decode().splitlines())
+    if told.keys() == {"started"}:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(int(told["started"]), signal.SIGKILL)
+    return told
 
 
 class _Tail:
@@ -134,49 +168,3 @@ def _tail(limit: int) -> Iterator[_Tail]:
         yield tail
     finally:
         tail.close()
-
-
-async def _end_all(group: int | None, mark: bytes) -> None:
-    """Ends every process of the group and every one with the mark: politely, then for sure."""
-    if not _send(signal.SIGTERM, group, mark):
-        return
-    try:
-        give_up = time.monotonic() + GRACE_S
-        while time.monotonic() < give_up and _is_alive(group, mark):
-            await asyncio.sleep(0.02)
-    finally:
-        for _ in range(10):  # one that starts others meanwhile is not gone at once
-            _send(signal.SIGKILL, group, mark)
-            if not _is_alive(group, mark):
-                break
-            time.sleep(0.001)
-
-
-def _send(number: int, group: int | None, mark: bytes) -> bool:
-    """Sends each process the signal once; whether there was one."""
-    sent = False
-    if group is not None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, number)
-            sent = True
-    for pid in _marked(mark):
-        with suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(pid) != group:
-                os.kill(pid, number)
-                sent = True
-    return sent
-
-
-def _is_alive(group: int | None, mark: bytes) -> bool:
-    """Whether a process is left. Dead ones that nobody waits for have no environment any more."""
-    return bool(_marked(mark)) if _PROC.is_dir() else _send(0, group, mark)
-
-
-def _marked(mark: bytes) -> list[int]:
-    """The processes whose environment holds the mark; none where environments are not shown."""
-    found = []
-    for directory in _PROC.glob("[0-9]*"):
-        with suppress(OSError):  # another user's, or ended meanwhile
-            if mark in (directory / "environ").read_bytes():
-                found.append(int(directory.name))
-    return found

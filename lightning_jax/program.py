@@ -11,15 +11,18 @@ import inspect
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_jax.config import AgentConfig, ConfigError
-from lightning_jax.process_group import Ended, run_program
+from lightning_jax.descriptors import original_limit
+from lightning_jax.process_group import Ended, Limits, run_program
 from lightning_jax.runner import Agent, Result, load_agent, load_function
 from lightning_jax.tracing.tracer import trace_headers
 from lightning_jax.types import LLM, Task
@@ -30,6 +33,16 @@ CHILD = Path(__file__).with_name("agent_child.py")
 MAX_VARIABLE = 2**17  # bytes of NAME=value with its end, on Linux; longer ones fail every program
 MAX_RESULT = 2**20  # bytes
 TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h: something that the program stands on is down
+# Names of the variables that programs inherit: what finds files, interpreters and the network. The
+# rest may be secrets. Proxies may be as well, but nothing is reached without them.
+INHERITED = re.compile(
+    "PATH|HOME|USER|LOGNAME|SHELL|PWD|LANG|LANGUAGE|LC_[A-Z]+|TZ|TERM|TMPDIR|TEMP|TMP|XDG_[A-Z_]+"
+    "|PYTHON[A-Z_]*|VIRTUAL_ENV|CONDA_PREFIX|CONDA_DEFAULT_ENV|PYENV_[A-Z_]+|JAVA_HOME|GOPATH"
+    "|NODE_PATH|NODE_OPTIONS|NODE_EXTRA_CA_CERTS|NVM_[A-Z_]+|GEM_[A-Z]+"
+    "|(DY)?LD_[A-Z_]+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE"
+    "|SSL_CERT_FILE|SSL_CERT_DIR|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
+    "|(HTTPS?|FTP|ALL|NO)_PROXY|(https?|ftp|all|no)_proxy"
+)
 LOAD_TIMEOUT_S = 120.0  # for another interpreter to import the agent's framework
 
 
@@ -39,6 +52,10 @@ class ExitStatus(Exception):
 
 class KilledBySignal(Exception):
     """The program was ended by a signal that we did not send."""
+
+
+class OverLimit(Exception):
+    """The program was ended because it used more than its settings allow."""
 
 
 class TemporaryFailure(ConnectionError):
@@ -54,12 +71,20 @@ def make_agent(config: AgentConfig) -> Agent:
     if config.command is not None:
         return _command_agent(config)
     if config.python is not None:
-        return _interpreter_agent(config.python, config.function)
+        return _interpreter_agent(config.python, config)
     return load_agent(config.function)
 
 
+def inherited(extra: Sequence[str]) -> dict[str, str]:
+    """Return the variables of this process that programs get, and those that `agent.env` adds."""
+    given = (entry.partition("=") for entry in extra)
+    added = {name: value if is_set else os.environ.get(name) for name, is_set, value in given}
+    found = {name: value for name, value in os.environ.items() if INHERITED.fullmatch(name)}
+    return found | {name: value for name, value in added.items() if value is not None}
+
+
 def program_environment(task: Task, llm: LLM) -> dict[str, str]:
-    """The variables that a program gets beside those of this process.
+    """The variables that a program gets beside those that it inherits.
 
     LIGHTNING_TASK is left out where a task is longer than a variable may be.
     """
@@ -83,11 +108,12 @@ def program_environment(task: Task, llm: LLM) -> dict[str, str]:
 
 def _command_agent(config: AgentConfig) -> Agent:
     words = (_found(config.command[0], "agent.command"), *config.command[1:])
+    start = _starter(words, config)
     reward = load_function(config.reward) if config.reward else None
 
     async def agent(task: Task, llm: LLM) -> Result:
-        ended = await _run(words, task, llm)
-        _check_end(ended)
+        ended = await start(task, llm)
+        _check_end(ended, config)
         if reward is None:
             return _last_line(ended.output)
         # It may run tests or ask a judge for seconds, which other rollouts do not wait for.
@@ -97,16 +123,17 @@ def _command_agent(config: AgentConfig) -> Agent:
     return agent
 
 
-def _interpreter_agent(python: str, function: str) -> Agent:
-    words = (_found(python, "agent.python"), str(CHILD), function)
-    _check_loads(words)
+def _interpreter_agent(python: str, config: AgentConfig) -> Agent:
+    words = (_found(python, "agent.python"), str(CHILD), config.function)
+    _check_loads(words, inherited(config.env))
+    start = _starter(words, config)
 
     async def agent(task: Task, llm: LLM) -> Result:
         with tempfile.TemporaryFile() as channel:
-            ended = await _run((*words, str(channel.fileno())), task, llm, channel.fileno())
+            ended = await start(task, llm, channel.fileno())
             told = os.pread(channel.fileno(), MAX_RESULT, 0)
         if not told:
-            _check_end(ended)
+            _check_end(ended, config)
             return None
         return _told(told)
 
@@ -123,7 +150,7 @@ def _found(program: str, key: str) -> str:
     return path
 
 
-def _check_loads(words: tuple[str, ...]) -> None:
+def _check_loads(words: tuple[str, ...], environment: Mapping[str, str]) -> None:
     """Tries once what each rollout will do, so that a missing framework is told before the run."""
     what = f"agent.function {words[-1]!r} cannot be used with agent.python {words[0]}"
     try:
@@ -131,7 +158,7 @@ def _check_loads(words: tuple[str, ...]) -> None:
             words,
             stdin=subprocess.DEVNULL,
             env={
-                **os.environ,
+                **environment,
                 **program_environment({}, LLM("http://localhost/v1", "none", "none")),
             },
             capture_output=True,
@@ -145,16 +172,33 @@ def _check_loads(words: tuple[str, ...]) -> None:
         raise ConfigError(f"{what}: {_last_words(tried.stderr.decode('utf-8', 'replace'))}")
 
 
-async def _run(words: tuple[str, ...], task: Task, llm: LLM, *keep_open: int) -> Ended:
-    environment = {**os.environ, **program_environment(task, llm)}
-    try:
-        return await run_program(words, environment, json.dumps(task).encode(), keep_open)
-    except OSError as error:  # it was there when the run began: too many processes, no memory, ...
-        raise NotStarted(f"{words[0]} could not be started: {error}") from error
+def _starter(words: tuple[str, ...], config: AgentConfig) -> Callable[..., Awaitable[Ended]]:
+    """Return a function that runs the command line for a task; a descriptor is its last word."""
+    limits = Limits(
+        max_processes=config.max_processes,
+        memory_bytes=int((config.memory_mib or 0) * 2**20),
+        num_files=original_limit(),
+    )
+    outer = inherited(config.env)
+
+    async def start(task: Task, llm: LLM, *keep_open: int) -> Ended:
+        environment = {**outer, **program_environment(task, llm)}
+        line = (*words, *map(str, keep_open))
+        try:
+            return await run_program(
+                line, environment, json.dumps(task).encode(), keep_open, limits
+            )
+        except OSError as error:  # it was there when the run began: no memory, no descriptors, ...
+            raise NotStarted(f"{words[0]} could not be started: {error}") from error
+
+    return start
 
 
-def _check_end(ended: Ended) -> None:
+def _check_end(ended: Ended, config: AgentConfig) -> None:
     """Raises for a program that did not end well; the message is its last word."""
+    if ended.exceeded is not None:
+        value = getattr(config, ended.exceeded)
+        raise OverLimit(f"the program used more than agent.{ended.exceeded}={value}")
     words = _last_words(ended.errors)
     if ended.status == TEMPORARY_FAILURE:
         raise TemporaryFailure(words)

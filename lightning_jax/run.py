@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from lightning_jax import distributed
 from lightning_jax.config import Config
 from lightning_jax.export import EXPORTED, export
+from lightning_jax.files import write_whole
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.metrics import Metrics, MetricsLog, plot_curves
 from lightning_jax.models.load import LoadedModel
@@ -363,7 +364,7 @@ class Run:
         for name in self.config.weights:
             params = self.leader.call("whole_params", name)
             export(self.directory, self.model, name, params, self.config.adapters)
-        (self.directory / EXPORTED).write_text(f'{{"step": {self.step}}}\n')
+        write_whole(self.directory / EXPORTED, f'{{"step": {self.step}}}\n')
         return self.directory / "policy"
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.config import Config
+from lightning_jax.config import Config, ConfigError
+from lightning_jax.files import write_whole
 from lightning_jax.types import Task
 
 NAME = "sources.json"  # in a run's directory
@@ -40,17 +41,26 @@ def digests(
 
 
 def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:
-    """The names whose digest differs from the one saved there; none where nothing was saved."""
-    try:
-        old = json.loads((directory / NAME).read_text())
-    except (OSError, ValueError):
+    """Return the names whose digest differs from the one saved there; none if none was saved.
+
+    Raises ConfigError for a damaged file.
+    """
+    path = directory / NAME
+    if not path.exists():
         return []
+    try:
+        old = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}); delete it to go on without knowing whether the agent's "
+            "file or the tasks changed."
+        ) from error
     return sorted(name for name in now if name in old and now[name] != old[name])
 
 
 def save_sources(directory: Path, now: dict[str, str]) -> None:
     """Keeps them for the next start."""
-    (directory / NAME).write_text(json.dumps(now, indent=1) + "\n")
+    write_whole(directory / NAME, json.dumps(now, indent=1) + "\n")
 
 
 def _file_of(reference: str | None) -> Path | None:

@@ -5,6 +5,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightning_jax.files import create_private
 from lightning_jax.types import UserError
 
 SCHEMA_VERSION = 4
@@ -65,6 +66,9 @@ def open_file(path: Path, *, read_only: bool) -> sqlite3.Connection:
     if not path.parent.is_dir():
         raise StoreError(f"store {path} has no directory to lie in; create {path.parent} first.")
     where = f"{path.resolve().as_uri()}?mode=ro" if read_only else str(path)
+    if not read_only:  # SQLite gives its journals the mode of the file
+        with contextlib.suppress(OSError):  # of which SQLite says why
+            create_private(path)
     with one_sentence(path):
         db = sqlite3.connect(where, timeout=30.0, check_same_thread=False, uri=read_only)
     try:

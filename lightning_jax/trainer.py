@@ -36,6 +36,8 @@ from lightning_jax import distributed, plan
 from lightning_jax.agent_loop import apart
 from lightning_jax.config import Config, ConfigError, changed_keys, load_config, save_config
 from lightning_jax.config_sections import AUTO
+from lightning_jax.descriptors import limit_of_files, number_free
+from lightning_jax.files import make_private
 from lightning_jax.garbage import lasting_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
@@ -60,10 +62,14 @@ from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)
 
+# Descriptors of this process for an agent: both ends of a few connections, or the pipes of a
+# program and one end; and an event loop of its own.
+FILES_PER_AGENT = 8
+
 # What may change between a crash and going on without making stored rollouts those of another run.
 HARMLESS = (
     "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency", "mesh.",
-    "distributed."
+    "distributed.", "agent.max_processes", "agent.memory_mib"
 )  # fmt: skip
 
 # What shapes a step's update, but not the rollouts of the weights that there are already.
@@ -81,6 +87,7 @@ async def train(
     if not distributed.is_leader():
         await _follow(_settled(config))
         return []
+    _check_files(config)
     _tell_of_bias(config)
     async with distributed.heeding_others(), open_run(config, train_tasks, dev_tasks) as run:
         with (
@@ -209,10 +216,24 @@ def _tell_of_bias(config: Config) -> None:
         )
 
 
+def _check_files(config: Config) -> None:
+    """Raise the limit of open files. Raises ConfigError where the agents would need more."""
+    rollout, free = config.rollout, number_free()
+    in_a_step = max(rollout.tasks_per_step * rollout.group_size, config.eval.num_tasks)
+    at_once = min(rollout.concurrency, in_a_step)
+    if at_once * FILES_PER_AGENT > free:
+        raise ConfigError(
+            f"{at_once} agents at once need about {at_once * FILES_PER_AGENT} open files, and "
+            f"{max(free, 0)} of this process's {limit_of_files()} are free for them; set "
+            f"rollout.concurrency={max(free // FILES_PER_AGENT, 1)}, or raise the hard limit "
+            "(ulimit -Hn)."
+        )
+
+
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
     """Raises ConfigError where another process trains there: two would undo each other's work."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_private(directory)
     lock = FileLock(directory / "run.lock", blocking=False)
     try:
         lock.acquire()

@@ -1,5 +1,6 @@
 """A checkpoint brings back what was saved, and is whole or not there."""
 
+import errno
 from pathlib import Path
 
 import jax
@@ -45,6 +46,34 @@ def test_a_save_that_broke_off_is_not_seen(tmp_path: Path) -> None:
     assert again.latest_step == 1
     jax.tree.map(np.testing.assert_array_equal, again.restore(_state(0)).state, _state(1))
     again.close()
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "ulimit"),
+        (ValueError("RESOURCE_EXHAUSTED: Too many open files [OS error 24]"), "ulimit"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk space"),
+        (ValueError("RESOURCE_EXHAUSTED: No space left on device [OS error 28]"), "disk space"),
+        (OSError(errno.EIO, "Input/output error"), "Check the directory"),
+    ],
+)
+def test_failed_save_names_what_helps(tmp_path: Path, cause: Exception, words: str) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ValueError("in a library") from cause
+
+    checkpointer._manager.save = fail  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.save(1, _state(1), {})
+    found = [
+        each
+        for each in ("ulimit", "disk space", "Check the directory")
+        if each in str(caught.value)
+    ]
+    assert found == [words]
+    checkpointer.close()
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:

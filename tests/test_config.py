@@ -4,8 +4,16 @@ import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from lightning_jax.config import Config, ConfigError, changed_keys, load_config, save_config
+from lightning_jax.config import (
+    HIDDEN,
+    Config,
+    ConfigError,
+    changed_keys,
+    load_config,
+    save_config,
+)
 
 
 def test_later_layers_win(tmp_path: Path) -> None:
@@ -135,6 +143,61 @@ def test_saved_settings_load_again_and_differences_are_named(tmp_path: Path) -> 
     assert changed_keys(path, config) == []
     other = load_config(Config, ["serve.prefill_buckets=[32,8]", "optimizer.learning_rate=1.0"])
     assert changed_keys(path, other) == ["optimizer.learning_rate"]
+
+
+def test_secrets_are_not_saved_and_are_asked_for_again(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    role = "{agent: judge, served_by: 'https://x.example', trains: false, api_key: secret-2}"
+    given = [
+        *("serve.api_key=secret-1", "agent.env=[TOKEN=secret-3,NAME]"),
+        f"roles.judge={role}",
+    ]
+    config = load_config(Config, given)
+    save_config(config, path)
+    text = path.read_text()
+    assert not any(secret in text for secret in ("secret-1", "secret-2", "secret-3"))
+    assert text.count(HIDDEN) == 3 and path.stat().st_mode & 0o077 == 0
+    assert changed_keys(path, config) == []
+    assert changed_keys(path, load_config(Config, ["serve.api_key=other", *given[1:]])) == []
+    with pytest.raises(ConfigError, match=r"roles\.judge\.api_key"):
+        load_config(Config, [str(path)])
+    assert load_config(Config, [str(path)], only=["roles"]).roles["judge"].agent == "judge"
+    with pytest.raises(ConfigError, match=r"env"):
+        load_config(Config, [str(path), "serve.api_key=a", "roles.judge.api_key=b"])
+    again = [
+        str(path),
+        "serve.api_key=secret-1",
+        "roles.judge.api_key=secret-2",
+        "agent.env=[TOKEN=secret-3,NAME]",
+    ]
+    assert load_config(Config, again) == config
+
+
+def test_a_setting_that_is_wrong_does_not_show_a_secret() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, ["serve.api_key=[k1"])
+    assert "k1" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "model: {name", "- a\n"])
+def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml is damaged") as caught:
+        changed_keys(path, Config())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_setting_that_the_run_did_not_know_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    save_config(Config(seed=1), path)
+    old = OmegaConf.load(path)
+    del old.agent["max_processes"]
+    OmegaConf.save(old, path)
+    assert changed_keys(path, Config(seed=1)) == []
+    assert changed_keys(path, load_config(Config, ["seed=1", "agent.max_processes=5"])) == [
+        "agent.max_processes"
+    ]
 
 
 def test_a_file_may_ask_for_a_setting(tmp_path: Path) -> None:

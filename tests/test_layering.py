@@ -10,7 +10,7 @@ ROWS = (
     ("types",),
     (
         *("config", "config_learning", "config_roles", "config_sections"),
-        *("metrics", "distributed", "garbage", "threads", "watchdog"),
+        *("descriptors", "files", "metrics", "distributed", "garbage", "threads", "watchdog"),
     ),
     ("models",),
     ("rl",),
@@ -19,7 +19,7 @@ ROWS = (
     ("gateway",),
     (
         *("datasets", "tasks", "runner", "outcome", "agent_loop", "program"),
-        *("process_group", "agent_child"),
+        *("process_group", "supervisor", "agent_child"),
         *("rollout_metrics", "checkpoint", "learner", "own_weights", "replica", "sources"),
         *("lowering", "targets", "plan"),
     ),

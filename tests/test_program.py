@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import resource
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,12 +17,14 @@ from test_runner import SERVE, TASKS, TOY, _model_and_engine
 
 from lightning_jax import process_group
 from lightning_jax.config import AgentConfig, ConfigError, RolloutConfig
+from lightning_jax.descriptors import original_limit, raise_limit
 from lightning_jax.process_group import MAX_OUTPUT, run_program
-from lightning_jax.program import MAX_VARIABLE, make_agent, program_environment
+from lightning_jax.program import MAX_VARIABLE, inherited, make_agent, program_environment
 from lightning_jax.runner import Agent, Runner, load_agent, make_requests, run_rollouts
 from lightning_jax.testing.service import run_service
 from lightning_jax.types import LLM, Rollout
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="its kernel shows the tree")
 URL = LLM("http://127.0.0.1:1/rollout/r~t/v1", "key", "policy")
 
 
@@ -58,6 +62,15 @@ async def pids_in(path: Path, number: int) -> list[int]:
             return [int(pid) for pid in found]
         await asyncio.sleep(0.01)
     raise AssertionError(f"{path} never held {number} process ids")
+
+
+async def ended(pids: list[int]) -> None:
+    """Returns once none of them runs."""
+    for _ in range(1000):
+        if not any(is_running(pid) for pid in pids):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"some of {pids} run still")
 
 
 # ---- What a program gets -------------------------------------------------------------------------
@@ -203,10 +216,7 @@ async def test_at_the_deadline_all_that_it_started_ends(tmp_path: Path) -> None:
     assert [is_running(pid) for pid in await pids_in(pids, 3)] == [False] * 3
 
 
-async def test_what_ignores_the_first_signal_gets_the_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_group, "GRACE_S", 0.1)
+async def test_what_ignores_the_first_signal_gets_the_second(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     stubborn = "trap '' TERM; while true; do sleep 0.1; done"
     rollout = asyncio.ensure_future(shell(CHILDREN.format(pids=pids) + stubborn)(TASKS[0], URL))
@@ -215,6 +225,135 @@ async def test_what_ignores_the_first_signal_gets_the_second(
     with pytest.raises(asyncio.CancelledError):
         await rollout
     assert not any(is_running(pid) for pid in all_pids)
+
+
+# A child that leaves its session and clears its environment, in a pipe of two that end at once.
+ESCAPE = "setsid env -i /bin/sh -c '(/bin/sh -c \"echo \\$\\$ >> {pids}; exec sleep 1000\" &) &'"
+
+
+@linux
+async def test_a_child_that_clears_its_environment_ends_as_well(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    until_there = f"while [ $(wc -l < {pids}) -lt 2 ]; do sleep 0.01; done"
+    script = f"touch {pids}; " + f"{ESCAPE.format(pids=pids)}; " * 2 + until_there
+    assert await shell(f"{script}; echo 1")(TASKS[0], URL) == 1
+    assert [is_running(pid) for pid in await pids_in(pids, 2)] == [False] * 2
+
+
+async def test_programs_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    pids, trainer = tmp_path / "pids", tmp_path / "trainer.py"
+    trainer.write_text(
+        "import asyncio, os, sys\n"
+        "from lightning_jax.process_group import run_program\n"
+        "asyncio.run(run_program(['sh', '-c', sys.argv[1]], os.environ, b''))\n"
+    )
+    script = CHILDREN.format(pids=pids) + "wait"
+    process = subprocess.Popen([sys.executable, "-c", trainer.read_text(), script])
+    all_pids = await pids_in(pids, 3)
+    process.kill()
+    process.wait()
+    await ended(all_pids)
+
+
+@linux
+async def test_a_program_that_kills_its_supervisor_ends_with_it(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    agent = shell(f"sleep 1000 & echo $! > {pids}; kill -9 $PPID; wait")
+    rollout = await rolled_out(tmp_path, agent)
+    assert (rollout.status, rollout.reason) == ("agent_failure", "KilledBySignal")
+    await ended(await pids_in(pids, 1))
+
+
+async def test_a_program_may_signal_its_supervisor() -> None:
+    assert await shell("kill -TERM $PPID; kill -HUP $PPID; echo 1")(TASKS[0], URL) == 1
+
+
+# ---- What it may use -----------------------------------------------------------------------------
+
+
+@linux
+async def test_a_program_with_too_many_processes_is_ended(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    agent = shell(
+        f"for i in $(seq 12); do sleep 1000 & echo $! >> {pids}; done; wait", max_processes=9
+    )
+    rollout = await rolled_out(tmp_path, agent)
+    assert (rollout.status, rollout.reason) == ("agent_failure", "OverLimit")
+    assert "agent.max_processes=9" in (rollout.detail or "")
+    assert not any(is_running(int(pid)) for pid in pids.read_text().split())
+
+
+@linux
+async def test_a_program_that_forks_without_end_is_ended(tmp_path: Path) -> None:
+    """It stops forking by itself in a moment, so that a failure of the test harms nobody."""
+    bomb = (
+        "import os, time\nfor _ in range(9):\n    os.fork()\n    time.sleep(0.05)\ntime.sleep(60)"
+    )
+    words = [sys.executable, "-I", "-S", "-c", bomb]
+    rollout = await rolled_out(
+        tmp_path, make_agent(AgentConfig(command=words, max_processes=20)), timeout_s=60.0
+    )
+    assert (rollout.reason, rollout.attempt) == ("OverLimit", 1)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("hog", "reason"),
+    [
+        ("b = bytearray(300 * 2**20)", "ExitStatus"),  # a MemoryError of its own
+        (
+            "import os, time\nfor _ in range(4): os.fork()\n"
+            "b = bytearray(40 * 2**20); time.sleep(60)",
+            "OverLimit",
+        ),
+    ],
+)
+async def test_a_program_that_takes_too_much_memory_is_ended(
+    tmp_path: Path, hog: str, reason: str
+) -> None:
+    words = [sys.executable, "-I", "-S", "-c", hog]
+    agent = make_agent(AgentConfig(command=words, memory_mib=200.0))
+    rollout = await rolled_out(tmp_path, agent, timeout_s=60.0)
+    assert (rollout.status, rollout.reason) == ("agent_failure", reason), rollout.detail
+
+
+@linux
+async def test_the_kernel_ends_programs_before_the_trainer(tmp_path: Path) -> None:
+    assert await shell("sh -c 'cat /proc/self/oom_score_adj'")(TASKS[0], URL) == 1000
+    assert int(Path("/proc/self/oom_score_adj").read_text()) < 1000
+
+
+async def test_a_program_gets_no_secret_unless_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CLOUD_TOKEN", "secret")
+    monkeypatch.setenv("https_proxy", "http://proxy:1")
+    script = "echo $https_proxy; echo ${MODE:-none} >&2; test -z $CLOUD_TOKEN && echo 0 || echo 1"
+    assert await shell(script)(TASKS[0], URL) == 0
+    assert await shell(script, env=("CLOUD_TOKEN",))(TASKS[0], URL) == 1
+    assert await shell("echo $A $B", env=("A=x=y", "B=", "NOT_SET"))(TASKS[0], URL) == "x=y"
+    assert inherited([])["https_proxy"] == "http://proxy:1"
+
+
+async def test_a_program_begins_with_the_limit_of_files_that_the_trainer_had() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+        assert raise_limit() > 500
+        assert await shell("ulimit -n")(TASKS[0], URL) == original_limit() <= soft
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_hundreds_of_other_processes_do_not_hold_up_the_loop(tmp_path: Path) -> None:
+    """Its end looks at no process but its own: the trainer reads nothing of /proc."""
+    opened: list[str] = []
+    sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
+    assert await shell("echo 1")(TASKS[0], URL) == 1
+    assert not [path for path in opened if path.startswith("/proc")]
+
+
+# ---- What it leaves behind -----------------------------------------------------------------------
 
 
 async def test_what_it_left_behind_ends_with_it(tmp_path: Path) -> None:

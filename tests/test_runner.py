@@ -181,6 +181,7 @@ class _Failed(BaseException):
             "ConnectionRefusedError",
             "down",
         ),
+        (OSError(24, "Too many open files"), "infrastructure_failure", "OSError", "[Errno 24]"),
     ],
 )
 async def test_whatever_an_agent_raises_is_of_its_rollout_only(

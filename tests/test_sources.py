@@ -4,8 +4,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightning_jax.config import AgentConfig, Config, WarmupConfig
-from lightning_jax.sources import changed_sources, digests, save_sources
+import pytest
+
+from lightning_jax.config import AgentConfig, Config, ConfigError, WarmupConfig
+from lightning_jax.sources import NAME, changed_sources, digests, save_sources
+
+
+@pytest.mark.parametrize("text", ["", '{"train tasks": "ab', "[1]"])
+def test_damaged_digests_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(ConfigError, match=r"sources\.json is damaged"):
+        changed_sources(tmp_path, {})
 
 
 def test_an_edited_file_and_other_tasks_are_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -389,3 +390,11 @@ def test_status_is_read_at_once(store: Store) -> None:
     assert store.status_at_once("r1") is None
     store.add_rollout(QUEUED)
     assert store.status_at_once("r1") == "queued"
+
+
+def test_store_and_its_journals_are_private(tmp_path: Path) -> None:
+    with closing(Store(tmp_path / "store.sqlite")) as store:
+        store.add_version(0, 0)
+        files = sorted(tmp_path.iterdir())
+        assert len(files) == 3
+        assert all(path.stat().st_mode & 0o077 == 0 for path in files)

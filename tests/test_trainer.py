@@ -392,6 +392,34 @@ def test_one_process_at_a_time_works_in_a_run_directory(model_dir: Path, tmp_pat
     asyncio.run(train(config, TASKS, []))  # it is free again
 
 
+def test_more_agents_than_open_files_allow_are_refused_at_the_start(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "number_free", lambda: 3 * trainer.FILES_PER_AGENT + 1)
+    config = _config(model_dir, tmp_path / "run", num_steps=0)
+    with pytest.raises(ConfigError, match=r"rollout\.concurrency=3"):
+        asyncio.run(train(config, TASKS, []))
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_directory_is_private_and_a_run_with_a_key_goes_on(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve = dataclasses.replace(_config(model_dir, tmp_path).serve, api_key="secret-1")
+    run = tmp_path / "run"
+    asyncio.run(train(_config(model_dir, run, num_steps=1, serve=serve), TASKS, []))
+    assert run.stat().st_mode & 0o077 == 0
+    private = ("config.yaml", "sources.json", "store.sqlite", "metrics.jsonl", "checkpoints")
+    assert all((run / name).stat().st_mode & 0o077 == 0 for name in private)
+    texts = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
+    assert not any(b"secret-1" in text for text in texts)
+    other = dataclasses.replace(serve, api_key="secret-2")
+    rows = asyncio.run(train(_config(model_dir, run, num_steps=2, serve=other), TASKS, []))
+    assert [row["step"] for row in rows if "rollout/reward_mean" in row] == [0, 1]
+    assert "changed since this run began" not in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_a_run_made_longer_or_shorter_loses_no_evaluation(model_dir: Path, tmp_path: Path) -> None:
     rollout = RolloutConfig(tasks_per_step=1, group_size=4)
     config = _config(model_dir, tmp_path / "run", rollout=rollout)

@@ -100,7 +100,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Binds the port and serves. Raises GatewayError when the address cannot be had."""
-        self._runner = await listen(self._application(), self._serve)
+        on_close = self._meters.closed_connections.inc
+        self._runner = await listen(self._application(), self._serve, on_close)
         self._url = reachable_url(self._runner.addresses[0])
         log.info("serving %s at %s", self.model_name, self._url)
 

@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.web import RequestPayloadError
 
 from lightning_jax.config import ServeConfig
+from lightning_jax.gateway.connections import GuardedRunner
 from lightning_jax.gateway.dialects.base import Dialect
 from lightning_jax.gateway.errors import ApiError, GatewayError, invalid, our_fault
 from lightning_jax.gateway.fields import Body, as_object, brief, has_surrogates
@@ -137,12 +138,19 @@ def refusal(dialect: Dialect, error: ApiError) -> web.Response:
     return web.json_response(dialect.error(error), status=error.status, headers=error.headers)
 
 
-async def listen(app: web.Application, serve: ServeConfig) -> web.AppRunner:
-    """Binds the port and serves. Raises GatewayError when the address cannot be had."""
+async def listen(
+    app: web.Application, serve: ServeConfig, on_close: Callable[[], None] = lambda: None
+) -> web.AppRunner:
+    """Binds the port and serves. Raises GatewayError when the address cannot be had.
+
+    `on_close` is called for each connection that makes room or is too slow.
+    """
     check_exposure(serve)
     # Cancelling the handler is how a client that hangs up frees its slot.
-    runner = web.AppRunner(
+    runner = GuardedRunner(
         app,
+        serve,
+        on_close,
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=SHUTDOWN_S,

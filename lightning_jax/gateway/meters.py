@@ -98,6 +98,11 @@ class Meters:
             "Calls with the traceparent of another rollout, or of one trace too many.",
             registry=registry,
         )
+        self.closed_connections = Counter(
+            "lightning_closed_connections",
+            "Connections closed to make room, or idle or slow for too long.",
+            registry=registry,
+        )
         registry.register(_EngineCollector(engine_stats))
 
     @contextmanager
@@ -124,7 +129,7 @@ class Meters:
         names = (
             "prefix_breaks", "malformed_tool_calls", "joined_calls", "forgotten_answers", "spans",
             "unknown_spans", "foreign_spans", "excess_spans", "dropped_attributes",
-            "ignored_traceparents",
+            "ignored_traceparents", "closed_connections",
         )  # fmt: skip
         read = self._registry.get_sample_value
         return {f"serve/{name}": read(f"lightning_{name}_total") or 0.0 for name in names}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lightning_jax.files import SHARED, write_whole
 from lightning_jax.view.load import ViewError, open_run
 from lightning_jax.view.page import render_page
 from lightning_jax.view.terminal import render_rollout, render_run
@@ -43,7 +44,7 @@ def show(
 
 def _write(path: Path, page: str) -> None:
     try:
-        path.write_text(page, encoding="utf-8")
+        write_whole(path, page, SHARED)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise ViewError(
             f"--html is {str(path)!r}, which cannot be written ({error.strerror}); expected a file "

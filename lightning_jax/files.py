@@ -1,0 +1,72 @@
+"""Files that are written whole or not at all, and that only their owner may read."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+PRIVATE = 0o600  # mode of a file that only its owner may read
+SHARED = 0o666  # mode of a file for others, less what the umask takes
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
+    """Yield an empty file beside `path` to write. It takes the place of `path` at the end.
+
+    After an error `path` is what it was. A device or a pipe is yielded itself.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    target = Path(os.path.realpath(path))  # a link stays one
+    draft = target.with_name(f".{target.name}.tmp")
+    draft.unlink(missing_ok=True)  # of a process that was killed
+    os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
+    try:
+        yield draft
+        _sync(draft)
+        os.replace(draft, target)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # a file system whose directories cannot be synced
+        _sync(target.parent)
+
+
+def write_whole(path: Path, text: str, mode: int = PRIVATE) -> None:
+    """Write a UTF-8 text file in one piece."""
+    with replacing(path, mode) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that only its owner may enter. Warn if it exists and others may enter it."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        if not directory.is_dir():
+            raise
+        if directory.stat().st_mode & 0o077:
+            log.warning(
+                "other users may enter %s; run `chmod 700 %s` to keep it private",
+                directory,
+                directory,
+            )
+
+
+def create_private(path: Path) -> None:
+    """Create an empty file that only its owner may read. An existing file stays as it is."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,274 @@
+"""Connections of the server: how many there may be, and how long an idle or a slow one lasts.
+
+A connection is idle, or receives a request, or is busy with a whole one. Where one more comes than
+`serve.max_connections`, another makes room: first one that never asked anything, then the one that
+was idle for longest, never a busy one. So connections that only lie there keep nobody out.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.descriptors import is_exhausted, number_free
+
+log = logging.getLogger(__name__)
+
+WARN_EVERY_S = 10.0
+
+Handler = Callable[[web.Request], Any]
+
+
+def number_that_fits(wanted: int) -> int:
+    """Return how many connections there may be. Half of the free descriptors stays for agents."""
+    return max(1, min(wanted, number_free() // 2))
+
+
+class Connections:
+    """The open connections of a server; called without arguments it makes the next one's protocol.
+
+    `on_close` is called for each one that is closed for one of these reasons. All of it belongs to
+    the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        make_handler: Callable[[], asyncio.Protocol],
+        serve: ServeConfig,
+        on_close: Callable[[], None],
+    ) -> None:
+        self._make_handler, self._serve, self._on_close = make_handler, serve, on_close
+        self.limit = number_that_fits(serve.max_connections)
+        if self.limit < serve.max_connections:
+            log.info("%d connections at once, as few files may be open (ulimit -Hn)", self.limit)
+        # By transport and in the order in which they make room.
+        self._silent: dict[Any, Connection] = {}  # never asked anything
+        self._idle: dict[Any, Connection] = {}
+        self._busy: dict[Any, Connection] = {}
+        self._warned_at = 0.0
+        self.num_evicted = self.num_refused = 0
+
+    def __call__(self) -> asyncio.Protocol:
+        return Connection(self, self._make_handler())
+
+    def __len__(self) -> int:
+        return len(self._silent) + len(self._idle) + len(self._busy)
+
+    async def track(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Keep a connection from making room once its request is here and until it is answered."""
+        transport = request.transport
+        connection = self._silent.get(transport) or self._idle.get(transport)
+        if connection is None:  # it is gone
+            return await handler(request)
+        connection.ask()
+        request.content.on_eof(partial(self._begin, connection))
+        try:
+            return await handler(request)
+        finally:
+            connection.rest()
+            if self.remove(connection):
+                self._idle[transport] = connection
+
+    def _begin(self, connection: "Connection") -> None:
+        """The body of the connection's request is here."""
+        connection.receiving_since = None
+        if connection.idle_since is None and self.remove(connection):
+            self._busy[connection.transport] = connection
+
+    def add(self, connection: "Connection") -> bool:
+        """Take a new connection, if need be in place of another; return whether that was done."""
+        if len(self) >= self.limit:
+            victim = next(iter(self._silent.values()), None) or next(
+                iter(self._idle.values()), None
+            )
+            self._on_close()
+            self._warn(evicted=victim is not None)
+            if victim is None:
+                return False
+            self.remove(victim)
+            victim.transport.abort()
+        self._silent[connection.transport] = connection
+        return True
+
+    def remove(self, connection: "Connection") -> bool:
+        """Forget a connection; return whether it was known."""
+        tables = (self._silent, self._idle, self._busy)
+        return any([table.pop(connection.transport, None) for table in tables])
+
+    def sweep(self) -> None:
+        """Close connections that are idle or slow for too long."""
+        now = time.monotonic()
+        for connection in [*self._silent.values(), *self._idle.values(), *self._busy.values()]:
+            slow = now - (connection.receiving_since or now) > self._serve.slow_request_s
+            still_since = connection.unread_since or connection.idle_since
+            idle = now - (still_since or now) > self._serve.idle_connection_s
+            if slow and not idle:  # else what is written would not be read
+                connection.transport.write(_too_slow(self._serve.slow_request_s))
+                connection.transport.close()
+            elif idle:
+                connection.transport.abort()
+            if slow or idle:
+                self.remove(connection)
+                self._on_close()
+
+    def _warn(self, evicted: bool) -> None:
+        self.num_evicted += evicted
+        self.num_refused += not evicted
+        if time.monotonic() - self._warned_at > WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            log.warning(
+                "%d connections are open, the limit; %d idle ones made room and %d new ones were "
+                "closed so far. Raise serve.max_connections (%d) or `ulimit -n` if these are your "
+                "agents'.",
+                *(len(self), self.num_evicted, self.num_refused, self._serve.max_connections),
+            )
+
+
+class Connection(asyncio.Protocol):
+    """One connection. It passes everything on to the protocol that speaks HTTP."""
+
+    def __init__(self, table: Connections, handler: asyncio.Protocol) -> None:
+        self._table, self._handler = table, handler
+        self._is_taken = False
+        self.idle_since: float | None = None  # no request is in work
+        self.receiving_since: float | None = None  # a request has begun to arrive
+        self.unread_since: float | None = None  # the client does not read what it is sent
+
+    def ask(self) -> None:
+        """A request has come, perhaps without its body."""
+        self.idle_since = None
+        self.receiving_since = self.receiving_since or time.monotonic()
+
+    def rest(self) -> None:
+        """The request is answered."""
+        self.idle_since = time.monotonic()
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport: asyncio.Transport = transport
+        self.rest()
+        self._is_taken = self._table.add(self)
+        if self._is_taken:
+            self._handler.connection_made(transport)
+        else:  # a client's own word for that, a connection error, is never the agent's failure
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._table.remove(self)
+        if self._is_taken:
+            self._handler.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_taken:
+            if self.idle_since is not None and self.receiving_since is None:
+                self.receiving_since = time.monotonic()
+            self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._handler.eof_received() if self._is_taken else None
+
+    def pause_writing(self) -> None:
+        self.unread_since = time.monotonic()
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.unread_since = None
+        self._handler.resume_writing()
+
+
+class GuardedRunner(web.AppRunner):
+    """An aiohttp runner whose connections are watched as this module says."""
+
+    def __init__(
+        self,
+        app: web.Application,
+        serve: ServeConfig,
+        on_close: Callable[[], None],
+        **settings: Any,
+    ) -> None:
+        super().__init__(app, **settings)
+        self._app_middlewares = app.middlewares
+        self._serve, self._on_close = serve, on_close
+        self.connections: Connections | None = None
+
+    @property
+    def server(self) -> Any:
+        """What makes the protocol of a new connection."""
+        return super().server if self.connections is None else self.connections
+
+    async def setup(self) -> None:
+        """Prepare to serve; the middleware comes before all others."""
+        self._app_middlewares.insert(0, self._track)
+        await super().setup()
+        made = super().server
+        assert made is not None, "it is set up"
+        self.connections = Connections(made, self._serve, self._on_close)
+        self._exhaustion = ExhaustionLog(asyncio.get_running_loop())
+        self._sweeping = asyncio.create_task(self._sweep())
+
+    async def cleanup(self) -> None:
+        """Close all connections and stop watching."""
+        if self.connections is not None:
+            self._sweeping.cancel()
+            self._exhaustion.close()
+        await super().cleanup()
+
+    @web.middleware
+    async def _track(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        assert self.connections is not None, "a request came"
+        return await self.connections.track(request, handler)
+
+    async def _sweep(self) -> None:
+        assert self.connections is not None, "it is set up"
+        shortest = min(self._serve.idle_connection_s, self._serve.slow_request_s)
+        while True:
+            await asyncio.sleep(min(1.0, shortest / 4))
+            self.connections.sweep()
+
+
+class ExhaustionLog:
+    """A handler of an event loop's errors. It tells now and then that accepting failed for lack of
+    descriptors, which asyncio would tell each time, and passes on the rest.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._before = loop, loop.get_exception_handler()
+        self.num_failed, self._warned_at = 0, 0.0
+        loop.set_exception_handler(self)
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and is_exhausted(error)):
+            if self._before is None:
+                loop.default_exception_handler(context)
+            else:
+                self._before(loop, context)
+            return
+        self.num_failed += 1
+        if time.monotonic() - self._warned_at > WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            log.warning(
+                "no file can be opened any more, so connections wait (%d tries so far): %s. Raise "
+                "`ulimit -Hn`, or lower rollout.concurrency or serve.max_connections.",
+                *(self.num_failed, error),
+            )
+
+    def close(self) -> None:
+        """Give the event loop its former handler back."""
+        self._loop.set_exception_handler(self._before)
+
+
+def _too_slow(limit_s: float) -> bytes:
+    message = f"the request did not arrive whole within {limit_s:g} s (serve.slow_request_s)."
+    error = {"message": message, "type": "invalid_request_error", "code": "request_timeout"}
+    body = json.dumps({"error": error}).encode()
+    head = (
+        "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
