@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway import fields, offload
-from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.http import Bodies, _without_strings, num_values
+from lightning_jax.gateway.errors import MAX_MESSAGE, ApiError
+from lightning_jax.gateway.fields import _without_strings, num_values
+from lightning_jax.gateway.http import Bodies
 from lightning_jax.gateway.offload import INLINE_BYTES, Offload
+from lightning_jax.gateway.request import check_model
+from lightning_jax.gateway.tool_calls import MAX_VALUES, read_arguments
 from lightning_jax.models.tokenizer import Tokenizer
 
 BODY: dict[str, Any] = {
@@ -65,6 +68,20 @@ def test_too_many_values_are_refused(value: Any) -> None:
         _bodies(max_json_values=1000).as_json(raw)
     assert (refused.value.status, refused.value.code) == (413, "body_too_large")
     assert "serve.max_json_values" in refused.value.message
+
+
+@pytest.mark.parametrize("value", [[1] * MAX_VALUES, {"a": [{}] * MAX_VALUES}])
+def test_arguments_of_too_many_values_are_taken_as_text(value: Any) -> None:
+    text = json.dumps(value)
+    assert read_arguments(text) == text
+    assert read_arguments(json.dumps(["," * MAX_VALUES])) == ["," * MAX_VALUES]
+
+
+def test_a_refusal_repeats_little_of_a_long_text() -> None:
+    with pytest.raises(ApiError) as refused:
+        check_model("x" * 10**6, ())
+    assert len(refused.value.message) < 1000
+    assert len(ApiError(400, "code", "x" * 10**6).message) <= MAX_MESSAGE + 3
 
 
 def test_punctuation_in_text_is_no_value() -> None:
