@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway import fields, offload
+from lightning_jax.gateway.dialects.chat import ChatReply
 from lightning_jax.gateway.errors import MAX_MESSAGE, ApiError
 from lightning_jax.gateway.fields import _without_strings, num_values
 from lightning_jax.gateway.http import Bodies
@@ -205,3 +206,38 @@ async def test_closed_offload_takes_no_more_work() -> None:
     work.close()
     with pytest.raises(RuntimeError):
         await asyncio.wait_for(work.run(INLINE_BYTES + 1, int), 10)
+
+
+@settings(deadline=None, max_examples=200)
+@given(value=json_values)
+def test_json_is_written_as_the_library_writes_it(value: Any) -> None:
+    assert offload.dump_json(value) == json.dumps(value)
+    assert offload.dump_json({"a": (1, value)}, depth=1) == json.dumps({"a": [1, value]})
+
+
+async def test_a_long_answer_is_written_in_a_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    whole = ChatReply.body
+
+    def body(self: ChatReply, answers: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return whole(self, answers)
+
+    monkeypatch.setattr(ChatReply, "body", body)
+    for more in ({}, {"n": 8, "max_tokens": 40, "logprobs": True, "top_logprobs": 20}):
+        status, reply, _ = await bench.post(BODY | more)
+        assert status == 200 and reply["choices"][0]["message"]
+    assert not threads[0].startswith("gateway") and threads[1].startswith("gateway")
+
+
+async def test_a_posted_reward_reads_no_span(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = bench.rollout().base_url
+    ids = [(await bench.post(BODY, base=base))[1]["id"] for _ in range(3)]
+    monkeypatch.setattr(type(bench.store), "spans", None)
+    for call, known in (("last", ids[-1]), (ids[0], ids[0])):
+        status, reply, _ = await bench.post({"reward": 1, "call": call}, base=base, path="/reward")
+        assert (status, reply["call"]) == (200, known)
+    status, reply, _ = await bench.post({"reward": 1, "call": "x"}, base=base, path="/reward")
+    assert (status, reply["error"]["code"]) == (404, "call_not_found")
