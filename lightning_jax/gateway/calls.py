@@ -15,6 +15,7 @@ from lightning_jax.gateway.errors import ApiError, our_fault
 from lightning_jax.gateway.event_stream import EventStream
 from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.http import Bodies, refusal
+from lightning_jax.gateway.offload import dump_json
 from lightning_jax.gateway.policy import Policy, Prepared
 from lightning_jax.gateway.reports import Reports
 from lightning_jax.gateway.rollouts import HandledCall, OpenRollout
@@ -27,6 +28,8 @@ from lightning_jax.gateway.running import (
 )
 
 log = logging.getLogger(__name__)
+
+BYTES_PER_TOKEN = 16  # about what a token or an alternative takes of an answer
 
 
 class CallHandler:
@@ -115,7 +118,12 @@ class CallHandler:
             reply = make_reply(running.context)
             if parsed.stream:
                 return await _stream(running, reply, stream)
-            return web.json_response(reply.body(await running.answers()))
+            answers = await running.answers()
+            num_told = sum(len(a.completion.token_ids) for a in answers) * (1 + parsed.top_logprobs)
+            text = await self._bodies.offload.run(
+                num_told * BYTES_PER_TOKEN, lambda: dump_json(reply.body(answers))
+            )
+            return web.json_response(text=text)
 
     def _run(
         self,

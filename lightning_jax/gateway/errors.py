@@ -16,6 +16,9 @@ _TYPES = {
 }
 
 
+MAX_MESSAGE = 2000  # characters of an error's message; the rest is cut
+
+
 class GatewayError(UserError, RuntimeError):
     """The gateway cannot start; the message is one sentence."""
 
@@ -46,7 +49,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
-        self.message = message
+        # A caller's own text may be in it, of any length.
+        self.message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
         self.param = param
         self.retry_after_s = retry_after_s
         self.infrastructure = infrastructure

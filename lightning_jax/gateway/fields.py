@@ -38,6 +38,26 @@ def is_deep(value: Any) -> bool:
     return True
 
 
+def has_more_values(raw: bytes, limit: int) -> bool:
+    """Whether JSON text has more than `limit` names and values. It is not read to find out."""
+    return num_values(raw) > limit and num_values(_without_strings(raw, limit)) > limit
+
+
+def num_values(raw: bytes) -> int:
+    """Return a number that the names and values of JSON text do not exceed."""
+    return 1 + sum(map(raw.count, (b",", b":", b"[", b"{")))
+
+
+def _without_strings(raw: bytes, limit: int) -> bytes:
+    """Return JSON text with what stands in strings left out, or, if it has more than `limit`
+    strings, so many commas.
+    """
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    if plain.count(b'"') > 2 * limit:
+        return b"," * limit
+    return b"".join(plain.split(b'"')[::2])
+
+
 def has_surrogates(value: Any) -> bool:
     """Whether a string in the JSON value holds half of a surrogate pair, which no UTF-8 has."""
     rest = [value]

@@ -1,16 +1,32 @@
 """Work that would hold the event loop up, done in threads."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 INLINE_BYTES = 8 * 2**10  # what takes a few milliseconds is done at once
 NUM_THREADS = 2
+
+
+def dump_json(value: Any, depth: int = 5) -> str:
+    """Return what `json.dumps` returns, in many short steps, so that other threads run between.
+
+    A list or an object that lies deeper than `depth` is one step.
+    """
+    if depth and isinstance(value, dict):
+        pairs = (
+            f"{json.dumps(name)}: {dump_json(item, depth - 1)}" for name, item in value.items()
+        )
+        return "{" + ", ".join(pairs) + "}"
+    if depth and isinstance(value, list | tuple):
+        return "[" + ", ".join(dump_json(item, depth - 1) for item in value) + "]"
+    return json.dumps(value)
 
 
 class Offload:

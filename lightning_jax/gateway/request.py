@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from lightning_jax.gateway.errors import ApiError, invalid
+from lightning_jax.gateway.fields import brief
 
 POLICY = "policy"
 AGENT_HEADER = "x-agent-name"
@@ -95,11 +96,12 @@ def _check_tools(functions: tuple[Function, ...], choice: ToolChoice) -> None:
     names = [function.name for function in functions]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise invalid(f"tools names {twice[0]!r} twice; expected different names.", "tools")
+        raise invalid(f"tools names {brief(twice[0])} twice; expected different names.", "tools")
     missing = [name for name in choice.names if name not in names]
     if missing:
         raise invalid(
-            f"tool_choice names {missing[0]!r}, which is not in tools; expected one of {names}.",
+            f"tool_choice names {brief(missing[0])}, which is not in tools; expected one of "
+            f"{brief(names)}.",
             "tool_choice",
         )
     if choice.mode == "required" and not functions:
@@ -116,7 +118,7 @@ def check_model(model: str, accepted: Sequence[str]) -> str:
     if any(fnmatchcase(model.removesuffix(":latest"), pattern) for pattern in accepted):
         return ""
     others = " or ".join(repr(pattern) for pattern in accepted)
-    message = f"model is {model!r}; expected {POLICY!r}, '{POLICY}:AGENT' or {others}."
+    message = f"model is {brief(model)}; expected {POLICY!r}, '{POLICY}:AGENT' or {others}."
     raise ApiError(404, "model_not_found", message, param="model")
 
 

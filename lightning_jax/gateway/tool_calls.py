@@ -16,8 +16,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_jax.gateway.fields import is_deep
+from lightning_jax.gateway.fields import has_more_values, is_deep
 from lightning_jax.gateway.tool_formats import ToolFormat
+
+MAX_VALUES = 50_000  # names and values in a call's arguments; more are taken as text
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,12 @@ def _call(value: Any) -> tuple[str, str] | None:
 
 
 def read_arguments(text: str) -> Any:
-    """What JSON text says; the text itself where it is none, or nests too deep to work with."""
+    """What JSON text says; the text itself where it is none, or nests too deep to work with, or has
+    more than MAX_VALUES names and values.
+    """
+    # A lone surrogate is no text to encode, but none to count either.
+    if len(text) > MAX_VALUES and has_more_values(text.encode(errors="replace"), MAX_VALUES):
+        return text
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from lightning_jax.config import PolicyConfig, RoleConfig
 from lightning_jax.rl.policies import keep_calls
 from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tree import agent_of
+from lightning_jax.tracing.tree import Agents
 from lightning_jax.types import Span, Trajectory, Transition
 
 Roles = Mapping[str, RoleConfig]  # in order: a call has the first that fits
@@ -45,7 +45,11 @@ def assign_roles(
     """
     by_id = {span.span_id: span for span in spans}
     frozen = {name for name, policy in (policies or {}).items() if not policy.trains}
-    assigned = (_assigned(call, by_id[call.call_id], by_id, roles) for call in transitions)
+    agents = Agents(by_id)
+    assigned = (
+        _assigned(call, by_id[call.call_id], agents.of(by_id[call.call_id]), roles)
+        for call in transitions
+    )
     return tuple(
         replace(call, trains=call.trains and call.answered_by not in frozen) for call in assigned
     )
@@ -56,8 +60,7 @@ def only_trained(trajectory: Trajectory) -> Trajectory:
     return keep_calls(trajectory, lambda call: call.trains)
 
 
-def _assigned(call: Transition, span: Span, by_id: Mapping[str, Span], roles: Roles) -> Transition:
-    agent = agent_of(span, by_id)
+def _assigned(call: Transition, span: Span, agent: str, roles: Roles) -> Transition:
     noted = str(span.attributes.get(names.ROLE, ""))
     role = noted
     if noted not in roles or roles[noted].served_by == "policy":

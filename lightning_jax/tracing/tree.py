@@ -5,11 +5,13 @@ with. Frameworks name things by OpenTelemetry's GenAI conventions or by OpenInfe
 read.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing.forest import Forest
 from lightning_jax.types import Span
 
 AGENT_NAMES = (names.AGENT, names.AGENT_NAME, "agent.name", "graph.node.id")
@@ -61,8 +63,13 @@ def placed(spans: Sequence[Span]) -> list[Span]:
     Instrumentation often makes a span around a call and does not send its context along.
     """
     roots = {span.span_id for span in spans if span.parent_span_id is None}
+    loose = [place for place, span in enumerate(spans) if _is_loose(span, roots)]
     theirs = [span for span in spans if names.ROLLOUT_ID not in span.attributes]
-    return [_placed(span, theirs) if _is_loose(span, roots) else span for span in spans]
+    found = list(spans)
+    for place, above in zip(loose, _around([spans[place] for place in loose], theirs), strict=True):
+        if above is not None:
+            found[place] = replace(spans[place], parent_span_id=above.span_id)
+    return found
 
 
 def ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
@@ -75,12 +82,24 @@ def ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
         at = by_id.get(at.parent_span_id or "")
 
 
-def agent_of(span: Span, by_id: Mapping[str, Span]) -> str:
-    """The agent that the span, or else the nearest span above it, names; "" if none does."""
-    for each in ancestors(span, by_id):
-        if name := _first_text(each.attributes, AGENT_NAMES):
-            return name
-    return ""
+class Agents:
+    """Which agent each span belongs to. What was found for a span is used for those below it."""
+
+    def __init__(self, by_id: Mapping[str, Span]) -> None:
+        self._by_id = by_id
+        self._known: dict[str, str] = {}
+
+    def of(self, span: Span) -> str:
+        """The agent that the span, or else the nearest span above it, names; "" if none does."""
+        found, nameless = "", []
+        for each in ancestors(span, self._by_id):
+            found = _first_text(each.attributes, AGENT_NAMES)
+            if found or each.span_id in self._known:
+                found = found or self._known[each.span_id]
+                break
+            nameless.append(each.span_id)
+        self._known |= dict.fromkeys(nameless, found)
+        return found
 
 
 def causes(spans: Sequence[Span]) -> list[tuple[Span, Span | None]]:
@@ -90,19 +109,9 @@ def causes(spans: Sequence[Span]) -> list[tuple[Span, Span | None]]:
     Of calls below the same parent, if there are such: sub-agents run side by side, and each has
     calls of its own. None where no call had ended.
     """
-    by_id = {span.span_id: span for span in spans}
-    calls = sorted((span for span in spans if _holds_tokens(span)), key=lambda span: span.end_ns)
-    paths = [{above.span_id for above in ancestors(call, by_id)} for call in calls]
-
-    def cause(tool: Span) -> Span | None:
-        ended = [pair for pair in zip(calls, paths, strict=True) if pair[0].end_ns <= tool.start_ns]
-        for above in list(ancestors(tool, by_id))[1:]:
-            inside = [call for call, path in ended if above.span_id in path]
-            if inside:
-                return inside[-1]
-        return ended[-1][0] if ended else None
-
-    return [(span, cause(span)) for span in spans if is_tool(span)]
+    tools = [span for span in spans if is_tool(span)]
+    calls = [span for span in spans if _holds_tokens(span)]
+    return list(zip(tools, Forest(spans).latest(calls, tools), strict=True))
 
 
 def _holds_tokens(span: Span) -> bool:
@@ -114,10 +123,29 @@ def _is_loose(span: Span, roots: Set[str]) -> bool:
     return from_gateway(span) and (span.parent_span_id or "") in {*roots, ""}
 
 
-def _placed(call: Span, theirs: Sequence[Span]) -> Span:
-    around = [s for s in theirs if s.start_ns <= call.start_ns and call.end_ns <= s.end_ns]
-    above = max(around, key=lambda span: (span.start_ns, -span.end_ns), default=None)
-    return call if above is None else replace(call, parent_span_id=above.span_id)
+def _around(calls: Sequence[Span], theirs: Sequence[Span]) -> list[Span | None]:
+    """Return for each call the span that encloses it in time and began last, or None.
+
+    Of spans that began together it is the one that ends first, and of equal ones the first.
+    """
+    begun = sorted(reversed(theirs), key=lambda span: (span.start_ns, -span.end_ns))
+    found: list[Span | None] = [None] * len(calls)
+    open_spans: list[Span] = []  # without those that one that began later outlasts
+    ends: list[int] = []  # of those, negative, for `bisect`
+    num_begun = 0
+    for place in sorted(range(len(calls)), key=lambda place: calls[place].start_ns):
+        call = calls[place]
+        while num_begun < len(begun) and begun[num_begun].start_ns <= call.start_ns:
+            span = begun[num_begun]
+            while open_spans and open_spans[-1].end_ns <= span.end_ns:
+                open_spans.pop()
+                ends.pop()
+            open_spans.append(span)
+            ends.append(-span.end_ns)
+            num_begun += 1
+        num_around = bisect_right(ends, -call.end_ns)
+        found[place] = open_spans[num_around - 1] if num_around else None
+    return found
 
 
 def _first_text(attributes: Mapping[str, Any], keys: Sequence[str]) -> str:

@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway import fields, offload
-from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.http import Bodies, _without_strings, num_values
+from lightning_jax.gateway.dialects.chat import ChatReply
+from lightning_jax.gateway.errors import MAX_MESSAGE, ApiError
+from lightning_jax.gateway.fields import _without_strings, num_values
+from lightning_jax.gateway.http import Bodies
 from lightning_jax.gateway.offload import INLINE_BYTES, Offload
+from lightning_jax.gateway.request import check_model
+from lightning_jax.gateway.tool_calls import MAX_VALUES, read_arguments
 from lightning_jax.models.tokenizer import Tokenizer
 
 BODY: dict[str, Any] = {
@@ -65,6 +69,20 @@ def test_too_many_values_are_refused(value: Any) -> None:
         _bodies(max_json_values=1000).as_json(raw)
     assert (refused.value.status, refused.value.code) == (413, "body_too_large")
     assert "serve.max_json_values" in refused.value.message
+
+
+@pytest.mark.parametrize("value", [[1] * MAX_VALUES, {"a": [{}] * MAX_VALUES}])
+def test_arguments_of_too_many_values_are_taken_as_text(value: Any) -> None:
+    text = json.dumps(value)
+    assert read_arguments(text) == text
+    assert read_arguments(json.dumps(["," * MAX_VALUES])) == ["," * MAX_VALUES]
+
+
+def test_a_refusal_repeats_little_of_a_long_text() -> None:
+    with pytest.raises(ApiError) as refused:
+        check_model("x" * 10**6, ())
+    assert len(refused.value.message) < 1000
+    assert len(ApiError(400, "code", "x" * 10**6).message) <= MAX_MESSAGE + 3
 
 
 def test_punctuation_in_text_is_no_value() -> None:
@@ -188,3 +206,38 @@ async def test_closed_offload_takes_no_more_work() -> None:
     work.close()
     with pytest.raises(RuntimeError):
         await asyncio.wait_for(work.run(INLINE_BYTES + 1, int), 10)
+
+
+@settings(deadline=None, max_examples=200)
+@given(value=json_values)
+def test_json_is_written_as_the_library_writes_it(value: Any) -> None:
+    assert offload.dump_json(value) == json.dumps(value)
+    assert offload.dump_json({"a": (1, value)}, depth=1) == json.dumps({"a": [1, value]})
+
+
+async def test_a_long_answer_is_written_in_a_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    whole = ChatReply.body
+
+    def body(self: ChatReply, answers: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return whole(self, answers)
+
+    monkeypatch.setattr(ChatReply, "body", body)
+    for more in ({}, {"n": 8, "max_tokens": 40, "logprobs": True, "top_logprobs": 20}):
+        status, reply, _ = await bench.post(BODY | more)
+        assert status == 200 and reply["choices"][0]["message"]
+    assert not threads[0].startswith("gateway") and threads[1].startswith("gateway")
+
+
+async def test_a_posted_reward_reads_no_span(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = bench.rollout().base_url
+    ids = [(await bench.post(BODY, base=base))[1]["id"] for _ in range(3)]
+    monkeypatch.setattr(type(bench.store), "spans", None)
+    for call, known in (("last", ids[-1]), (ids[0], ids[0])):
+        status, reply, _ = await bench.post({"reward": 1, "call": call}, base=base, path="/reward")
+        assert (status, reply["call"]) == (200, known)
+    status, reply, _ = await bench.post({"reward": 1, "call": "x"}, base=base, path="/reward")
+    assert (status, reply["error"]["code"]) == (404, "call_not_found")

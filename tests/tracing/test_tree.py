@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tree import agent_of, causes, is_tool, placed, tool_output
+from lightning_jax.tracing.tree import Agents, causes, is_tool, placed, tool_output
 from lightning_jax.types import Span
 
 CALL = {names.OPERATION_NAME: "chat", names.POLICY: "policy", names.RESPONSE_TOKEN_IDS: (1,)}
@@ -34,14 +34,16 @@ def test_the_nearest_span_that_names_an_agent_names_it(attributes: dict[str, str
         _span("lost", "nowhere", (3, 4)),
     ]
     by_id = {span.span_id: span for span in spans}
-    assert agent_of(by_id["call"], by_id) == "writer"
-    assert agent_of(by_id["root"], by_id) == "team"
-    assert agent_of(by_id["lost"], by_id) == ""
+    agents = Agents(by_id)
+    for name, agent in {"call": "writer", "root": "team", "lost": "", "chain": "writer"}.items():
+        assert agents.of(by_id[name]) == agent
 
 
 def test_a_circle_of_parents_ends() -> None:
     spans = [_span("a", "b", (0, 1)), _span("b", "a", (0, 1))]
-    assert agent_of(spans[0], {span.span_id: span for span in spans}) == ""
+    agents = Agents({span.span_id: span for span in spans})
+    assert agents.of(spans[0]) == agents.of(spans[1]) == ""
+    assert causes([*spans, _span("tool", "a", (3, 4), **TOOL)])[0][1] is None
 
 
 def test_a_tool_is_known_by_either_convention() -> None:

@@ -1,0 +1,155 @@
+"""Questions about many spans of one tree, answered together in n log n steps.
+
+Agents send the spans, so a tree may be one long chain, and parents may form circles. The members of
+a circle are all above each other, and count as one node.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from lightning_jax.types import Span
+
+
+class Forest:
+    """The spans by their parents. Of spans with one id the last counts."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._place = {span.span_id: place for place, span in enumerate(spans)}
+        by_id = {span.span_id: span for span in spans}
+        parents = [self._place.get(by_id[s.span_id].parent_span_id or "", -1) for s in spans]
+        self._node, in_circle = _without_circles(parents)
+        self._parent = [-1] * len(spans)  # of each node
+        for place, parent in enumerate(parents):
+            if place not in in_circle and parent not in (-1, place):
+                self._parent[self._node[place]] = self._node[parent]
+        self._in_circle = in_circle
+        self._enter, self._leave = _tour(self._parent)
+
+    def latest(self, calls: Sequence[Span], tools: Sequence[Span]) -> list[Span | None]:
+        """Return for each tool the last call that had ended when the tool began.
+
+        It is taken from below the nearest span above the tool that has such a call below it, or
+        else from all calls. It is None where none had ended.
+        """
+        calls = sorted(calls, key=lambda call: call.end_ns)
+        ends = [call.end_ns for call in calls]
+        num_ended = [bisect_right(ends, tool.start_ns) for tool in tools]
+        tops = self._nearest_with_call(calls, tools, num_ended)
+        latest = _LatestInRange(len(self._parent))
+        found: list[Span | None] = [None] * len(tools)
+        num_added = 0
+        for tool in sorted(range(len(tools)), key=num_ended.__getitem__):
+            for rank in range(num_added, num_ended[tool]):
+                latest.put(self._enter[self._node_of(calls[rank])], rank)
+            num_added = num_ended[tool]
+            rank, top = num_added - 1, tops[tool]
+            if top >= 0:
+                rank = latest.among(self._enter[top], self._leave[top])
+            found[tool] = calls[rank] if rank >= 0 else None
+        return found
+
+    def _nearest_with_call(
+        self, calls: Sequence[Span], tools: Sequence[Span], num_ended: Sequence[int]
+    ) -> list[int]:
+        """Return the nearest node above each tool with one of its first calls below it, or -1."""
+        size = len(self._parent)
+        earliest = [len(calls)] * size  # the first call at or below each node
+        for rank in reversed(range(len(calls))):
+            earliest[self._node_of(calls[rank])] = rank
+        order = sorted(range(size), key=self._enter.__getitem__)
+        for node in reversed(order):
+            if self._parent[node] >= 0:
+                above = self._parent[node]
+                earliest[above] = min(earliest[above], earliest[node])
+        asked: dict[int, list[int]] = {}
+        for place, tool in enumerate(tools):
+            asked.setdefault(self._above(tool), []).append(place)
+        tops = [-1] * len(tools)
+        path: list[int] = []  # from a root to the present node; what is earliest there only grows
+        ranks: list[int] = []
+        for node in order:
+            while path and self._leave[path[-1]] <= self._enter[node]:
+                path.pop()
+                ranks.pop()
+            path.append(node)
+            ranks.append(earliest[node])
+            for place in asked.get(node, ()):
+                deepest = bisect_left(ranks, num_ended[place]) - 1
+                tops[place] = path[deepest] if deepest >= 0 else -1
+        return tops
+
+    def _node_of(self, span: Span) -> int:
+        return self._node[self._place[span.span_id]]
+
+    def _above(self, span: Span) -> int:
+        place = self._place[span.span_id]
+        node = self._node[place]
+        return node if place in self._in_circle else self._parent[node]
+
+
+def _without_circles(parents: Sequence[int]) -> tuple[list[int], set[int]]:
+    """Return the node of each place, which is one for all of a circle, and who is in circles.
+
+    A span that is its own parent is in none: it has nothing above it.
+    """
+    node, in_circle = list(range(len(parents))), set[int]()
+    walk_of = [-1] * len(parents)
+    for first in range(len(parents)):
+        at = first
+        while at >= 0 and walk_of[at] < 0:
+            walk_of[at] = first
+            at = parents[at]
+        if at >= 0 and walk_of[at] == first and parents[at] != at:  # this walk met itself
+            circle, each = at, parents[at]
+            in_circle.add(circle)
+            while each != circle:
+                node[each] = circle
+                in_circle.add(each)
+                each = parents[each]
+    return node, in_circle
+
+
+def _tour(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return where each node's subtree begins and ends in a depth-first order."""
+    children: list[list[int]] = [[] for _ in parents]
+    roots = []
+    for node, parent in enumerate(parents):
+        (children[parent] if parent >= 0 else roots).append(node)
+    enter, leave, clock = [0] * len(parents), [0] * len(parents), 0
+    for root in roots:
+        rest = [root]
+        while rest:
+            node = rest.pop()
+            if node < 0:
+                leave[~node] = clock
+                continue
+            enter[node], clock = clock, clock + 1
+            rest += [~node, *children[node]]
+    return enter, leave
+
+
+class _LatestInRange:
+    """A segment tree: numbers at places, and the largest in a range of places."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._largest = [-1] * (2 * size)
+
+    def put(self, place: int, number: int) -> None:
+        at = place + self._size
+        while at:
+            self._largest[at] = max(self._largest[at], number)
+            at //= 2
+
+    def among(self, begin: int, end: int) -> int:
+        """Return the largest number from place `begin` to before `end`, -1 where there is none."""
+        found, low, high = -1, begin + self._size, end + self._size
+        while low < high:
+            if low % 2:
+                found = max(found, self._largest[low])
+                low += 1
+            if high % 2:
+                high -= 1
+                found = max(found, self._largest[high])
+            low, high = low // 2, high // 2
+        return found
