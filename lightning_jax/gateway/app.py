@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from urllib.parse import quote
@@ -178,14 +179,15 @@ class Gateway:
         kind = otlp.JSON if request.content_type == otlp.JSON else otlp.PROTOBUF
         rollout = self._callers.rollout_of(request)
         owner = rollout.owner if rollout else self._callers.span_owner(request)
-        body = await read_body(request)
-        try:
-            # In a thread: a large export takes longer to read than other calls should wait.
-            export = await asyncio.to_thread(otlp.read_request, body, kind)
-        except ValueError as error:
-            raise invalid(f"{error}; expected an ExportTraceServiceRequest.") from error
-        self._callers.rollout_of(request)  # again: it may have ended meanwhile
-        refused = self._reports.add_spans(export, owner)
+        with owner.export() if owner else nullcontext():
+            body = await read_body(request)
+            async with owner.turn if owner else nullcontext():
+                try:
+                    # In a thread: it may take longer than other calls should wait.
+                    export = await asyncio.to_thread(otlp.read_request, body, kind)
+                except ValueError as error:
+                    raise invalid(f"{error}; expected an ExportTraceServiceRequest.") from error
+                refused = await self._reports.add_spans(export, owner)
         answer = otlp.write_response(refused, export.num_dropped_attributes, kind)
         return web.Response(body=answer, content_type=kind)
 

@@ -1,12 +1,12 @@
 """What agents tell besides their calls: rewards, and the spans of their own instrumentation."""
 
+import asyncio
 import contextlib
 import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
-from itertools import compress
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from opentelemetry.context import Context
@@ -23,6 +23,7 @@ from lightning_jax.tracing.tracer import context_of
 from lightning_jax.types import Span
 
 LAST = "last"
+PART_SPANS, PART_BYTES = 64, 2**19  # of posted spans that are written at once
 # Why spans are refused.
 UNKNOWN = "their traces belong to no rollout"
 FOREIGN = "they are of another rollout's trace, or their ids are those of a different recorded span"
@@ -53,7 +54,7 @@ class Reports:
             self._meters.ignored_traceparents.inc()
         return rollout.root.context
 
-    def add_spans(self, export: Export, owner: Owner | None) -> Counter[str]:
+    async def add_spans(self, export: Export, owner: Owner | None) -> Counter[str]:
         """Record the spans of a rollout; if `owner` is None, of those that their traces belong to.
 
         Return how many were refused, by reason.
@@ -70,7 +71,7 @@ class Reports:
             else:
                 theirs.setdefault(whose, []).append((span, size))
         for whose, sized in theirs.items():
-            self._record(whose, sized, refused)
+            await self._record(whose, sized, refused)
         self._meters.spans.inc(len(export.spans) + export.num_excess - refused.total())
         self._meters.unknown_spans.inc(refused[UNKNOWN])
         self._meters.foreign_spans.inc(refused[FOREIGN])
@@ -78,21 +79,27 @@ class Reports:
         self._meters.dropped_attributes.inc(export.num_dropped_attributes)
         return +refused
 
-    def _record(self, owner: Owner, sized: list[tuple[Span, int]], refused: Counter[str]) -> None:
+    async def _record(
+        self, owner: Owner, sized: list[tuple[Span, int]], refused: Counter[str]
+    ) -> None:
         """Record the spans that the owner has room for; each comes with its size in bytes."""
         assert self._store is not None, "add_spans has refused all spans"
-        fitting: list[Span] = []
-        sizes: list[int] = []
-        num_bytes = 0
+        fitting: list[tuple[Span, int]] = []
         for span, size in sized:
-            if owner.has_room(len(fitting) + 1, num_bytes + size):
-                fitting.append(span)
-                sizes.append(size)
-                num_bytes += size
+            if owner.has_room(1, size):
+                owner.use(1, size)
+                fitting.append((span, size))
         refused[TOO_MANY_KEPT] += len(sized) - len(fitting)
-        are_new, num_taken = self._store.add_posted_spans(owner.rollout_id, fitting)
-        owner.use(sum(are_new), sum(compress(sizes, are_new)))
-        refused[FOREIGN] += num_taken
+        for part in _parts(fitting):
+            spans = [span for span, _ in part]
+            are_new, num_taken = await asyncio.to_thread(
+                self._store.add_posted_spans, owner.rollout_id, spans
+            )
+            refused[FOREIGN] += num_taken
+            sent_twice = [
+                size for (_, size), is_new in zip(part, are_new, strict=True) if not is_new
+            ]
+            owner.use(-len(sent_twice), -sum(sent_twice))
 
     def reward(self, body: Body, rollout: OpenRollout) -> dict[str, Any]:
         """Takes `{"reward": 0.5}` for the rollout, or with `"call": ID` for one of its calls; the
@@ -148,6 +155,18 @@ class Reports:
             "newest.",
             param="call",
         )
+
+
+def _parts(sized: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
+    """Yield runs of spans that are short enough for calls to wait while one is written."""
+    part: list[tuple[Span, int]] = []
+    for each in sized:
+        if part and (len(part) == PART_SPANS or sum(n for _, n in part) + each[1] > PART_BYTES):
+            yield part
+            part = []
+        part.append(each)
+    if part:
+        yield part
 
 
 def _is_foreign(span: Span, owner: Owner, of_trace: Owner | None) -> bool:

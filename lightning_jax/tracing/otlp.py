@@ -9,6 +9,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from json.decoder import py_scanstring  # type: ignore[attr-defined]
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
 from google.protobuf import json_format
@@ -30,6 +32,10 @@ MAX_KEY_CHARS = 256
 MAX_ATTRIBUTES = 1_024  # of a span; SDKs keep 128 unless told otherwise
 MAX_SPAN_CHARS = 2**20  # of a span's keys and values together; a number counts as 8
 MAX_SPANS = 2_048  # of one request; SDKs send 512
+# Of a request in JSON, which takes ten times as long to read as protobuf.
+MAX_JSON_BYTES = 4 * 2**20
+MAX_JSON_VALUES = 250_000
+SMALL_JSON_BYTES = 2**17  # takes C no more than a few milliseconds
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
 
@@ -44,11 +50,14 @@ class Export:
 
 
 def read_request(body: bytes, content_type: str) -> Export:
-    """The spans of an export request. Raises ValueError for a body that is none."""
+    """The spans of an export request. Raises ValueError for a body that is none.
+
+    It may run in a thread: however large the body is, it lets other threads run.
+    """
     try:
         if content_type == JSON:
             request = ExportTraceServiceRequest()
-            fields = _with_base64_ids(json.loads(body))
+            fields = _JsonIds().converted(_load_json(body))
             json_format.ParseDict(fields, request, ignore_unknown_fields=True)
         else:
             request = ExportTraceServiceRequest.FromString(body)
@@ -199,15 +208,45 @@ def clip(text: str) -> str:
     return text if more <= 0 else f"{text[:MAX_CHARS]}... ({more} more characters)"
 
 
-def _with_base64_ids(message: Any) -> Any:
-    """OTLP's JSON writes ids in hex, where protobuf's writes bytes in base64."""
-    if isinstance(message, list):
-        return [_with_base64_ids(item) for item in message]
-    if not isinstance(message, Mapping):
-        return message
-    return {
-        key: base64.b64encode(bytes.fromhex(item)).decode()
-        if key in ("traceId", "spanId", "parentSpanId") and isinstance(item, str)
-        else _with_base64_ids(item)
-        for key, item in message.items()
-    }
+class _PatientDecoder(json.JSONDecoder):
+    """Decodes JSON in Python. The decoder in C would keep all other threads waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parse_string = py_scanstring
+        self.scan_once = py_make_scanner(self)
+
+
+def _load_json(body: bytes) -> Any:
+    if len(body) > MAX_JSON_BYTES:
+        raise ValueError(
+            f"it has {len(body)} bytes, and JSON may have {MAX_JSON_BYTES}. Send fewer "
+            "spans at once, or protobuf"
+        )
+    text = body.decode()
+    return json.loads(text) if len(body) <= SMALL_JSON_BYTES else _PatientDecoder().decode(text)
+
+
+class _JsonIds:
+    """Converts ids: OTLP's JSON writes them in hex, where protobuf's writes bytes in base64."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    def converted(self, message: Any) -> Any:
+        """Return the message with ids in base64. Raises ValueError above MAX_JSON_VALUES."""
+        self._num_values += 1
+        if self._num_values > MAX_JSON_VALUES:
+            raise ValueError(
+                f"it has more than {MAX_JSON_VALUES} values. Send fewer spans at once, or protobuf"
+            )
+        if isinstance(message, list):
+            return [self.converted(item) for item in message]
+        if not isinstance(message, Mapping):
+            return message
+        return {
+            key: base64.b64encode(bytes.fromhex(item)).decode()
+            if key in ("traceId", "spanId", "parentSpanId") and isinstance(item, str)
+            else self.converted(item)
+            for key, item in message.items()
+        }

@@ -17,10 +17,13 @@ from lightning_jax.tracing.otlp import (
     JSON,
     MAX_ATTRIBUTES,
     MAX_CHARS,
+    MAX_JSON_BYTES,
+    MAX_JSON_VALUES,
     MAX_KEY_CHARS,
     MAX_SPAN_CHARS,
     MAX_SPANS,
     PROTOBUF,
+    SMALL_JSON_BYTES,
     read_request,
     write_response,
 )
@@ -185,3 +188,35 @@ def test_an_error_is_a_text_whatever_was_sent(key: str) -> None:
     event.attributes.append(KeyValue(key=key, value=_list(AnyValue(int_value=3))))
     (read,) = read_request(request.SerializeToString(), PROTOBUF).spans
     assert isinstance(read.error, str) and isinstance(read.attributes[names.ERROR_TYPE], str)
+
+
+def _json_body(**attributes: Any) -> bytes:
+    pairs = [{"key": key, "value": value} for key, value in attributes.items()]
+    span = {"traceId": TRACE.hex(), "spanId": SPAN.hex(), "attributes": pairs}
+    return json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}).encode()
+
+
+def test_large_json_reads_as_small_json_does() -> None:
+    text = 'a "quoted" \\ line\n\u00e9\u2028' * 1_000
+    texts = {f"t{n}": {"stringValue": text, "other": [1, 2.5e-3, None, True]} for n in range(20)}
+    texts["n"] = {"intValue": "3"}
+    body = _json_body(**texts)
+    assert len(body) > SMALL_JSON_BYTES
+    (span,) = read_request(body, JSON).spans
+    assert (span.trace_id, span.span_id) == (TRACE.hex(), SPAN.hex())
+    assert span.attributes == {f"t{n}": text for n in range(20)} | {"n": 3}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"resourceSpans": [' + b"{}," * MAX_JSON_VALUES + b"{}]}",
+        _json_body(text={"stringValue": "x" * MAX_JSON_BYTES}),
+        b'{"resourceSpans": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"resourceSpans": ["' + b"\xff" * 2**18 + b'"]}',
+    ],
+    ids=["values", "bytes", "depth", "not UTF-8"],
+)
+def test_json_above_the_limits_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError, match="no OTLP trace export"):
+        read_request(body, JSON)
