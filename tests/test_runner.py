@@ -18,6 +18,11 @@ import aiohttp
 import httpx
 import openai
 import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 
 from lightning_jax.agent_loop import apart
 from lightning_jax.config import ConfigError, RolloutConfig, ServeConfig
@@ -452,3 +457,30 @@ def test_an_agent_whose_framework_is_missing_is_one_sentence(tmp_path: Path) -> 
     for _ in range(2):  # the broken module is not kept
         with pytest.raises(ConfigError, match=expected):
             load_agent(f"{path}:run")
+
+
+async def test_a_forged_root_does_not_end_the_run(tmp_path: Path) -> None:
+    rejected = []
+
+    async def forges(task: Task, llm: LLM) -> float:
+        own = trace.get_current_span().get_span_context()
+        export = ExportTraceServiceRequest()
+        export.resource_spans.add().scope_spans.add().spans.add(
+            trace_id=own.trace_id.to_bytes(16, "big"), span_id=own.span_id.to_bytes(8, "big")
+        )
+        body = export.SerializeToString()
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{llm.base_url}/traces", data=body) as answer,
+        ):
+            told = ExportTraceServiceResponse.FromString(await answer.read())
+        rejected.append(told.partial_success.rejected_spans)
+        return 0.5
+
+    async with _runner(tmp_path, "run") as runner:
+        requests = make_requests(TASKS, "train", 0, 1)
+        rollouts = await run_rollouts(requests, replace(runner, agent=forges))
+        assert [rollout.reward for rollout in rollouts] == [0.5] * 3 and rejected == [1] * 3
+        for rollout in rollouts:
+            (root,) = runner.store.spans(rollout.rollout_id)
+            assert (root.name, root.attributes["lightning.status"]) == ("rollout", "scored")

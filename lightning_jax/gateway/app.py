@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from urllib.parse import quote
@@ -188,14 +189,15 @@ class Gateway:
         kind = otlp.JSON if request.content_type == otlp.JSON else otlp.PROTOBUF
         rollout = self._callers.rollout_of(request)
         owner = rollout.owner if rollout else self._callers.span_owner(request)
-        raw = await self._bodies.read(request)
-        body = await self._bodies.json(raw) if kind == otlp.JSON else raw
-        try:
-            export = await self._offload.run(len(raw), otlp.read_request, body)
-        except ValueError as error:
-            raise invalid(f"{error}; expected an ExportTraceServiceRequest.") from error
-        self._callers.rollout_of(request)  # again: it may have ended meanwhile
-        refused = await self._reports.add_spans(export, owner)
+        with owner.export() if owner else nullcontext():
+            raw = await self._bodies.read(request)
+            async with owner.turn if owner else nullcontext():
+                body = await self._bodies.json(raw) if kind == otlp.JSON else raw
+                try:
+                    export = await self._offload.run(len(raw), otlp.read_request, body)
+                except ValueError as error:
+                    raise invalid(f"{error}; expected an ExportTraceServiceRequest.") from error
+                refused = await self._reports.add_spans(export, owner)
         answer = otlp.write_response(refused, export.num_dropped_attributes, kind)
         return web.Response(body=answer, content_type=kind)
 

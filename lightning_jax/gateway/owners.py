@@ -1,14 +1,19 @@
 """The secrets that say whose record a request may write to, of rollouts open or ended lately."""
 
+import asyncio
 import hashlib
 import hmac
 import secrets
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from lightning_jax.gateway.errors import ApiError
 from lightning_jax.tracing.tracer import Root
 
 MAX_TRACES = 1_000  # that the calls of one rollout may bring with them, besides its own
+MAX_EXPORTS = 8  # requests with spans that one rollout may have under way
 MAX_ENDED_TRACES = 20_000  # of ended rollouts; exporters send in batches, so spans come late
 
 
@@ -28,6 +33,8 @@ class Owner:
     num_spans: int = 0
     num_bytes: int = 0
     traces: set[str] = field(default_factory=set)
+    num_exports: int = 0  # requests with spans that are being read, or wait
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one of them is read at a time
 
     def has_token(self, token: str) -> bool:
         """Return whether the token is right, in constant time."""
@@ -48,6 +55,24 @@ class Owner:
         """Count what was written to the record."""
         self.num_spans += num_spans
         self.num_bytes += num_bytes
+
+    @contextmanager
+    def export(self) -> Iterator[None]:
+        """Count a request with spans while it is under way. Raises ApiError if there are too many,
+        so that the requests of one rollout do not take all the threads.
+        """
+        if self.num_exports >= MAX_EXPORTS:
+            raise ApiError(
+                429,
+                "too_many_exports",
+                f"the rollout has {MAX_EXPORTS} requests with spans under way; send one at a time.",
+                retry_after_s=1,
+            )
+        self.num_exports += 1
+        try:
+            yield
+        finally:
+            self.num_exports -= 1
 
 
 class Owners:

@@ -5,7 +5,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from opentelemetry.context import Context
@@ -22,7 +22,7 @@ from lightning_jax.tracing.tracer import context_of
 from lightning_jax.types import Span
 
 LAST = "last"
-SPANS_AT_ONCE = 500  # of an export, in one transaction
+PART_SPANS, PART_BYTES = 64, 2**19  # of posted spans that are written at once
 # Why spans are refused.
 UNKNOWN = "their traces belong to no rollout"
 FOREIGN = "they are of another rollout's trace, or their ids are those of a different recorded span"
@@ -91,15 +91,16 @@ class Reports:
                 owner.use(1, size)
                 fitting.append((span, size))
         refused[TOO_MANY_KEPT] += len(sized) - len(fitting)
-        for first in range(0, len(fitting), SPANS_AT_ONCE):  # calls' spans may go between
-            part = fitting[first : first + SPANS_AT_ONCE]
+        for part in _parts(fitting):  # calls' spans may go between
+            spans = [span for span, _ in part]
             are_new, num_taken = await self._store.in_order(
-                self._store.add_posted_spans, owner.rollout_id, [span for span, _ in part]
+                self._store.add_posted_spans, owner.rollout_id, spans
             )
-            for (_, size), is_new in zip(part, are_new, strict=True):
-                if not is_new:
-                    owner.use(-1, -size)
             refused[FOREIGN] += num_taken
+            sent_twice = [
+                size for (_, size), is_new in zip(part, are_new, strict=True) if not is_new
+            ]
+            owner.use(-len(sent_twice), -sum(sent_twice))
 
     async def reward(self, body: Body, rollout: OpenRollout) -> dict[str, Any]:
         """Takes `{"reward": 0.5}` for the rollout, or with `"call": ID` for one of its calls; the
@@ -168,6 +169,18 @@ def _check_size(name: str, value: float, limit: float) -> None:
             "(rollout.max_abs_reward).",
             "reward",
         )
+
+
+def _parts(sized: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
+    """Yield runs of spans that are short enough for calls to wait while one is written."""
+    part: list[tuple[Span, int]] = []
+    for each in sized:
+        if part and (len(part) == PART_SPANS or sum(n for _, n in part) + each[1] > PART_BYTES):
+            yield part
+            part = []
+        part.append(each)
+    if part:
+        yield part
 
 
 def _is_foreign(span: Span, owner: Owner, of_trace: Owner | None) -> bool:

@@ -3,17 +3,22 @@
 import asyncio
 import io
 import itertools
+import json
+import random
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from gateway_bench import Bench
+from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
+from lightning_jax.gateway.owners import MAX_EXPORTS
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing import otlp
 from lightning_jax.tracing.convert import spans_to_transitions
@@ -288,3 +293,56 @@ async def test_a_reward_that_comes_whole_after_the_end_is_refused(bench: Bench) 
     async with bench.http.post(url, data=slowly()) as response:
         assert response.status == 404
     assert len(bench.store.spans("r1")) == 1
+
+
+async def test_a_rollout_has_a_limit_of_exports_under_way(bench: Bench) -> None:
+    own, other = bench.rollout("own"), bench.rollout("other")
+    release = asyncio.Event()
+
+    async def waiting() -> AsyncIterator[bytes]:
+        body = _export("ab" * 16)
+        yield body[:1]  # the client sends headers with the first piece
+        await release.wait()
+        yield body[1:]
+
+    async def send(base: str, body: Any) -> int:
+        headers = {"Content-Type": "application/x-protobuf"}
+        async with bench.http.post(f"{base}/traces", data=body, headers=headers) as response:
+            return response.status
+
+    started = [asyncio.create_task(send(own.base_url, waiting())) for _ in range(MAX_EXPORTS + 1)]
+    done, others = await asyncio.wait(started, return_when=asyncio.FIRST_COMPLETED)
+    assert [task.result() for task in done] == [429]
+    assert await send(other.base_url, io.BytesIO(_export("ac" * 16))) == 200
+    release.set()
+    assert set(await asyncio.gather(*others)) == {200}
+    assert await send(own.base_url, io.BytesIO(_export("ac" * 16))) == 200
+
+
+@pytest.mark.parametrize("kind", [otlp.PROTOBUF, otlp.JSON])
+async def test_mutated_exports_are_recorded_or_refused(bench: Bench, kind: str) -> None:
+    rng = random.Random(kind)
+    url = f"{bench.rollout().base_url}/traces"
+    request = ExportTraceServiceRequest.FromString(_export("ab" * 16, "ab" * 16, a="b"))
+    for span in request.resource_spans[0].scope_spans[0].spans:
+        span.status.code = Status.STATUS_CODE_ERROR
+        event = span.events.add(name="exception")
+        event.attributes.add(key="exception.message").value.array_value.values.add(int_value=1)
+        span.attributes.add(key="nested").value.kvlist_value.values.add(key="n")
+        span.start_time_unix_nano = 5
+    valid = request.SerializeToString()
+    if kind == otlp.JSON:
+        fields = json_format.MessageToDict(request)
+        for number, span in enumerate(fields["resourceSpans"][0]["scopeSpans"][0]["spans"]):
+            span |= {"traceId": "ab" * 16, "spanId": f"{number + 1:016x}"}
+        valid = json.dumps(fields).encode()
+    statuses = set()
+    for _ in range(300):
+        body = bytearray(valid)
+        for _ in range(rng.choice([1, 1, 2, 5])):
+            place = rng.randrange(len(body))
+            body[place : place + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+        headers = {"Content-Type": kind}
+        async with bench.http.post(url, data=bytes(body), headers=headers) as response:
+            statuses.add(response.status)
+    assert statuses == {200, 400}
