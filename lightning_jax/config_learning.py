@@ -27,6 +27,7 @@ class AlgorithmConfig:
     dpo_beta: float = 0.1  # of dpo: how dearly a step away from the reference is bought
     clip_low: float = 0.2  # below 1; 1 is no lower bound
     clip_high: float = 0.2  # above 1
+    clip_dual: float = 3.0  # of clip and gspo: ratio that ends a negative advantage; 0: none
     aggregation: str = "rollout"  # rollout, token, call or constant: what weighs the same
     token_divisor: float = 1024.0  # of constant: the tokens by which a rollout's sum is divided
     # Off-policy correction.
@@ -57,6 +58,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_preferences()
+        self._check_gspo()
         require(
             self,
             discount=(0 < self.discount <= 1, "above 0 and at most 1"),
@@ -68,6 +70,7 @@ class AlgorithmConfig:
             max_sampling_rounds=(self.max_sampling_rounds >= 1, "at least 1"),
             clip_low=(0 < self.clip_low <= 1, "above 0 and at most 1"),
             clip_high=(self.clip_high > 0, "a positive number"),
+            clip_dual=(self.clip_dual == 0 or self.clip_dual > 1, "above 1, or 0 (off)"),
             token_divisor=(self.token_divisor > 0, "a positive number of tokens"),
             correction=(
                 self.correction != "truncate" or self.proximal == "old" or self.loss == "reinforce",
@@ -130,6 +133,14 @@ class AlgorithmConfig:
             "num_minibatches": 1,
         }.items():
             require(self, **{name: (getattr(self, name) == only, f"{only}, because loss is dpo")})
+
+    def _check_gspo(self) -> None:
+        """Refuse bounds that the gap of sampler and trainer exceeds in bfloat16."""
+        if self.loss == "gspo" and self.proximal == "behavior":
+            least = 1e-2
+            for name in ("clip_low", "clip_high"):
+                expected = f"at least {least:g} where loss is gspo; or set proximal to old"
+                require(self, **{name: (getattr(self, name) >= least, expected)})
 
     @property
     def has_reference(self) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from lightning_jax.config import BatchConfig, Config, ConfigError
+from lightning_jax.config import AlgorithmConfig, BatchConfig, Config, ConfigError
 from lightning_jax.config_roles import policy_places
 from lightning_jax.metrics import Metrics
 from lightning_jax.models.lora import overlay
@@ -26,9 +26,10 @@ from lightning_jax.models.sharding import (
 )
 from lightning_jax.models.transformer import DecoderConfig, Params
 from lightning_jax.rl import train_step
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batching import make_batches, why_dropped
 from lightning_jax.rl.bundles import measure
 from lightning_jax.rl.critic import make_critic
+from lightning_jax.rl.kl_costs import charge_later_calls, has_later_calls
 from lightning_jax.rl.losses import is_maximum
 from lightning_jax.rl.objectives import policy_objective, supervised_objective
 from lightning_jax.rl.optimizer import make_optimizer
@@ -59,6 +60,8 @@ class Learner:
     values_per_token: bool = False  # the states that a critic values: tokens, or calls
     several: Several | None = None  # the policies that it trains; None: one
     dpo_beta: float | None = None  # None: the loss is another
+    reward_kl: AlgorithmConfig | None = None  # its settings, where the KL is in the reward
+    seed: int = 0  # of the order of minibatches
 
     def init(self, params: Params, *, trains: bool = True) -> TrainState:
         """A state with fresh moments. Takes over `params`, all weights; they go to their places.
@@ -97,16 +100,17 @@ class Learner:
     ) -> tuple[TrainState, Metrics]:
         """The optimizer updates of a step on all sequences, and metrics. Takes over `state`.
 
-        There are `num_epochs` passes of up to `num_minibatches` updates; policies that learn apart
-        have minibatches of their own, which are updated side by side. Without a sequence that could
-        move the weights the state comes back as it is, `train/num_updates` is 0 and
+        There are `num_epochs` passes of up to `num_minibatches` updates, the same in each pass.
+        Sequences that could not move the weights take no part in the split. Policies that learn
+        apart have minibatches of their own, which are updated side by side. Without a sequence
+        that could move the weights the state comes back as it is, `train/num_updates` is 0 and
         `train/skipped_updates` 1; else that counts updates whose gradient was not finite.
         """
         started, metrics = time.monotonic(), {}
         if self.dpo_beta is not None:
             sequences, num_broken = drop_broken_pairs(sequences, self.batch)
             metrics["train/dropped_pairs"] = float(num_broken)
-        of_each = self._minibatches(sequences)
+        of_each = self._minibatches(sequences, state)
         parts = [
             make_batches(part, self.batch, skip_zero_advantage=self.skip_zero_advantage)
             for part in of_each
@@ -115,6 +119,13 @@ class Learner:
         metrics["time/batching_s"] = time.monotonic() - started
         rows = batch_sharding(self.mesh)
         minibatches = [place(batches, rows) for batches, _ in parts if batches]
+        if self.reward_kl is not None and has_later_calls(sequences):
+            assert reference is not None, "a KL has one"
+            filled = [pair for pair in zip(of_each, parts, strict=True) if pair[1][0]]
+            minibatches = [
+                self._charge(self.reward_kl, some, batches, placed, state, reference)
+                for (some, (batches, _)), placed in zip(filled, minibatches, strict=True)
+            ]
         present = [self._taking_part(batches) for batches, _ in parts if batches]
         metrics["train/num_batches"] = float(sum(map(len, minibatches)))
         if not minibatches:
@@ -173,16 +184,50 @@ class Learner:
     def _adapters(self) -> dict[str, int]:
         return policy_places(() if self.several is None else self.several.names)
 
-    def _minibatches(self, sequences: Sequence[TrainingSequence]) -> list[list[TrainingSequence]]:
-        """The sequences of each update of a pass."""
-        if self.several is None or not self.several.separate:
-            return split_minibatches(sequences, self.num_minibatches)
-        places = range(self.several.number)
-        of_each = [[each for each in sequences if each.adapter == place] for place in places]
-        parts = [split_minibatches(own, self.num_minibatches) for own in of_each]
+    def _charge(
+        self,
+        algorithm: AlgorithmConfig,
+        sequences: Sequence[TrainingSequence],
+        batches: Sequence[Batch],
+        placed: Sequence[Batch],
+        state: TrainState,
+        reference: Params,
+    ) -> list[Batch]:
+        """Return the placed batches with advantages less the KL of later calls."""
+        current = self._logprobs(placed, state.policy)
+        known = self._logprobs(placed, overlay(state.base, reference))
+        advantages = charge_later_calls(sequences, batches, current, known, algorithm)
         return [
+            dataclasses.replace(batch, advantages=values)
+            for batch, values in zip(
+                placed, place(advantages, batch_sharding(self.mesh)), strict=True
+            )
+        ]
+
+    def _minibatches(
+        self, sequences: Sequence[TrainingSequence], state: TrainState
+    ) -> list[list[TrainingSequence]]:
+        """Return the sequences of each update of a pass.
+
+        The order depends on the seed and the updates made. What no row takes goes with the first
+        part, where it is counted.
+        """
+        if self.num_minibatches == 1:
+            return [list(sequences)]
+        taken, left_out = [], []
+        for each in sequences:
+            is_left_out = why_dropped(each, self.batch, self.skip_zero_advantage) is not None
+            (left_out if is_left_out else taken).append(each)
+        seed = f"{self.seed} {int(to_host(state.step))}"
+        of_each = [taken]
+        if self.several is not None and self.several.separate:
+            places = range(self.several.number)
+            of_each = [[each for each in taken if each.adapter == place] for place in places]
+        parts = [split_minibatches(own, self.num_minibatches, seed) for own in of_each]
+        first, *others = [
             list(itertools.chain(*some)) for some in itertools.zip_longest(*parts, fillvalue=())
         ]
+        return [first + left_out, *others]
 
     def _taking_part(self, batches: Sequence[Batch]) -> Any:
         return None if self.several is None else taking_part(self.several, batches)
@@ -237,6 +282,7 @@ def make_learner(
     several = several_of(config, supervised=supervised)
     if several is not None and several.separate:
         optimizer = separately(optimizer, several.number)
+    has_reward_kl = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
     functions = train_step.make_train_functions(
         model,
         optimizer,
@@ -261,5 +307,7 @@ def make_learner(
         needs_old_logprobs=not supervised and algorithm.needs_old_logprobs,
         values_per_token=algorithm.credit == "learned_token",
         several=several,
+        reward_kl=algorithm if has_reward_kl and not supervised else None,
+        seed=config.seed,
         dpo_beta=algorithm.dpo_beta if not supervised and algorithm.loss == "dpo" else None,
     )

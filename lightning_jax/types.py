@@ -235,6 +235,9 @@ class TrainingSequence:
     # the weights. None: there is one policy, or it is among its own.
     adapter: int | None = None
     pair: int | None = None  # of DPO: which of the step's pairs its rollout is in
+    # The places of its rollout and its group in the step. None: it is of no rollout.
+    rollout: int | None = None
+    group: int | None = None
     # The policy that learns is the one whose logits are divided by it; the log-probs are of that.
     temperature: float = 1.0
 

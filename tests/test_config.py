@@ -33,6 +33,12 @@ def test_later_layers_win(tmp_path: Path) -> None:
         ("serve.prefix_cache_mib=-1", ["prefix_cache_mib is -1", "0 for no prefix cache"]),
         ("batch.head_chunk=7", ["head_chunk is 7", "divisor"]),
         ("algorithm.loss=ppo", ["loss is 'ppo'", "clip, gspo, cispo, reinforce or dpo"]),
+        (
+            "algorithm.loss=gspo algorithm.clip_low=3e-4",
+            ["clip_low is 0.0003", "at least 0.01", "set proximal to old"],
+        ),
+        ("algorithm.loss=gspo algorithm.clip_high=9e-3", ["clip_high is 0.009", "at least 0.01"]),
+        ("algorithm.clip_dual=0.5", ["clip_dual is 0.5", "above 1, or 0"]),
         ("algorithm.kl_in=both", ["kl_in is 'both'", "loss or reward"]),
         ("algorithm.correction=truncate", ["correction is 'truncate'", "set proximal to old"]),
         ("algorithm.correction_high=0.5", ["correction_high is 0.5", "correction_low=0.5"]),

@@ -1,5 +1,7 @@
 """Several updates over the data of one step."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,8 @@ from lightning_jax.config import (
     OptimizerConfig,
 )
 from lightning_jax.learner import Learner, make_learner, merge_updates
-from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.bundles import BUNDLE
+from lightning_jax.rl.batching import make_batches, make_sequences
+from lightning_jax.rl.bundles import BUNDLE, bundle
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rl.train_state import TrainState
 from lightning_jax.rl.train_step import update, with_old_logprobs
@@ -57,7 +59,7 @@ def test_epochs_and_minibatches_keep_the_old_policy_of_the_first_update():
 
     # The same by hand.
     wanted = fresh_state(made)
-    parts = [make_batches(part, SHAPE)[0] for part in split_minibatches(STEP, 2)]
+    parts = [make_batches(part, SHAPE)[0] for part in split_minibatches(STEP, 2, "0 0")]
     known = [with_old_logprobs(made.functions, MODEL.params, part) for part in parts]
     for part in (*known, *known):
         wanted, _ = update(made.functions, wanted, part)
@@ -79,6 +81,38 @@ def test_nothing_to_learn_from_is_no_update():
         state, metrics = made.update(fresh_state(made), step, None)
         assert int(state.step) == metrics["train/num_updates"] == metrics["train/num_batches"] == 0
         assert metrics["train/skipped_updates"] == 1.0
+
+
+def test_no_minibatch_is_spent_on_what_has_no_gradient():
+    made = learner(num_minibatches=3)
+    still = [sequence([1, k], [9, k], advantage=0.0, weight=0.1) for k in range(20, 40)]
+    state, metrics = made.update(fresh_state(made), [*still, *STEP[:3]], None)
+    assert int(state.step) == metrics["train/num_updates"] == 3
+    assert metrics["train/num_sequences"] == 3.0
+    assert metrics["train/dropped_zero_advantage"] == 20.0
+
+
+def test_later_calls_cost_earlier_ones_their_kl():
+    """The gradient of two calls against that of each by itself with an advantage by hand."""
+    knobs = {"kl_coef": 0.5, "kl_estimator": "k1", "kl_in": "reward"}
+    made = learner(**knobs)
+    step = [trajectory(transition([1, 2], [3]), transition([1, 2, 3, 4], [5, 6]), reward=1.0)]
+    sequences = make_sequences(step, [(1.0, -1.0)])
+    reference = jax.tree.map(lambda leaf: leaf * 1.05, MODEL.params)
+    (batch,), _ = make_batches(sequences, SHAPE)
+    old, ref = (
+        made.functions.logprobs_fn(*bundle([batch]), weights)[0]
+        for weights in (MODEL.params, reference)
+    )
+    second = np.asarray(batch.target_calls) == 1
+    cost = float(np.asarray(old - ref)[second].sum())
+    assert abs(cost) > 1e-3
+    charged, _ = made.update(fresh_state(made), sequences, reference)
+    alone = [dataclasses.replace(each, rollout=None) for each in sequences]
+    alone[0] = dataclasses.replace(alone[0], advantage=1.0 - 0.5 * cost)
+    by_hand, _ = made.update(fresh_state(made), alone, reference)
+    for got, want in zip(*map(jax.tree.leaves, (charged.params, by_hand.params)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_merged_metrics_by_hand():

@@ -9,8 +9,8 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.nodes
-import jinja2.sandbox
 
+from lightning_jax.models.template_limits import LimitedEnvironment, start
 from lightning_jax.types import Message
 
 
@@ -39,19 +39,24 @@ def render(
 ) -> str:
     """The prompt text. `special_tokens` are names such as `bos_token` that a template may write.
 
-    The template comes with the weights, so it runs in jinja2's sandbox. Raises TemplateError.
+    The template comes with the weights, so it runs in a sandbox with limits. Raises TemplateError,
+    whatever the template raises.
     """
     try:
-        return _compiled(template).render(
+        start()
+        compiled = _compiled(template)
+        return compiled.environment.render(  # type: ignore[attr-defined]
+            compiled,
             messages=list(messages),
             tools=list(tools) if tools else None,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **(special_tokens or {}),
         )
-    except (jinja2.TemplateError, TypeError) as error:
+    except Exception as error:
+        words = str(error)[:500] if isinstance(error, jinja2.TemplateError) else repr(error)[:500]
         raise TemplateError(
-            f"the chat template rejects these {len(messages)} messages ({error}); expected the "
+            f"the chat template rejects these {len(messages)} messages ({words}); expected the "
             "roles and text contents it was written for. Change the messages."
         ) from error
 
@@ -59,12 +64,12 @@ def render(
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
     # The whitespace settings, filters and globals that published templates are written against.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = _to_json
+    environment.limit({"tojson": _to_json})
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment.from_string(template)

@@ -74,9 +74,11 @@ def make_sequences(
     weights = token_weights(trajectories, aggregation=aggregation, divisor=token_divisor)
     sequences = []
     states = weigh_states(states or [(None,) * len(values) for values in advantages])
-    for trajectory, values, calls, of_calls in zip(
-        trajectories, advantages, weights, states, strict=True
+    groups: dict[str, int] = {}
+    for place, (trajectory, values, calls, of_calls) in enumerate(
+        zip(trajectories, advantages, weights, states, strict=True)
     ):
+        group = groups.setdefault(trajectory.group_id, len(groups))
         if len(values) != len(trajectory.transitions):
             raise ValueError(
                 f"rollout {trajectory.rollout_id!r} has {len(values)} advantages for "
@@ -96,6 +98,8 @@ def make_sequences(
                     states=of_call,
                     adapter=adapters[transition.answered_by] if adapters else None,
                     temperature=transition.temperature,
+                    rollout=place,
+                    group=group,
                 )
             )
     return sequences

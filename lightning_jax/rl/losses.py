@@ -71,6 +71,7 @@ def policy_loss(
         batch,
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
+        clip_dual=algorithm.clip_dual,
     )
     sums |= {
         # By zero advantage no gradient is lost to clipping.

@@ -13,6 +13,7 @@ from lightning_jax.types import Batch
 # exp() of more overflows float32. No gradient comes from beyond it: such a token is hopelessly
 # off-policy.
 MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0  # nats of one token; above it k3 has no gradient, which grows like k3 itself
 
 
 def importance_ratio(log_ratio: Float[Array, "B R"]) -> Float[Array, "B R"]:
@@ -25,7 +26,7 @@ def kl_estimate(log_ratio: Float[Array, "B R"], estimator: str = "k3") -> Float[
     KL divergence").
 
     k1 = -x is unbiased, k2 = x^2 / 2 is biased and never negative, k3 = exp(x) - 1 - x is both
-    unbiased and never negative. Raises ValueError for another estimator.
+    unbiased and never negative, up to a bound of MAX_K3. Raises ValueError for another estimator.
     """
     if estimator == "k1":
         return -log_ratio
@@ -34,7 +35,7 @@ def kl_estimate(log_ratio: Float[Array, "B R"], estimator: str = "k3") -> Float[
     if estimator == "k3":
         # expm1: near x = 0, where sampler and trainer agree, exp(x) - 1 would be all rounding.
         log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return jnp.expm1(log_ratio) - log_ratio
+        return jnp.minimum(jnp.expm1(log_ratio) - log_ratio, MAX_K3)
     raise ValueError(f"KL estimator is {estimator!r}; expected k1, k2 or k3.")
 
 

@@ -2,6 +2,8 @@
 
 All take `log_ratio`, the current log-probability less that of the proximal policy (0 where masked),
 and return (token loss, the ratio they used, where no gradient is left because of a bound).
+`clip_dual` bounds the loss of a negative advantage at the ratio `clip_dual` (dual clip, arXiv
+1912.09729); 0 is no bound.
 """
 
 from collections.abc import Callable
@@ -25,13 +27,14 @@ def clip_surrogate(
     *,
     clip_low: float,
     clip_high: float,
+    clip_dual: float,
 ) -> Surrogate:
     """`-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)` with a ratio r of each token.
 
     PPO (arXiv 1707.06347), per token as in GRPO (arXiv 2402.03300), with two bounds as in DAPO
     (arXiv 2503.14476).
     """
-    return _clipped(importance_ratio(log_ratio), advantages, clip_low, clip_high)
+    return _clipped(importance_ratio(log_ratio), advantages, clip_low, clip_high, clip_dual)
 
 
 def gspo_surrogate(
@@ -42,6 +45,7 @@ def gspo_surrogate(
     *,
     clip_low: float,
     clip_high: float,
+    clip_dual: float,
 ) -> Surrogate:
     """The clipped loss with one ratio a call, the geometric mean over its tokens (GSPO, arXiv
     2507.18071).
@@ -50,7 +54,7 @@ def gspo_surrogate(
     that the weights decide what a call weighs.
     """
     ratio = importance_ratio(level_log_ratio(log_ratio, batch, "sequence_mean"))
-    return _clipped(ratio, advantages, clip_low, clip_high)
+    return _clipped(ratio, advantages, clip_low, clip_high, clip_dual)
 
 
 def cispo_surrogate(
@@ -61,6 +65,7 @@ def cispo_surrogate(
     *,
     clip_low: float,
     clip_high: float,
+    clip_dual: float,
 ) -> Surrogate:
     """`-clip(r, 1 - clip_low, 1 + clip_high) * A * logprob`, with no gradient through the clipped
     ratio (CISPO, arXiv 2506.13585).
@@ -80,6 +85,7 @@ def reinforce_surrogate(
     *,
     clip_low: float,
     clip_high: float,
+    clip_dual: float,
 ) -> Surrogate:
     """`-A * logprob` (Williams 1992). The ratio is only reported, and the bounds do not matter."""
     ratio = importance_ratio(log_ratio)
@@ -95,8 +101,14 @@ SURROGATES: dict[str, Callable[..., Surrogate]] = {
 }
 
 
-def _clipped(ratio: Values, advantages: Values, clip_low: float, clip_high: float) -> Surrogate:
+def _clipped(
+    ratio: Values, advantages: Values, clip_low: float, clip_high: float, clip_dual: float
+) -> Surrogate:
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    token_loss = -jnp.minimum(ratio * advantages, clipped * advantages)
-    beyond = jnp.where(advantages > 0.0, ratio > 1.0 + clip_high, ratio < 1.0 - clip_low)
-    return token_loss, ratio, beyond
+    gain = jnp.minimum(ratio * advantages, clipped * advantages)
+    is_too_low = ratio < 1.0 - clip_low
+    if clip_dual > 0.0:
+        gain = jnp.where(advantages < 0.0, jnp.maximum(gain, clip_dual * advantages), gain)
+        is_too_low |= ratio > clip_dual
+    beyond = jnp.where(advantages > 0.0, ratio > 1.0 + clip_high, is_too_low)
+    return -gain, ratio, beyond

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import random
 from collections.abc import Sequence
 
 from lightning_jax.types import StateValues, TrainingSequence, Trajectory, Transition
@@ -56,19 +57,41 @@ def num_trained(transition: Transition) -> int:
 
 
 def split_minibatches(
-    sequences: Sequence[TrainingSequence], number: int
+    sequences: Sequence[TrainingSequence], number: int, seed: str = ""
 ) -> list[list[TrainingSequence]]:
-    """The sequences in `number` parts of about equal size, at most one per sequence.
+    """Return the sequences in `number` random parts of about equal size, none of them empty.
 
-    The parts are stretches, so that the rollouts of a group keep their prefixes in common. Weights
-    grow by the number of parts: on average a part's gradient is as large as that of the whole.
+    Groups stay whole, and so keep their prefixes in common. Where there are fewer groups than
+    parts, rollouts stay whole; there are at most as many parts as rollouts. Weights grow by the
+    number of parts: on average a part's gradient is as large as that of the whole.
     """
-    number = max(min(number, len(sequences)), 1)
-    cuts = [k * len(sequences) // number for k in range(number + 1)]
+    if number == 1 or not sequences:
+        return [list(sequences)]
+    units = _units(sequences, "group")
+    if len(units) < number:
+        units = _units(sequences, "rollout")
+    number = min(number, len(units))
+    random.Random(seed).shuffle(units)
+    ends = list(itertools.accumulate(map(len, units)))
+    cuts = [0]
+    for k in range(1, number):
+        # The end nearest to an equal share that leaves a unit for this part and each one to come.
+        choices = range(cuts[-1] + 1, len(units) - (number - k) + 1)
+        share = k * len(sequences) / number
+        cuts.append(min(choices, key=lambda cut: abs(ends[cut - 1] - share)))
     return [
-        [_grown(sequence, number) for sequence in sequences[start:end]]
-        for start, end in itertools.pairwise(cuts)
+        [_grown(sequence, number) for unit in units[start:end] for sequence in unit]
+        for start, end in itertools.pairwise([*cuts, len(units)])
     ]
+
+
+def _units(sequences: Sequence[TrainingSequence], name: str) -> list[list[TrainingSequence]]:
+    """Return the sequences of each group or rollout; one that is of none is alone."""
+    units: dict[object, list[TrainingSequence]] = {}
+    for place, sequence in enumerate(sequences):
+        of = getattr(sequence, name)
+        units.setdefault((place,) if of is None else of, []).append(sequence)
+    return list(units.values())
 
 
 def _grown(sequence: TrainingSequence, factor: int) -> TrainingSequence:

@@ -1,6 +1,7 @@
 """Round trips, chat templates, streaming text, and files that are wrong."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from lightning_jax.models import template_limits
 from lightning_jax.models import tokenizer as tokenizer_module
 from lightning_jax.models.chat_template import TemplateError, render
 from lightning_jax.models.gguf_vocab import byte_level_bpe
@@ -140,6 +142,71 @@ def test_a_template_can_refuse_and_cannot_reach_python():
         render("{{ ''.__class__.__mro__[1].__subclasses__() }}", MESSAGES)
     with pytest.raises(TemplateError, match="has no chat template"):
         Tokenizer(byte_level_bpe(["a"], [], "gpt-2")).render_chat(MESSAGES)
+
+
+RUNAWAYS = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    "{% endfor %}",
+    "a recursive loop": "{% for a in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
+    "a macro for ever": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a tree of macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
+    "{% endmacro %}{{ f(60) }}",
+    "output": "{% for a in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
+    "output of a block": "{% set a %}{% for b in range(99999) %}{{ 'x' * 100000 }}{% endfor %}"
+    "{% endset %}",
+    "a doubled text": "{% set n = namespace(s='x') %}{% for a in range(99) %}"
+    "{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "an added text": "{% set n = namespace(s='x') %}{% for a in range(99) %}"
+    "{% set n.s = n.s + n.s %}{% endfor %}",
+    "a long text": "{{ 'x' * 10 ** 12 }}",
+    "a long list": "{{ ([0] * 10 ** 12) | length }}",
+    "a tower": "{{ 10 ** 10 ** 10 }}",
+    "a square of squares": "{% set n = namespace(i=9) %}{% for a in range(99) %}"
+    "{% set n.i = n.i * n.i %}{% endfor %}",
+    "a width": "{{ 'x' | center(10 ** 12) }}",
+    "a width of a method": "{{ 'x'.ljust(10 ** 12) }}",
+    "a width of a format": "{{ '%999999999999d' % 1 }}",
+    "a width in braces": "{{ '{:999999999999}'.format(1) }}",
+    "an indent": "{{ [1] | tojson(indent=10 ** 12) }}",
+    "a replacement": "{{ ('x' * 10 ** 7).replace('x', 'x' * 10 ** 7) }}",
+    "a separator": "{{ ('x' * 10 ** 7).join('x' * 10 ** 7) }}",
+}
+
+
+@pytest.mark.parametrize("name", RUNAWAYS)
+def test_a_template_without_an_end_is_refused(name, monkeypatch):
+    monkeypatch.setattr(template_limits, "TIME_LIMIT_S", 0.5)
+    before = time.thread_time()
+    with pytest.raises(TemplateError, match="rejects"):
+        render(RUNAWAYS[name], MESSAGES)
+    assert time.thread_time() - before < 30
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{{ messages[99].content.x }}",
+        "{{ {}['a'].b }}",
+        "{{ [1].index(2) }}",
+        "{{ '{0.a}'.format() }}",
+        "{% if %}",
+        "{{ strftime_now(3) }}",
+        "{% include 'x' %}",
+    ],
+)
+def test_every_error_of_a_template_is_a_refusal(template):
+    with pytest.raises(TemplateError, match="rejects"):
+        render(template, MESSAGES)
+
+
+def test_honest_templates_stay_within_the_limits():
+    messages = [{"role": "user", "content": "x" * 50_000}] * 200
+    template = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content | trim + '!' }}{% endfor %}"
+    assert len(render(template, messages)) == 200 * 50_007
+    stamp = [{"role": "user", "content": "1", "time": 1_700_000_000_000}]
+    template = "{% macro show(n) %}{{ n }}{% endmacro %}{{ show(messages[0].time) }}"
+    assert render(template, stamp) == "1700000000000"
 
 
 def test_vocabulary_kinds_cut_text_in_their_own_way():

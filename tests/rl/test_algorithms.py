@@ -42,9 +42,9 @@ LOSSES = {
     "PPO's clipped loss": -1.2 / 2 + 2.8 / 6,
     "Dr. GRPO": -(0.6 - 1.4) / (2 * 1024),  # A = +0.5 and -0.5
     "DAPO": -(1.28 - 2.8) / 4,
-    "GSPO": -(1.0004 - 0.9997) / 2,  # of B the ratio is 0.5^(1/3) = 0.79
-    # -1.28 * -0.594535; B bounded only above: 1 * -1, 0.5 * -1.693147, 1 * -1
-    "CISPO": -(-0.761005 + 1 + 0.846574 + 1) / 4,
+    "GSPO": -1.5 / 2 + 2.5 / 6,  # of a step's only update; the correction alone, at most 2
+    # 1.5 * -0.594535, as the bound is 5; B 1 * -1, 0.5 * -1.693147, 1 * -1
+    "CISPO": -(-0.891802 + 1 + 0.846574 + 1) / 4,
     "RLOO": -(-0.594535 + 1 + 1.693147 + 1) / 2,
     "REINFORCE": 0.594535 / 2,  # A = 1 and 0
     # k1 to go: A 0.405465; B -0.693147, -0.693147, 0; a hundredth of it off the advantages

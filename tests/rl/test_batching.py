@@ -323,4 +323,5 @@ def test_all_states_weigh_the_same():
     sequences = make_sequences(step, [(1.0, 1.0), (1.0,)], states=states)
     assert [each.states and each.states.weight for each in sequences] == [0.25, None, 0.25]
     first, second = split_minibatches(sequences, 2)
-    assert [each.states and each.states.weight for each in (*first, *second)] == [0.5, None, 0.5]
+    weights = [each.states and each.states.weight for each in (*first, *second)]
+    assert weights in ([0.5, None, 0.5], [0.5, 0.5, None])

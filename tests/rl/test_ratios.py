@@ -36,6 +36,18 @@ def test_kl_estimates_by_hand(estimator, expected):
     assert kl_estimate(row(0.0), estimator)[0, 0] == 0.0
 
 
+def test_k3_is_bounded():
+    # At x = 2: e^2 - 1 - 2 = 4.389056, with the gradient e^2 - 1. At 3 it would be 16.1.
+    def k3(x):
+        return kl_estimate(row(x), "k3")[0, 0]
+
+    assert k3(2.0) == pytest.approx(4.389056, abs=1e-5)
+    assert jax.grad(k3)(2.0) == pytest.approx(6.389056, abs=1e-5)
+    for far in (3.0, 19.0, 30.0):
+        assert (k3(far), jax.grad(k3)(far)) == (10.0, 0.0)
+    assert k3(-30.0) == 10.0 and jax.grad(k3)(-9.0) == pytest.approx(-1.0, abs=1e-3)
+
+
 def test_k1_and_k3_average_to_the_kl():
     # Samples of p = (0.7, 0.3) against q = (0.4, 0.6), each as often as p says.
     p, q = np.asarray([0.7, 0.3]), np.asarray([0.4, 0.6])

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.rl.surrogates import cispo_surrogate, gspo_surrogate, reinforce_surrogate
+from lightning_jax.rl.surrogates import (
+    cispo_surrogate,
+    clip_surrogate,
+    gspo_surrogate,
+    reinforce_surrogate,
+)
 from lightning_jax.types import Batch
 
 LN = math.log
@@ -24,13 +29,19 @@ def batch_of(*calls: int) -> Batch:
     return Batch(ints, ints, ints, ints, ints, index >= 0, index, nothing, nothing, nothing)
 
 
-def value_and_gradient(surrogate, log_ratio, advantages, batch, low, high):
+def value_and_gradient(surrogate, log_ratio, advantages, batch, low, high, dual=3.0):
     """(token losses, ratios, bounded) and the gradient of their sum, with log-probs that are the
     log-ratios less 1."""
 
     def total(log_ratio):
         found = surrogate(
-            log_ratio - 1.0, log_ratio, advantages, batch, clip_low=low, clip_high=high
+            log_ratio - 1.0,
+            log_ratio,
+            advantages,
+            batch,
+            clip_low=low,
+            clip_high=high,
+            clip_dual=dual,
         )
         return found[0].sum(), found
 
@@ -60,6 +71,29 @@ def test_gspo_bounds_a_call_as_a_whole():
     np.testing.assert_allclose(losses, [[-1.1, -1.1]], atol=1e-6)
     assert bounded.tolist() == [[True, True]]
     assert gradient.tolist() == [[0.0, 0.0]]
+
+
+def test_dual_clip_ends_a_negative_advantage():
+    # A = -2: at ratio 2 the loss is 2 * 2, at 4 it is 3 * 2 without a gradient. A = 2: 1.3 * 2.
+    log_ratio, advantages = row(LN(2), LN(4), LN(4)), row(-2, -2, 2)
+    knobs = log_ratio, advantages, batch_of(0, 1, 2), 0.2, 0.3
+    for surrogate in (clip_surrogate, gspo_surrogate):
+        losses, _, bounded, gradient = value_and_gradient(surrogate, *knobs)
+        np.testing.assert_allclose(losses, [[4, 6, -2.6]], atol=1e-6)
+        np.testing.assert_allclose(gradient, [[4, 0, 0]], atol=1e-6)
+        assert bounded.tolist() == [[False, True, True]]
+        losses, _, bounded, gradient = value_and_gradient(surrogate, *knobs, dual=0.0)
+        np.testing.assert_allclose(losses, [[4, 8, -2.6]], atol=1e-5)
+        np.testing.assert_allclose(gradient, [[4, 8, 0]], atol=1e-5)
+        assert bounded.tolist() == [[False, False, True]]
+
+
+def test_no_gradient_grows_with_a_negative_advantage():
+    log_ratio = row(*range(21))
+    *_, gradient = value_and_gradient(
+        clip_surrogate, log_ratio, -jnp.ones_like(log_ratio), batch_of(*range(21)), 0.2, 0.2
+    )
+    assert float(jnp.abs(gradient).max()) < 3.0
 
 
 def test_gspo_gradient_against_finite_differences():

@@ -7,13 +7,19 @@ sampled, and the advantages and weights are what a training step would get. A pa
 mirror image, too.
 """
 
+import dataclasses
 import functools
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.config import AlgorithmConfig
+from lightning_jax.config import AlgorithmConfig, BatchConfig
+from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.kl_costs import charge_later_calls
+from lightning_jax.rl.losses import policy_loss
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.testing.records import trajectory, transition
 
@@ -136,6 +142,82 @@ def test_below_lambda_1_the_values_must_be_right(gae_lambda):
     settings = {"credit": "learned", "baseline": "none", "gae_lambda": gae_lambda}
     np.testing.assert_allclose(expected_gradient(true_values(), **settings), TRUTH, atol=1e-8)
     assert cosine(expected_gradient(WRONG_VALUES, **settings), TRUTH) < 0.99
+
+
+REF_LOGITS = RNG.normal(size=LOGITS.shape)
+KL_COEF = 0.7
+
+
+def kl_gradient() -> np.ndarray:
+    """Of the expected sum of log p - log p_ref over a rollout, by central differences."""
+
+    def objective(logits: np.ndarray) -> float:
+        gaps = np.log(policy(logits)) - np.log(policy(REF_LOGITS))
+        return sum(
+            probability(end, logits)
+            * sum(gaps[STATES.index(end[:k]), end[k]] for k in range(1, len(end)))
+            for end in ROLLOUTS
+        )
+
+    grad, step = np.zeros_like(LOGITS), 1e-5
+    for at in np.ndindex(*LOGITS.shape):
+        moved = np.zeros_like(LOGITS)
+        moved[at] = step
+        grad[at] = (objective(LOGITS + moved) - objective(LOGITS - moved)) / (2 * step)
+    return grad
+
+
+def expected_kl_gradient(is_charged: bool) -> np.ndarray:
+    """The mean over rollouts of the gradient that a step takes with the KL in the reward."""
+    algorithm = AlgorithmConfig(
+        loss="reinforce",
+        baseline="none",
+        normalize="none",
+        aggregation="constant",
+        token_divisor=1.0,
+        kl_coef=KL_COEF,
+        kl_estimator="k1",
+        kl_in="reward",
+    )
+    shape = BatchConfig(rows=1, row_len=16, max_targets=4, head_chunk=4)
+    log_p, log_ref = np.log(policy(LOGITS)), np.log(policy(REF_LOGITS))
+    chosen, grad = policy(LOGITS), np.zeros_like(LOGITS)
+    slopes = jax.jit(
+        jax.grad(
+            lambda logprobs, batch, ref: policy_loss(logprobs, batch, algorithm, ref_logprobs=ref)[
+                0
+            ]
+        )
+    )
+    for end in ROLLOUTS:
+        sequences, _ = prepare_step([record(end, "0")], algorithm, policy_version=0)
+        (batch,), _ = make_batches(sequences, shape)
+        calls = np.arange(len(sequences))
+        states = [STATES.index(end[: k + 1]) for k in calls]
+        measured = np.zeros((2, *batch.target_ids.shape), np.float32)
+        where = batch.target_calls[batch.target_mask]
+        for which, table in enumerate((log_p, log_ref)):
+            values = np.asarray([table[s, end[k + 1]] for k, s in enumerate(states)])
+            measured[which][batch.target_mask] = values[where]
+        if is_charged:
+            (advantages,) = charge_later_calls(
+                sequences, [batch], [measured[0]], [measured[1]], algorithm
+            )
+            batch = dataclasses.replace(batch, advantages=advantages)
+        slope = np.asarray(slopes(measured[0], jax.tree.map(jnp.asarray, batch), measured[1]))
+        for call, pull in zip(where, -slope[batch.target_mask], strict=True):
+            likely = probability(end, LOGITS) * pull
+            grad[states[call]] += likely * (
+                np.eye(len(ANSWERS))[end[call + 1]] - chosen[states[call]]
+            )
+    return grad
+
+
+def test_the_kl_in_the_reward_counts_in_the_whole_rollout():
+    """Where only the later tokens of a call are counted, the direction is another."""
+    cost = KL_COEF * kl_gradient()
+    np.testing.assert_allclose(TRUTH - expected_kl_gradient(is_charged=True), cost, atol=1e-5)
+    assert cosine(TRUTH - expected_kl_gradient(is_charged=False), cost) < 0.95
 
 
 def reached(turn: int) -> float:

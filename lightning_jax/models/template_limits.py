@@ -1,0 +1,184 @@
+"""A jinja2 sandbox whose templates end: bounds of time, of texts and of numbers.
+
+A chat template comes with weights that anybody may have published. jinja2's own sandbox keeps it
+from Python's objects, but lets it loop for ever and fill the memory.
+"""
+
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.nodes
+import jinja2.sandbox
+import jinja2.visitor
+
+TIME_LIMIT_S = (
+    5.0  # of processor time of one rendering, which takes an honest template milliseconds
+)
+MAX_LENGTH = 2**25  # characters of a text, members of a list
+MAX_BITS = 128  # of a whole number
+_MAX_WIDTH = 10_000  # of what filters and methods pad texts to
+# A width in a format that is large, or that an argument gives.
+_WIDTH = re.compile(
+    r"% (?:\([^)]*\))? [-+\ \#0]* (?:\d{5}|\*) | \{[^{}]*:[^{}]* (?:\d{5}|\{)", re.X
+)
+_SIZED_FILTERS = {"batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap"}
+_state = threading.local()
+
+
+class LimitError(jinja2.TemplateError):
+    """The template takes more than it may."""
+
+
+class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A sandbox that checks the limits at each round of a loop, call, filter and operator."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        del self.globals["lipsum"]
+
+    def limit(self, filters: dict[str, Callable[..., Any]]) -> None:
+        """Add filters, and bound these and all that are there."""
+        self.filters |= filters
+        self.filters = {name: _limited(name, function) for name, function in self.filters.items()}
+
+    def render(self, template: jinja2.Template, **variables: Any) -> str:
+        """Return the template's text. Raises LimitError and whatever else a template raises."""
+        pieces, length = [], 0
+        for piece in template.generate(**variables):
+            check()
+            length += len(piece)
+            _check_length(length)
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        parsed = super()._parse(source, name, filename)
+        return _Checks().visit(parsed)
+
+    @staticmethod
+    def concat(pieces: Any) -> str:
+        """Join what a macro or a block has written."""
+        return join_text(*pieces)
+
+    def join_text(self, *parts: Any) -> str:
+        """Join the operands of `~`."""
+        return join_text(*parts)
+
+    def check_time(self) -> str:
+        """Begin a round of a loop."""
+        check()
+        return ""
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and not (_is_number(right) and abs(right) <= MAX_BITS):
+            raise LimitError("a power is too large")
+        if operator == "*":
+            for many, number in ((left, right), (right, left)):
+                if isinstance(many, str | bytes | list | tuple) and isinstance(number, int):
+                    _check_length(len(many) * number)
+        if operator == "%" and isinstance(left, str):
+            _check_format(left)
+        return check(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        check()
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str | bytes):
+            _check_method(owner, getattr(__obj, "__name__", ""), args)
+        return check(super().call(__context, __obj, *args, **kwargs))
+
+
+class _Checks(jinja2.visitor.NodeTransformer):
+    """Have loops check the time and `~` check the length."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:
+        self.generic_visit(node)
+        called = _call("check_time", [], node.lineno)
+        node.body.insert(0, jinja2.nodes.ExprStmt(called, lineno=node.lineno))
+        return node
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Call:
+        self.generic_visit(node)
+        return _call("join_text", node.nodes, node.lineno)
+
+
+def _call(name: str, arguments: list[jinja2.nodes.Expr], line: int) -> jinja2.nodes.Call:
+    attribute = jinja2.nodes.EnvironmentAttribute(name, lineno=line)
+    return jinja2.nodes.Call(attribute, arguments, [], None, None, lineno=line)
+
+
+def start() -> None:
+    """Begin the time of this thread's next template, which compiling it may run in part."""
+    _state.deadline = time.thread_time() + TIME_LIMIT_S
+
+
+def check(value: Any = None) -> Any:
+    """Return the value. Raises LimitError if it or the time taken so far is over its limit."""
+    if time.thread_time() > _state.deadline:
+        raise LimitError(f"it takes over {TIME_LIMIT_S:g} s")
+    if isinstance(value, str | bytes | list | tuple | dict):
+        _check_length(len(value))
+    elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise LimitError(f"a number has over {MAX_BITS} bits")
+    return value
+
+
+def join_text(*parts: Any) -> str:
+    """Return the parts as one text. Raises LimitError if it would be too long."""
+    texts = [str(part) for part in parts]
+    _check_length(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # and with it what jinja2 is told to pass
+    def limited(*args: Any, **options: Any) -> Any:
+        check()
+        passed = args[1:] if hasattr(function, "jinja_pass_arg") else args
+        if name in _SIZED_FILTERS:
+            _check_widths([*passed[1:], *options.values()])
+        if isinstance(passed[0], str):
+            _check_method(passed[0], name, passed[1:])
+        return check(function(*args, **options))
+
+    return limited
+
+
+def _check_method(text: str | bytes, name: str, arguments: Sequence[Any]) -> None:
+    """Refuse what a text's method or a filter would make far too long."""
+    if name in ("format", "format_map"):
+        _check_format(str(text))
+    elif name == "replace" and len(arguments) >= 2:
+        old, new = arguments[:2]
+        if isinstance(old, type(text)) and isinstance(new, type(text)):
+            _check_length(len(text) + text.count(old) * len(new))  # type: ignore[arg-type]
+    elif name == "join" and arguments and hasattr(arguments[0], "__len__"):
+        _check_length(len(text) * len(arguments[0]))
+    else:
+        _check_widths(arguments)
+
+
+def _check_widths(arguments: Sequence[Any]) -> None:
+    if any(isinstance(each, int) and each > _MAX_WIDTH for each in arguments):
+        raise LimitError(f"a width is over {_MAX_WIDTH}")
+
+
+def _check_format(text: str) -> None:
+    if _WIDTH.search(text):
+        raise LimitError("a format has a width that is too large")
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_LENGTH:
+        raise LimitError(f"a text or a list is longer than {MAX_LENGTH}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)

@@ -1,0 +1,60 @@
+"""The KL to the reference as a cost of a rollout's earlier calls, which the loss cannot see.
+
+A microbatch holds the calls of many rollouts and rarely all calls of one. So the KL is measured
+first, and what a rollout's later calls cost is taken off the advantages of the earlier ones. The
+loss takes off what the later tokens of the same call cost.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from lightning_jax.config import AlgorithmConfig
+from lightning_jax.rl.ratios import kl_estimate
+from lightning_jax.types import Batch, TrainingSequence
+
+
+def has_later_calls(sequences: Sequence[TrainingSequence]) -> bool:
+    """Return whether a rollout has several calls, so that one can cost another."""
+    rollouts = [each.rollout for each in sequences if each.rollout is not None]
+    return len(set(rollouts)) < len(rollouts)
+
+
+def charge_later_calls(
+    sequences: Sequence[TrainingSequence],
+    batches: Sequence[Batch],
+    logprobs: Sequence[Float[np.ndarray, "B R"]],
+    ref_logprobs: Sequence[Float[np.ndarray, "B R"]],
+    algorithm: AlgorithmConfig,
+) -> list[Float[np.ndarray, "B R"]]:
+    """Return each batch's advantages less `kl_coef` times the KL of the rollout's later calls.
+
+    `batches` are the packed `sequences`, on the host, and `logprobs` those of the policy before the
+    step's first update. Calls of a rollout are in order in `sequences`. Policies that learn
+    independently have rollouts of their own.
+    """
+    is_apart = algorithm.policy_updates == "independent"
+    costs = np.zeros(len(sequences))
+    for batch, policy, reference in zip(batches, logprobs, ref_logprobs, strict=True):
+        cost = np.asarray(kl_estimate(jnp.asarray(reference - policy), algorithm.kl_estimator))
+        np.add.at(costs, batch.target_calls[batch.target_mask], cost[batch.target_mask])
+    later = np.zeros(len(sequences), np.float32)
+    to_go: dict[tuple[int | None, int], float] = defaultdict(float)
+    for place in reversed(range(len(sequences))):
+        sequence = sequences[place]
+        if sequence.rollout is not None:
+            key = sequence.adapter if is_apart else None, sequence.rollout
+            later[place] = to_go[key]
+            to_go[key] += costs[place]
+    # Padding has index -1 and is masked.
+    return [
+        np.where(
+            batch.target_mask,
+            batch.advantages - np.float32(algorithm.kl_coef) * later[batch.target_calls],
+            np.float32(0.0),
+        )
+        for batch in batches
+    ]
