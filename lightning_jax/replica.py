@@ -21,7 +21,8 @@ from lightning_jax.learner import Learner, make_learner
 from lightning_jax.metrics import Metrics
 from lightning_jax.models.load import LoadedModel, load_like
 from lightning_jax.models.lora import adapted_facts, overlay, pick
-from lightning_jax.models.sharding import param_shardings, reshard, serving_mesh, to_host
+from lightning_jax.models.reshard import reshard
+from lightning_jax.models.sharding import param_shardings, serving_mesh, to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.own_weights import join_metrics, join_values, own_sequences
 from lightning_jax.rl.policies import own_calls
