@@ -238,7 +238,7 @@ def make_learner(
     if several is not None and several.separate:
         optimizer = separately(optimizer, several.number)
     functions = train_step.make_train_functions(
-        model,
+        dataclasses.replace(model, scans_layers=mesh.devices.flat[0].platform == "cpu"),
         optimizer,
         objective,
         head_chunk=config.batch.head_chunk,

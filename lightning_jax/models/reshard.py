@@ -120,6 +120,12 @@ def layout(source: Sharding, target: Sharding) -> Sharding:
     return NamedSharding(Mesh(grid, names, axis_types=types), target.spec)
 
 
+def lies_at(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> bool:
+    """Return whether each device of `target` has its part already, in an array at `source`."""
+    held, wanted = (place.devices_indices_map(shape) for place in (source, target))
+    return all(held.get(device) == index for device, index in wanted.items())
+
+
 def _each(shardings: Any, params: Params) -> list[Any]:
     """Return a sharding for each leaf."""
     if isinstance(shardings, Sharding):
