@@ -284,7 +284,7 @@ def make_learner(
         optimizer = separately(optimizer, several.number)
     has_reward_kl = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
     functions = train_step.make_train_functions(
-        model,
+        dataclasses.replace(model, scans_layers=mesh.devices.flat[0].platform == "cpu"),
         optimizer,
         objective,
         head_chunk=config.batch.head_chunk,

@@ -22,6 +22,8 @@ from lightning_jax.models.footprint import (
     activation_bytes,
     cache_bytes,
     logit_bytes,
+    shares_frozen,
+    spread_bytes,
     used_weight_bytes,
     weight_bytes,
 )
@@ -38,6 +40,7 @@ from lightning_jax.models.sharding import (
 from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.serve.pages import PageCopier
 from lightning_jax.serve.radix import PAGE
+from lightning_jax.serve.replicas import split_by_data
 
 GIB = 2**30
 _MORE_DEVICES = "Use more devices (mesh.fsdp), or a smaller model.name"
@@ -92,8 +95,11 @@ def make_plan(
         make_mesh(config.mesh, devices),
         serving_mesh(config.serve.mesh, config.mesh, devices),
     )
-    trained = _state_parts(model, config, training)
-    served = _serving_parts(model, config, serving)
+    shares_base = shares_frozen(
+        model, training, split_by_data(serving), jnp.dtype(config.model.dtype)
+    )
+    trained = _state_parts(model, config, training, shares_base=shares_base)
+    served = _serving_parts(model, config, serving, shares_base=shares_base)
     shared = not set(training.devices.flat).isdisjoint(serving.devices.flat)
     kept = trained + served if shared else trained
     cast, new = _publish_parts(model, config, training, serving)
@@ -185,7 +191,9 @@ def simulate_devices(number: int) -> None:
         raise ConfigError(f"{number} devices cannot be simulated: {error}") from error
 
 
-def _state_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
+def _state_parts(
+    model: DecoderConfig, config: Config, mesh: Mesh, *, shares_base: bool
+) -> list[Part]:
     weights = weight_bytes(model, mesh, jnp.float32, trained_part)
     optimizers = [config.optimizer, config.warmup.optimizer][: 1 + (config.warmup.num_steps > 0)]
     first = max(
@@ -199,7 +207,8 @@ def _state_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]
         _times(num_moments, Part("optimizer moments", weights + first, _MORE_DEVICES + half)),
     ]
     if frozen := weight_bytes(model, mesh, jnp.dtype(config.model.dtype), frozen_part):
-        parts.append(Part("frozen weights", frozen, _MORE_DEVICES))
+        name = "frozen weights, which also serve" if shares_base else "frozen weights that train"
+        parts.append(Part(name, frozen, _MORE_DEVICES))
     if config.algorithm.has_reference:
         is_dpo = config.algorithm.loss == "dpo"
         without = "Set algorithm.loss to clip" if is_dpo else "Set algorithm.kl_coef to 0"
@@ -217,17 +226,20 @@ def _times(number: int, part: Part) -> Part:
     )
 
 
-def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
+def _serving_parts(
+    model: DecoderConfig, config: Config, mesh: Mesh, *, shares_base: bool
+) -> list[Part]:
     serve, dtype = config.serve, jnp.dtype(config.model.dtype)
     place = cache_sharding(model, mesh)
     length = row_length(serve.max_len, platform_of(place))
     pages = PageCopier(model, serve, dtype, place).num_pages * cache_bytes(
         model, 1, PAGE, place, dtype
     )
+    whole = weight_bytes(model, mesh, dtype)
     parts = [
         Part(
             "weights that serve",
-            weight_bytes(model, mesh, dtype),
+            weight_bytes(model, mesh, dtype, trained_part) if shares_base else whole,
             _SPLIT_SERVING,
         ),
         Part(
@@ -241,12 +253,12 @@ def _serving_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Par
             f"Lower serve.prefix_cache_mib={serve.prefix_cache_mib:g}",
         ),
     ]
-    total = sum(part.num_bytes for part in parts)
+    initial = whole + sum(part.num_bytes for part in parts[1:])
     parts = [_times(len(config.weights), part) for part in parts]
     frozen = [name for name, role in config.roles.items() if role.served_by == "initial"]
     if frozen:
         setting = f"Set roles.{frozen[0]}.served_by to policy"
-        parts.append(Part("initial weights and their keys and values", total, setting))
+        parts.append(Part("initial weights and their keys and values", initial, setting))
     return parts
 
 
@@ -298,18 +310,18 @@ def _smaller_rows(config: Config, rows: int) -> str:
 def _publish_parts(
     model: DecoderConfig, config: Config, training: Mesh, serving: Mesh
 ) -> tuple[Part, Part]:
-    """The weights on their way: cast where they were trained, new beside old where they serve. Of
-    several sets one at a time.
+    """Return the weights on their way: as spread where they were trained, and new beside old where
+    they serve.
+
+    Engines take the spread weights as they are if those are on their devices. Of several sets of
+    weights one is on its way at a time.
     """
     dtype = jnp.dtype(config.model.dtype)
-    cast = 0 if dtype == jnp.float32 else weight_bytes(model, training, dtype, trained_part)
+    cast = spread_bytes(model, training, split_by_data(serving)[0], dtype)
+    new = weight_bytes(model, serving, dtype, trained_part)
     return (
         Part("weights cast for serving", cast, "Use more devices (mesh.fsdp)"),
-        Part(
-            "new weights beside the old",
-            weight_bytes(model, serving, dtype, trained_part),
-            _SPLIT_SERVING,
-        ),
+        Part("new weights beside the old", new, _SPLIT_SERVING),
     )
 
 

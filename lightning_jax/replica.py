@@ -17,15 +17,16 @@ import numpy as np
 from lightning_jax.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.config import Config
 from lightning_jax.config_roles import policy_places
-from lightning_jax.learner import Learner, make_learner
+from lightning_jax.learner import NO_MOMENTS, Learner, make_learner
 from lightning_jax.metrics import Metrics
 from lightning_jax.models.load import LoadedModel, load_like
 from lightning_jax.models.lora import adapted_facts, overlay, pick
-from lightning_jax.models.sharding import param_shardings, reshard, serving_mesh, to_host
+from lightning_jax.models.reshard import reshard
+from lightning_jax.models.sharding import param_shardings, serving_mesh, to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.own_weights import join_metrics, join_values, own_sequences
 from lightning_jax.rl.policies import own_calls
-from lightning_jax.rl.train_state import TrainState
+from lightning_jax.rl.train_state import TrainState, init_state
 from lightning_jax.types import TrainingSequence, Trajectory
 
 log = logging.getLogger(__name__)
@@ -197,19 +198,24 @@ class Replica:
         """
         if not self.config.algorithm.has_reference or self.phase == "warmup":
             return None
-        copies = {}
-        for name in self._learning:
-            state = self.states[name]
-            trained = jax.tree.map(jnp.copy, state.params)
-            copies[name] = self.learner.fresh(overlay(state.base, trained))
+        states = {name: self.states[name] for name in self._learning}
         directory = Path(self.config.run_dir) / "reference"
         begins = self.step == self.config.warmup.num_steps
         with contextlib.closing(Checkpointer(directory, self.config.checkpoint)) as references:
-            if references.latest_step is not None and not begins:
-                copies = _by_name(references.restore(_on_disk(copies)).state)
-            else:
-                references.clear()
-                references.save(self.step, _on_disk(copies), {})
+            if (step := references.latest_step) is not None and not begins:
+                return {
+                    name: references.restore_params(state.params, step, name)
+                    for name, state in states.items()
+                }
+            # Without moments, which nothing reads.
+            copies = {
+                name: init_state(
+                    overlay(state.base, jax.tree.map(jnp.copy, state.params)), NO_MOMENTS
+                )
+                for name, state in states.items()
+            }
+            references.clear()
+            references.save(self.step, _on_disk(copies), {})
         return {name: copy.params for name, copy in copies.items()}
 
 

@@ -153,8 +153,9 @@ async def open_run(
             for mesh in meshes
         ]
 
-        def make_loop(params: Any, version: int) -> Any:
+        def make_loop(params: Any, version: int, *, share_base: bool = False) -> Any:
             """Of one set of weights. All such loops run the engines' programs."""
+            params = engines[0].spread(params, share_base=share_base)
             rest = (params, version, model.tokenizer, config.serve)
             return replicate(lambda engine: make_one(engine, *rest), engines, config.serve.slots)
 
@@ -172,8 +173,10 @@ async def open_run(
                 "%d rollouts were running when the last process ended; they run again", abandoned
             )
         run.leader.tell("publish_all")
-        states = [run.replica.states[name] for name in config.weights]
-        loops = [make_loop(state.policy, run.step) for state in states]
+        loops = [
+            make_loop(run.replica.states[name].policy, run.step, share_base=True)
+            for name in config.weights
+        ]
         running = loops if initial is None else [*loops, initial]
         for each in running:
             at_end.callback(each.close)

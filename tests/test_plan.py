@@ -130,10 +130,50 @@ def test_of_a_model_with_adapters_they_alone_have_gradients_and_moments() -> Non
     assert found["weights in float32"] == found["gradients"] == 4 * adapters
     assert found["optimizer moments"] == 8 * adapters
     assert found["reference policy"] == 4 * adapters
-    assert found["frozen weights"] == 2 * base
-    assert found["weights that serve"] == 2 * (base + adapters)
+    assert found["frozen weights, which also serve"] == 2 * base
+    assert found["weights that serve"] == 2 * adapters
     # What is cast for a microbatch are the adapters.
     assert found["gradients of a microbatch and weights as used"] == (4 + 2) * adapters
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gpu:
+    id: int
+    platform: str = "gpu"
+    process_index: int = 0
+    device_kind: str = "NVIDIA H100"
+
+
+def adapters_of_8b(number: int, **mesh: int) -> dict[str, int]:
+    """The plan of Qwen3-8B with adapters on this many GPUs."""
+    lora = LoraConfig(rank=16)
+    config = Config(
+        model=ModelConfig(name="Qwen/Qwen3-8B", dtype="bfloat16", remat=True, lora=lora),
+        batch=BatchConfig(rows=number, row_len=4096, max_targets=2048, head_chunk=128),
+        serve=ServeConfig(slots=32, max_len=4096),
+        mesh=MeshConfig(**mesh),
+    )
+    gpus = [_Gpu(i) for i in range(number)]
+    model = adapted_shape(load_shape(config.model.name), lora)
+    return sizes(plan.make_plan(model, config, devices=gpus))
+
+
+def test_one_copy_of_frozen_weights_serves_and_trains() -> None:
+    found = adapters_of_8b(1, fsdp=1)
+    base = 2 * num_params(SHAPES["Qwen/Qwen3-8B"])
+    assert found["frozen weights, which also serve"] == base
+    assert found["weights that serve"] < 0.01 * base
+    assert found["gradients of a microbatch and weights as used"] < 0.02 * base
+    assert base < sum(found.values()) - found["keys and values of slots"] < 1.3 * base
+
+
+def test_frozen_weights_of_another_layout_are_counted_twice() -> None:
+    base = 2 * num_params(SHAPES["Qwen/Qwen3-8B"])
+    split = adapters_of_8b(4, fsdp=4)
+    assert split["frozen weights that train"] == pytest.approx(base / 4, rel=0.01)
+    assert split["weights that serve"] > base
+    for mesh in ({"data": 4, "fsdp": 1}, {"data": 2, "fsdp": 1, "tensor": 2}):
+        assert adapters_of_8b(4, **mesh)["weights that serve"] < 0.01 * base
 
 
 def test_policies_with_weights_of_their_own_are_counted_each() -> None:
@@ -154,6 +194,32 @@ def test_policies_with_weights_of_their_own_are_counted_each() -> None:
     shown = WarmupConfig(num_steps=1, demonstrations="f:g")  # a warm-up trains all three
     found = sizes(plan.make_plan(MODEL.config, dataclasses.replace(three, warmup=shown)))
     assert found["optimizer moments, of 3 policies"] == 3 * one["optimizer moments"]
+
+
+def test_gathered_weights_become_the_engines() -> None:
+    gpus = [_Gpu(i) for i in range(8)]
+    model = ModelConfig(dtype="bfloat16")
+    whole = 2 * (EMBEDDING + MATRICES + NORMS)
+    alone = dataclasses.replace(CONFIG.serve, mesh=MeshConfig(1, 1, 1, first_device=6))
+
+    def publishing(devices: int, serve: ServeConfig) -> dict[str, int]:
+        config = dataclasses.replace(
+            CONFIG, model=model, mesh=MeshConfig(fsdp=devices), serve=serve,
+            batch=BatchConfig(rows=24, row_len=16, head_chunk=1, max_targets=1),
+        )  # fmt: skip
+        training = plan.make_mesh(config.mesh, gpus)
+        serving = plan.serving_mesh(config.serve.mesh, config.mesh, gpus)
+        return {
+            part.name: part.num_bytes
+            for part in plan._publish_parts(MODEL.config, config, training, serving)
+        }
+
+    found = publishing(8, CONFIG.serve)
+    assert found["new weights beside the old"] == whole
+    assert found["weights cast for serving"] < whole / 4  # the shards, before they are gathered
+    # On devices of their own the trainer holds for a moment what an engine's device will hold.
+    found = publishing(4, alone)
+    assert found["weights cast for serving"] == pytest.approx(1.25 * whole, rel=0.05)
 
 
 def test_devices_of_their_own_hold_no_weights_that_serve() -> None:

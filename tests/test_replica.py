@@ -140,6 +140,9 @@ def test_the_reference_is_what_the_warmup_made_of_the_adapters(tmp_path: Path) -
     for path, leaf in host(made.reference[""]).items():
         np.testing.assert_array_equal(leaf, reference[path])
     made.save({})
+    (described,) = (tmp_path / "reference").glob("*/progress/metadata")
+    kept = list(json.loads(described.read_text())["shapes"])
+    assert kept and not any("opt_state" in name or "critic" in name for name in kept)
     again = replica(config)
     assert again.reference is not None
     for path, leaf in host(again.reference[""]).items():

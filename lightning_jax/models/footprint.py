@@ -3,14 +3,15 @@ an estimate for what a training step needs on top.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from lightning_jax.models.lora import trained_part
+from lightning_jax.models.lora import frozen_part, pick, trained_part
+from lightning_jax.models.reshard import layout, lies_at
 from lightning_jax.models.sharding import MESH_AXES, param_shapes, param_shardings, platform_of
 from lightning_jax.models.transformer import DecoderConfig, init_cache
 
@@ -27,11 +28,49 @@ def weight_bytes(
     return sum(sizes) * jnp.dtype(dtype).itemsize
 
 
+def shares_frozen(
+    model: DecoderConfig, training: Mesh, engines: Sequence[Mesh], dtype: Any
+) -> bool:
+    """Return whether all engines read frozen weights of `dtype` where the trainer holds them.
+
+    An engine on one CPU turns float32 kernels, so it has its own (`matmul.turn_kernels`).
+    """
+    shapes = frozen_part(param_shapes(model))
+    on_one_cpu = engines[0].size == 1 and engines[0].devices.flat[0].platform == "cpu"
+    turned = on_one_cpu and jnp.dtype(dtype) == jnp.float32
+    if shapes is None or turned or jax.process_count() > 1:
+        return False
+    held, *wanted = (
+        jax.tree.leaves(pick(param_shardings(model, mesh), shapes)) for mesh in (training, *engines)
+    )
+    return all(
+        lies_at(place, target, leaf.shape)
+        for targets in wanted
+        for leaf, place, target in zip(jax.tree.leaves(shapes), held, targets, strict=True)
+    )
+
+
+def spread_bytes(model: DecoderConfig, training: Mesh, engine: Mesh, dtype: Any) -> int:
+    """Return what `reshard.spread` of trained weights takes, but for what becomes the engine's."""
+    shapes = trained_part(param_shapes(model))
+    held, wanted = (
+        jax.tree.leaves(pick(param_shardings(model, mesh), shapes)) for mesh in (training, engine)
+    )
+    number = 0
+    for leaf, place, target in zip(jax.tree.leaves(shapes), held, wanted, strict=True):
+        spread = layout(place, target)
+        if not spread.is_equivalent_to(place, len(leaf.shape)):  # cast shards are gathered
+            number += math.prod(place.shard_shape(leaf.shape))
+        if not lies_at(spread, target, leaf.shape):
+            number += math.prod(spread.shard_shape(leaf.shape))
+    return number * jnp.dtype(dtype).itemsize
+
+
 def used_weight_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: Any) -> int:
     """Of the copy in the dtype of the computation, and what is gathered of it at once."""
     dtype = jnp.dtype(dtype)
-    # With `remat` the layers are stacked. Else frozen weights are used as they lie.
-    if remat:
+    # With `remat` a CPU stacks the layers. Otherwise frozen weights are used where they lie.
+    if remat and mesh.devices.flat[0].platform == "cpu":
         copy = weight_bytes(model, mesh, dtype)
     else:
         copy = 0 if dtype == jnp.float32 else weight_bytes(model, mesh, dtype, trained_part)

@@ -1,6 +1,6 @@
 """Where parameters, batches and caches lie on the device mesh, by the table in mesh_axes.py.
 
-In a run of several processes all of them call `place`, `to_host` and `reshard`, in the same order.
+In a run of several processes all of them call `place` and `to_host`, in the same order.
 """
 
 import functools
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -215,53 +214,3 @@ def to_host(tree: Any) -> Any:
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)
-
-
-def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
-    """A copy of the weights in `dtype` and at other places, there when this returns.
-
-    `shardings` is one or a tree of them. One `device_put`, between devices only. If `params` span
-    several processes, every process gets the whole on devices of its own, and only those of
-    `shardings` are kept: the result is None in all processes but the one that owns them.
-    """
-    if jax.process_count() == 1:
-        cast = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
-        return jax.block_until_ready(jax.device_put(cast, shardings, may_alias=False))
-    targets = jax.tree.leaves(shardings)
-    everywhere = _in_every_process(targets[0].mesh)
-    leaves, form = jax.tree.flatten(_copy(params, dtype))
-    moved = jax.block_until_ready(
-        jax.device_put(leaves, [NamedSharding(everywhere, target.spec) for target in targets])
-    )
-    if not targets[0].is_fully_addressable:
-        return None
-    return form.unflatten(map(_own_part, moved, targets))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _copy(params: Params, dtype: Any) -> Params:
-    """Between processes `device_put` may hand on what lies at its place already."""
-    return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)
-
-
-def _in_every_process(mesh: Mesh) -> Mesh:
-    """The mesh of one process beside meshes alike of all others."""
-    owner = mesh.devices.flat[0].process_index
-    order = [device.id for device in jax.devices() if device.process_index == owner]
-    at = [order.index(device.id) for device in mesh.devices.flat]
-    grids = []
-    for process in range(jax.process_count()):
-        own = [device for device in jax.devices() if device.process_index == process]
-        if len(own) != len(order):
-            raise ConfigError(
-                f"process {process} has {len(own)} devices and process {owner} {len(order)}; "
-                "expected the same number in all."
-            )
-        grids.append(np.array([own[i] for i in at]).reshape(mesh.devices.shape))
-    types = (AxisType.Auto,) * (1 + len(mesh.axis_names))
-    return Mesh(np.stack(grids), ("process", *mesh.axis_names), axis_types=types)
-
-
-def _own_part(moved: Any, target: NamedSharding) -> Any:
-    shards = [shard.data for shard in moved.addressable_shards]
-    return jax.make_array_from_single_device_arrays(moved.shape, target, shards)

@@ -23,9 +23,11 @@ from jaxtyping import Float32, Int32
 
 from lightning_jax.config import ConfigError, ServeConfig
 from lightning_jax.models.cache import KVCache, is_whole, row_length, segment_lengths
-from lightning_jax.models.lora import pick
+from lightning_jax.models.lora import frozen_part, pick
 from lightning_jax.models.matmul import turn_kernels
-from lightning_jax.models.sharding import cache_sharding, param_shardings, platform_of, reshard
+from lightning_jax.models.names import flatten
+from lightning_jax.models.reshard import Spread, reshard, spread, take
+from lightning_jax.models.sharding import cache_sharding, param_shardings, platform_of
 from lightning_jax.models.transformer import DecoderConfig, init_cache
 from lightning_jax.serve import programs
 from lightning_jax.serve.pages import PageCopier
@@ -125,16 +127,32 @@ class Engine:
             out_shardings=(state, plain),
         )
 
-    def place(self, params: Params) -> Params:
-        """A copy of the weights, or of some of them, as the engine computes with them, there when
-        this returns; the originals may be donated.
+    def place(self, params: Params | Spread) -> Params:
+        """Return a copy of the weights, or of some of them, as the engine computes with them, once
+        it is there. The originals may be donated. What `spread` made is shared where it can be.
         """
-        targets: Any = self._plain
-        if self.mesh is not None:
-            shape = replace(self.config, turned=False)
-            targets = pick(param_shardings(shape, self.mesh), params)
-        placed = reshard(params, targets, self._dtype)
+        if isinstance(params, Spread):
+            placed = take(params, self._targets(params.params))
+        else:
+            placed = reshard(params, self._targets(params), self._dtype)
         return jax.block_until_ready(turn_kernels(placed)) if self.config.turned else placed
+
+    def spread(self, params: Params, *, share_base: bool = False) -> Params | Spread:
+        """Gather the weights once for `place` of all engines like this one.
+
+        With `share_base` the caller promises never to donate the frozen weights of a model with
+        adapters. Engines then use them where they lie, if place and dtype allow it.
+        """
+        if jax.process_count() > 1:  # there is one engine, and all processes take part in `place`
+            return params
+        frozen = frozen_part(params) if share_base else None
+        shared = () if frozen is None else flatten(frozen)
+        return spread(params, self._targets(params), self._dtype, shared=shared)
+
+    def _targets(self, params: Params) -> Any:
+        if self.mesh is None:
+            return self._plain
+        return pick(param_shardings(replace(self.config, turned=False), self.mesh), params)
 
     def init_state(self) -> DecodeState:
         """All slots empty and inactive."""

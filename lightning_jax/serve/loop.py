@@ -46,7 +46,8 @@ class EngineLoop:
     """The engine, running. `start` it, `submit` from an event loop, `close` it.
 
     Copies `params`, here and in `load_weights`: the caller may donate them to the next train step.
-    Of a model with adapters, `load_weights` takes the adapters alone.
+    Either may be what `Engine.spread` made of them, which is shared instead. Of a model with
+    adapters, `load_weights` takes the adapters alone.
     """
 
     def __init__(
@@ -141,6 +142,10 @@ class EngineLoop:
             self._inbox.submitted.append(request)
             self._changed.notify()
         return generation
+
+    def spread(self, params: Any) -> Any:
+        """`Engine.spread` of weights that are trained, for all loops like this one."""
+        return self._engine.spread(params)
 
     def load_weights(self, params: Any | None, version: int) -> None:
         """Requests submitted from now on use these; running ones go on with them from their next

@@ -143,7 +143,9 @@ class ReplicatedLoop:
         return chosen.submit(prompt_ids, sampling, adapter, tenant)
 
     def load_weights(self, params: Any | None, version: int) -> None:
-        """As `EngineLoop.load_weights`, of one loop after the other."""
+        """As `EngineLoop.load_weights`, of one loop after the other. Weights are gathered once."""
+        if params is not None:
+            params = self._loops[0].spread(params)
         for loop in self._loops:
             loop.load_weights(params, version)
         if params is not None:

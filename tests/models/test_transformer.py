@@ -1,5 +1,6 @@
 """Prefill and decode against one full pass, forests against separate rows, and padding."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -97,6 +98,24 @@ def test_remat_changes_no_gradient():
     recomputed = _grads(MODEL.params, tokens, positions, ends, remat=True)
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
         np.testing.assert_allclose(b, a, atol=1e-7, rtol=1e-4)
+
+
+def test_layers_without_a_scan_have_its_gradient_and_no_stacked_weights():
+    model = tiny_model(num_layers=2)
+    tokens, positions = _tokens(1, LENGTH), _depths(1, LENGTH)
+    found = []
+    for scans in (True, False):
+        config = dataclasses.replace(model.config, scans_layers=scans)
+
+        def loss(params, tokens, positions, config=config):
+            return forward(params, config, tokens, positions, remat=True)[0].sum()
+
+        program = jax.jit(jax.grad(loss)).lower(model.params, tokens, positions)
+        stacked = "tensor<2x32x64xf32>" in program.as_text()  # of gates
+        assert stacked == scans
+        found.append(program.compile()(model.params, tokens, positions))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-4, rtol=1e-4)
 
 
 def test_angles_are_made_once():

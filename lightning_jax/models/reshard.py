@@ -1,0 +1,199 @@
+"""Copies of the weights on other devices, made between devices: how new weights reach an engine.
+
+A copy has two halves. `spread` casts the weights on their own devices, in one program, and lays
+them out in the parts that engines ask for. `take` gives an engine its parts. Engines that are alike
+take from the same spread, so the weights are gathered once, however many engines there are.
+"""
+
+import functools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from lightning_jax.config import ConfigError
+from lightning_jax.models.names import Path, flatten, unflatten
+from lightning_jax.models.transformer import Params
+
+_Bounds = tuple[tuple[int, int], ...]  # first index and end along each axis
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Weights in the dtype that serves, on the devices that they came from.
+
+    Engines share its arrays where they can. It is never donated.
+    """
+
+    params: Params
+
+
+def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
+    """Return a copy of the weights in `dtype` at other places, once it is there.
+
+    `shardings` is one sharding or a tree of them. If `params` span several processes, every process
+    gets the whole on devices of its own. Only the copy at `shardings` is kept: the result is None
+    in all processes but the one that owns those devices.
+    """
+    if jax.process_count() == 1:
+        return take(spread(params, shardings, dtype), shardings)
+    targets = jax.tree.leaves(shardings)
+    everywhere = _in_every_process(targets[0].mesh)
+    leaves, form = jax.tree.flatten(_copy(params, dtype))
+    moved = jax.block_until_ready(
+        jax.device_put(leaves, [NamedSharding(everywhere, target.spec) for target in targets])
+    )
+    if not targets[0].is_fully_addressable:
+        return None
+    return form.unflatten(map(_own_part, moved, targets))
+
+
+def spread(params: Params, shardings: Any, dtype: Any, *, shared: Collection[Path] = ()) -> Spread:
+    """Cast the weights of one process, and lay them out for engines with such `shardings`.
+
+    Arrays at the `shared` paths are not copied where they already lie so, in `dtype`. The caller
+    must not donate them.
+    """
+    paths = list(flatten(params))
+    leaves: list[Any] = [jnp.asarray(leaf) for leaf in flatten(params).values()]
+    places = [
+        layout(leaf.sharding, target)
+        for leaf, target in zip(leaves, _each(shardings, params), strict=True)
+    ]
+    wanted = [
+        i
+        for i, (path, leaf, place) in enumerate(zip(paths, leaves, places, strict=True))
+        if path not in shared
+        or leaf.dtype != jnp.dtype(dtype)
+        or not leaf.sharding.is_equivalent_to(place, leaf.ndim)
+    ]
+    cast = _caster(jnp.dtype(dtype), tuple((leaves[i].sharding, places[i]) for i in wanted))
+    for i, copied in zip(wanted, cast([leaves[i] for i in wanted]), strict=True):
+        leaves[i] = copied
+    return Spread(unflatten(dict(zip(paths, leaves, strict=True))))
+
+
+def take(found: Spread, shardings: Any) -> Params:
+    """Return the spread weights at these places of the same process, once they are there.
+
+    A part that lies on its device already is not copied.
+    """
+    leaves, form = jax.tree.flatten(found.params)
+    targets = _each(shardings, found.params)
+    parts, at = [], []
+    for leaf, target in zip(leaves, targets, strict=True):
+        shards = {
+            (shard.device, _bounds(shard.index, leaf)): shard for shard in leaf.addressable_shards
+        }
+        for device, index in target.addressable_devices_indices_map(leaf.shape).items():
+            parts.append(_part(shards, device, _bounds(index, leaf)))
+            at.append(jax.sharding.SingleDeviceSharding(device))
+    moved = iter(jax.device_put(parts, at))
+    placed = [
+        jax.make_array_from_single_device_arrays(
+            leaf.shape, target, [next(moved) for _ in target.addressable_devices]
+        )
+        for leaf, target in zip(leaves, targets, strict=True)
+    ]
+    return jax.block_until_ready(form.unflatten(placed))
+
+
+def layout(source: Sharding, target: Sharding) -> Sharding:
+    """Return the place on the devices of `source` that has every part that `target` asks for.
+
+    Where the number of target devices divides that of the source devices, each of those holds as
+    much as a target device will. Otherwise each holds the whole.
+    """
+    if not isinstance(source, NamedSharding):
+        return source
+    copies, rest = divmod(source.num_devices, target.num_devices)
+    if rest or not isinstance(target, NamedSharding):
+        return NamedSharding(source.mesh, PartitionSpec())
+    here: Any = source.mesh.devices
+    wanted: Any = target.mesh
+    grid = here.reshape(copies, *wanted.devices.shape)
+    names, types = ("copy", *wanted.axis_names), (AxisType.Auto,) * grid.ndim
+    return NamedSharding(Mesh(grid, names, axis_types=types), target.spec)
+
+
+def lies_at(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> bool:
+    """Return whether each device of `target` has its part already, in an array at `source`."""
+    held, wanted = (place.devices_indices_map(shape) for place in (source, target))
+    return all(held.get(device) == index for device, index in wanted.items())
+
+
+def _each(shardings: Any, params: Params) -> list[Any]:
+    """Return a sharding for each leaf."""
+    if isinstance(shardings, Sharding):
+        return [shardings] * len(jax.tree.leaves(params))
+    return jax.tree.leaves(shardings)
+
+
+@functools.lru_cache(maxsize=64)
+def _caster(dtype: Any, places: tuple[tuple[Sharding, Sharding], ...]) -> Any:
+    """Return the program that copies arrays from the first to the second place of each pair."""
+
+    def cast(leaves: Sequence[Any]) -> list[Any]:
+        copies = []
+        for leaf, (source, _) in zip(leaves, places, strict=True):
+            copied = jnp.copy(leaf).astype(dtype)
+            if isinstance(source, NamedSharding):  # cast, then gather: half of the traffic
+                copied = jax.lax.with_sharding_constraint(copied, source)
+            copies.append(copied)
+        return copies
+
+    return jax.jit(cast, out_shardings=[place for _, place in places])
+
+
+def _bounds(index: Any, leaf: Any) -> _Bounds:
+    parts = zip(index, leaf.shape, strict=True)
+    return tuple(part.indices(size)[:2] for part, size in parts)
+
+
+def _part(shards: dict[tuple[Any, _Bounds], Any], device: Any, wanted: _Bounds) -> Any:
+    """Return these entries of an array, from the device itself if it has them."""
+    if (device, wanted) in shards:
+        return shards[device, wanted].data
+    same = [shard for (_, bounds), shard in shards.items() if bounds == wanted]
+    if same:
+        return same[device.id % len(same)].data
+    first, shard = next(  # of a whole array
+        ([start for start, _ in bounds], shard)
+        for (_, bounds), shard in shards.items()
+        if all(a <= c and d <= b for (a, b), (c, d) in zip(bounds, wanted, strict=True))
+    )
+    starts, ends = (np.subtract(side, first) for side in zip(*wanted, strict=True))
+    return jax.lax.slice(shard.data, starts.tolist(), ends.tolist())
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _copy(params: Params, dtype: Any) -> Params:
+    """Between processes `device_put` may hand on what lies at its place already."""
+    return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)
+
+
+def _in_every_process(mesh: Mesh) -> Mesh:
+    """The mesh of one process beside meshes alike of all others."""
+    owner = mesh.devices.flat[0].process_index
+    order = [device.id for device in jax.devices() if device.process_index == owner]
+    at = [order.index(device.id) for device in mesh.devices.flat]
+    grids = []
+    for process in range(jax.process_count()):
+        own = [device for device in jax.devices() if device.process_index == process]
+        if len(own) != len(order):
+            raise ConfigError(
+                f"process {process} has {len(own)} devices and process {owner} {len(order)}; "
+                "expected the same number in all."
+            )
+        grids.append(np.array([own[i] for i in at]).reshape(mesh.devices.shape))
+    types = (AxisType.Auto,) * (1 + len(mesh.axis_names))
+    return Mesh(np.stack(grids), ("process", *mesh.axis_names), axis_types=types)
+
+
+def _own_part(moved: Any, target: NamedSharding) -> Any:
+    shards = [shard.data for shard in moved.addressable_shards]
+    return jax.make_array_from_single_device_arrays(moved.shape, target, shards)

@@ -1,0 +1,179 @@
+"""Weights on their way to engines: what arrives, who copies it, and that no host reads it."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import array as jax_array
+from jax.sharding import Mesh
+
+from lightning_jax.config import MeshConfig, ServeConfig
+from lightning_jax.config_sections import LoraConfig
+from lightning_jax.models import reshard as module
+from lightning_jax.models.lora import ADAPTER_LEAVES, adapted, trained_part
+from lightning_jax.models.names import flatten
+from lightning_jax.models.reshard import reshard
+from lightning_jax.models.sharding import make_mesh, param_shardings, place
+from lightning_jax.models.transformer import init_params
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.serve.replicas import ReplicatedLoop, replicate, split_by_data
+from lightning_jax.testing.tiny import tiny_model
+
+MODEL = tiny_model(num_layers=1)
+SHAPE = dataclasses.replace(MODEL.config, vocab_size=264)
+SERVE = ServeConfig(slots=2, max_len=32, prefill_buckets=(16,))
+
+
+def weights(mesh: Mesh) -> Any:
+    return place(init_params(SHAPE, jax.random.key(0)), param_shardings(SHAPE, mesh))
+
+
+@pytest.fixture
+def host_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The sizes of the arrays that anybody brings to the host."""
+    sizes: list[int] = []
+    value: Any = jax_array.ArrayImpl._value
+
+    def read(array: Any) -> Any:
+        sizes.append(array.size)
+        return value.fget(array)
+
+    monkeypatch.setattr(jax_array.ArrayImpl, "_value", property(read))
+    with jax.transfer_guard_device_to_host("disallow"):
+        yield sizes
+
+
+def turned(mesh: Mesh) -> Mesh:
+    """The same devices the other way round."""
+    return Mesh(mesh.devices[:, ::-1], mesh.axis_names, axis_types=mesh.axis_types)
+
+
+@pytest.mark.parametrize(
+    ("training", "serving"),
+    [
+        (make_mesh(MeshConfig(1, 8, 1)), make_mesh(MeshConfig(1, 1, 1))),
+        (make_mesh(MeshConfig(1, 8, 1)), make_mesh(MeshConfig(1, 1, 1, first_device=5))),
+        (make_mesh(MeshConfig(2, 2, 2)), make_mesh(MeshConfig(1, 1, 2, first_device=2))),
+        (make_mesh(MeshConfig(1, 4, 2)), make_mesh(MeshConfig(1, 1, 8))),
+        (make_mesh(MeshConfig(1, 8, 1)), turned(make_mesh(MeshConfig(1, 8, 1)))),
+        (make_mesh(MeshConfig(1, 2, 2)), make_mesh(MeshConfig(1, 2, 2, first_device=4))),
+        (make_mesh(MeshConfig(1, 6, 1)), make_mesh(MeshConfig(1, 1, 2, first_device=6))),
+        (make_mesh(MeshConfig(1, 3, 1)), make_mesh(MeshConfig(1, 2, 1, first_device=6))),
+        (make_mesh(MeshConfig(1, 1, 1)), make_mesh(MeshConfig(1, 2, 2, first_device=1))),
+        (make_mesh(MeshConfig(1, 2, 1)), make_mesh(MeshConfig(1, 2, 4))),
+    ],
+)
+def test_weights_reach_any_devices_without_the_host(
+    training: Mesh, serving: Mesh, host_reads: list[int]
+) -> None:
+    with jax.transfer_guard_device_to_host("allow"):
+        params = weights(training)
+        wanted = [np.asarray(leaf).astype(jnp.bfloat16) for leaf in jax.tree.leaves(params)]
+    host_reads.clear()
+    places = param_shardings(SHAPE, serving)
+    served = reshard(params, places, jnp.bfloat16)
+    assert host_reads == []
+    jax.tree.map(lambda leaf: leaf.delete(), params)  # as the next update does, which donates them
+    with jax.transfer_guard_device_to_host("allow"):
+        for leaf, target, value in zip(
+            *map(jax.tree.leaves, (served, places)), wanted, strict=True
+        ):
+            assert leaf.sharding == target
+            np.testing.assert_array_equal(leaf, value)
+
+
+def test_a_copy_in_the_same_dtype_survives_the_donation_of_the_original() -> None:
+    training = make_mesh(MeshConfig(1, 2, 2))
+    params = weights(training)
+    copied = reshard(params, param_shardings(SHAPE, training), jnp.float32)
+    jax.tree.map(lambda leaf: leaf.delete(), params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(copied))
+
+
+def replicas(training: Mesh, dtype: str) -> tuple[Any, ReplicatedLoop]:
+    """Weights split between eight devices, and an engine on each of those."""
+    config = dataclasses.replace(SHAPE, tie_embeddings=True)
+    meshes = split_by_data(Mesh(training.devices.reshape(8, 1, 1), training.axis_names))
+    engines = [Engine(config, SERVE, dtype=dtype, mesh=mesh) for mesh in meshes]
+    params = weights(training)
+    spread = engines[0].spread(params)
+
+    def one(engine: Engine) -> EngineLoop:
+        return EngineLoop(engine, spread, 0, MODEL.tokenizer, SERVE)
+
+    return params, replicate(one, engines, SERVE.slots)
+
+
+def test_engines_of_one_run_gather_once_and_read_nothing_on_the_host(
+    host_reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with jax.transfer_guard_device_to_host("allow"):
+        params, loop = replicas(make_mesh(MeshConfig(1, 8, 1)), "bfloat16")
+    gathered, original = [], module.spread
+
+    def counted(*args: Any, **more: Any) -> Any:
+        gathered.append(original(*args, **more))
+        return gathered[-1]
+
+    monkeypatch.setattr("lightning_jax.serve.engine.spread", counted)
+    compiled = module._caster.cache_info().misses
+    host_reads.clear()
+    loop.load_weights(params, 1)
+    assert host_reads == [] and len(gathered) == 1
+    assert module._caster.cache_info().misses == compiled  # the first weights' program
+    (found,) = gathered
+    for number, each in enumerate(loop._loops):
+        placed = each._inbox.weights["embed"]["embedding"]
+        assert placed.devices() == {jax.devices()[number]}
+        shard = found.params["embed"]["embedding"].addressable_shards[number].data
+        # The engine's weights are the gathered ones, not another copy of them.
+        assert placed.unsafe_buffer_pointer() == shard.unsafe_buffer_pointer()
+    loop.close()
+
+
+@pytest.mark.parametrize(("dtype", "is_shared"), [("bfloat16", True), ("float32", False)])
+def test_frozen_weights_are_shared_where_they_lie_as_the_engine_reads_them(
+    dtype: str, is_shared: bool
+) -> None:
+    model = adapted(MODEL, LoraConfig(rank=2), 0)
+    mesh = make_mesh(MeshConfig(1, 1, 1))
+    places = param_shardings(model.config, mesh)
+    loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
+    params = place(loaded, places)
+    engine = Engine(model.config, SERVE, dtype=dtype, mesh=mesh)
+
+    def pointers(tree: Any) -> dict:
+        return {path: leaf.unsafe_buffer_pointer() for path, leaf in flatten(tree).items()}
+
+    def same(tree: Any) -> set:
+        ours = pointers(tree)
+        return {path for path, at in pointers(params).items() if ours.get(path) == at}
+
+    kept = engine.place(engine.spread(params, share_base=True))
+    assert same(kept) == (
+        {path for path in flatten(params) if path[-1] not in ADAPTER_LEAVES} if is_shared else set()
+    )
+    assert same(engine.place(params)) == set()
+    assert same(engine.place(engine.spread(params))) == set()
+    jax.tree.map(lambda leaf: leaf.delete(), trained_part(params))  # an update donates them
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(kept))
+
+
+def test_each_device_that_holds_the_base_whole_shares_it_with_its_engine() -> None:
+    model = adapted(MODEL, LoraConfig(rank=2), 0)
+    mesh = make_mesh(MeshConfig(data=8, fsdp=1, tensor=1))
+    loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
+    params = place(loaded, param_shardings(model.config, mesh))
+    engines = [
+        Engine(model.config, SERVE, dtype="bfloat16", mesh=part) for part in split_by_data(mesh)
+    ]
+    spread = engines[0].spread(params, share_base=True)
+    for number, engine in enumerate(engines):
+        kernel = engine.place(spread)["layers_0"]["q"]["kernel"]
+        held = params["layers_0"]["q"]["kernel"].addressable_shards[number].data
+        assert kernel.unsafe_buffer_pointer() == held.unsafe_buffer_pointer()
