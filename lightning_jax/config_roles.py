@@ -5,7 +5,7 @@ calls play, and rules that reward what a call brings about.
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from lightning_jax.config_learning import AlgorithmConfig
@@ -47,7 +47,7 @@ class RoleConfig:
     # OpenAI-compatible server, whose calls cannot train.
     served_by: str = "policy"
     served_model: str | None = None  # of a URL: the model to ask for. None: as the agent asks
-    api_key: str | None = None  # of a URL
+    api_key: str | None = field(default=None, repr=False)  # of a URL
 
     def __post_init__(self) -> None:
         is_url = urlsplit(self.served_by).scheme in ("http", "https")
