@@ -65,6 +65,7 @@ class Checkpointer:
     def __init__(self, directory: Path, config: CheckpointConfig) -> None:
         self._directory = directory.resolve()
         try:
+            make_private(self._directory.parent)  # a process other than the first may come first
             make_private(self._directory)
             self._manager = ocp.CheckpointManager(
                 self._directory,

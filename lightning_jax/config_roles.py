@@ -5,7 +5,7 @@ calls play, and rules that reward what a call brings about.
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from lightning_jax.config_learning import AlgorithmConfig
@@ -47,7 +47,7 @@ class RoleConfig:
     # OpenAI-compatible server, whose calls cannot train.
     served_by: str = "policy"
     served_model: str | None = None  # of a URL: the model to ask for. None: as the agent asks
-    api_key: str | None = None  # of a URL; sent to its host alone
+    api_key: str | None = field(default=None, repr=False)  # of a URL; sent to its host alone
     timeout_s: float = 600.0  # of a URL, for calls outside of rollouts, which have their own limit
     max_response_mib: float = 32.0  # of a URL; a longer answer breaks off
 

@@ -120,7 +120,8 @@ class MeshConfig:
 class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
-    api_key: str | None = None  # the owner's; a rollout has its own. None: a random one
+    # The owner's key; a rollout has its own. None: a random one.
+    api_key: str | None = field(default=None, repr=False)
     # Requests decoded at once, by each copy of the engine, for each policy with weights of its own.
     slots: int = 16
     max_len: int = 1024  # tokens of prompt and response together that a slot holds
@@ -205,7 +206,7 @@ class AgentConfig:
     reward: str | None = None
     # Variables for a program besides those of docs/agents.md: NAME, with the value that the trainer
     # has, or NAME=value.
-    env: tuple[str, ...] = ()
+    env: tuple[str, ...] = field(default=(), repr=False)
     # Limits of one program with all that it started. Over one of them the program is ended.
     max_processes: int = 1024
     memory_mib: float | None = None  # resident, all together; None: what the machine has

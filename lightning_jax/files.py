@@ -43,19 +43,19 @@ def write_whole(path: Path, text: str, mode: int = PRIVATE) -> None:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that only its owner may enter. Warn if it exists and others may enter it."""
+    """Make a directory that only its owner may enter. One that exists stays as it is."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:
         if not directory.is_dir():
             raise
-        if directory.stat().st_mode & 0o077:
-            log.warning(
-                "other users may enter %s; run `chmod 700 %s` to keep it private",
-                directory,
-                directory,
-            )
+
+
+def warn_if_open(directory: Path) -> None:
+    """Warn if other users may enter the directory."""
+    if directory.stat().st_mode & 0o077:
+        log.warning("other users may enter %s; run `chmod 700` on it to keep it private", directory)
 
 
 def create_private(path: Path) -> None:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 MAX_OUTPUT = 2**20  # bytes of its standard output that are kept: the last ones
 MAX_ERRORS = 2**16  # and of its standard error
+END_S = 15.0  # for a supervisor to end its program, of which it takes 7 s at most
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _CHUNK = 2**16
 
@@ -59,6 +61,7 @@ async def run_program(
     all that it started: SIGTERM, and SIGKILL after a grace. Raises OSError if it cannot be started.
     """
     ours, theirs = socket.socketpair()
+    received = bytearray()
     with (
         ours,
         tempfile.TemporaryFile() as task,
@@ -81,11 +84,11 @@ async def run_program(
         try:
             output.start()
             errors.start()
-            told = await _told_by(ours)
+            await _receive(ours, received)
         finally:
             ours.close()  # which has the supervisor end what still runs
-            while process.poll() is None:
-                await asyncio.sleep(0.002)
+            await _end(process, received)
+        told = _told(received)
         if "errno" in told:
             number = int(told["errno"])
             raise OSError(number, os.strerror(number), words[0])
@@ -93,17 +96,30 @@ async def run_program(
         return Ended(status, output.finish(words[0]), errors.finish(words[0]), told.get("over"))
 
 
-async def _told_by(supervisor: socket.socket) -> dict[str, str]:
-    """Return what a supervisor tells until it ends; if it was killed, end its program's group."""
+async def _receive(supervisor: socket.socket, received: bytearray) -> None:
+    """Add to `received` what a supervisor tells until it ends."""
     supervisor.setblocking(False)
-    received = b""
     while chunk := await asyncio.get_running_loop().sock_recv(supervisor, 4096):
         received += chunk
-    told = dict(line.split() for line in received.decode().splitlines())
-    if told.keys() == {"started"}:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(int(told["started"]), signal.SIGKILL)
-    return told
+
+
+def _told(received: bytes | bytearray) -> dict[str, str]:
+    """Return the values of the lines that `supervisor.py` describes, by their first words."""
+    return dict(line.split() for line in received.decode().splitlines())
+
+
+async def _end(process: subprocess.Popen[bytes], received: bytearray) -> None:
+    """Wait for a supervisor to end. If its program stopped or killed it, end that one's group."""
+    process.send_signal(signal.SIGCONT)
+    give_up, pause_s = time.monotonic() + END_S, 0.002
+    while process.poll() is None:
+        if time.monotonic() > give_up:
+            process.kill()
+        await asyncio.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.05)
+    if process.returncode:
+        with suppress(KeyError, ProcessLookupError, PermissionError):
+            os.killpg(int(_told(received)["started"]), signal.SIGKILL)
 
 
 class _Tail:

@@ -37,7 +37,7 @@ from lightning_jax.agent_loop import apart
 from lightning_jax.config import Config, ConfigError, changed_keys, load_config, save_config
 from lightning_jax.config_sections import AUTO
 from lightning_jax.descriptors import limit_of_files, number_free
-from lightning_jax.files import make_private
+from lightning_jax.files import make_private, warn_if_open
 from lightning_jax.garbage import lasting_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
@@ -237,6 +237,7 @@ def _check_files(config: Config) -> None:
 def _alone_in(directory: Path) -> Iterator[None]:
     """Raises ConfigError where another process trains there: two would undo each other's work."""
     make_private(directory)
+    warn_if_open(directory)
     lock = FileLock(directory / "run.lock", blocking=False)
     try:
         lock.acquire()

@@ -160,6 +160,7 @@ def test_secrets_are_not_saved_and_are_asked_for_again(tmp_path: Path) -> None:
     ]
     config = load_config(Config, given)
     save_config(config, path)
+    assert "secret" not in repr(config)
     text = path.read_text()
     assert not any(secret in text for secret in ("secret-1", "secret-2", "secret-3"))
     assert text.count(HIDDEN) == 3 and path.stat().st_mode & 0o077 == 0

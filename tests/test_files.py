@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from lightning_jax.files import SHARED, create_private, make_private, replacing, write_whole
+from lightning_jax.files import (
+    SHARED,
+    create_private,
+    make_private,
+    replacing,
+    warn_if_open,
+    write_whole,
+)
 
 
 def mode(path: Path) -> int:
@@ -50,9 +57,11 @@ def test_new_directory_is_private_and_an_open_one_is_warned_of(
 ) -> None:
     make_private(tmp_path / "runs" / "x")
     make_private(tmp_path / "runs" / "x")
+    warn_if_open(tmp_path / "runs" / "x")
     assert mode(tmp_path / "runs" / "x") == 0o700 and not caplog.records
     (tmp_path / "runs" / "x").chmod(0o755)
     make_private(tmp_path / "runs" / "x")
+    warn_if_open(tmp_path / "runs" / "x")
     assert len(caplog.records) == 1 and mode(tmp_path / "runs" / "x") == 0o755
 
 

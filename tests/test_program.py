@@ -264,6 +264,15 @@ async def test_a_program_that_kills_its_supervisor_ends_with_it(tmp_path: Path) 
     await ended(await pids_in(pids, 1))
 
 
+@linux
+async def test_a_program_that_stops_its_supervisor_ends_at_its_deadline(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    agent = shell(f"echo $$ > {pids}; kill -STOP $PPID; exec sleep 1000")
+    rollout = await rolled_out(tmp_path, agent, timeout_s=1.0)
+    assert rollout.reason == "deadline"
+    await ended(await pids_in(pids, 1))
+
+
 async def test_a_program_may_signal_its_supervisor() -> None:
     assert await shell("kill -TERM $PPID; kill -HUP $PPID; echo 1")(TASKS[0], URL) == 1
 
