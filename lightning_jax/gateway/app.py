@@ -71,7 +71,7 @@ class Gateway:
             tokenizer=tokenizer,
             tracer=tracer or (make_tracer(store) if store else NoOpTracer()),
             served_model=model_name,
-            max_len=serve.max_len,
+            serve=serve,
             tool_format=format_of(tokenizer),
             meters=self._meters,
         )

@@ -18,6 +18,7 @@ from lightning_jax.serve.generation import (
     PromptTooLong,
     QueueFull,
 )
+from lightning_jax.serve.grammar_process import GrammarProcessLost
 from lightning_jax.serve.intake import LoopStatus
 from lightning_jax.serve.response import Chunk
 from lightning_jax.store_file import StoreError
@@ -40,6 +41,8 @@ class PolicyLoop(Protocol):
 
     @property
     def status(self) -> LoopStatus: ...
+
+    async def prepare(self, grammar: str, owner: str = "") -> None: ...
 
     def submit(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
@@ -139,6 +142,9 @@ async def _generate(
     generations: list[Generation] = []
     try:
         async with asyncio.timeout(call.timeout_s):
+            for grammar in {choice.sampling.grammar for choice in call.choices}:
+                if grammar is not None:
+                    await loop.prepare(grammar, call.rollout_id or "")
             for choice in call.choices:
                 generations.append(_submit(loop, choice, call.adapter))
             if on_accept:
@@ -201,7 +207,7 @@ def _api_error(error: BaseException, call: Call) -> ApiError | None:
                 f"the call took longer than {call.timeout_s:g} s; raise rollout.call_timeout_s or "
                 "ask for fewer tokens.",
             )
-        case EngineError():
+        case EngineError() | GrammarProcessLost():
             return _server_error(500, "engine_error", str(error))
     return None
 

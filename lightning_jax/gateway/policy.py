@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Tracer
 
+from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.complete import Call, Choice, PolicyLoop, complete
 from lightning_jax.gateway.dialects.base import ReplyContext
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.guarantee import grammar_of, guarantees_call, may_call
+from lightning_jax.gateway.guarantee import check_size, grammar_of, guarantees_call, may_call
 from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.render import Generated, Rendered, render
 from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest
@@ -36,7 +37,7 @@ class Policy:
     tokenizer: Tokenizer
     tracer: Tracer
     served_model: str
-    max_len: int
+    serve: ServeConfig
     tool_format: ToolFormat
     meters: Meters
 
@@ -53,9 +54,12 @@ class Policy:
         self.meters.prefix_breaks.inc(breaks)
         if rollout:
             rollout.prefix_breaks += breaks
+        check_size(request, self.serve.max_grammar_kib)
         grammar = grammar_of(request, self.tool_format, self.tokenizer)
-        rooms = tuple(self.max_len - len(prompt.token_ids) for prompt in rendered)
-        sampling = sampling_params(request, rollout, rooms, grammar)
+        rooms = tuple(self.serve.max_len - len(prompt.token_ids) for prompt in rendered)
+        sampling = sampling_params(
+            request, rollout, rooms, grammar, max_logit_biases=self.serve.max_logit_biases
+        )
         prompts = [prompt for prompt in rendered for _ in range(request.num_choices)]
         chat = request.messages is not None
         token = secrets.token_hex(12)

@@ -24,6 +24,10 @@ class LoopsByPolicy:
         """As `EngineLoop.status`; not ok as soon as one loop is not."""
         return together(loop.status for loop in self._loops)
 
+    async def prepare(self, grammar: str, owner: str = "") -> None:
+        """As `EngineLoop.prepare`, for all loops."""
+        await self._loops[0].prepare(grammar, owner)
+
     def submit(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
     ) -> Generation:

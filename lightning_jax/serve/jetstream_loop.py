@@ -109,6 +109,9 @@ class JetStreamLoop:
             jax_padding=False,
         )
 
+    async def prepare(self, grammar: str, owner: str = "") -> None:
+        """Do nothing: `submit` refuses every grammar."""
+
     def submit(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, adapter: int | None = None
     ) -> Generation:
