@@ -284,6 +284,7 @@ def main() -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # the kernel ends these processes before the trainer
     control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # children must not hold the control socket
     message = receive_message(control)
     if message is not None:
         ForkServer(control, json.loads(message[0])).run()
