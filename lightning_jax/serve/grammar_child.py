@@ -20,7 +20,9 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import llguidance
@@ -28,6 +30,7 @@ import tokenizers
 
 LENGTH = struct.Struct("<I")  # also of a token id
 MASK, FORCED, FAILED = b"m", b"f", b"e"  # how a reply begins
+TOKEN_SECONDS = 0.01  # CPU time of a mask that a response does not pay for
 WALL_FACTOR = 20.0  # wall-clock seconds for each second of CPU time, on a machine with other work
 
 
@@ -129,6 +132,27 @@ def limit_memory(mib: float) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
+@dataclass
+class Response:
+    """One response's matcher, None if the grammar failed, and the CPU seconds that it may take."""
+
+    matcher: llguidance.LLMatcher | None
+    seconds_left: float
+
+    def push(self, token_id: int) -> bytes:
+        """Take a sampled token, and return the reply for the token after it.
+
+        The engine waits for each mask, so all masks of a response share one allowance.
+        """
+        assert self.matcher is not None, "a failed response samples nothing"
+        start = time.process_time()
+        reply = push(self.matcher, token_id)
+        self.seconds_left -= time.process_time() - start - TOKEN_SECONDS
+        if self.seconds_left < 0:
+            return failed("the masks of this response take more than serve.grammar_timeout_s.")
+        return reply
+
+
 class GrammarProcess:
     """The process of one grammar: the compiled grammar and a matcher for each open response."""
 
@@ -170,17 +194,17 @@ class GrammarProcess:
             return False
         response = socket.socket(fileno=descriptors[0])
         matcher = self._compiled and limited(self._seconds, self._compiled.deep_copy)
-        self._selector.register(response, selectors.EVENT_READ, (matcher,))
+        self._selector.register(response, selectors.EVENT_READ, Response(matcher, self._seconds))
         self._reply(response, self._first)
         return True
 
-    def _answer(self, response: socket.socket, matchers: tuple[llguidance.LLMatcher]) -> None:
-        message = receive(response, LENGTH.size)
+    def _answer(self, connection: socket.socket, response: Response) -> None:
+        message = receive(connection, LENGTH.size)
         if message is None:
-            self._forget(response)
+            self._forget(connection)
         else:
             (token_id,) = LENGTH.unpack(message)
-            self._reply(response, limited(self._seconds, push, matchers[0], token_id))
+            self._reply(connection, limited(self._seconds, response.push, token_id))
 
     def _reply(self, response: socket.socket, reply: bytes) -> None:
         try:

@@ -40,7 +40,11 @@ async def fuzz(bench: Bench, fuzzer: SchemaFuzzer, until: float, outcomes: dict[
         if not isinstance(schema, dict):
             schema = {"properties": {"x": schema}, "required": ["x"]}
         body = json.dumps(body_of(schema, number % 2)).encode()
-        status, reply, _ = await bench.post(body)
+        try:
+            status, reply, _ = await bench.post(body)
+        except TimeoutError:  # on a machine with much else to do; the neighbour's wait tells
+            outcomes["client gave up"] += 1
+            continue
         code = reply["choices"][0]["finish_reason"] if status == 200 else reply["error"]["code"]
         outcomes[f"{status} {code}"] += 1
         assert status == 200 or (status == 400 and code in REFUSALS), (status, reply, body)

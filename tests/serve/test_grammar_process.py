@@ -6,9 +6,11 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import llguidance
 import pytest
 
 from lightning_jax.config import ServeConfig
+from lightning_jax.serve import grammar_child
 from lightning_jax.serve.constraint import GrammarCompiler, GrammarError, json_grammar
 from lightning_jax.serve.grammar_process import GrammarLimits
 from lightning_jax.serve.loop import EngineLoop
@@ -123,3 +125,15 @@ async def test_killed_grammar_process_fails_its_own_response(model, engine) -> N
         assert loop.status == "ok" and loop.stats()["serve/grammar_errors"] == 1
     finally:
         loop.close()
+
+
+def test_masks_of_a_response_share_an_allowance() -> None:
+    settings = {"tokenizer": TINY.to_json(), "end_of_turn_id": TINY.end_of_turn_id}
+    tables = grammar_child.make_tables(settings | {"special_ids": sorted(TINY.special_ids)})
+    assert not isinstance(tables, str)
+    kinds = []
+    for seconds_left in (10.0, -10.0):
+        matcher = llguidance.LLMatcher(tables, 'start: "aa"', log_level=0)
+        reply = grammar_child.Response(matcher, seconds_left).push(TINY.encode("a")[0])
+        kinds.append(reply[:1])
+    assert kinds == [grammar_child.FORCED, grammar_child.FAILED]
