@@ -60,6 +60,9 @@ class ReadyMade:
         self._chunks = chunks
         self._tasks: set[asyncio.Task[None]] = set()
 
+    async def prepare(self, grammar: str, owner: str = "") -> None:
+        """Every grammar is fine."""
+
     def submit(
         self,
         prompt_ids: Sequence[int],

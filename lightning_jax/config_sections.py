@@ -153,6 +153,12 @@ class ServeConfig:
     # Each copy of the engine, and each policy that has weights of its own, has as much.
     # SmolLM2-135M in float32 has 46 kB a token: 256 MiB are 5,800 tokens. 0: nothing is kept.
     prefix_cache_mib: float = 256.0
+    # Of one grammar that a tool or an answer's schema demands. Its process takes this CPU time to
+    # compile it, and again for the mask of a token, and this memory; Linux alone bounds the memory.
+    grammar_timeout_s: float = 2.0
+    grammar_memory_mib: float = 512.0
+    max_grammar_kib: int = 256  # length of the schemas of one request
+    max_logit_biases: int = 1024  # entries of a request's logit_bias
     orchestrator: str = "native"  # native, or jetstream (cannot train: it takes no new weights)
     # Devices that serve; `data` counts copies of the engine, each with weights, slots and a prefix
     # cache of its own. None: the trainer's, on a GPU or TPU as many copies as they hold with
@@ -188,6 +194,13 @@ class ServeConfig:
                 0 <= self.prefix_cache_mib < math.inf,
                 "a number of MiB, or 0 for no prefix cache",
             ),
+            grammar_timeout_s=(
+                0 < self.grammar_timeout_s < math.inf,
+                "a positive number of seconds",
+            ),
+            grammar_memory_mib=(self.grammar_memory_mib >= 64, "at least 64 MiB"),
+            max_grammar_kib=(self.max_grammar_kib >= 1, "at least 1 KiB"),
+            max_logit_biases=(self.max_logit_biases >= 0, "at least 0"),
             orchestrator=(self.orchestrator in ("native", "jetstream"), "native or jetstream"),
         )
 

@@ -74,7 +74,7 @@ class Callers:
             query=request.query,
             model_name=self.policy.served_model,
             conversations=rollout.conversations if rollout else self.conversations,
-            max_len=self.policy.max_len,
+            max_len=self.policy.serve.max_len,
             count_tokens=partial(self.policy.count_tokens, rollout=rollout),
             other_models=tuple(r.model for r in self.routing.roles.values() if r.model),
             policies=tuple(self.routing.policies),

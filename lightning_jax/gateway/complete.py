@@ -19,6 +19,7 @@ from lightning_jax.serve.generation import (
     PromptTooLong,
     QueueFull,
 )
+from lightning_jax.serve.grammar_process import GrammarProcessLost
 from lightning_jax.serve.intake import LoopStatus
 from lightning_jax.serve.response import Chunk
 from lightning_jax.store_file import StoreError
@@ -52,6 +53,8 @@ class PolicyLoop(Protocol):
 
     @property
     def num_slots(self) -> int: ...
+
+    async def prepare(self, grammar: str, owner: str = "") -> None: ...
 
     def submit(
         self,
@@ -162,6 +165,9 @@ async def _generate(
         if call.refusal:
             raise call.refusal
         async with asyncio.timeout(call.timeout_s):
+            for grammar in {choice.sampling.grammar for choice in call.choices}:
+                if grammar is not None:
+                    await loop.prepare(grammar, call.rollout_id or "")
             for choice in call.choices:
                 generations.append(_submit(loop, choice, call))
             if on_accept:
@@ -225,7 +231,7 @@ def _api_error(error: BaseException, call: Call) -> ApiError | None:
                 f"the call took longer than {call.timeout_s:g} s; raise rollout.call_timeout_s or "
                 "ask for fewer tokens.",
             )
-        case EngineError():
+        case EngineError() | GrammarProcessLost():
             return _server_error(500, "engine_error", str(error))
     return None
 

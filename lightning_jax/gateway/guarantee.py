@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import Function, PolicyRequest
 from lightning_jax.gateway.tool_formats import ToolFormat
 from lightning_jax.models.tokenizer import Tokenizer
@@ -24,6 +25,50 @@ def may_call(request: PolicyRequest) -> bool:
 def guarantees_call(request: PolicyRequest) -> bool:
     """Whether the answer can be nothing but calls."""
     return bool(request.functions) and request.tool_choice.mode == "required"
+
+
+def check_size(request: PolicyRequest, max_kib: int) -> None:
+    """Raise ApiError if the schemas that the answer must follow are larger than the setting allows.
+
+    Stop counting there: the schemas of one request can have a million parts.
+    """
+    if guarantees_call(request):
+        field, schemas = "tools", [function.parameters for function in request.functions]
+    elif request.output_schema is not None:
+        field, schemas = "response_format", [request.output_schema]
+        if may_call(request):
+            schemas += [function.parameters for function in request.functions]
+    else:
+        return
+    if _is_longer(schemas, max_kib * 1024):
+        raise invalid(
+            f"{field} has schemas of more than {max_kib} KiB; serve.max_grammar_kib allows no more "
+            "where the answer must follow them. Shorten them.",
+            field,
+            "invalid_schema",
+        )
+
+
+def _is_longer(value: Any, most: int) -> bool:
+    """Whether the value has more characters as JSON, or more parts; roughly."""
+    left = [value]
+    while left and most >= 0:
+        item = left.pop()
+        most -= 2
+        if isinstance(item, dict):
+            most -= len(item)
+            if most >= 0:
+                most -= sum(map(len, item))
+                left += item.values()
+        elif isinstance(item, list | tuple):
+            most -= len(item)
+            if most >= 0:
+                left += item
+        elif isinstance(item, str):
+            most -= len(item)
+        elif isinstance(item, int):
+            most -= item.bit_length() // 4
+    return most < 0
 
 
 def grammar_of(request: PolicyRequest, form: ToolFormat, tokenizer: Tokenizer) -> str | None:

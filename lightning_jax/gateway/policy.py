@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, format_span_id, format_trace_id
 
+from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.complete import (
     CONTEXT_LENGTH_EXCEEDED,
@@ -19,7 +20,7 @@ from lightning_jax.gateway.complete import (
 )
 from lightning_jax.gateway.dialects.base import ReplyContext
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.guarantee import grammar_of, guarantees_call, may_call
+from lightning_jax.gateway.guarantee import check_size, grammar_of, guarantees_call, may_call
 from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.render import Generated, Rendered, check_length, render
@@ -57,8 +58,7 @@ class Policy:
     tokenizer: Tokenizer
     recorder: Recorder
     served_model: str
-    max_len: int
-    max_queue: int
+    serve: ServeConfig
     tool_format: ToolFormat
     meters: Meters
     offload: Offload
@@ -73,9 +73,11 @@ class Policy:
         except PromptTooLong as error:
             return Prepared(request, (Rendered((), 0, 0),), error)
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        if longest > MAX_RECORDED * self.max_len:  # what the store keeps of it, it keeps for ever
+        if (
+            longest > MAX_RECORDED * self.serve.max_len
+        ):  # what the store keeps of it, it keeps for ever
             error = PromptTooLong(
-                f"the prompt has {longest} tokens; expected at most {self.max_len - 1}. Shorten it "
+                f"the prompt has {longest} tokens; expected at most {self.serve.max_len - 1}. Shorten it "
                 "or raise serve.max_len."
             )
             return Prepared(request, (Rendered((), 0, 0),), error)
@@ -97,9 +99,12 @@ class Policy:
         self.meters.prefix_breaks.inc(breaks)
         if rollout:
             rollout.prefix_breaks += breaks
+        check_size(request, self.serve.max_grammar_kib)
         grammar = grammar_of(request, self.tool_format, self.tokenizer)
-        rooms = tuple(self.max_len - len(prompt.token_ids) for prompt in rendered)
-        sampling = sampling_params(request, rollout, rooms, grammar)
+        rooms = tuple(self.serve.max_len - len(prompt.token_ids) for prompt in rendered)
+        sampling = sampling_params(
+            request, rollout, rooms, grammar, max_logit_biases=self.serve.max_logit_biases
+        )
         prompts = [prompt for prompt in rendered for _ in range(request.num_choices)]
         chat = request.messages is not None
         token = secrets.token_hex(12)
@@ -142,7 +147,7 @@ class Policy:
     def _check_room(self, request: PolicyRequest, rollout: OpenRollout | None) -> None:
         """Raise ApiError if the call asks for more responses than can be in flight."""
         number = len(request.prompts or ("",)) * request.num_choices
-        room = self.loop.num_slots + self.max_queue
+        room = self.loop.num_slots + self.serve.max_queue
         limits = {"serve.slots + serve.max_queue": room}
         if rollout:
             limits["serve.max_choices_per_rollout"] = rollout.limits.max_choices_per_rollout
@@ -230,7 +235,12 @@ class Policy:
         memory = rollout.memory if rollout else None
         try:
             rendered = render(
-                request.messages, tools, self.tokenizer, memory, self.tool_format, self.max_len - 1
+                request.messages,
+                tools,
+                self.tokenizer,
+                memory,
+                self.tool_format,
+                self.serve.max_len - 1,
             )
         except PromptTooLong:
             raise
@@ -240,7 +250,7 @@ class Policy:
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            check_length([prompt], self.tokenizer, self.max_len - 1)
+            check_length([prompt], self.tokenizer, self.serve.max_len - 1)
             ids = tuple(self.tokenizer.encode(prompt))
         else:
             ids = prompt

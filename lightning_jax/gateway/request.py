@@ -1,7 +1,7 @@
 """One request in our own terms, whatever dialect it came in."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -70,7 +70,7 @@ class PolicyRequest:
     min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Mapping[str, Any] = field(default_factory=dict)  # as the caller sent it
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: bool = False

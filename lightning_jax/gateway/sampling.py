@@ -1,8 +1,10 @@
 """How the choices of a request are sampled, and with which seeds."""
 
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
+from lightning_jax.gateway import fields
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.gateway.rollouts import OpenRollout, derive_seed
@@ -10,7 +12,12 @@ from lightning_jax.types import SamplingParams
 
 
 def sampling_params(
-    request: PolicyRequest, rollout: OpenRollout | None, rooms: tuple[int, ...], grammar: str | None
+    request: PolicyRequest,
+    rollout: OpenRollout | None,
+    rooms: tuple[int, ...],
+    grammar: str | None,
+    *,
+    max_logit_biases: int,
 ) -> tuple[SamplingParams, ...]:
     """How each choice is sampled: what the agent asks for, under what its rollout's settings say.
 
@@ -23,6 +30,7 @@ def sampling_params(
         seed = rollout.next_seed()
     else:
         seed = secrets.randbits(31) if request.seed is None else request.seed % 2**31
+    biases = _logit_biases(request.logit_bias, max_logit_biases)
     places = [(room, n) for room in rooms for n in range(request.num_choices)]
     try:
         return tuple(
@@ -35,7 +43,7 @@ def sampling_params(
                 min_p=request.min_p if settings is None or settings.top_p is None else 0.0,
                 seed=derive_seed(seed, index) if index else seed,
                 stop=request.stop,
-                logit_bias=request.logit_bias,
+                logit_bias=biases,
                 presence_penalty=request.presence_penalty,
                 frequency_penalty=request.frequency_penalty,
                 top_logprobs=request.top_logprobs,
@@ -47,6 +55,21 @@ def sampling_params(
         )
     except ValueError as error:
         raise invalid(str(error), str(error).split(" ", 1)[0]) from error
+
+
+def _logit_biases(bias: Mapping[str, Any], most: int) -> tuple[tuple[int, float], ...]:
+    """Return token ids and what is added to their logits; ids are JSON keys, so strings."""
+    if len(bias) > most:
+        raise invalid(
+            f"logit_bias has {len(bias)} entries; serve.max_logit_biases allows {most}.",
+            "logit_bias",
+        )
+    for key in bias:
+        if not key.isdecimal() or len(key) > 9:
+            raise invalid(
+                f"logit_bias has the key {fields.brief(key)}; expected a token id.", "logit_bias"
+            )
+    return tuple((int(key), fields.number(bias, key, 0.0)) for key in bias)
 
 
 def _first(override: Any, asked: Any) -> Any:

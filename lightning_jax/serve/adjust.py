@@ -4,13 +4,13 @@ The sum is made on the host and goes into the step as one dense array, so the en
 for all of it.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float32
 
-from lightning_jax.serve.constraint import Matcher
+from lightning_jax.serve.constraint import GrammarCompiler, Matcher
 from lightning_jax.types import SamplingParams
 
 
@@ -33,8 +33,8 @@ def moves_logits(sampling: SamplingParams) -> bool:
 class LogitAdjuster:
     """One request's response so far, as far as it changes what is drawn next.
 
-    Raises ValueError for a bias of a token that the vocabulary lacks, GrammarError if the grammar
-    allows no beginning.
+    A request with a grammar has its matcher from `begin` on. Raises ValueError for a bias of a
+    token that the vocabulary lacks.
     """
 
     sampling: SamplingParams
@@ -43,14 +43,32 @@ class LogitAdjuster:
     counts: Counter[int] = field(default_factory=Counter)  # response tokens so far
 
     def __post_init__(self) -> None:
-        for token_id, _ in self.sampling.logit_bias:
+        biases: defaultdict[int, float] = defaultdict(float)
+        for token_id, bias in self.sampling.logit_bias:
             if token_id >= self.vocab_size:
                 raise ValueError(
                     f"logit_bias has token id {token_id}; expected at most {self.vocab_size - 1}. "
                     "Encode with the model's own tokenizer."
                 )
+            biases[token_id] += bias
+        self._biased_ids = np.fromiter(biases, np.int64, len(biases))
+        self._biases = np.fromiter(biases.values(), np.float32, len(biases))
+
+    def begin(self, grammars: GrammarCompiler) -> None:
+        """Open a matcher if the request has a grammar. Raises as `GrammarCompiler.open`."""
+        if self.sampling.grammar is not None:
+            self.matcher = grammars.open(self.sampling.grammar)
+
+    def end(self) -> None:
+        """Close the matcher."""
         if self.matcher:
-            self.matcher.allowed()  # fails now rather than in a step
+            self.matcher.close()
+            self.matcher = None
+
+    def look(self) -> None:
+        """Wait for the mask of the next token. Raises as `Matcher.allowed`."""
+        if self.matcher:
+            self.matcher.packed()
 
     @property
     def forced(self) -> bool:
@@ -59,8 +77,7 @@ class LogitAdjuster:
 
     def add_to(self, row: Float32[np.ndarray, " V"]) -> None:
         """Adds to the row what belongs to the logits of the next token."""
-        for token_id, bias in self.sampling.logit_bias:
-            row[token_id] += bias
+        row[self._biased_ids] += self._biases
         frequency, presence = self.sampling.frequency_penalty, self.sampling.presence_penalty
         if self.counts and (frequency or presence):
             ids = np.fromiter(self.counts, np.int64)
@@ -70,10 +87,9 @@ class LogitAdjuster:
             row[~self.matcher.allowed()] = -np.inf
 
     def push(self, token_id: int) -> None:
-        """Takes a sampled token that does not end the response. Raises GrammarError if the grammar
-        cannot go on from it.
+        """Take a sampled token that does not end the response. `look` tells if the grammar cannot
+        go on from it.
         """
         self.counts[token_id] += 1
         if self.matcher:
             self.matcher.push(token_id)
-            self.matcher.allowed()  # as above

@@ -29,6 +29,10 @@ class LoopsByPolicy:
         """Return how many requests all loops decode at once."""
         return sum(loop.num_slots for loop in self._loops)
 
+    async def prepare(self, grammar: str, owner: str = "") -> None:
+        """As `EngineLoop.prepare`, for all loops."""
+        await self._loops[0].prepare(grammar, owner)
+
     def submit(
         self,
         prompt_ids: Sequence[int],

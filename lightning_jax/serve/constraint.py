@@ -5,178 +5,298 @@ expression, `grammar` makes the whole of one. An expression is plain text, so `/
 pieces of Lark may stand among them.
 
     grammar(sequence(literal("<tool_call>\\n"), json_schema(schema), literal("\\n</tool_call>")))
+
+llguidance itself runs in processes of its own (grammar_process.py), one for each grammar. With
+llguidance 1.9.1 the first of these grammars ends its process by a segmentation fault, and the
+second allocates memory until the allocation fails:
+
+    start: %json {"const": -9223372036854775808}
+    start: %json {"allOf": [{"type": "string", "pattern": "a0.*b"}, ..., {"pattern": "a39.*b"}]}
+
+The first negates the smallest int64 while it writes the number as a regular expression, without
+end. The second builds the automaton of an intersection, which has a state for each set of patterns.
 """
 
+import asyncio
+import hashlib
 import json
-import re
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import llguidance
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, UInt8
 
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.serve.grammar_child import FAILED, FORCED, LENGTH
+from lightning_jax.serve.grammar_process import (
+    GrammarError,
+    GrammarLimits,
+    GrammarProcess,
+    GrammarProcessLost,
+    GrammarServer,
+    Replies,
+    patience_s,
+    wait_readable,
+)
 
 # As Python's json.dumps and the chat templates write it. With one spelling the punctuation is
 # forced, and no model can go on with white space for ever.
 _JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
-
-class GrammarError(ValueError):
-    """A grammar or JSON schema that cannot be followed."""
+MAX_VERDICTS = 4096  # grammars remembered as good or refused
 
 
 class GrammarCompiler:
     """Makes matchers for one vocabulary. Every method may be called from any thread.
 
-    `vocab_size` is the model's, where it differs from the tokenizer's. The tokenizer's tables are
-    made at the first grammar, which takes 0.3 s for 49,152 tokens.
+    `vocab_size` is the model's, where it differs from the tokenizer's. At the first grammar a
+    process starts that makes the tokenizer's tables, which takes 0.3 s for 49,152 tokens.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int | None = None, *, max_cached: int = 256
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int | None = None,
+        *,
+        limits: GrammarLimits | None = None,
+        max_cached: int = 32,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size or tokenizer.vocab_size
+        self._limits = limits or GrammarLimits()
         self._max_cached = max_cached
-        self._tables: llguidance.LLTokenizer | None = None
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._server: GrammarServer | None = None
+        self._processes: OrderedDict[bytes, GrammarProcess] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, GrammarError | None] = OrderedDict()
         self._lock = threading.Lock()
+        # One grammar that is new is tried at a time, and each owner has one in the queue.
+        self._trials = ThreadPoolExecutor(1, "grammar")
+        self._turns: weakref.WeakValueDictionary[tuple[int, str], asyncio.Lock]
+        self._turns = weakref.WeakValueDictionary()
+        self.counts: Counter[str] = Counter()  # "accepted", or why grammars were refused
+
+    @classmethod
+    def shared(
+        cls, tokenizer: Tokenizer, vocab_size: int, limits: GrammarLimits
+    ) -> "GrammarCompiler":
+        """Return the compiler of this tokenizer, one for all engines that have it."""
+        key = (id(tokenizer), vocab_size, limits)
+        with _SHARED_LOCK:
+            compiler = _SHARED.get(key)
+            if compiler is None:
+                compiler = _SHARED[key] = cls(tokenizer, vocab_size, limits=limits)
+            return compiler
+
+    async def prepare(self, grammar: str, owner: str = "") -> None:
+        """Find out whether the grammar compiles, off the event loop, and remember the answer.
+
+        Owners, such as rollouts, take turns. Raises GrammarError, and GrammarProcessLost if the
+        processes of grammars do not start.
+        """
+        if not self._is_known(grammar):
+            event_loop = asyncio.get_running_loop()
+            turn = self._turns.setdefault((id(event_loop), owner), asyncio.Lock())
+            async with turn:
+                await event_loop.run_in_executor(self._trials, self.check, grammar)
+        self.check(grammar)
+
+    def check(self, grammar: str) -> None:
+        """As `prepare`, but wait in this thread."""
+        if not self._is_known(grammar):
+            verdict = self._try(grammar)
+            with self._lock:
+                self._verdicts[_digest(grammar)] = verdict
+                self.counts[verdict.reason if verdict else "accepted"] += 1
+                while len(self._verdicts) > MAX_VERDICTS:
+                    self._verdicts.popitem(last=False)
+        with self._lock:
+            verdict = self._verdicts.get(_digest(grammar))
+        if verdict:
+            raise GrammarError(str(verdict), verdict.reason)
+
+    def open(self, grammar: str) -> "Matcher":
+        """Return a matcher at the grammar's beginning, without waiting for its first mask.
+
+        Raises GrammarError, GrammarProcessLost, and OSError if no descriptor is left.
+        """
+        digest = _digest(grammar)
+        with self._lock:
+            process = self._processes.pop(digest, None)
+            if process is None or not process.alive:
+                process = self._start_server().start(grammar)
+            self._processes[digest] = process
+            while len(self._processes) > self._max_cached:
+                self._processes.popitem(last=False)  # it ends when its last response does
+        return Matcher(Replies(process, patience_s(self._limits)), self._vocab_size)
 
     def matcher(self, grammar: str) -> "Matcher":
-        """A new matcher at the grammar's beginning. Raises GrammarError.
+        """Return a matcher that has its first mask. Raises GrammarError."""
+        self.check(grammar)
+        return self.open(grammar)
 
-        A grammar is compiled once; those used last are kept.
-        """
+    def _is_known(self, grammar: str) -> bool:
         with self._lock:
-            compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > self._max_cached:
-                self._compiled.popitem(last=False)
-            return Matcher(compiled.deep_copy(), self._vocab_size)
+            return _digest(grammar) in self._verdicts
 
-    def _compile(self, grammar: str) -> llguidance.LLMatcher:
-        if self._tables is None:
-            self._tables = _tables(self._tokenizer)
-        compiled = llguidance.LLMatcher(self._tables, grammar, log_level=0)
-        if compiled.is_error():
-            raise GrammarError(
-                f"the grammar does not compile: {_reason(compiled.get_error())}; expected a "
-                "grammar or JSON schema that llguidance supports. Simplify it."
+    def _try(self, grammar: str) -> GrammarError | None:
+        # The texts around the schemas are small, which alone are known before.
+        most, length = 2 * self._limits.max_kib * 1024, len(grammar)
+        if length > most:
+            return GrammarError(
+                f"the grammar has {length} characters; twice serve.max_grammar_kib allows {most}. "
+                "Shorten the schema.",
+                "size",
             )
-        return compiled
+        try:
+            matcher = self.open(grammar)
+            try:
+                matcher.allowed()
+            finally:
+                matcher.close()
+        except GrammarError as error:
+            with self._lock:
+                self._processes.pop(_digest(grammar), None)
+            return error
+        return None
+
+    def _start_server(self) -> GrammarServer:
+        if self._server is None:
+            end_of_turn_id = self._tokenizer.end_of_turn_id
+            if end_of_turn_id is None:
+                raise GrammarError(
+                    "this model's tokenizer has 0 end-of-turn tokens; expected one that ends what "
+                    "a grammar has finished. Set eos_token in tokenizer_config.json."
+                )
+            self._server = GrammarServer(self._tokenizer, end_of_turn_id, self._limits)
+        return self._server
+
+
+_SHARED: weakref.WeakValueDictionary[tuple[int, int, GrammarLimits], GrammarCompiler]
+_SHARED = weakref.WeakValueDictionary()
+_SHARED_LOCK = threading.Lock()
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.blake2b(grammar.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class Matcher:
     """How far one response has come in its grammar. For one thread at a time."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
-        self._mask: Bool[np.ndarray, " V"] | None = None  # of the next token, once asked for
+    def __init__(self, replies: Replies, vocab_size: int) -> None:
+        self._replies, self._vocab_size = replies, vocab_size
+        self._packed: UInt8[np.ndarray, " V8"] | None = None  # of the next token, once known
         self._forced: int | None = None
+        self._finished = False
+        self._error: GrammarError | GrammarProcessLost | None = None
+
+    def ready(self) -> bool:
+        """Whether the mask of the next token is here. Raises as `allowed`."""
+        return self._look(0.0)
+
+    def packed(self) -> UInt8[np.ndarray, " V8"]:
+        """Return the mask of the next token with 8 tokens a byte, the first one lowest.
+
+        Wait for it. Raises as `allowed`.
+        """
+        self._look(None)
+        assert self._packed is not None, "without a time-out a reply has come"
+        return self._packed
 
     def allowed(self) -> Bool[np.ndarray, " V"]:
-        """True for the tokens that may come next, at least one; the caller must not change it.
+        """True for the tokens that may come next, at least one.
 
         Where the grammar fixes the text that follows, that is only the token with which the
         tokenizer itself would go on. Raises GrammarError if the grammar leads nowhere or is too
-        complex here.
+        complex here, GrammarProcessLost if its process was lost.
         """
-        if self._mask is None:
-            self._look()
-            assert self._mask is not None, "looking sets the mask"
-        return self._mask
+        bits = np.unpackbits(self.packed(), bitorder="little", count=self._vocab_size)
+        return bits.astype(bool)
 
     @property
     def forced(self) -> int | None:
         """The one token that is allowed; None if there is a choice. Raises as `allowed`."""
-        self.allowed()
+        self.packed()
         return self._forced
 
     @property
     def finished(self) -> bool:
         """Whether the text is complete and nothing but the end-of-turn token may follow."""
-        return self._matcher.is_stopped()
+        self.packed()
+        return self._finished
 
     def push(self, token_id: int) -> None:
-        """Takes the token that was sampled. Raises GrammarError if it was not allowed."""
-        if not self._matcher.consume_token(token_id):
-            raise GrammarError(
-                f"token {token_id} does not fit the grammar: {_reason(self._matcher.get_error())}; "
-                "expected one that `allowed` shows."
-            )
-        self._mask = self._forced = None
+        """Take the token that was sampled. The next mask raises GrammarError if it did not fit."""
+        self.packed()
+        self._replies.send(token_id)
+        self._packed = self._forced = None
 
-    def _look(self) -> None:
-        mask = np.zeros(self._vocab_size, bool)
-        ahead = self._matcher.compute_ff_tokens()  # does not say that the end of turn is forced
-        if ahead and ahead[0] < self._vocab_size:
-            mask[ahead[0]] = True
+    def fileno(self) -> int:
+        """Return the descriptor that can be read when the mask is here."""
+        return self._replies.fileno()
+
+    def close(self) -> None:
+        """Let the process forget this response."""
+        self._replies.close()
+
+    def _look(self, timeout_s: float | None) -> bool:
+        """Take the reply if it comes in time. An error stays."""
+        if self._error is not None:
+            raise self._error
+        if self._packed is None:
+            try:
+                reply = self._replies.receive(timeout_s)
+                if reply is not None:
+                    self._take(reply)
+            except (GrammarError, GrammarProcessLost) as error:
+                self._error = error
+                raise
+        return self._packed is not None
+
+    def _take(self, reply: bytes) -> None:
+        kind, stopped, body = reply[:1], reply[1:2], reply[2:]
+        if kind == FAILED:
+            raise GrammarError(reply[1:].decode("utf-8", "replace"))
+        packed = np.zeros((self._vocab_size + 7) // 8, np.uint8)
+        if kind == FORCED:
+            (token_id,) = LENGTH.unpack(body)
+            if token_id < self._vocab_size:
+                packed[token_id // 8] = 1 << token_id % 8
         else:
-            packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            bits = np.unpackbits(packed, bitorder="little")[: self._vocab_size]
-            mask[: len(bits)] = bits
-        if self._matcher.is_error() or not mask.any():
-            reason = _reason(self._matcher.get_error()) or "no token may come next"
+            given = np.frombuffer(body, np.uint8)[: len(packed)]
+            packed[: len(given)] = given
+            packed[-1] &= 0xFF >> -self._vocab_size % 8
+        held = np.flatnonzero(packed)
+        if not len(held):
             raise GrammarError(
-                f"the grammar cannot go on: {reason}; expected a grammar that every text it begins "
-                "can finish. Simplify it."
+                "the grammar cannot go on: no token may come next; expected a grammar that every "
+                "text it begins can finish. Simplify it."
             )
-        self._mask = mask
-        self._forced = int(mask.argmax()) if mask.sum() == 1 else None
+        byte = int(packed[held[0]])
+        only = len(held) == 1 and byte & (byte - 1) == 0
+        self._forced = 8 * int(held[0]) + byte.bit_length() - 1 if only else None
+        self._packed, self._finished = packed, stopped == b"\x01"
 
 
-class _Vocabulary:
-    """What llguidance asks of a foreign tokenizer.
-
-    It could read the tokenizer's JSON by itself, but would then split fixed text as if "<|im_end|>"
-    in it meant the special token, which its own grammar refuses; so do strings of a schema.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, end_of_turn_id: int) -> None:
-        self._tokenizer = tokenizer
-        self._from_json = llguidance.LLTokenizer(tokenizer.to_json(), eos_token=end_of_turn_id)
-        self.tokens = [
-            self._from_json.decode_bytes([token_id])
-            for token_id in range(self._from_json.vocab_size)
-        ]
-        self.special_token_ids = sorted(tokenizer.special_ids)
-        self.eos_token_id, self.bos_token_id = end_of_turn_id, None
-
-    def __call__(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(text, special=False)
-        if b"".join(self.tokens[token_id] for token_id in ids) == text.encode():
-            return ids
-        # The tokenizer changes the text, as by a space before its first word.
-        return self._from_json.greedy_tokenize(text)
+def wait_for_masks(matchers: Iterable[Matcher], timeout_s: float) -> None:
+    """Wait until all of these have their masks or have failed, or the time is over."""
+    waiting, until = list(matchers), time.monotonic() + timeout_s
+    while waiting:
+        if not wait_readable([matcher.fileno() for matcher in waiting], until - time.monotonic()):
+            return
+        waiting = [matcher for matcher in waiting if not _is_settled(matcher)]
 
 
-def _tables(tokenizer: Tokenizer) -> llguidance.LLTokenizer:
-    end_of_turn_id = tokenizer.end_of_turn_id
-    if end_of_turn_id is None:
-        raise GrammarError(
-            "this model's tokenizer has 0 end-of-turn tokens; expected one that ends what a "
-            "grammar has finished. Set eos_token in tokenizer_config.json."
-        )
+def _is_settled(matcher: Matcher) -> bool:
     try:
-        wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, end_of_turn_id))
-        return llguidance.LLTokenizer(wrapper)
-    except ValueError as error:
-        raise GrammarError(
-            f"this model's tokenizer cannot follow a grammar: {_reason(str(error))}; expected a "
-            "byte-level or byte-fallback one. Use another model."
-        ) from error
-
-
-def _reason(message: str) -> str:
-    """llguidance's message on one line, without its place in the text, the text and the state."""
-    message = re.split(r"\n<state>|\n\s*\d+ \| ", message)[0]
-    message = re.sub(r"^at \d+\(\d+\): ", "", message)
-    message = re.sub(r"(regex parse error):.*\nerror: ", r"\1: ", message, flags=re.DOTALL)
-    return " ".join(message.split()).rstrip(".")[:300]
+        return matcher.ready()
+    except (GrammarError, GrammarProcessLost):
+        return True
 
 
 def literal(text: str, tokenizer: Tokenizer | None = None) -> str:

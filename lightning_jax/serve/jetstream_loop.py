@@ -114,6 +114,9 @@ class JetStreamLoop:
             jax_padding=False,
         )
 
+    async def prepare(self, grammar: str, owner: str = "") -> None:
+        """Do nothing: `submit` refuses every grammar."""
+
     def submit(
         self,
         prompt_ids: Sequence[int],

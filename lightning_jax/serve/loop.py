@@ -7,7 +7,7 @@ results go back to the event loops in one batch a step.
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_jax.serve.adjust import LogitAdjuster, needs_adjusting
 from lightning_jax.serve.constraint import GrammarCompiler, GrammarError
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.generation import Delivery, EngineError, Generation, deliver
+from lightning_jax.serve.grammar_process import GrammarLimits, GrammarProcessLost
 from lightning_jax.serve.intake import Intake, LoopStatus
 from lightning_jax.serve.prefix_cache import PrefixCache
 from lightning_jax.serve.prompts import Prompts
@@ -54,7 +55,10 @@ class EngineLoop:
         self, engine: Engine, params: Any, version: int, tokenizer: Tokenizer, serve: ServeConfig
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
-        self._grammars = GrammarCompiler(tokenizer, engine.config.vocab_size)
+        limits = GrammarLimits(
+            serve.grammar_timeout_s, serve.grammar_memory_mib, serve.max_grammar_kib
+        )
+        self._grammars = GrammarCompiler.shared(tokenizer, engine.config.vocab_size, limits)
         self._params, self._version, self._published = engine.place(params), version, version
         self._base = frozen_part(self._params)  # None: all weights come anew
         self._state = engine.init_state()
@@ -112,6 +116,14 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
+    async def prepare(self, grammar: str, owner: str = "") -> None:
+        """Compile a grammar in a process of its own before it is submitted.
+
+        `owner`, such as a rollout, has one new grammar tried at a time. Raises GrammarError for a
+        grammar that does not compile or passes a limit.
+        """
+        await self._grammars.prepare(grammar, owner)
+
     def submit(
         self,
         prompt_ids: Sequence[int],
@@ -123,9 +135,9 @@ class EngineLoop:
         a model that has several, None of another. `tenant` is whose request it is: tenants share
         the slots fairly.
 
-        Raises PromptTooLong, QueueFull, Draining, EngineError after a failure, GrammarError for a
-        grammar that does not compile, ValueError for an empty prompt or a bias of an unknown token.
-        A grammar that is new is compiled here, which takes milliseconds, for a huge one a second.
+        Raises PromptTooLong, QueueFull, Draining, EngineError after a failure, ValueError for an
+        empty prompt or a bias of an unknown token. A grammar that does not compile ends its
+        response as "error"; `prepare` says so before.
         """
         prompt = tuple(prompt_ids)
         self._intake.check_prompt(prompt)
@@ -196,8 +208,7 @@ class EngineLoop:
     def _adjuster(self, sampling: SamplingParams) -> LogitAdjuster | None:
         if not needs_adjusting(sampling):
             return None
-        matcher = None if sampling.grammar is None else self._grammars.matcher(sampling.grammar)
-        return LogitAdjuster(sampling, self._engine.config.vocab_size, matcher)
+        return LogitAdjuster(sampling, self._engine.config.vocab_size)
 
     def _cancel(self, generation: Generation) -> None:
         with self._changed:
@@ -262,6 +273,9 @@ class EngineLoop:
         self._state = self._prompts.begin(self._params, self._version, self._state, admissions)
         for admission in admissions:
             self._stepper.begin(admission.request, len(admission.request.prompt) - 1)
+            adjuster = admission.request.adjuster
+            if adjuster:
+                self._try(admission.request, lambda begin=adjuster.begin: begin(self._grammars))
 
     def _step(self) -> None:
         """Starts a step, or several, and hands out what was sampled before, which is ready.
@@ -273,6 +287,9 @@ class EngineLoop:
         before, self._ahead = self._ahead, None
         if any(request.adjuster for request in self._scheduler.running.values()):
             self._hand_out(before)
+            for request in list(self._scheduler.running.values()):
+                if request.adjuster:
+                    self._try(request, request.adjuster.look)
             before = self._dispatch()
         else:
             self._ahead = self._dispatch()
@@ -294,14 +311,19 @@ class EngineLoop:
         chunk, reason = request.response.push(token)
         self._outgoing.append(Delivery(request.generation, chunk, None))
         self._counts["tokens_forced"] += token.forced
-        if request.adjuster and not reason:
-            try:
-                request.adjuster.push(token.token_id)
-            except GrammarError:
-                log.exception("a grammar failed after %d tokens", len(request.response.tokens))
-                reason = "error"
         if reason:
             self._finish(request, reason)
+        elif request.adjuster:
+            self._try(request, lambda push=request.adjuster.push: push(token.token_id))
+
+    def _try(self, request: Request, work: Callable[[], None]) -> None:
+        """Call what concerns one request's grammar; an error ends that request alone."""
+        try:
+            work()
+        except (GrammarError, GrammarProcessLost, OSError) as error:
+            number = len(request.response.tokens)
+            log.warning("a grammar failed after %d tokens: %s", number, error)
+            self._finish(request, "error")
 
     def _finish(self, request: Request | None, reason: FinishReason) -> None:
         """Ends a request that waits or runs; one that has ended already is left alone."""
@@ -314,7 +336,10 @@ class EngineLoop:
         else:
             self._scheduler.release(request.slot)
             self._retiring.append(request)
+        if request.adjuster:
+            request.adjuster.end()
         self._counts["cancelled"] += reason == "cancelled"
+        self._counts["grammar_errors"] += reason == "error"
         completion = request.response.completion(reason)
         self._outgoing.append(Delivery(request.generation, None, completion))
 
@@ -338,4 +363,4 @@ class EngineLoop:
         self._intake.remove(item.generation for item in deliveries if item.outcome is not None)
 
 
-_COUNTERS = ("cancelled", "tokens_forced")
+_COUNTERS = ("cancelled", "grammar_errors", "tokens_forced")

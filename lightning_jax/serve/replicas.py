@@ -129,6 +129,10 @@ class ReplicatedLoop:
         for loop in self._loops:
             loop.start()
 
+    async def prepare(self, grammar: str, owner: str = "") -> None:
+        """As `EngineLoop.prepare`; all loops share the answer."""
+        await self._loops[0].prepare(grammar, owner)
+
     def submit(
         self,
         prompt_ids: Sequence[int],

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from gateway_bench import Bench, Connect
+from gateway_bench import Bench, Connect, MakeBench
 from templates import TEMPLATES, tokenizer_with
 
 from lightning_jax.gateway.guarantee import closed, grammar_of
@@ -24,6 +24,7 @@ CITY = {"properties": {"city": {"enum": ["Rome"]}}}
 SHORT = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 ASK: list[Any] = [{"role": "user", "content": "?"}]
 REQUIRED = ToolChoice("required")
+COMPILER = GrammarCompiler(tiny_tokenizer())
 
 
 def _request(**fields: Any) -> PolicyRequest:
@@ -34,8 +35,8 @@ def _accepts(grammar: str | None, text: str) -> bool:
     """Whether the grammar takes the whole text and could end there."""
     assert grammar is not None
     tokenizer = tiny_tokenizer()
-    matcher = GrammarCompiler(tokenizer).matcher(grammar)
     try:
+        matcher = COMPILER.matcher(grammar)
         for token in tokenizer.encode(text, special=False):
             matcher.push(token)
         (end,) = tokenizer.eos_ids
@@ -196,3 +197,21 @@ def test_objects_are_closed_where_that_is_safe() -> None:
         True,
     ):
         assert closed(schema) == schema
+
+
+async def test_long_schemas_are_refused_where_they_bind(make_bench: MakeBench) -> None:
+    long = {"type": "object", "properties": {"x": {"enum": ["y" * 100] * 30}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": long}}
+    body = {"model": "policy", "messages": ASK, "tools": [tool], "max_tokens": 1}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": long}}
+    async with make_bench(max_grammar_kib=1, max_len=512) as bench:
+        for more, param in (
+            ({"tool_choice": "required"}, "tools"),
+            ({"response_format": form, "tools": None}, "response_format"),
+        ):
+            status, reply, _ = await bench.post(body | more)
+            error = reply["error"]
+            assert (status, error["code"], error["param"]) == (400, "invalid_schema", param)
+            assert "serve.max_grammar_kib" in error["message"]
+        _, reply, _ = await bench.post(body)  # a tool that nobody demands needs no grammar
+        assert reply.get("error", {}).get("code") != "invalid_schema"

@@ -31,8 +31,9 @@ def test_bias_and_penalties_add_up():
 def test_a_bias_does_not_undo_the_grammar():
     tokenizer = tiny_tokenizer()
     a, b, c = tokenizer.encode("abc")
-    matcher = GrammarCompiler(tokenizer).matcher('start: "a" ("b" | "c")')
-    adjuster = LogitAdjuster(SamplingParams(logit_bias=((b, 100.0), (a, 1.0))), 259, matcher)
+    sampling = SamplingParams(logit_bias=((b, 100.0), (a, 1.0)), grammar='start: "a" ("b" | "c")')
+    adjuster = LogitAdjuster(sampling, 259)
+    adjuster.begin(GrammarCompiler(tokenizer))
     row = row_of(adjuster)
     assert row[a] == 1.0 and row.count(-np.inf) == 258 and adjuster.forced
     adjuster.push(a)

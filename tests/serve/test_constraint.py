@@ -178,8 +178,9 @@ def test_a_grammar_that_does_not_compile_gets_one_sentence(text, reason):
 
 def test_a_token_that_is_not_allowed_is_refused():
     matcher = COMPILER.matcher('start: "a"')
+    matcher.push(65)
     with pytest.raises(GrammarError, match=r"token 65 does not fit the grammar: [^\n]*$"):
-        matcher.push(65)
+        matcher.allowed()
     with pytest.raises(GrammarError, match="0 end-of-turn tokens"):
         GrammarCompiler(Tokenizer(merging_tokenizer()._backend)).matcher('start: "a"')
 
@@ -189,9 +190,9 @@ def test_grammars_are_compiled_once_and_the_oldest_forgotten():
     first = compiler.matcher('start: "a"')
     first.push(TINY.encode("a")[0])
     assert compiler.matcher('start: "a"').forced == TINY.encode("a")[0]  # begins anew
-    for letter in "bac":
-        compiler.matcher(f'start: "{letter}"')
-    assert list(compiler._compiled) == ['start: "a"', 'start: "c"']
+    matchers = [compiler.matcher(f'start: "{letter}"') for letter in "bac"]
+    assert compiler.counts == {"accepted": 3} and len(compiler._processes) == 2
+    assert [matcher.forced for matcher in matchers] == TINY.encode("bac")  # still followed
 
 
 # Valid JSON, from a model that knows nothing.

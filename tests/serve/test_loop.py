@@ -235,12 +235,14 @@ async def test_penalties_count_the_response_as_openai_does(bench: Bench):
 
 async def test_a_grammar_that_is_wrong_is_refused_and_a_failing_one_fails_alone(bench: Bench):
     with pytest.raises(GrammarError, match="unknown name"):
-        bench.loop.submit([1], greedy(grammar="start: nothing"))
+        await bench.loop.prepare("start: nothing")
     with pytest.raises(ValueError, match="token id 259; expected at most 258"):
         bench.loop.submit([1], greedy(logit_bias=((259, 1.0),)))
     assert len(bench.loop._intake) == 0
+    unknown = bench.loop.submit([1], greedy(grammar="start: nothing"))
     endless = bench.loop.submit([1], greedy(grammar='start: "a" start'))
     other = bench.loop.submit([1], greedy(12))
+    assert (await unknown.result()).finish_reason == "error"
     assert (await endless.result()).finish_reason == "error"
     assert (await other.result()).finish_reason == "length"
 

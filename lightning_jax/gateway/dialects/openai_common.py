@@ -32,24 +32,13 @@ def sampling_fields(body: fields.Body) -> dict[str, Any]:
         "seed": fields.integer(body, "seed"),
         "presence_penalty": fields.number(body, "presence_penalty", 0.0),
         "frequency_penalty": fields.number(body, "frequency_penalty", 0.0),
-        "logit_bias": logit_bias(body),
+        "logit_bias": fields.field(
+            body, "logit_bias", dict, {}, "an object of token ids and numbers"
+        ),
         "stream": fields.flag(body, "stream"),
         "return_token_ids": fields.flag(body, "return_token_ids"),
         "ignore_eos": fields.flag(body, "ignore_eos"),
     }
-
-
-def logit_bias(body: fields.Body) -> tuple[tuple[int, float], ...]:
-    """Token id -> what is added to its logit; ids are JSON keys, so strings."""
-    bias = fields.field(body, "logit_bias", dict, {}, "an object of token ids and numbers")
-    pairs = []
-    for key in bias:
-        if not key.isdecimal() or len(key) > 9:
-            raise invalid(
-                f"logit_bias has the key {fields.brief(key)}; expected a token id.", "logit_bias"
-            )
-        pairs.append((int(key), fields.number(bias, key, 0.0)))
-    return tuple(pairs)
 
 
 def functions_of(body: fields.Body) -> tuple[Function, ...]:

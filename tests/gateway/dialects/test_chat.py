@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import pytest
+from gateway_bench import MakeBench
 
 from lightning_jax.gateway.conversations import SavedConversations
 from lightning_jax.gateway.dialects.base import Sender
@@ -27,7 +28,7 @@ def _parse(headers: dict[str, str] | None = None, **fields: Any) -> PolicyReques
 
 
 def _sampling(request: PolicyRequest, rollout: OpenRollout | None, room: int) -> Any:
-    return sampling_params(request, rollout, (room,), None)
+    return sampling_params(request, rollout, (room,), None, max_logit_biases=9)
 
 
 def test_a_bare_request_gets_openais_defaults() -> None:
@@ -196,3 +197,13 @@ def test_penalties_bias_and_alternatives_arrive() -> None:
     (sampling,) = _sampling(_parse(logprobs=True, top_logprobs=3, **fields), None, room=9)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1.0)
     assert (sampling.logit_bias, sampling.top_logprobs) == (((7, -100.0),), 3)
+
+
+async def test_too_many_logit_biases_are_refused(make_bench: MakeBench) -> None:
+    async with make_bench(max_logit_biases=2) as bench:
+        for number, status in ((2, 200), (3, 400)):
+            bias = {str(token_id): 1 for token_id in range(number)}
+            found, reply, _ = await bench.post(BODY | {"logit_bias": bias, "max_tokens": 1})
+            assert found == status
+        assert reply["error"]["param"] == "logit_bias"
+        assert "serve.max_logit_biases" in reply["error"]["message"]
