@@ -16,6 +16,7 @@ from lightning_jax.gateway.event_stream import EventStream
 from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.http import as_json, read_body, refusal
 from lightning_jax.gateway.policy import Policy
+from lightning_jax.gateway.replies import json_reply
 from lightning_jax.gateway.reports import Reports
 from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.gateway.rollouts import HandledCall, OpenRollout
@@ -110,7 +111,7 @@ class CallHandler:
             reply = make_reply(running.context)
             if parsed.stream:
                 return await _stream(running, reply, stream)
-            return web.json_response(reply.body(await running.answers()))
+            return await json_reply(reply, await running.answers())
 
     def _run(
         self,
