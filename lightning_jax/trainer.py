@@ -62,8 +62,8 @@ log = logging.getLogger(__name__)
 
 # What may change between a crash and going on without making stored rollouts those of another run.
 HARMLESS = (
-    "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency", "mesh.",
-    "distributed."
+    "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency",
+    "rollout.retry_delay_s", "rollout.max_retry_delay_s", "mesh.", "distributed."
 )  # fmt: skip
 
 # What shapes a step's update, but not the rollouts of the weights that there are already.
