@@ -68,8 +68,9 @@ FILES_PER_AGENT = 8
 
 # What may change between a crash and going on without making stored rollouts those of another run.
 HARMLESS = (
-    "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency", "mesh.",
-    "distributed.", "agent.max_processes", "agent.memory_mib"
+    "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency",
+    "rollout.retry_delay_s", "rollout.max_retry_delay_s", "mesh.", "distributed.",
+    "agent.max_processes", "agent.memory_mib",
 )  # fmt: skip
 
 # What shapes a step's update, but not the rollouts of the weights that there are already.

@@ -1,5 +1,6 @@
 """Responses that are kept: to be read again, and for later requests to go on from."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,11 +22,12 @@ class SavedResponse:
 
 class SavedConversations:
     """Saved responses by their ids: at most MAX_SAVED, which take at most `max_bytes`. The oldest
-    are forgotten first.
+    are forgotten first. Any thread may call the methods: large replies are written in one.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
+        self._lock = threading.RLock()
         self._saved: OrderedDict[str, SavedResponse] = OrderedDict()
         self._own_bytes: dict[str, int] = {}  # of a response without its messages
         # Responses of one conversation share its messages: how many hold each, and its size.
@@ -34,29 +36,31 @@ class SavedConversations:
         self.num_forgotten = 0
 
     def save(self, response_id: str, response: SavedResponse) -> None:
-        self._saved[response_id] = response
-        self._own_bytes[response_id] = _size(response.body)
-        self.num_bytes += self._own_bytes[response_id]
-        for message in response.messages:
-            holders, size = self._messages.get(id(message)) or (0, _size(message))
-            self.num_bytes += 0 if holders else size
-            self._messages[id(message)] = (holders + 1, size)
-        while len(self._saved) > MAX_SAVED or self.num_bytes > self._max_bytes:
-            self.num_forgotten += 1
-            self.forget(next(iter(self._saved)))
+        with self._lock:
+            self._saved[response_id] = response
+            self._own_bytes[response_id] = _size(response.body)
+            self.num_bytes += self._own_bytes[response_id]
+            for message in response.messages:
+                holders, size = self._messages.get(id(message)) or (0, _size(message))
+                self.num_bytes += 0 if holders else size
+                self._messages[id(message)] = (holders + 1, size)
+            while len(self._saved) > MAX_SAVED or self.num_bytes > self._max_bytes:
+                self.num_forgotten += 1
+                self.forget(next(iter(self._saved)))
 
     def get(self, response_id: str) -> SavedResponse | None:
         return self._saved.get(response_id)
 
     def forget(self, response_id: str) -> None:
-        response = self._saved.pop(response_id)
-        self.num_bytes -= self._own_bytes.pop(response_id)
-        for message in response.messages:
-            holders, size = self._messages.pop(id(message))
-            if holders > 1:
-                self._messages[id(message)] = (holders - 1, size)
-            else:
-                self.num_bytes -= size
+        with self._lock:
+            response = self._saved.pop(response_id)
+            self.num_bytes -= self._own_bytes.pop(response_id)
+            for message in response.messages:
+                holders, size = self._messages.pop(id(message))
+                if holders > 1:
+                    self._messages[id(message)] = (holders - 1, size)
+                else:
+                    self.num_bytes -= size
 
 
 def _size(value: Any) -> int:

@@ -72,12 +72,10 @@ class Policy:
             prompts = await self.offload.run(work, self._render, request, rollout)
         except PromptTooLong as error:
             return Prepared(request, (Rendered((), 0, 0),), error)
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        if (
-            longest > MAX_RECORDED * self.serve.max_len
-        ):  # what the store keeps of it, it keeps for ever
+        longest, max_len = max(len(prompt.token_ids) for prompt in prompts), self.serve.max_len
+        if longest > MAX_RECORDED * max_len:  # what the store keeps of it, it keeps for ever
             error = PromptTooLong(
-                f"the prompt has {longest} tokens; expected at most {self.serve.max_len - 1}. Shorten it "
+                f"the prompt has {longest} tokens; expected at most {max_len - 1}. Shorten it "
                 "or raise serve.max_len."
             )
             return Prepared(request, (Rendered((), 0, 0),), error)

@@ -15,6 +15,7 @@ from lightning_jax.types import Message
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _NUM_REMEMBERED, _MAX_REMEMBERED = 512, 2**16  # texts, and characters of one: 32 M at most
 _UNLOCKED = 2**11  # characters; a longer text is encoded while other Python threads run
+_NUM_TOKEN_TEXTS = 2**16  # texts of single tokens that are remembered: a few MB
 _REPLACEMENT = "\ufffd"  # what decoding puts where bytes are no character, or not yet
 
 
@@ -39,6 +40,7 @@ class Tokenizer:
         self.added_ids = frozenset(added)  # each is found in text whole, special or not
         # The rollouts of a group all begin with one prompt.
         self._encode_once = functools.lru_cache(maxsize=_NUM_REMEMBERED)(self._encode)
+        self._text_once = functools.lru_cache(maxsize=_NUM_TOKEN_TEXTS)(self._text)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; none is added. `special` False reads "<|im_end|>" as ordinary characters.
@@ -72,6 +74,13 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token_text(self, token_id: int) -> str:
+        """Return one token's text, a special one's too; recent ones are remembered."""
+        return self._text_once(token_id)
+
+    def _text(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special=False)
 
     def token_id(self, token: str) -> int | None:
         """The id of one token's text, None where the vocabulary lacks it."""

@@ -23,11 +23,13 @@ from lightning_jax.serve.intake import Intake, LoopStatus
 from lightning_jax.serve.prefix_cache import PrefixCache
 from lightning_jax.serve.prompts import Prompts
 from lightning_jax.serve.response import Response, SampledToken
-from lightning_jax.serve.scheduler import Scheduler
+from lightning_jax.serve.scheduler import Admission, Scheduler
 from lightning_jax.serve.steps import Request, Stepper, Steps
 from lightning_jax.types import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 4096  # of requests that begin in one turn; the last of them may exceed it
 
 
 @dataclass
@@ -268,8 +270,14 @@ class EngineLoop:
         return True
 
     def _begin(self) -> None:
-        """Gives the free slots to those who wait."""
-        admissions = list(iter(self._scheduler.admit, None))
+        """Gives the free slots to those who wait. Long prompts begin over several turns, so that
+        running requests go on in between.
+        """
+        admissions: list[Admission[Request]] = []
+        num_tokens = 0
+        while num_tokens < PROMPT_TOKENS and (admission := self._scheduler.admit()):
+            admissions.append(admission)
+            num_tokens += len(admission.request.prompt)
         self._state = self._prompts.begin(self._params, self._version, self._state, admissions)
         for admission in admissions:
             self._stepper.begin(admission.request, len(admission.request.prompt) - 1)

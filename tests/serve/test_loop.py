@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_jax.config import ServeConfig
+from lightning_jax.serve import loop as serve_loop
 from lightning_jax.serve.constraint import GrammarError
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.generation import Draining, EngineError, PromptTooLong, QueueFull
@@ -329,3 +330,21 @@ async def test_no_compile_after_warmup():
     assert stats["serve/compiles"] == compiles
     assert stats["serve/prefix_hit_tokens"] > 1000 and stats["serve/prefix_cache_evicted_pages"] > 0
     loop.close()
+
+
+async def test_long_prompts_begin_over_several_turns(bench: Bench, monkeypatch):
+    """A request that runs already gets tokens in between."""
+    monkeypatch.setattr(serve_loop, "PROMPT_TOKENS", 60)
+    begun: list[int] = []
+    begin = bench.loop._prompts.begin
+
+    def counting(params, version, state, admissions):
+        begun.append(len(admissions))
+        return begin(params, version, state, admissions)
+
+    monkeypatch.setattr(bench.loop._prompts, "begin", counting)
+    with bench.loop._changed:  # all come in one turn
+        open_ = [bench.loop.submit([number] * 40, greedy(4)) for number in range(1, 5)]
+    for generation in open_:
+        assert (await generation.result()).finish_reason == "length"
+    assert sum(begun) == 4 and max(begun) == 2

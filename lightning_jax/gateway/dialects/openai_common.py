@@ -110,7 +110,7 @@ def logprob_entries(
 
 def token_entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
     """One token's text, log-probability and bytes."""
-    text = tokenizer.decode([token_id], skip_special=False)
+    text = tokenizer.token_text(token_id)
     # A token may hold part of a character; its bytes are then not those of the text.
     whole = "\ufffd" not in text
     return {
