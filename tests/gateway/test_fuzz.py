@@ -189,7 +189,7 @@ def _has_error_body(path: str, reply: Any) -> bool:
 @pytest.mark.parametrize("path", VALID)
 async def test_only_well_formed_refusals(bench: Bench, path: str) -> None:
     rng = random.Random(path)
-    base = bench.rollout(max_tokens=2).base_url
+    base = bench.rollout(max_tokens=2, call_timeout_s=None).base_url
     status, reply, _ = await bench.post(VALID[path], base=base, path=path)
     assert status == 200, reply
     statuses: set[int] = set()
@@ -239,7 +239,7 @@ async def test_no_header_or_encoding_is_our_error(
     bench: Bench, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rng = random.Random(path)
-    url = bench.rollout(max_tokens=2).base_url.removesuffix("/v1") + path
+    url = bench.rollout(max_tokens=2, call_timeout_s=None).base_url.removesuffix("/v1") + path
     statuses: set[int] = set()
     bodies = {"/v1/traces": TRACES, "/reward": {"reward": 1}}
     body = json.dumps(bodies.get(path) or VALID[path]).encode()
