@@ -21,10 +21,9 @@ import asyncio
 import hashlib
 import json
 import threading
-import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,7 +40,6 @@ from lightning_jax.serve.grammar_process import (
     GrammarServer,
     Replies,
     patience_s,
-    wait_readable,
 )
 
 # As Python's json.dumps and the chat templates write it. With one spelling the punctuation is
@@ -195,10 +193,6 @@ class Matcher:
         self._finished = False
         self._error: GrammarError | GrammarProcessLost | None = None
 
-    def ready(self) -> bool:
-        """Whether the mask of the next token is here. Raises as `allowed`."""
-        return self._look(0.0)
-
     def packed(self) -> UInt8[np.ndarray, " V8"]:
         """Return the mask of the next token with 8 tokens a byte, the first one lowest.
 
@@ -235,10 +229,6 @@ class Matcher:
         self.packed()
         self._replies.send(token_id)
         self._packed = self._forced = None
-
-    def fileno(self) -> int:
-        """Return the descriptor that can be read when the mask is here."""
-        return self._replies.fileno()
 
     def close(self) -> None:
         """Let the process forget this response."""
@@ -281,22 +271,6 @@ class Matcher:
         only = len(held) == 1 and byte & (byte - 1) == 0
         self._forced = 8 * int(held[0]) + byte.bit_length() - 1 if only else None
         self._packed, self._finished = packed, stopped == b"\x01"
-
-
-def wait_for_masks(matchers: Iterable[Matcher], timeout_s: float) -> None:
-    """Wait until all of these have their masks or have failed, or the time is over."""
-    waiting, until = list(matchers), time.monotonic() + timeout_s
-    while waiting:
-        if not wait_readable([matcher.fileno() for matcher in waiting], until - time.monotonic()):
-            return
-        waiting = [matcher for matcher in waiting if not _is_settled(matcher)]
-
-
-def _is_settled(matcher: Matcher) -> bool:
-    try:
-        return matcher.ready()
-    except (GrammarError, GrammarProcessLost):
-        return True
 
 
 def literal(text: str, tokenizer: Tokenizer | None = None) -> str:
