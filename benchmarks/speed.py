@@ -20,7 +20,7 @@ import optax
 from lightning_jax.config import BatchConfig, ServeConfig
 from lightning_jax.models.load import load_model
 from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.bundles import bundle
+from lightning_jax.rl.bundles import bundles
 from lightning_jax.rl.objectives import policy_objective
 from lightning_jax.rl.train_step import make_train_functions, zero_accumulators
 from lightning_jax.serve.engine import Engine, Fill
@@ -96,7 +96,7 @@ def main() -> None:
     sums = [zero_accumulators(functions, model.params)]
 
     def grads() -> Any:
-        sums[0] = functions.grads_fn(model.params, *sums[0], *bundle([batch]), None)
+        sums[0] = functions.grads_fn(model.params, *sums[0], *bundles([batch])[0], None)
         return sums[0][1]
 
     nodes = int(stats["train/tokens_forest"])

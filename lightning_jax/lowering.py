@@ -14,7 +14,7 @@ from lightning_jax.learner import Learner
 from lightning_jax.models.lora import frozen_part, pick, trained_part
 from lightning_jax.models.sharding import batch_sharding, param_shapes, param_shardings
 from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.bundles import bundle
+from lightning_jax.rl.bundles import bundles
 from lightning_jax.rl.objectives import metric_names
 from lightning_jax.rl.train_state import TrainState
 from lightning_jax.types import TrainingSequence
@@ -31,14 +31,13 @@ def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
     (batch,), _ = make_batches([_smallest_sequence(None if several is None else 0)], config.batch)
     batch = jax.tree.map(lambda leaf: _abstract(leaf, batch_sharding(learner.mesh)), batch)
     reference = params if config.algorithm.kl_coef > 0 else None
+    ((bundle, count),) = bundles([batch])
     names = metric_names(functions.objective, None, reference is not None)
     sums = {name: _scalar(jnp.float32, whole) for name in names}
     grads = (params, None)
     present = () if several is None else (np.ones(several.number, bool),)
     return (
-        functions.grads_fn.lower(
-            params, grads, sums, *bundle([batch]), reference, None, state.base
-        ),
+        functions.grads_fn.lower(params, grads, sums, bundle, count, reference, None, state.base),
         functions.apply_fn.lower(replace(state, base=None), grads, *present),
     )
 

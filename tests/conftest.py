@@ -68,6 +68,22 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how long the event loop stood still in the worst case of tests/abuse."""
+    stops = [
+        (float(value), report.nodeid)
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.stats.get(outcome, ())
+        for name, value in getattr(report, "user_properties", ())
+        if name == "longest_stop_ms"
+    ]
+    if stops:
+        worst, test = max(stops)
+        terminalreporter.write_line(
+            f"event loop's longest stop in {len(stops)} cases: {worst:.0f} ms in {test}"
+        )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def undrawn() -> Iterator[None]:
     """A run draws its curves when it begins and ends, which takes longer than the tests' steps do.

@@ -18,7 +18,7 @@ from lightning_jax.config import (
 )
 from lightning_jax.learner import Learner, make_learner, merge_updates
 from lightning_jax.rl.batching import make_batches, make_sequences
-from lightning_jax.rl.bundles import BUNDLE, bundle
+from lightning_jax.rl.bundles import BUNDLE_ON, measure
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rl.train_state import TrainState
 from lightning_jax.rl.train_step import update, with_old_logprobs
@@ -101,7 +101,7 @@ def test_later_calls_cost_earlier_ones_their_kl():
     reference = jax.tree.map(lambda leaf: leaf * 1.05, MODEL.params)
     (batch,), _ = make_batches(sequences, SHAPE)
     old, ref = (
-        made.functions.logprobs_fn(*bundle([batch]), weights)[0]
+        measure(made.functions.logprobs_fn, [batch], weights)[0]
         for weights in (MODEL.params, reference)
     )
     second = np.asarray(batch.target_calls) == 1
@@ -194,11 +194,11 @@ def test_learned_credit_without_values_is_refused():
     assert learner().values(fresh_state(learner()), two_rollouts()) == (None, {})
 
 
-def test_twenty_steps_of_random_data_compile_one_program_for_each_bucket(
+def test_twenty_steps_of_random_data_compile_the_gradient_once(
     caplog: pytest.LogCaptureFixture,
 ):
     made, rng = learner(), np.random.default_rng(0)
-    state, buckets = fresh_state(made), set()
+    state, numbers_of_bundles = fresh_state(made), set()
     for _ in range(20):
         step = [
             sequence(
@@ -211,12 +211,12 @@ def test_twenty_steps_of_random_data_compile_one_program_for_each_bucket(
         ]
         with jax.log_compiles():
             state, metrics = made.update(state, step, None)
-        buckets.add(-(-int(metrics["train/num_batches"]) // BUNDLE))
+        numbers_of_bundles.add(-(-int(metrics["train/num_batches"]) // BUNDLE_ON["cpu"]))
     compiled = [
         record.getMessage().split()[1]
         for record in caplog.records
         if record.getMessage().startswith("Compiling ")
     ]
-    assert len(buckets) > 1
-    assert compiled.count("jit(add_grads)") == len(buckets)
+    assert len(numbers_of_bundles) > 1
+    assert compiled.count("jit(add_grads)") == 1
     assert compiled.count("jit(apply)") == 1

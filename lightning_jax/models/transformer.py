@@ -230,8 +230,27 @@ def _forward_recomputing(
 
 
 def _embed(params: Params, config: DecoderConfig, tokens: Any) -> Any:
-    found = params["embed"]["embedding"][tokens]
+    found = _look_up(params["embed"]["embedding"], tokens)
     return found.astype(config.activation_dtype or found.dtype)
+
+
+@jax.custom_vjp
+def _look_up(table: Any, tokens: Any) -> Any:
+    """Return the rows of the tokens. Their gradients are added in float32, whatever the dtype."""
+    return table[tokens]
+
+
+def _look_up_forward(table: Any, tokens: Any) -> tuple[Any, Any]:
+    return table[tokens], (table, tokens)
+
+
+def _look_up_backward(saved: Any, grad: Any) -> tuple[Any, None]:
+    table, tokens = saved
+    added = jnp.zeros(table.shape, jnp.float32).at[tokens].add(grad.astype(jnp.float32))
+    return added.astype(table.dtype), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 def _as_it_is(params: Params) -> Params:

@@ -1,4 +1,8 @@
-"""Bundles: the microbatches of an update in one program, which takes them one after the other."""
+"""Bundles: the microbatches that one program takes, one after the other.
+
+All bundles of a batch shape have one size, so a program is compiled once, however many microbatches
+an update has. A loop on the host runs it for each bundle.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,24 +12,36 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from lightning_jax.models.sharding import platform_of
 from lightning_jax.types import Batch
 
-BUNDLE = 8  # a program takes a multiple of this many microbatches, some of which may be padding
+# Microbatches in a bundle, some of which may be padding. On other platforms it is one: a program
+# that is started eight times costs nothing there. On a CPU each start gets fresh memory.
+BUNDLE_ON = {"cpu": 8}
 
 
-def bundle(batches: Sequence[Batch]) -> tuple[tuple[Batch, ...], Int32[np.ndarray, ""]]:
-    """(microbatches in a number that few programs are compiled for, how many of them count)."""
-    padding = [batches[-1]] * (-len(batches) % BUNDLE)
-    return (*batches, *padding), np.asarray(len(batches), np.int32)
+def bundles(batches: Sequence[Batch]) -> list[tuple[tuple[Batch, ...], Int32[np.ndarray, ""]]]:
+    """Return the microbatches in bundles, each with the number of those that count."""
+    if not batches:
+        return []
+    place = getattr(batches[0].tokens, "sharding", None)
+    platform = jax.default_backend() if place is None else platform_of(place)
+    size, made = BUNDLE_ON.get(platform, 1), []
+    for start in range(0, len(batches), size):
+        part = batches[start : start + size]
+        padding = [part[-1]] * (size - len(part))
+        made.append(((*part, *padding), np.asarray(len(part), np.int32)))
+    return made
 
 
 def measure(
     function: Callable[..., list[Float[Array, "B R"]]], batches: Sequence[Batch], *weights: Any
 ) -> list[Float[Array, "B R"]]:
-    """What a jitted `of_each` makes of each microbatch; there may be none."""
-    if not batches:
-        return []
-    return function(*bundle(batches), *weights)[: len(batches)]
+    """Return what a jitted `of_each` makes of each microbatch; there may be none."""
+    found: list[Any] = []
+    for bundle, count in bundles(batches):
+        found += function(bundle, count, *weights)[: int(count)]
+    return found
 
 
 def for_each(
@@ -34,10 +50,13 @@ def for_each(
     body: Callable[[Any, Batch, Int32[Array, ""]], Any],
     start: Any,
 ) -> Any:
-    """`body(carry, microbatch, its index)` for the first `count` microbatches, one after the other.
+    """Run `body(carry, microbatch, its index)` for the first `count` microbatches in order.
 
-    One program for all: on a CPU each run gets gigabytes of fresh memory, page by page.
+    One program for all: on a CPU each run gets gigabytes of fresh memory, page by page. A bundle of
+    one microbatch always counts, and needs no loop.
     """
+    if len(bundle) == 1:
+        return body(start, bundle[0], jnp.int32(0))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *bundle)
 
     def one(index: Int32[Array, ""], carry: Any) -> Any:

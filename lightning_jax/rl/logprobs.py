@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from lightning_jax.models.matmul import product
 from lightning_jax.models.mesh_axes import MESH_AXES
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params, forward, unembed
 from lightning_jax.types import Batch
@@ -86,13 +87,15 @@ def node_logprobs(
         places, ids, mask = batch.target_nodes, batch.target_ids, batch.target_mask
     else:
         places, ids, mask = distinct.nodes, distinct.ids, distinct.ids >= 0
-    hidden = _take(nodes, places[:, :, None])
-    if distinct is not None and distinct.temperatures is not None:
-        # The head is linear, so this divides the logits.
-        hidden /= distinct.temperatures[:, :, None].astype(hidden.dtype)
+    # Several targets may read a node. Their gradients are added in float32.
+    hidden = _take(nodes.astype(jnp.float32), places[:, :, None]).astype(nodes.dtype)
+    temperatures = None if distinct is None else distinct.temperatures
     head = _Head(config, entropy_gradient)
+    if temperatures is not None:
+        temperatures = _split(temperatures, head_chunk)
     hidden, ids, mask = (_split(each, head_chunk) for each in (hidden, ids, mask))
-    read: Any = _read_chunks(head, params, mask.any(axis=(1, 2)), hidden, ids, mask)
+    wanted = mask.any(axis=(1, 2))
+    read: Any = _read_chunks(head, params, wanted, hidden, ids, mask, temperatures)
     logprobs, entropy = _join(read[0]), _join(read[1])
     if distinct is None:
         return logprobs, entropy
@@ -118,19 +121,40 @@ class _Head:
         """Adapters leave it as it is."""
         return self.config.lora is None
 
-    def read(self, params: Params, hidden: Any, ids: Any, mask: Any) -> tuple[Any, Any]:
-        """(log-probability, entropy) of each target of a chunk."""
-        logits = unembed(params, self.config, hidden)
+    def read(self, params: Params, hidden: Any, *targets: Any) -> tuple[Any, Any]:
+        """Return (log-probability, entropy) of each target of a chunk."""
+        return self.read_logits(unembed(params, self.config, hidden), *targets)
+
+    def read_logits(self, logits: Any, ids: Any, mask: Any, temperatures: Any) -> tuple[Any, Any]:
+        """Like `read`, of float32 logits, which any temperatures divide."""
+        if temperatures is not None:
+            logits = logits / temperatures[:, :, None]
         return _token_logprobs(logits, ids, mask, entropy_gradient=self.entropy_gradient)
+
+    def kernel_grads(self, params: Params, hidden: Any, logit_grads: Any) -> Params:
+        """Return what a chunk adds to the gradient of the weights, in float32.
+
+        Only where `activation_dtype` is set are both sides rounded to the weights' dtype first, as
+        in the forward pass.
+        """
+        left, right = (each.reshape(-1, each.shape[-1]) for each in (hidden, logit_grads))
+        if self.config.tie_embeddings:
+            left, right = right, left
+
+        def grad(kernel: Any) -> Any:
+            dtype = kernel.dtype if self.config.activation_dtype else jnp.float32
+            return product(left.astype(dtype), right.astype(dtype), (0, 0))
+
+        return jax.tree.map(grad, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _read_chunks(
-    head: _Head, params: Params, wanted: Any, hidden: Any, ids: Any, mask: Any
+    head: _Head, params: Params, wanted: Any, hidden: Any, ids: Any, mask: Any, temperatures: Any
 ) -> tuple[Any, Any]:
     """`head.read` of each chunk [B size], one after the other; zeros where none is `wanted` [N]."""
 
-    def nothing(params: Params, hidden: Any, ids: Any, mask: Any) -> tuple[Any, Any]:
+    def nothing(params: Params, hidden: Any, ids: Any, mask: Any, _: Any) -> tuple[Any, Any]:
         return jnp.zeros(mask.shape, jnp.float32), jnp.zeros(mask.shape, jnp.float32)
 
     def read(params: Params, *chunks: Any) -> tuple[Any, None]:
@@ -140,7 +164,7 @@ def _read_chunks(
 
         return jax.lax.map(one, chunks), None
 
-    return _on_each_device(read, params, wanted, hidden, ids, mask)[0]
+    return _on_each_device(read, params, wanted, hidden, ids, mask, temperatures)[0]
 
 
 def _read_forward(head: _Head, *inputs: Any) -> tuple[Any, Any]:
@@ -159,14 +183,22 @@ def _read_backward(head: _Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
         trained = params if head.is_trained else {}
 
         def one(added: Params, chunk: Any) -> tuple[Params, Any]:
-            is_wanted, hidden, ids, mask, *grads = chunk
+            is_wanted, hidden, ids, mask, temperatures, *grads = chunk
 
-            def read(trained: Params, hidden: Any) -> tuple[Any, Any]:
-                return head.read(trained or params, hidden, ids, mask)
+            def logits_of(hidden: Any) -> Any:
+                return unembed(params, head.config, hidden)
+
+            def read(logits: Any) -> tuple[Any, Any]:
+                return head.read_logits(logits, ids, mask, temperatures)
 
             def add(added: Params, hidden: Any) -> tuple[Params, Any]:
-                new, hidden_grad = jax.vjp(read, trained, hidden)[1](tuple(grads))
-                return jax.tree.map(jnp.add, added, new), hidden_grad
+                logits, pull_hidden = jax.vjp(logits_of, hidden)
+                (logit_grads,) = jax.vjp(read, logits)[1](tuple(grads))
+                (hidden_grad,) = pull_hidden(logit_grads)
+                if trained:
+                    new = head.kernel_grads(trained, hidden, logit_grads)
+                    added = jax.tree.map(jnp.add, added, new)
+                return added, hidden_grad
 
             def nothing(added: Params, hidden: Any) -> tuple[Params, Any]:
                 return added, jnp.zeros_like(hidden)
@@ -179,7 +211,7 @@ def _read_backward(head: _Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
         return hidden_grads, jax.tree.map(add_up, added, trained) or None
 
     hidden_grads, head_grads = _on_each_device(pull, *inputs, *out_grads)
-    return head_grads, None, hidden_grads, None, None
+    return head_grads, None, hidden_grads, None, None, None
 
 
 _read_chunks.defvjp(_read_forward, _read_backward)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params
 from lightning_jax.rl import losses
-from lightning_jax.rl.bundles import bundle, for_each, measure, of_each
+from lightning_jax.rl.bundles import bundles, for_each, measure, of_each
 from lightning_jax.rl.critic import Critic, CriticState, ValueHead
 from lightning_jax.rl.forward_pass import ForwardPass
 from lightning_jax.rl.losses import Metrics
@@ -35,7 +35,7 @@ class TrainFunctions:
     take part) -> (state, metrics)` updates; it takes over the state. `logprobs_fn(bundle, count,
     policy)` measures the targets, a list of [B, R] in nats, and `values_fn(bundle, count, policy,
     value_head)` the states that they were chosen in; `policy` are all weights. `measure` calls
-    them.
+    them. All take bundles of one size (`bundles.py`), so each compiles once per batch shape.
     """
 
     grads_fn: Callable[..., tuple[Any, Metrics]]
@@ -101,9 +101,10 @@ def update(
     grads, metrics = zero_accumulators(
         functions, state.params, with_reference=ref_params is not None, head=head
     )
-    grads, metrics = functions.grads_fn(
-        state.params, grads, metrics, *bundle(batches), ref_params, head, state.base
-    )
+    for bundle, count in bundles(batches):
+        grads, metrics = functions.grads_fn(
+            state.params, grads, metrics, bundle, count, ref_params, head, state.base
+        )
     chosen = () if present is None else (present,)
     new, applied = functions.apply_fn(dataclasses.replace(state, base=None), grads, *chosen)
     sums, applied = jax.device_get((metrics, applied))

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_jax.models.transformer import (
     DecoderConfig,
+    _embed,
     forward,
     init_cache,
     init_params,
@@ -149,3 +150,17 @@ def test_untied_head_and_impossible_shapes():
         DecoderConfig(7, 8, 8, 1, 3, 2, 4)
     with pytest.raises(ValueError, match="head_dim is 5; expected an even number"):
         DecoderConfig(7, 8, 8, 1, 2, 1, 5)
+
+
+def test_the_gradient_of_a_bfloat16_embedding_is_added_in_float32():
+    """A token that occurs 2,000 times: sums of bfloat16 stand still at 256."""
+    params = {"embed": {"embedding": jnp.ones((259, 32), jnp.bfloat16)}}
+    tokens = jnp.zeros((1, 2000), jnp.int32)
+
+    def total(params, tokens):
+        return _embed(params, MODEL.config, tokens).astype(jnp.float32).sum()
+
+    grad = jax.jit(jax.grad(total))(params, tokens)["embed"]["embedding"]
+    assert grad.dtype == jnp.bfloat16
+    np.testing.assert_allclose(grad[0].astype(jnp.float32), 2000.0)
+    assert not np.any(grad[1:])

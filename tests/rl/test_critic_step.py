@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lightning_jax.config import BatchConfig
 from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.bundles import bundle, measure
+from lightning_jax.rl.bundles import bundles, measure
 from lightning_jax.rl.critic import Critic, CriticState, ValueHead
 from lightning_jax.rl.objectives import policy_objective
 from lightning_jax.rl.train_state import init_state
@@ -67,7 +67,8 @@ def forest_gradient(calls, made=None, shape=SHAPE, head: ValueHead | None = HEAD
     made = made or functions()
     batches, stats = make_batches(calls, shape)
     grads, sums = zero_accumulators(made, MODEL.params, head=head)
-    grads, sums = made.grads_fn(MODEL.params, grads, sums, *bundle(batches), None, head)
+    for bundle in bundles(batches):
+        grads, sums = made.grads_fn(MODEL.params, grads, sums, *bundle, None, head)
     return grads, sums, stats
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lightning_jax.config import BatchConfig, OptimizerConfig
 from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.bundles import bundle, measure
+from lightning_jax.rl.bundles import BUNDLE_ON, bundles, measure
 from lightning_jax.rl.logprobs import response_logprobs
 from lightning_jax.rl.objectives import policy_objective, supervised_objective
 from lightning_jax.rl.optimizer import make_optimizer
@@ -66,7 +66,8 @@ def forest_gradient(sequences: Sequence[TrainingSequence], shape: BatchConfig = 
     made = functions(head_chunk=shape.head_chunk)
     batches, stats = make_batches(sequences, shape)
     grads, sums = zero_accumulators(made, MODEL.params)
-    grads, sums = made.grads_fn(MODEL.params, grads, sums, *bundle(batches), None)
+    for bundle in bundles(batches):
+        grads, sums = made.grads_fn(MODEL.params, grads, sums, *bundle, None)
     return grads, sums, stats
 
 
@@ -231,7 +232,8 @@ def test_gspo_with_an_entropy_bonus_equals_its_calls_run_apart():
     batches, _ = make_batches(calls, SHAPE)
     assert len(batches) > 1
     grads, sums = zero_accumulators(made, MODEL.params)
-    grads, sums = made.grads_fn(MODEL.params, grads, sums, *bundle(batches), None)
+    for bundle in bundles(batches):
+        grads, sums = made.grads_fn(MODEL.params, grads, sums, *bundle, None)
     loss, expected = separate_gradient(calls, plain_gspo_and_grad)
     np.testing.assert_allclose(sums["train/loss"], loss, atol=1e-5)
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
@@ -282,7 +284,7 @@ def test_remat_gives_the_same_gradient():
     made = make_train_functions(MODEL.config, SGD, objective, head_chunk=4, remat=True)
     (batch,), _ = make_batches(calls, SHAPE)
     start = zero_accumulators(made, MODEL.params)
-    grads, _ = made.grads_fn(MODEL.params, *start, *bundle([batch]), None)
+    grads, _ = made.grads_fn(MODEL.params, *start, *bundles([batch])[0], None)
     for got, want in zip(*map(jax.tree.leaves, (grads, forest_gradient(calls)[0])), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-6)
 
@@ -353,6 +355,20 @@ def test_one_compile_per_batch_shape():
     wider = dataclasses.replace(SHAPE, row_len=40)
     update(made, state, make_batches(conversation(0), wider)[0])
     assert (compiles(made.grads_fn), compiles(made.apply_fn)) == (before[0] + 1, before[1])
+
+
+def test_microbatches_one_by_one_have_the_gradient_of_a_bundle(monkeypatch: pytest.MonkeyPatch):
+    batches, _ = make_batches([c for k in range(5) for c in conversation(k)], SHAPE)
+    assert 1 < len(batches) < BUNDLE_ON["cpu"]
+    bundled, wanted = update(functions(), init_state(fresh_params(), SGD), batches)
+    monkeypatch.delitem(BUNDLE_ON, "cpu")
+    made = make_train_functions(MODEL.config, SGD, functions().objective, head_chunk=4)
+    state, metrics = update(made, init_state(fresh_params(), SGD), batches)
+    for one, other in zip(*map(jax.tree.leaves, (state.params, bundled.params)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+    assert metrics == pytest.approx(wanted, rel=1e-5)
+    update(made, state, [*batches, *batches])
+    assert compiles(made.grads_fn) == 1
 
 
 def test_metrics_come_in_one_transfer(monkeypatch: pytest.MonkeyPatch):

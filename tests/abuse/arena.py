@@ -1,0 +1,41 @@
+"""What the tests of hostile requests share: rollouts on a server, and what they cost it."""
+
+import asyncio
+import ctypes
+import gc
+import sys
+
+import psutil
+from honest import Conversation, converse
+
+from lightning_jax.config import ServeConfig
+from lightning_jax.gateway.app import RolloutSettings
+from lightning_jax.testing.service import Service
+from lightning_jax.types import LLM, Rollout
+
+SERVE = ServeConfig(slots=8, max_len=512, prefill_buckets=(32, 128), api_key="owner-key")
+SEED = 11
+
+
+def open_rollout(service: Service, rollout_id: str, seed: int) -> LLM:
+    """Open a rollout that is on record, as the runner does."""
+    rollout = Rollout(rollout_id, "t", "g", "train", 0, index=0, attempt=1, status="queued")
+    service.store.add_rollout(rollout)
+    return service.gateway.open_rollout(RolloutSettings(rollout_id, seed, max_tokens=400))
+
+
+async def honest_rollout(service: Service, rollout_id: str) -> Conversation:
+    """Run an honest agent in a rollout of its own."""
+    llm = open_rollout(service, rollout_id, SEED)
+    try:
+        return await asyncio.to_thread(converse, llm)
+    finally:
+        service.gateway.close_rollout(rollout_id)
+
+
+def resident_mib() -> float:
+    """Return this process's resident memory, without what the C library keeps for later."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return psutil.Process().memory_info().rss / 2**20

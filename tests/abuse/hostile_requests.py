@@ -1,0 +1,282 @@
+"""The corpus of hostile requests: what one agent may send to the server that answers all of them.
+
+A case is a function of an `Attacker` that returns the status or statuses it got. Its name says what
+it tries.
+"""
+
+import gzip
+import json
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from attacker import Attacker
+
+CHAT = "/v1/chat/completions"
+Case = Callable[[Attacker], Any]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    """Add a function to the corpus under its own name."""
+    CASES[function.__name__] = function
+    return function
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    """A chat request with these fields."""
+    message = {"role": "user", "content": "hi"}
+    return {"model": "policy", "messages": [message], "max_tokens": 4} | fields
+
+
+def required_tool(schema: Any) -> dict[str, Any]:
+    """A chat request that demands a call of a tool with this schema."""
+    function = {"name": "f", "parameters": schema}
+    return chat(tools=[{"type": "function", "function": function}], tool_choice="required")
+
+
+# Grammars
+
+
+@case
+def schema_with_least_integer(attacker: Attacker) -> int:
+    schema = {"type": "object", "properties": {"n": {"const": -9223372036854775808}}}
+    return attacker.post(CHAT, required_tool(schema))[0]
+
+
+@case
+def schema_of_many_patterns(attacker: Attacker) -> int:
+    patterns = [{"pattern": f"^(a|b|c){{{n},}}.*{n}.*x{{1,{n}}}"} for n in range(1, 41)]
+    schema = {"type": "object", "properties": {"s": {"type": "string", "allOf": patterns}}}
+    return attacker.post(CHAT, required_tool(schema))[0]
+
+
+@case
+def schema_nested_deeply(attacker: Attacker) -> int:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(90):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return attacker.post(CHAT, required_tool(schema))[0]
+
+
+@case
+def schema_that_refers_to_itself(attacker: Attacker) -> int:
+    node = {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "array", "items": {"$ref": "#/$defs/n"}}]}
+    schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": node}}
+    return attacker.post(CHAT, required_tool(schema))[0]
+
+
+@case
+def schema_of_a_huge_enum(attacker: Attacker) -> int:
+    values = [f"value {n} of many" for n in range(20_000)]
+    schema = {"type": "object", "properties": {"e": {"enum": values}}}
+    return attacker.post(CHAT, required_tool(schema))[0]
+
+
+# Bodies
+
+
+@case
+def body_of_a_million_keys(attacker: Attacker) -> int:
+    fields = ",".join(f'"k{n}":0' for n in range(1_000_000))
+    return attacker.post(CHAT, f"{{{fields}}}".encode())[0]
+
+
+@case
+def body_of_unknown_fields(attacker: Attacker) -> int:
+    return attacker.post(CHAT, chat(**{f"unknown_{n}": n for n in range(100_000)}))[0]
+
+
+@case
+def body_of_wide_arrays(attacker: Attacker) -> int:
+    wide = b"[" + b",".join([b"[]"] * 2_000_000) + b"]"
+    return attacker.post(CHAT, b'{"model": "policy", "messages": ' + wide + b"}")[0]
+
+
+@case
+def body_of_brackets(attacker: Attacker) -> int:
+    return attacker.post(CHAT, b"[" * 4_000_000)[0]
+
+
+@case
+def body_that_says_gzip_and_is_not(attacker: Attacker) -> int:
+    return attacker.post(CHAT, chat(), **{"Content-Encoding": "gzip"})[0]
+
+
+@case
+def body_that_unpacks_to_gigabytes(attacker: Attacker) -> int:
+    bomb = gzip.compress(b" " * 200_000_000)
+    return attacker.post(CHAT, bomb, **{"Content-Encoding": "gzip"})[0]
+
+
+@case
+def prompt_of_four_mebibytes(attacker: Attacker) -> int:
+    return attacker.post(CHAT, chat(messages=[{"role": "user", "content": "ab " * 1_400_000}]))[0]
+
+
+@case
+def prompt_of_fifteen_mebibytes(attacker: Attacker) -> int:
+    return attacker.post("/v1/completions", {"model": "policy", "prompt": "ab " * 5_000_000})[0]
+
+
+@case
+def history_of_four_thousand_turns(attacker: Attacker) -> int:
+    turns = [{"role": ("user", "assistant")[n % 2], "content": "x"} for n in range(4_001)]
+    return attacker.post(CHAT, chat(messages=turns))[0]
+
+
+@case
+def history_of_one_answer_repeated(attacker: Attacker) -> int:
+    _, raw = attacker.post(CHAT, chat())
+    answer = json.loads(raw)["choices"][0]["message"]["content"] or "x"
+    turns: list[dict[str, str]] = []
+    for n in range(1_000):
+        turns += [{"role": "user", "content": str(n)}, {"role": "assistant", "content": answer}]
+    return attacker.post(CHAT, chat(messages=[*turns, {"role": "user", "content": "?"}]))[0]
+
+
+@case
+def logit_biases_by_the_hundred_thousand(attacker: Attacker) -> int:
+    return attacker.post(CHAT, chat(logit_bias={str(n): 1 for n in range(450_000)}))[0]
+
+
+@case
+def retry_count_of_twenty_digits(attacker: Attacker) -> int:
+    return attacker.post(CHAT, chat(), **{"x-stainless-retry-count": "9" * 20})[0]
+
+
+@case
+def timeouts_declared_as_nonsense(attacker: Attacker) -> list[int]:
+    values = ["nan", "-1", "1e-9", "inf", "9" * 400]
+    return [attacker.post(CHAT, chat(), **{"x-stainless-read-timeout": v})[0] for v in values]
+
+
+# Floods
+
+
+@case
+def flood_of_concurrent_calls(attacker: Attacker) -> list[int]:
+    bodies = [chat(max_tokens=200, seed=n) for n in range(600)]
+    return attacker.flood(CHAT, bodies, threads=300)
+
+
+@case
+def many_long_choices_with_alternatives(attacker: Attacker) -> int:
+    return attacker.post(CHAT, chat(n=64, max_tokens=200, logprobs=True, top_logprobs=20))[0]
+
+
+@case
+def choices_beyond_every_queue(attacker: Attacker) -> int:
+    return attacker.post(CHAT, chat(n=100_000))[0]
+
+
+@case
+def saved_responses_of_long_input(attacker: Attacker) -> list[int]:
+    text = "ab " * 100
+    bodies = [
+        {"model": "policy", "input": text + str(n), "max_output_tokens": 1} for n in range(60)
+    ]
+    return attacker.flood("/v1/responses", bodies, threads=8)
+
+
+@case
+def idle_connections(attacker: Attacker) -> int:
+    return attacker.hold_connections(400, b"", 1.0)
+
+
+@case
+def connections_that_send_half_a_request(attacker: Attacker) -> int:
+    return attacker.hold_connections(400, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n", 1.0)
+
+
+@case
+def call_that_outlives_its_client(attacker: Attacker) -> int:
+    return attacker.hold_connections(
+        40,
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{",
+        0.5,
+    )
+
+
+# Records of others
+
+
+def _span(trace_id: str, span_id: str, **attributes: Any) -> dict[str, Any]:
+    values = [{"key": key, "value": {"stringValue": str(v)}} for key, v in attributes.items()]
+    return {
+        "traceId": trace_id,
+        "spanId": span_id,
+        "name": "forged",
+        "startTimeUnixNano": "1",
+        "endTimeUnixNano": "2",
+        "attributes": values,
+    }
+
+
+def _spans(*spans: dict[str, Any]) -> dict[str, Any]:
+    return {"resourceSpans": [{"scopeSpans": [{"spans": list(spans)}]}]}
+
+
+def _guesses(rollout_id: str) -> list[tuple[str, str]]:
+    """Trace and span ids that follow from a rollout's id by the usual digests."""
+    import hashlib
+
+    found = []
+    for digest in (hashlib.md5, hashlib.sha1, hashlib.sha256, hashlib.blake2b):
+        name = digest(rollout_id.encode()).hexdigest()
+        found += [(name[:32], name[:16]), (name[:32], name[32:48] or name[16:32])]
+    short = hashlib.blake2b(rollout_id.encode(), digest_size=16).hexdigest()
+    root = hashlib.blake2b(rollout_id.encode(), digest_size=8).hexdigest()
+    return [*found, (short, short[:16]), (short, root)]
+
+
+@case
+def spans_of_a_neighbour_by_guessed_ids(attacker: Attacker) -> list[int]:
+    spans = [_span(*ids, **{"gen_ai.tool.name": "x"}) for ids in _guesses(attacker.neighbour_id)]
+    body = _spans(*spans)
+    places = (attacker.rollout_url, attacker.server)
+    return [attacker.post("/v1/traces", body, base=base)[0] for base in places]
+
+
+@case
+def spans_with_huge_attributes(attacker: Attacker) -> int:
+    span = _span("a" * 32, "b" * 16, **{"k" * 10_000_000: "v"})
+    return attacker.post("/v1/traces", _spans(span))[0]
+
+
+@case
+def spans_by_the_thousand(attacker: Attacker) -> int:
+    spans = [_span("a" * 32, f"{n + 1:016x}") for n in range(20_000)]
+    return attacker.post("/v1/traces", _spans(*spans))[0]
+
+
+@case
+def spans_that_are_no_protobuf(attacker: Attacker) -> list[int]:
+    bodies = [b"\xff" * 1000, struct.pack(">Q", 2**63), b"\x0a\xff\xff\xff\xff\x0f", b"{}"]
+    kind = {"Content-Type": "application/x-protobuf"}
+    return [attacker.post("/v1/traces", body, **kind)[0] for body in bodies]
+
+
+@case
+def key_used_outside_of_its_rollout(attacker: Attacker) -> int:
+    return attacker.post(CHAT, chat(max_tokens=400), base=attacker.server)[0]
+
+
+@case
+def rewards_beyond_all_bounds(attacker: Attacker) -> list[int]:
+    values = [1e308, -1e308, float("inf"), float("nan"), "1", None, 10**400]
+    return [attacker.post("/reward", {"reward": value})[0] for value in values]
+
+
+@case
+def rewards_of_one_call_that_add_up_to_infinity(attacker: Attacker) -> list[int]:
+    _, raw = attacker.post(CHAT, chat())
+    body = {"reward": 1.7e308, "response_id": json.loads(raw)["id"]}
+    return [attacker.post("/reward", body)[0] for _ in range(3)]
+
+
+@case
+def paths_that_climb(attacker: Attacker) -> list[int]:
+    names = ["gpt-x/../../../admin/delete", "gpt-x%2f..%2fadmin", "gpt-x%3fkey=1", "..", "%2e%2e"]
+    body = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
+    return [attacker.post(f"/v1beta/models/{name}:generateContent", body)[0] for name in names]

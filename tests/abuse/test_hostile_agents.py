@@ -1,0 +1,158 @@
+"""Training runs in which most agents are broken or hostile: honest ones learn as if alone."""
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from lightning_jax.config import (
+    AgentConfig,
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    MeshConfig,
+    ModelConfig,
+    RolloutConfig,
+    ServeConfig,
+)
+from lightning_jax.models.load import save_hf
+from lightning_jax.store import Store
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.tracing import attributes as names
+from lightning_jax.trainer import train
+from lightning_jax.types import Rollout, Task
+
+AGENTS = Path(__file__).with_name("hostile_agents.py")
+HONEST = [{"id": f"honest-{n}", "kind": "honest"} for n in range(2)]
+GROUP_SIZE = 2
+
+# Each agent's status and reason; None: whatever it earns is its own affair.
+FUNCTIONS: dict[str, tuple[str, str | None]] = {
+    "raises_group_without_words": ("agent_failure", "ValueError"),
+    "raises_generator_exit": ("agent_failure", "GeneratorExit"),
+    "raises_unspeakable": ("agent_failure", "Unspeakable"),
+    "raises_surrogate": ("agent_failure", "ValueError"),
+    "leaves": ("agent_failure", "SystemExit"),
+    "returns_infinity_nearly": ("agent_failure", "bad_reward"),
+    "returns_hundred_thousand_metrics": ("scored", None),
+    "returns_long_metric_name": ("scored", None),
+    "floods": ("scored", None),
+    "claims_that_infrastructure_failed": ("agent_failure", "RuntimeError"),
+    "ignores_its_deadline": ("agent_failure", "deadline"),
+    "posts_reward_after_reward": ("agent_failure", None),
+}
+COROUTINES: dict[str, tuple[str, str | None]] = {
+    "cancels_itself": ("agent_failure", "CancelledError"),
+    "leaves_a_task_that_exits": ("scored", None),
+}
+PROGRAMS: dict[str, tuple[str, str | None]] = {
+    "eats_memory": ("agent_failure", None),
+    "starts_many_processes": ("agent_failure", None),
+    "leaves_a_process_behind": ("scored", None),
+    "reads_secrets": ("scored", None),
+    "kills_itself": ("agent_failure", "KilledBySignal"),
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    save_hf(path, tiny_model(num_layers=1))
+    return path
+
+
+def _config(model_dir: Path, run_dir: Path, agent: AgentConfig, num_tasks: int) -> Config:
+    return Config(
+        run_dir=str(run_dir),
+        num_steps=1,
+        model=ModelConfig(name=str(model_dir)),
+        serve=ServeConfig(slots=8, max_len=64, prefill_buckets=(32,)),
+        agent=agent,
+        # Greedy, so that an answer depends on the conversation alone.
+        rollout=RolloutConfig(
+            tasks_per_step=num_tasks, group_size=GROUP_SIZE, timeout_s=5.0, temperature=0.0
+        ),
+        batch=BatchConfig(rows=1, row_len=256, max_targets=128, head_chunk=64),
+        eval=EvalConfig(every=0, num_tasks=0, at_start=False),
+        checkpoint=CheckpointConfig(every=5),
+        mesh=MeshConfig(fsdp=1),
+    )
+
+
+def _train(config: Config, tasks: list[Task]) -> tuple[list[Rollout], dict[str, list[tuple]]]:
+    """Train; return the rollouts and, by rollout, the token ids that were sampled."""
+    rows = asyncio.run(train(config, tasks, tasks))
+    assert rows, "a step leaves a row of metrics"
+    store = Store(Path(config.run_dir) / "store.sqlite", read_only=True)
+    rollouts = store.rollouts(phase="train")
+    sampled = {
+        rollout.rollout_id: [
+            tuple(span.attributes[names.RESPONSE_TOKEN_IDS])
+            for span in store.spans(rollout.rollout_id)
+            if names.RESPONSE_TOKEN_IDS in span.attributes
+        ]
+        for rollout in rollouts
+    }
+    store.close()
+    return rollouts, sampled
+
+
+def _check(
+    config: Config, expected: Mapping[str, tuple[str, str | None]], alone: dict[str, list[tuple]]
+) -> None:
+    hostile = [{"id": kind, "kind": kind} for kind in expected]
+    rollouts, sampled = _train(config, [*HONEST, *hostile])
+    ended = {(r.task_id, r.index): (r.status, r.reason) for r in rollouts}
+    (answers,) = {tuple(found) for found in alone.values()}
+    for rollout in rollouts:
+        if rollout.task_id.startswith("honest"):
+            assert (rollout.status, rollout.reward) == ("scored", 0.5), rollout
+            assert tuple(sampled[rollout.rollout_id]) == answers
+    assert len([r for r in rollouts if r.status == "scored" and r.reward == 0.5]) >= 4
+    for kind, (status, reason) in expected.items():
+        for index in range(GROUP_SIZE):
+            assert ended[kind, index][0] == status, (kind, ended[kind, index])
+            assert reason is None or ended[kind, index][1] == reason, (kind, ended[kind, index])
+
+
+@pytest.fixture(scope="module")
+def alone(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple]]:
+    """What honest agents sample where nobody else runs."""
+    agent = AgentConfig(f"{AGENTS}:run")
+    _, sampled = _train(_config(model_dir, tmp_path_factory.mktemp("run"), agent, 2), HONEST)
+    assert len(sampled) == len(HONEST) * GROUP_SIZE
+    return sampled
+
+
+def test_functions_fail_alone(
+    model_dir: Path, tmp_path: Path, alone: dict[str, list[tuple]]
+) -> None:
+    number = len(HONEST) + len(FUNCTIONS)
+    config = _config(model_dir, tmp_path, AgentConfig(f"{AGENTS}:run"), number)
+    _check(config, FUNCTIONS, alone)
+
+
+def test_coroutines_fail_alone(
+    model_dir: Path, tmp_path: Path, alone: dict[str, list[tuple]]
+) -> None:
+    number = len(HONEST) + len(COROUTINES)
+    config = _config(model_dir, tmp_path, AgentConfig(f"{AGENTS}:run_async"), number)
+    _check(config, COROUTINES, alone)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of processes are Linux's")
+def test_programs_fail_alone(
+    model_dir: Path,
+    tmp_path: Path,
+    alone: dict[str, list[tuple]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_TRAINER", "hidden")
+    agent = AgentConfig(f"{AGENTS}:run", python=sys.executable)
+    agent = dataclasses.replace(agent, memory_mib=500, max_processes=100)
+    config = _config(model_dir, tmp_path, agent, len(HONEST) + len(PROGRAMS))
+    _check(config, PROGRAMS, alone)

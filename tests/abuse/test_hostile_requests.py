@@ -1,0 +1,59 @@
+"""One agent harms nobody: an honest rollout beside every hostile request goes on as if alone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from arena import SERVE, honest_rollout, open_rollout, resident_mib
+from attacker import Attacker
+from hostile_requests import CASES, Case
+
+from lightning_jax.models.load import LoadedModel
+from lightning_jax.serve.engine import Engine
+from lightning_jax.testing.service import Service, run_service
+from lightning_jax.testing.stalls import loop_stalls
+from lightning_jax.testing.tiny import tiny_model
+
+PATIENCE_S = 1.0  # how much longer a call may wait beside an attack
+GROWTH = 1.1  # of resident memory
+LONGEST_STOP_MS = "longest_stop_ms"  # tests/conftest.py prints the largest one
+
+
+@pytest.fixture(scope="session")
+def model() -> LoadedModel:
+    return tiny_model(0)
+
+
+@pytest.fixture(scope="session")
+def engine(model: LoadedModel) -> Engine:
+    return Engine(model.config, SERVE)
+
+
+@pytest.fixture
+async def service(model: LoadedModel, engine: Engine, tmp_path: Path) -> AsyncIterator[Service]:
+    async with run_service(tmp_path, model, engine, SERVE) as service:
+        yield service
+
+
+@pytest.mark.parametrize("attack", CASES.values(), ids=CASES)
+async def test_honest_rollout_beside_it_is_unharmed(
+    service: Service, attack: Case, record_property: Callable[[str, object], None]
+) -> None:
+    alone = await honest_rollout(service, "alone")
+    before = resident_mib()
+    attacker = Attacker(open_rollout(service, "hostile", 1), neighbour_id="honest")
+    attacking = asyncio.create_task(asyncio.to_thread(attack, attacker))
+    async with loop_stalls() as stalls:
+        await asyncio.sleep(0.1)  # it is under way
+        beside = await honest_rollout(service, "honest")
+        seen = await attacking
+    service.gateway.close_rollout("hostile")
+    after = await honest_rollout(service, "after")
+    grown = resident_mib() / before
+    record_property(LONGEST_STOP_MS, 1e3 * stalls.longest_s)
+    assert beside.token_ids == alone.token_ids == after.token_ids
+    assert beside.longest_wait_s < alone.longest_wait_s + PATIENCE_S
+    assert grown < GROWTH
+    statuses = seen if isinstance(seen, list) else [seen]
+    assert not [status for status in statuses if status >= 500]
