@@ -15,7 +15,7 @@ from lightning_jax.gateway.errors import ApiError, our_fault
 from lightning_jax.gateway.event_stream import EventStream
 from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.http import Bodies, refusal
-from lightning_jax.gateway.offload import dump_json
+from lightning_jax.gateway.offload import Turns, dump_json
 from lightning_jax.gateway.policy import Policy, Prepared
 from lightning_jax.gateway.reports import Reports
 from lightning_jax.gateway.rollouts import HandledCall, OpenRollout
@@ -46,6 +46,7 @@ class CallHandler:
         self._sources = sources
         self._reports = reports
         self._bodies = bodies
+        self._turns = Turns()
         self.working: set[asyncio.Task] = set()  # calls' tasks, which may outlive their requests
 
     async def close(self) -> None:
@@ -70,6 +71,7 @@ class CallHandler:
     ) -> web.StreamResponse:
         with self._meters.call(dialect.name) as outcome:
             try:
+                await self._turns.wait()
                 rollout = self._callers.admit(request, dialect)
                 call = HandledCall()
                 counted = rollout.counted(call) if rollout else contextlib.nullcontext()

@@ -21,6 +21,9 @@ from lightning_jax.gateway.offload import Offload
 
 log = logging.getLogger(__name__)
 
+# Connections that wait to be accepted, and are accepted in one turn of the loop. A client whose
+# connection finds no place waits a second before it tries again.
+BACKLOG = 512
 SHUTDOWN_S = 2.0  # how long calls may go on once the gateway closes
 
 _ANY_HEADER = zlib.MAX_WBITS | 32  # gzip's or zlib's
@@ -143,7 +146,7 @@ async def listen(
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, serve.host, serve.port).start()
+        await web.TCPSite(runner, serve.host, serve.port, backlog=BACKLOG).start()
     except OSError as error:
         await runner.cleanup()
         raise GatewayError(

@@ -29,6 +29,22 @@ def dump_json(value: Any, depth: int = 5) -> str:
     return json.dumps(value)
 
 
+class Turns:
+    """Lets one request at a time go on in each turn of the event loop.
+
+    Requests that arrive together would otherwise all be handled in one turn, and what they take
+    together would hold everything else up.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def wait(self) -> None:
+        """Return in a turn of the caller's own; first come, first served."""
+        async with self._lock:
+            await asyncio.sleep(0)
+
+
 class Offload:
     """Two threads for parsing, rendering and tokenizing what is long."""
 

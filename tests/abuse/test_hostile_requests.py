@@ -1,12 +1,13 @@
 """One agent harms nobody: an honest rollout beside every hostile request goes on as if alone."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import multiprocessing
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from arena import SERVE, honest_rollout, open_rollout, resident_mib
-from attacker import Attacker
+from arena import SERVE, honest_rollout, open_attacker, resident_mib, warm_engine
 from hostile_requests import CASES, Case
 
 from lightning_jax.models.load import LoadedModel
@@ -27,7 +28,15 @@ def model() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def engine(model: LoadedModel) -> Engine:
-    return Engine(model.config, SERVE)
+    return warm_engine(model)
+
+
+@pytest.fixture(scope="session")
+def attackers() -> Iterator[Executor]:
+    """A process of its own for the hostile clients."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(int).result()  # it has started
+        yield pool
 
 
 @pytest.fixture
@@ -38,12 +47,15 @@ async def service(model: LoadedModel, engine: Engine, tmp_path: Path) -> AsyncIt
 
 @pytest.mark.parametrize("attack", CASES.values(), ids=CASES)
 async def test_honest_rollout_beside_it_is_unharmed(
-    service: Service, attack: Case, record_property: Callable[[str, object], None]
+    service: Service,
+    attackers: Executor,
+    attack: Case,
+    record_property: Callable[[str, object], None],
 ) -> None:
     alone = await honest_rollout(service, "alone")
     before = resident_mib()
-    attacker = Attacker(open_rollout(service, "hostile", 1), neighbour_id="honest")
-    attacking = asyncio.create_task(asyncio.to_thread(attack, attacker))
+    attacker = open_attacker(service, "hostile", 1)
+    attacking = asyncio.wrap_future(attackers.submit(attack, attacker))
     async with loop_stalls() as stalls:
         await asyncio.sleep(0.1)  # it is under way
         beside = await honest_rollout(service, "honest")
