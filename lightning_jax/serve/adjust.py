@@ -1,7 +1,6 @@
-"""What one request adds to its logits: bias, penalties, and its grammar's mask. No JAX, no threads.
+"""Changes that one request makes to its logits: bias, penalties, and its grammar's mask.
 
-The sum is made on the host and goes into the step as one dense array, so the engine has one program
-for all of it.
+No JAX, no threads. Biases and penalties are added up on the host. Masks stay packed.
 """
 
 from collections import Counter, defaultdict
@@ -15,7 +14,7 @@ from lightning_jax.types import SamplingParams
 
 
 def needs_adjusting(sampling: SamplingParams) -> bool:
-    """Whether the request's steps take a bias, or give the likeliest tokens."""
+    """Return whether the request's steps change the logits, or give the likeliest tokens."""
     return moves_logits(sampling) or sampling.top_logprobs > 0
 
 
@@ -66,9 +65,27 @@ class LogitAdjuster:
             self.matcher = None
 
     def look(self) -> None:
-        """Wait for the mask of the next token. Raises as `Matcher.allowed`."""
+        """Take the mask of the next token if it has come. Raises as `Matcher.allowed`."""
         if self.matcher:
-            self.matcher.packed()
+            self.matcher.look()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next token can be sampled: its mask has come, or it needs none."""
+        return self.matcher is None or self.matcher.has_mask
+
+    @property
+    def depends_on_tokens(self) -> bool:
+        """Whether the next token's logits depend on the response so far."""
+        sampling = self.sampling
+        penalties = sampling.presence_penalty or sampling.frequency_penalty
+        return bool(penalties) or sampling.grammar is not None
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether `add_to` changes anything at the next token."""
+        penalties = self.sampling.presence_penalty or self.sampling.frequency_penalty
+        return bool(len(self._biased_ids) or (self.counts and penalties))
 
     @property
     def forced(self) -> bool:
@@ -76,15 +93,13 @@ class LogitAdjuster:
         return self.matcher is not None and self.matcher.forced is not None
 
     def add_to(self, row: Float32[np.ndarray, " V"]) -> None:
-        """Adds to the row what belongs to the logits of the next token."""
+        """Add biases and penalties to the row, which is added to the next token's logits."""
         row[self._biased_ids] += self._biases
         frequency, presence = self.sampling.frequency_penalty, self.sampling.presence_penalty
         if self.counts and (frequency or presence):
             ids = np.fromiter(self.counts, np.int64)
             times = np.fromiter(self.counts.values(), np.float32)
             row[ids] -= times * np.float32(frequency) + np.float32(presence)
-        if self.matcher:
-            row[~self.matcher.allowed()] = -np.inf
 
     def push(self, token_id: int) -> None:
         """Take a sampled token that does not end the response. `look` tells if the grammar cannot

@@ -202,6 +202,19 @@ class Matcher:
         assert self._packed is not None, "without a time-out a reply has come"
         return self._packed
 
+    def look(self) -> None:
+        """Take the mask of the next token if it has come. Raises as `allowed`."""
+        self._look(0.0)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the mask of the next token is here."""
+        return self._packed is not None
+
+    def fileno(self) -> int:
+        """Return the descriptor on which the next mask comes."""
+        return self._replies.fileno()
+
     def allowed(self) -> Bool[np.ndarray, " V"]:
         """True for the tokens that may come next, at least one.
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Int32
 
 from lightning_jax.config import ConfigError, ServeConfig
 from lightning_jax.models.cache import KVCache, is_whole, row_length, segment_lengths
@@ -32,7 +32,7 @@ from lightning_jax.models.transformer import DecoderConfig, init_cache
 from lightning_jax.serve import programs
 from lightning_jax.serve.pages import PageCopier
 from lightning_jax.serve.programs import DecodeState, Start, start_of
-from lightning_jax.serve.sampling import Sampled
+from lightning_jax.serve.sampling import Adjustment, Sampled
 from lightning_jax.serve.scheduler import plan_prefill, row_counts
 from lightning_jax.types import SamplingParams
 
@@ -120,9 +120,10 @@ class Engine:
             donate_argnums=1,
             out_shardings=(state, plain),
         )
-        # Its own program, because most steps need neither the bias nor the likeliest tokens.
-        self._generate_biased = jit(
-            partial(generate, segments=len(self.capacities), rows=self.num_slots),
+        # Its own program, because most steps need neither masks nor the likeliest tokens.
+        self._generate_adjusted = jit(
+            partial(generate, rows=self.num_slots),
+            static_argnames="segments",
             donate_argnums=1,
             out_shardings=(state, plain),
         )
@@ -209,29 +210,42 @@ class Engine:
         params: Params,
         state: DecodeState,
         longest: int | None = None,
-        bias: Float32[np.ndarray, "S V"] | None = None,
-        num_slots: int | None = None,
+        adjustment: Adjustment | None = None,
+        slots: Sequence[int] | None = None,
         steps: int = 1,
     ) -> tuple[DecodeState, Sampled]:
-        """One token for every active slot; rows of the others stay as they are. Donates `state`.
+        """Sample one token for every active slot, or for those of `slots`. Donates `state`.
 
-        With `steps`, which is 1 or `steps_per_dispatch`, as many tokens, and each array of the
-        result has a leading axis for them; not with a `bias`, and of no slot past its row's end.
+        The other rows stay as they are. With `steps`, which is 1 or `steps_per_dispatch`, as many
+        tokens are sampled, and each array of the result has a leading axis for them. That excludes
+        an `adjustment`, and slots whose row would end before.
 
-        `longest` bounds the number of tokens of any active row, these included; less of the
-        cache is read. With `num_slots` only that many first slots may be active; the step is that
-        much smaller, and its result has at least that many rows. `bias` is added to the logits
-        before all else, -inf forbids a token; with it the result holds the likeliest tokens too,
-        and `longest` and `num_slots` save nothing. It must not change before the step is done.
+        `longest` bounds the number of tokens of any row in `slots`, the new ones included. Less of
+        the cache is read then. The result ends with the last slot of `slots` or later. With an
+        `adjustment` every step takes all rows; with its bias it reads all of the cache, too. The
+        arrays of an `adjustment` must not change before the step is done.
         """
-        if bias is not None:
-            return self._generate_biased(params, state, bias)
         length = self.max_len if longest is None else longest
         segments = 1 + bisect.bisect_left(self.capacities, length)
-        wanted = self.num_slots if num_slots is None else num_slots
-        rows = next(n for n in self.slot_counts if n >= wanted)
+        chosen = range(self.num_slots) if slots is None else slots
+        slot_mask = np.zeros(self.num_slots, bool)
+        slot_mask[list(chosen)] = True
+        if adjustment is not None:
+            if adjustment.bias is not None:
+                segments = len(self.capacities)
+            return self._generate_adjusted(params, state, slot_mask, adjustment, segments=segments)
+        rows = next(n for n in self.slot_counts if n > max(chosen))
         program = self._generate if steps == 1 else self._generate_several
-        return program(params, state, segments=segments, rows=rows)
+        return program(params, state, slot_mask, segments=segments, rows=rows)
+
+    def adjustment(self, has_bias: bool = False, has_likeliest: bool = False) -> Adjustment:
+        """Return a new adjustment that changes no logits yet: all ones, and a bias of zeros."""
+        shape = self.num_slots, self.config.vocab_size
+        return Adjustment(
+            allowed=np.full((shape[0], (shape[1] + 7) // 8), 0xFF, np.uint8),
+            has_likeliest=np.bool_(has_likeliest),
+            bias=np.zeros(shape, np.float32) if has_bias else None,
+        )
 
     def retire(self, state: DecodeState, slots: Iterable[int]) -> DecodeState:
         """The state with these slots inactive; their rows stay readable. Donates `state`."""
@@ -243,7 +257,7 @@ class Engine:
     def compiles(self) -> int:
         """How many programs were compiled so far."""
         functions = (self._init, self._init_row, self._prefill, self._insert, self._activate)
-        functions += (self._retire, self._generate, self._generate_several, self._generate_biased)
+        functions += (self._retire, self._generate, self._generate_several, self._generate_adjusted)
         compiled: Any = functions
         return self.pages.compiles + sum(function._cache_size() for function in compiled)
 
@@ -262,9 +276,10 @@ class Engine:
         for capacity, count, steps in itertools.product(
             self.capacities, self.slot_counts, {1, self.steps_per_dispatch}
         ):
-            state, _ = self.generate(params, state, capacity, num_slots=count, steps=steps)
-        bias = np.zeros((self.num_slots, self.config.vocab_size), np.float32)
-        state, _ = self.generate(params, state, bias=bias)
+            state, _ = self.generate(params, state, capacity, slots=range(count), steps=steps)
+        for capacity in self.capacities:
+            state, _ = self.generate(params, state, capacity, self.adjustment())
+        state, _ = self.generate(params, state, adjustment=self.adjustment(has_bias=True))
         return jax.block_until_ready(self.retire(state, range(self.num_slots)))
 
 

@@ -183,6 +183,7 @@ class Replies:
         self._connection.setblocking(False)
         self._received = bytearray()
         self._patience_s = patience_s
+        self._deadline = time.monotonic() + patience_s  # of the next reply
         weakref.finalize(self, self._connection.close)
 
     def fileno(self) -> int:
@@ -190,15 +191,17 @@ class Replies:
 
     def send(self, token_id: int) -> None:
         """Ask for the mask after this token."""
+        self._deadline = time.monotonic() + self._patience_s
         with contextlib.suppress(ConnectionError):  # reading tells
             self._connection.send(LENGTH.pack(token_id))
 
     def receive(self, timeout_s: float | None = 0.0) -> bytes | None:
         """Return the next reply, or None if it takes longer; without a time-out wait for it.
 
-        Raises GrammarError or GrammarProcessLost if the process has ended.
+        Raises GrammarError or GrammarProcessLost if the process has ended, GrammarProcessLost if
+        the reply is overdue.
         """
-        until = time.monotonic() + (self._patience_s if timeout_s is None else timeout_s)
+        until = self._deadline if timeout_s is None else time.monotonic() + timeout_s
         while True:
             held = self._received
             if len(held) >= LENGTH.size:
@@ -207,7 +210,7 @@ class Replies:
                     self._received = held[LENGTH.size + length :]
                     return bytes(held[LENGTH.size : LENGTH.size + length])
             if not wait_readable([self.fileno()], until - time.monotonic()):
-                if timeout_s is None:
+                if timeout_s is None or time.monotonic() >= self._deadline:
                     raise GrammarProcessLost("the process of a grammar does not answer.")
                 return None
             try:

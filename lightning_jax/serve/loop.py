@@ -7,6 +7,7 @@ results go back to the event loops in one batch a step.
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,11 @@ from typing import Any
 from lightning_jax.config import ServeConfig
 from lightning_jax.models.lora import frozen_part, overlay
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
-from lightning_jax.serve.adjust import LogitAdjuster, needs_adjusting
+from lightning_jax.serve.adjust import LogitAdjuster, moves_logits
 from lightning_jax.serve.constraint import GrammarCompiler, GrammarError
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.generation import Delivery, EngineError, Generation, deliver
-from lightning_jax.serve.grammar_process import GrammarLimits, GrammarProcessLost
+from lightning_jax.serve.grammar_process import GrammarLimits, GrammarProcessLost, wait_readable
 from lightning_jax.serve.intake import Intake, LoopStatus
 from lightning_jax.serve.prefix_cache import PrefixCache
 from lightning_jax.serve.prompts import Prompts
@@ -30,6 +31,7 @@ from lightning_jax.types import FinishReason, SamplingParams
 log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 4096  # of requests that begin in one turn; the last of them may exceed it
+MASK_TIMEOUT_S = 0.02  # how long a step waits for masks where all requests need the last token
 
 
 @dataclass
@@ -208,7 +210,7 @@ class EngineLoop:
             raise ValueError(f"adapter is {adapter}; expected one of the model's {number or 0}.")
 
     def _adjuster(self, sampling: SamplingParams) -> LogitAdjuster | None:
-        if not needs_adjusting(sampling):
+        if not moves_logits(sampling):
             return None
         return LogitAdjuster(sampling, self._engine.config.vocab_size)
 
@@ -286,22 +288,38 @@ class EngineLoop:
                 self._try(admission.request, lambda begin=adjuster.begin: begin(self._grammars))
 
     def _step(self) -> None:
-        """Starts a step, or several, and hands out what was sampled before, which is ready.
+        """Start a step, or several, and hand out the tokens sampled before, which are ready.
 
         So the device never waits for the host. A request that has just ended takes part once more
-        for nothing. What a request adds to its logits depends on its last token: with
-        such a request each step's results are handed out first.
+        for nothing. A sequential request, such as one with a grammar, needs its last token first.
+        It is held for a step while others run ahead. Where all are sequential, each step's
+        tokens are handed out first, and one step serves all.
         """
+        running = self._scheduler.running
         before, self._ahead = self._ahead, None
-        if any(request.adjuster for request in self._scheduler.running.values()):
-            self._hand_out(before)
-            for request in list(self._scheduler.running.values()):
-                if request.adjuster:
-                    self._try(request, request.adjuster.look)
-            before = self._dispatch()
-        else:
+        if any(request.num_due and not request.is_sequential for request in running.values()):
+            self._take_masks(lambda: before is None or before.is_done)
             self._ahead = self._dispatch()
+        else:
+            self._hand_out(before)
+            end = time.monotonic() + MASK_TIMEOUT_S
+            self._take_masks(lambda: time.monotonic() >= end)
+            before = self._dispatch()
         self._hand_out(before)
+
+    def _take_masks(self, is_over: Callable[[], bool]) -> None:
+        """Take the masks of the requests that may be in the next step, until `is_over`."""
+        while True:
+            late = []
+            for request in list(self._scheduler.running.values()):
+                adjuster = request.adjuster
+                if adjuster and not request.is_unread:
+                    self._try(request, adjuster.look)
+                    if adjuster.matcher and not adjuster.is_ready:
+                        late.append(adjuster.matcher.fileno())
+            if not late or is_over():
+                return
+            wait_readable(late, 0.001)
 
     def _dispatch(self) -> Steps | None:
         self._state, steps = self._stepper.start(

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Int32
 
 from lightning_jax.models.cache import KVCache, join
 from lightning_jax.models.transformer import DecoderConfig, Params, forward, init_cache, unembed
-from lightning_jax.serve.sampling import Sampled, likeliest, sample
+from lightning_jax.serve.sampling import Adjustment, Sampled, sample
 from lightning_jax.types import Leaf, SamplingParams
 
 
@@ -121,17 +121,20 @@ def retire(state: DecodeState, keep: Bool[Array, " S"]) -> DecodeState:
 def generate(
     params: Params,
     state: DecodeState,
-    bias: Float32[Array, "S V"] | None = None,
+    slot_mask: Bool[Array, " S"],
+    adjustment: Adjustment | None = None,
     *,
     config: DecoderConfig,
     segments: int,
     rows: int,
 ) -> tuple[DecodeState, Sampled]:
-    """Feeds the next token of each active one of the first `rows` slots, and samples the one after
-    it.
+    """Feed the next token of each active slot among the first `rows`, and sample the one after it.
+
+    Slots outside of `slot_mask` stay as they are, even if they are active.
     """
     first = (state.slots, state.active, state.counts)
     slots, active, counts = jax.tree.map(lambda leaf: leaf[:rows], first)
+    active &= slot_mask[:rows]
     # An inactive slot writes past the end, that is nowhere: other requests may copy its row.
     positions = jnp.where(active, slots.position, state.cache.length)
     parts = state.cache.split()
@@ -150,9 +153,7 @@ def generate(
         jax.random.wrap_key_data(slots.key, impl="threefry2x32"), counts
     )
     temperature = jnp.where(active, slots.temperature, 0.0)  # greedy is cheapest
-    sampled = sample(logits, keys, temperature, slots.top_p, slots.top_k, slots.min_p, bias)
-    if bias is not None:
-        sampled = replace(sampled, likeliest=likeliest(logits))
+    sampled = sample(logits, keys, temperature, slots.top_p, slots.top_k, slots.min_p, adjustment)
     step = active.astype(jnp.int32)
     slots = replace(
         state.slots,
@@ -165,6 +166,7 @@ def generate(
 def generate_several(
     params: Params,
     state: DecodeState,
+    slot_mask: Bool[Array, " S"],
     *,
     config: DecoderConfig,
     segments: int,
@@ -174,6 +176,6 @@ def generate_several(
     """As many generate steps one after another; what they sampled has a leading axis for them."""
 
     def step(state: DecodeState, _: None) -> tuple[DecodeState, Sampled]:
-        return generate(params, state, config=config, segments=segments, rows=rows)
+        return generate(params, state, slot_mask, config=config, segments=segments, rows=rows)
 
     return jax.lax.scan(step, state, None, length=steps)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int32, Key, UInt8, UInt32
 
 from lightning_jax.types import MAX_TOP_LOGPROBS, Leaf
 
@@ -37,7 +37,23 @@ class Sampled:
     sampling_logprobs: Leaf  # float32 [S], of the distribution drawn from; 0 where greedy
     # float32 [S], of the policy at the row's own temperature, 1 where greedy, and else as it is
     tempered_logprobs: Leaf
-    likeliest: Likeliest | None = None  # of steps with a bias
+    likeliest: Likeliest | None = None  # of adjusted steps; zeros where no request asks for it
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adjustment:
+    """Changes to one step's logits, for the rows that ask for them."""
+
+    allowed: Leaf  # uint8 [S, V/8], 8 tokens a byte, the first one lowest; all ones: no mask
+    has_likeliest: Leaf  # bool, whether the result holds the likeliest tokens
+    bias: Leaf = None  # float32 [S, V], added before the mask; None: no row has one
+
+
+def unpack_mask(packed: UInt8[Array, "S V8"], vocab_size: int) -> Bool[Array, "S V"]:
+    """Return the mask of packed bits, as NumPy's `unpackbits` in little-endian order."""
+    bits = packed[:, :, None] >> jnp.arange(8, dtype=jnp.uint8)[None, None] & 1
+    return bits.reshape(len(packed), -1)[:, :vocab_size].astype(bool)
 
 
 def likeliest(logits: Float[Array, "S V"]) -> Likeliest:
@@ -54,16 +70,22 @@ def sample(
     top_p: Float[Array, " S"],
     top_k: Int32[Array, " S"],
     min_p: Float[Array, " S"],
-    bias: Float[Array, "S V"] | None = None,
+    adjustment: Adjustment | None = None,
 ) -> Sampled:
-    """One token per row, drawn with the row's own key, so that other rows change nothing.
+    """Sample one token per row with the row's own key, so that other rows change nothing.
 
-    Filters apply in the order bias, temperature, top_k, top_p, min_p; logits equal to the last one
-    kept are kept too. A bias of -inf forbids a token; one a row must be left. Work that no row asks
-    for is skipped: the draw if all are greedy, the thresholds if none filters.
+    Filters apply in the order bias, mask, temperature, top_k, top_p, min_p. Logits equal to the
+    last one kept are kept too. Each row must have one token that neither a bias of -inf nor the
+    mask forbids. Work that no row asks for is skipped: the draw if all are greedy, the thresholds
+    if none filters, the likeliest tokens.
     """
     logits = logits.astype(jnp.float32)
-    biased = logits if bias is None else logits + bias
+    biased = logits
+    if adjustment is not None:
+        if adjustment.bias is not None:
+            biased = logits + adjustment.bias
+        allowed = unpack_mask(adjustment.allowed, logits.shape[-1])
+        biased = jnp.where(allowed, biased, -jnp.inf)
     greedy = temperature == 0
     # Below 1e-5 the quotient could overflow, and the draw is as good as greedy.
     divisor = jnp.where(greedy, 1.0, jnp.maximum(temperature, 1e-5))[:, None]
@@ -97,7 +119,17 @@ def sample(
         behavior_logprobs=behavior,
         sampling_logprobs=jnp.where(greedy, 0.0, drawn_logprobs),
         tempered_logprobs=tempered,
+        likeliest=None if adjustment is None else _asked_likeliest(logits, adjustment),
     )
+
+
+def _asked_likeliest(logits: Float[Array, "S V"], adjustment: Adjustment) -> Likeliest:
+    shapes = jax.eval_shape(likeliest, logits)
+
+    def nothing(_: Float[Array, "S V"]) -> Likeliest:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    return jax.lax.cond(adjustment.has_likeliest, likeliest, nothing, logits)
 
 
 def _logprobs(logits: Float[Array, "S V"], tokens: Int32[Array, " S"]) -> Float[Array, " S"]:

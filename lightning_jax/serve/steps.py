@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32
 
 from lightning_jax.serve.adjust import LogitAdjuster
 from lightning_jax.serve.engine import Engine
@@ -14,7 +13,7 @@ from lightning_jax.serve.generation import Generation
 from lightning_jax.serve.programs import DecodeState
 from lightning_jax.serve.radix import Node
 from lightning_jax.serve.response import Response, SampledToken
-from lightning_jax.serve.sampling import Sampled
+from lightning_jax.serve.sampling import Adjustment, Sampled
 from lightning_jax.types import SamplingParams, TopLogprobs
 
 _COUNTERS = ("steps", "adjusted_steps", "tokens_generated", "tokens_past_end")
@@ -29,7 +28,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     response: Response
-    adjuster: LogitAdjuster | None  # None: plain sampling
+    adjuster: LogitAdjuster | None  # None: drawn from the policy's own logits
     adapter: int | None = None  # of several, which one answers
     tenant: str | None = None  # whose it is; see Scheduler
     held: Node | None = None  # what is cached of the prompt, while it waits
@@ -37,6 +36,18 @@ class Request:
     version: int = -1  # of the weights that it began with
     num_due: int = 0  # steps it needs yet, if nothing ends it before its limit
     finished: bool = False
+    is_unread: bool = False  # its last token was sampled, and its next one depends on it
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether its next step needs the token of the last one."""
+        return self.adjuster is not None and self.adjuster.depends_on_tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can take part in the next step."""
+        waits = self.adjuster is not None and not self.adjuster.is_ready
+        return self.num_due > 0 and not self.is_unread and not waits
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,11 @@ class Steps:
     sampled: Sampled  # on the device; where there are several steps, with one axis more in front
     version: int  # of the weights
     number: int
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has made them."""
+        return self.sampled.tokens.is_ready()
 
 
 class Stepper:
@@ -65,29 +81,32 @@ class Stepper:
     def start(
         self, params: Any, state: DecodeState, version: int, running: Mapping[int, Request]
     ) -> tuple[DecodeState, Steps | None]:
-        """One token, or several, for every running request that needs one; None if none does.
+        """Start a step for every running request that is ready; None if there is none.
 
-        Donates `state`. Several where the engine has a program for it, if no request has its limit
-        before, or must be asked before each token. One that ends by itself before is given the rest
-        for nothing.
+        The others are held: their slots stay as they are, and what they sample later is the same.
+        Several steps are started at once where the engine has a program for it, if no request
+        reaches its limit before and none is sequential. A request that ends before is given the
+        rest for nothing. Donates `state`.
         """
-        requests = {slot: request for slot, request in running.items() if request.num_due}
+        requests = {slot: request for slot, request in running.items() if request.is_ready}
         if not requests:
             return state, None
         slots = np.fromiter(requests, np.int64, len(requests))
-        bias = self._bias(requests)
-        number = self._engine.steps_per_dispatch
-        if bias is not None or min(request.num_due for request in requests.values()) < number:
-            number = 1
+        adjustment = self._adjustment(requests)
+        number = min(request.num_due for request in requests.values())
+        is_single = adjustment is not None or any(r.is_sequential for r in running.values())
+        most = self._engine.steps_per_dispatch
+        number = 1 if is_single or number < most else most
         longest = int(self._positions[slots].max()) + number
         state, sampled = self._engine.generate(
-            params, state, longest, bias, num_slots=max(requests) + 1, steps=number
+            params, state, longest, adjustment, slots=list(requests), steps=number
         )
         self._positions[slots] += number
         for request in requests.values():
             request.num_due -= number
+            request.is_unread = request.is_sequential
         self.counts["steps"] += number
-        self.counts["adjusted_steps"] += bias is not None
+        self.counts["adjusted_steps"] += adjustment is not None
         return state, Steps(requests, sampled, version, number)
 
     def read(self, steps: Steps) -> Iterator[tuple[Request, SampledToken]]:
@@ -108,6 +127,7 @@ class Stepper:
                     self.counts["tokens_past_end"] += 1
                     continue
                 self.counts["tokens_generated"] += 1
+                request.is_unread = False
                 yield (
                     request,
                     SampledToken(
@@ -121,16 +141,20 @@ class Stepper:
                     ),
                 )
 
-    def _bias(self, requests: Mapping[int, Request]) -> Float32[np.ndarray, "S V"] | None:
-        """What the requests add to their slots' logits; None if all are plain."""
+    def _adjustment(self, requests: Mapping[int, Request]) -> Adjustment | None:
+        """Return the changes to the slots' logits, new every step; None if there is none."""
         adjusters = {slot: r.adjuster for slot, r in requests.items() if r.adjuster}
-        if not adjusters:
+        biases = {slot: adjuster for slot, adjuster in adjusters.items() if adjuster.has_bias}
+        masks = {slot: adjuster.matcher for slot, adjuster in adjusters.items() if adjuster.matcher}
+        has_likeliest = any(request.sampling.top_logprobs for request in requests.values())
+        if not (biases or masks or has_likeliest):
             return None
-        # New every step: the engine may read it in place.
-        bias = np.zeros((self._engine.num_slots, self._engine.config.vocab_size), np.float32)
-        for slot, adjuster in adjusters.items():
-            adjuster.add_to(bias[slot])
-        return bias
+        adjustment = self._engine.adjustment(bool(biases), has_likeliest)
+        for slot, adjuster in biases.items():
+            adjuster.add_to(adjustment.bias[slot])
+        for slot, matcher in masks.items():
+            adjustment.allowed[slot] = matcher.packed()
+        return adjustment
 
 
 def _top(sampled: Sampled, step: int, slot: int, number: int) -> TopLogprobs:

@@ -5,6 +5,7 @@ import pytest
 
 from lightning_jax.serve.adjust import LogitAdjuster, needs_adjusting
 from lightning_jax.serve.constraint import GrammarCompiler
+from lightning_jax.serve.grammar_process import wait_readable
 from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.types import SamplingParams
 
@@ -20,7 +21,7 @@ def test_bias_and_penalties_add_up():
         logit_bias=((0, 2.0), (3, -100.0), (0, 0.5)), presence_penalty=0.25, frequency_penalty=0.5
     )
     adjuster = LogitAdjuster(sampling, 5)
-    assert row_of(adjuster) == [2.5, 0, 0, -100, 0]
+    assert row_of(adjuster) == [2.5, 0, 0, -100, 0] and adjuster.has_bias and adjuster.is_ready
     for token_id in (4, 0, 4):
         adjuster.push(token_id)
     # Token 0 once: 2.5 - 0.5 - 0.25. Token 4 twice: -2 * 0.5 - 0.25.
@@ -28,17 +29,41 @@ def test_bias_and_penalties_add_up():
     assert not adjuster.forced
 
 
-def test_a_bias_does_not_undo_the_grammar():
+def test_a_mask_comes_apart_from_the_bias_and_after_each_token():
     tokenizer = tiny_tokenizer()
     a, b, c = tokenizer.encode("abc")
     sampling = SamplingParams(logit_bias=((b, 100.0), (a, 1.0)), grammar='start: "a" ("b" | "c")')
     adjuster = LogitAdjuster(sampling, 259)
     adjuster.begin(GrammarCompiler(tokenizer))
-    row = row_of(adjuster)
-    assert row[a] == 1.0 and row.count(-np.inf) == 258 and adjuster.forced
-    adjuster.push(a)
-    row = row_of(adjuster)
-    assert (row[b], row[c], row.count(-np.inf)) == (100.0, 0.0, 257) and not adjuster.forced
+    assert adjuster.matcher
+    for allowed, token_id in (({a}, a), ({b, c}, c)):
+        assert not adjuster.is_ready
+        while not adjuster.is_ready:
+            wait_readable([adjuster.matcher.fileno()], 1.0)
+            adjuster.look()
+        row = row_of(adjuster)
+        assert (row[a], row[b], np.isfinite(row).all()) == (1.0, 100.0, True)
+        bits = np.unpackbits(adjuster.matcher.packed(), bitorder="little")
+        assert set(np.flatnonzero(bits).tolist()) == allowed
+        assert adjuster.forced == (len(allowed) == 1)
+        adjuster.push(token_id)
+    adjuster.end()
+
+
+@pytest.mark.parametrize(
+    ("settings", "depends", "biased"),
+    [
+        ({"logit_bias": ((1, 0.5),)}, False, (True, True)),
+        ({"presence_penalty": -1.0}, True, (False, True)),
+        ({"frequency_penalty": 1.0}, True, (False, True)),
+        ({"grammar": 'start: "a"'}, True, (False, False)),
+    ],
+)
+def test_a_request_waits_for_its_tokens_only_if_they_change_what_is_next(settings, depends, biased):
+    adjuster = LogitAdjuster(SamplingParams(**settings), 259)
+    before = adjuster.has_bias
+    adjuster.push(3)
+    assert (adjuster.depends_on_tokens, (before, adjuster.has_bias)) == (depends, biased)
 
 
 @pytest.mark.parametrize(

@@ -225,11 +225,11 @@ def test_stepping_fewer_slots_changes_nothing(model, engine):
     params = engine.place(model.params)
     assert engine.slot_counts == (1, 4)
     results = []
-    for num_slots in (1, 2, None):
+    for slots in ([0], [0, 1], None):
         state = begin(engine, params, engine.init_state(), 0, [1, 2, 3, 4], SamplingParams())
         steps = []
         for _ in range(5):
-            state, sampled = engine.generate(params, state, num_slots=num_slots)
+            state, sampled = engine.generate(params, state, slots=slots)
             steps.append((int(sampled.tokens[0]), float(sampled.behavior_logprobs[0])))
         results.append(steps)
         assert state.slots.position.tolist() == [8, 0, 0, 0]
@@ -248,11 +248,13 @@ def test_a_bias_of_one_slot_does_not_reach_the_others(model, engine):
     for biased in (False, True):
         state = begin(engine, params, engine.init_state(), 0, [1, 2, 3], plain)
         state = begin(engine, params, state, 2, [7, 8, 9], plain)
-        bias = np.zeros((4, model.config.vocab_size), np.float32)
-        bias[2] = np.where(np.arange(model.config.vocab_size) < 5, 0.0, -np.inf)
+        adjustment = engine.adjustment(has_bias=True)
+        adjustment.bias[2] = np.where(np.arange(model.config.vocab_size) < 5, 0.0, -np.inf)
         tokens, logprobs = [], []
         for _ in range(12):
-            state, sampled = engine.generate(params, state, bias=bias if biased else None)
+            state, sampled = engine.generate(
+                params, state, adjustment=adjustment if biased else None
+            )
             tokens.append(sampled.tokens.tolist())
             logprobs.append([sampled.behavior_logprobs[0], sampled.sampling_logprobs[0]])
         results.append((np.array(tokens), np.array(logprobs)))
@@ -266,9 +268,9 @@ def test_the_likeliest_tokens_are_the_policys_own_whatever_the_bias(model, engin
     params = engine.place(model.params)
     ids = [3, 1, 4, 1, 5]
     state = begin(engine, params, engine.init_state(), 1, ids)
-    bias = np.zeros((4, model.config.vocab_size), np.float32)
-    bias[1, 17] = 100.0
-    _, sampled = engine.generate(params, state, bias=bias)
+    adjustment = engine.adjustment(has_bias=True, has_likeliest=True)
+    adjustment.bias[1, 17] = 100.0
+    _, sampled = engine.generate(params, state, adjustment=adjustment)
     assert sampled.tokens[1] == 17  # greedy follows the bias
     expected = full_logprobs(model, ids)[-1]
     best = np.argsort(-expected)[:20]
@@ -289,12 +291,38 @@ def test_nothing_compiles_after_warmup():
         state = fill(engine, params, state, fills)
         state = begin(engine, params, state, slot, list(range(length))[-250:] * 1)
         state, _ = engine.generate(params, state, length + 1)
-        state, _ = engine.generate(params, state, length + 2, num_slots=1)
-        bias = np.full((4, model.config.vocab_size), length, np.float32)
-        state, _ = engine.generate(params, state, length + 3, bias)
+        state, _ = engine.generate(params, state, length + 2, slots=[0])
+        for has_bias in (False, True):
+            adjustment = engine.adjustment(has_bias, has_likeliest=length > 7)
+            state, _ = engine.generate(params, state, length + 3, adjustment)
         state = engine.activate(state, slot, start_of(1, 0, GREEDY, 0))
         state = engine.retire(state, [slot])
     assert engine.compiles == compiled
+    # One for each stretch of the cache that a step may read, and one with a bias.
+    adjusted: Any = engine._generate_adjusted
+    assert adjusted._cache_size() == len(engine.capacities) + 1 == 3
+
+
+def test_a_slot_left_out_of_steps_samples_the_same_later(model, engine):
+    params = engine.place(model.params)
+    sampling = SamplingParams(temperature=1.0)
+
+    def both() -> Any:
+        state = begin(engine, params, engine.init_state(), 0, [1, 2, 3], sampling)
+        return begin(engine, params, state, 1, [1, 2, 3, 4, 5], sampling)
+
+    _, expected, logprobs = decode(engine, params, both(), [0, 1], 4)
+    found, state = {0: [], 1: []}, both()
+    for slots in ([0], [0, 1], [1], [0], [1], [0, 1]):
+        state, sampled = engine.generate(params, state, slots=slots)
+        for slot in slots:
+            place = sampled.tokens[slot], sampled.behavior_logprobs[slot]
+            found[slot].append([float(value) for value in place])
+    for slot, pairs in found.items():
+        tokens, given = zip(*pairs, strict=True)
+        assert list(tokens) == expected[:, slot].tolist()
+        np.testing.assert_allclose(given, logprobs[:, slot], atol=1e-5)
+    assert state.counts.tolist()[:2] == [4, 4]
 
 
 def test_donated_weights_do_not_hurt_the_engine(model, engine):
@@ -317,8 +345,9 @@ def test_one_and_eight_devices_agree(model, engine):
         params = one.place(model.params)
         state = begin(one, params, one.init_state(), 1, ids)
         state, tokens, logprobs = decode(one, params, state, [1], 6)
-        bias = np.tile(np.arange(model.config.vocab_size, dtype=np.float32), (4, 1))
-        _, biased = one.generate(params, state, bias=bias)
+        adjustment = one.adjustment(has_bias=True, has_likeliest=True)
+        adjustment.bias[:] = np.arange(model.config.vocab_size)
+        _, biased = one.generate(params, state, adjustment=adjustment)
         assert biased.likeliest is not None
         results.append((tokens, logprobs, biased.likeliest.logprobs[1], int(biased.tokens[1])))
     np.testing.assert_array_equal(results[0][0], results[1][0])
@@ -369,10 +398,10 @@ def test_no_accelerator_copies_the_cache(target: str, package: str, head_dim: in
     params = placed(params, param_shardings(config, mesh))
     state = engine._init.lower().out_info
     state = placed(state, jax.tree.map(lambda leaf: leaf.sharding, state))
-    numbers = jax.ShapeDtypeStruct((4,), jnp.int32)
+    numbers, slots = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((64,), bool)
     tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
     programs = [
-        engine._generate.lower(params, state, segments=1, rows=64),
+        engine._generate.lower(params, state, slots, segments=1, rows=64),
         engine._prefill.lower(params, state.cache, numbers, tokens, numbers, numbers),
     ]
     keys = state.cache.layers[0].keys[0]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,12 @@ import pytest
 from lightning_jax.config import ServeConfig
 from lightning_jax.serve import grammar_child
 from lightning_jax.serve.constraint import GrammarCompiler, GrammarError, json_grammar
-from lightning_jax.serve.grammar_process import GrammarLimits
+from lightning_jax.serve.grammar_process import (
+    GrammarLimits,
+    GrammarProcess,
+    GrammarProcessLost,
+    Replies,
+)
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.types import SamplingParams
@@ -137,3 +143,12 @@ def test_masks_of_a_response_share_an_allowance() -> None:
         reply = grammar_child.Response(matcher, seconds_left).push(TINY.encode("a")[0])
         kinds.append(reply[:1])
     assert kinds == [grammar_child.FORCED, grammar_child.FAILED]
+
+
+def test_an_overdue_reply_ends_its_response_though_nobody_waits_for_it():
+    ours, theirs = socket.socketpair()  # a process that never answers
+    process = GrammarProcess(ours, GrammarLimits())
+    with theirs:
+        assert Replies(process, patience_s=60.0).receive(0.0) is None
+        with pytest.raises(GrammarProcessLost):
+            Replies(process, patience_s=0.0).receive(0.0)

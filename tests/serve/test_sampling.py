@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.serve.sampling import Sampled, keep_mask, likeliest, sample
+from lightning_jax.serve.sampling import (
+    Adjustment,
+    Sampled,
+    keep_mask,
+    likeliest,
+    sample,
+    unpack_mask,
+)
 
 N = 4000
 
@@ -29,6 +36,12 @@ def draw(
         jnp.full(rows, top_k, jnp.int32),
         jnp.full(rows, min_p),
     )
+
+
+def adjusted(bias: jax.Array) -> Adjustment:
+    """Add this bias and mask nothing."""
+    allowed = np.full((bias.shape[0], (bias.shape[1] + 7) // 8), 0xFF, np.uint8)
+    return Adjustment(allowed, np.bool_(False), bias)
 
 
 PROBS = [0.1, 0.4, 0.05, 0.25, 0.2]
@@ -108,7 +121,7 @@ def test_tempered_logprobs_are_the_policys_at_the_rows_temperature_whatever_filt
     bias = jnp.zeros((4, 3)).at[:, 0].set(-jnp.inf)
     keys, ones = jax.random.split(jax.random.key(0), 4), jnp.ones(4)
     top_k = jnp.ones(4, jnp.int32)
-    sampled = jax.jit(sample)(logits, keys, temperature, ones, top_k, ones * 0, bias)
+    sampled = jax.jit(sample)(logits, keys, temperature, ones, top_k, ones * 0, adjusted(bias))
     # A square weighs 1/4, 1/16 and 1/16; a root 0.7071, 0.5 and 0.5.
     expected = np.log([1 / 6, 0.5 / 1.7071, 0.25, 0.25])
     np.testing.assert_allclose(sampled.tempered_logprobs, expected, atol=1e-4)
@@ -134,7 +147,7 @@ def test_a_bias_changes_the_draw_and_not_the_policys_logprobs():
     temperature = jnp.ones(N).at[0].set(0.0)
     keys = jax.random.split(jax.random.key(0), N)
     none, ones = jnp.zeros(N, jnp.int32), jnp.ones(N)
-    sampled = jax.jit(sample)(logits, keys, temperature, ones, none, jnp.zeros(N), bias)
+    sampled = jax.jit(sample)(logits, keys, temperature, ones, none, jnp.zeros(N), adjusted(bias))
     tokens = np.asarray(sampled.tokens)
     # 0.25 and 0.125 * 2 are drawn alike; their own log-probabilities stay apart.
     assert set(tokens.tolist()) == {1, 2}
@@ -142,6 +155,25 @@ def test_a_bias_changes_the_draw_and_not_the_policys_logprobs():
     np.testing.assert_allclose(sampled.sampling_logprobs[1:], np.log(0.5), atol=1e-6)
     expected = np.where(tokens == 1, np.log(0.25), np.log(0.125))
     np.testing.assert_allclose(sampled.behavior_logprobs, expected, atol=1e-6)
+
+
+def test_packed_masks_forbid_tokens_whatever_the_bias():
+    allowed = np.random.default_rng(0).random((3, 21)) < 0.3
+    allowed[:, 20] = True
+    packed = np.packbits(allowed, axis=1, bitorder="little")
+    np.testing.assert_array_equal(unpack_mask(jnp.asarray(packed), 21), allowed)
+    likely = jnp.asarray(np.where(allowed, 0.0, 50.0), jnp.float32)
+    ones, none = jnp.ones(3), jnp.zeros(3, jnp.int32)
+    for bias in (None, likely):
+        keys = jax.random.split(jax.random.key(0), 3)
+        adjustment = Adjustment(packed, np.bool_(True), bias)
+        sampled = jax.jit(sample)(likely, keys, ones, ones, none, ones * 0, adjustment)
+        tokens = np.asarray(sampled.tokens)
+        assert allowed[np.arange(3), tokens].all()
+        np.testing.assert_allclose(sampled.sampling_logprobs, -np.log(allowed.sum(1)), atol=1e-5)
+        assert sampled.behavior_logprobs.max() < -49
+        # The likeliest tokens are the policy's, so the first one is forbidden here.
+        assert not allowed[np.arange(3), np.asarray(sampled.likeliest.ids)[:, 0]].any()
 
 
 def test_the_likeliest_come_best_first():

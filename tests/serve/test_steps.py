@@ -1,14 +1,18 @@
-"""Several decode steps in one go give what one at a time gives."""
+"""Steps started in one go, started ahead, or without some rows give each request the same."""
 
 import asyncio
+import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from lightning_jax.serve.adjust import LogitAdjuster
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.serve.steps import Request, Stepper, Steps
 from lightning_jax.types import Completion, SamplingParams
 
 from .conftest import SERVE, Bench
@@ -34,7 +38,14 @@ def counted(loop: EngineLoop, before: dict[str, float]) -> dict[str, float]:
 def same(one: Completion, other: Completion) -> None:
     assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
     assert one.text == other.text
+    assert one.forced == other.forced
     np.testing.assert_allclose(one.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
+    np.testing.assert_allclose(one.sampling_logprobs, other.sampling_logprobs, atol=1e-5)
+    best, others = (
+        [pair for token in result.top_logprobs for pair in token] for result in (one, other)
+    )
+    assert [token_id for token_id, _ in best] == [token_id for token_id, _ in others]
+    np.testing.assert_allclose([p for _, p in best], [p for _, p in others], atol=1e-5)
 
 
 async def test_all_kinds_of_requests_are_answered_as_one_step_at_a_time(bench: Bench, fast):
@@ -82,3 +93,90 @@ async def test_a_conversation_goes_on_from_what_is_cached(bench: Bench, fast):
         await bench.loop.submit(longer, sampling).result(),
     )
     assert fast.stats()["serve/prefix_hit_tokens"] - before >= len(first)
+
+
+GRAMMAR = 'start: "ab" /[a-z]{6,20}/ "z"'
+MIXED = [
+    SamplingParams(seed=1, max_tokens=40, top_p=0.9),
+    SamplingParams(seed=2, max_tokens=40, grammar=GRAMMAR),
+    SamplingParams(seed=3, max_tokens=30, temperature=0.7, grammar=GRAMMAR, top_logprobs=3),
+    SamplingParams(seed=4, max_tokens=30, grammar=GRAMMAR, logit_bias=((67, 5.0),), top_k=9),
+    SamplingParams(seed=5, max_tokens=25, top_logprobs=5),
+    SamplingParams(seed=6, max_tokens=25, logit_bias=((67, 3.0), (70, 4.0))),
+    SamplingParams(seed=7, max_tokens=25, frequency_penalty=1.0, presence_penalty=0.5),
+    SamplingParams(temperature=0.0, max_tokens=30, grammar="start: /[a-f]{25}/"),
+    SamplingParams(seed=9, max_tokens=35),
+]
+
+
+async def test_a_mixed_batch_gives_each_request_what_it_gets_alone(bench: Bench, fast, model):
+    prompts = [bench.ids("mixed " + "x" * (3 * n)) for n in range(len(MIXED))]
+    alone = [
+        await bench.loop.submit(ids, kind).result()
+        for ids, kind in zip(prompts, MIXED, strict=True)
+    ]
+    # A stop string that comes in the middle, beside the requests with masks.
+    stop = replace(MIXED[0], stop=(alone[0].text[7:9],))
+    kinds, asked = [*MIXED, stop], [*prompts, prompts[0]]
+    alone.append(await bench.loop.submit(prompts[0], stop).result())
+    assert alone[-1].finish_reason == "stop" and len(alone[-1].token_ids) < 40
+    assert any(alone[1].forced) and not all(alone[1].forced)
+    for loop in (bench.loop, fast):
+        open_ = [loop.submit(ids, kind) for ids, kind in zip(asked, kinds, strict=True)]
+        cancelled = loop.submit(prompts[1], MIXED[1])
+        await anext(aiter(open_[1]))
+        loop.load_weights(model.params, 1)  # the same weights, and no prefix survives
+        async for _ in cancelled:
+            cancelled.cancel()
+        assert (await cancelled.result()).finish_reason == "cancelled"
+        for generation, expected in zip(open_, alone, strict=True):
+            result = await generation.result()
+            same(result, expected)
+            assert list(result.policy_versions) == sorted(result.policy_versions)
+
+
+async def test_a_late_mask_holds_its_own_row_alone(bench: Bench, monkeypatch):
+    prompt, plain = bench.ids("late"), SamplingParams(seed=1, max_tokens=30)
+    expected = [await bench.loop.submit(prompt, kind).result() for kind in (MIXED[1], plain)]
+    has_come, look = threading.Event(), LogitAdjuster.look
+
+    def late(adjuster: LogitAdjuster) -> None:
+        if has_come.is_set():
+            look(adjuster)
+
+    monkeypatch.setattr(LogitAdjuster, "look", late)
+    constrained = bench.loop.submit(prompt, MIXED[1])
+    for _ in range(2):
+        same(await bench.loop.submit(prompt, plain).result(), expected[1])
+    assert len(constrained._chunks) == 0
+    has_come.set()
+    same(await constrained.result(), expected[0])
+
+
+async def test_steps_start_ahead_beside_a_constrained_request(bench: Bench, monkeypatch):
+    started: list[Steps] = []
+    ahead: list[bool] = []  # of each step that is read, whether the next one had been started
+    start, read = Stepper.start, Stepper.read
+
+    def starting(*args):
+        state, steps = start(*args)
+        started.extend([steps] if steps else [])
+        return state, steps
+
+    def reading(stepper: Stepper, steps: Steps) -> Iterator[tuple[Request, object]]:
+        ahead.append(steps is not started[-1])
+        return read(stepper, steps)
+
+    monkeypatch.setattr(Stepper, "start", starting)
+    monkeypatch.setattr(Stepper, "read", reading)
+    number, kinds = 40, (SamplingParams(seed=1, max_tokens=40), MIXED[-2])
+    with bench.loop._changed:  # both begin in one turn
+        open_ = [bench.loop.submit(bench.ids("ahead"), kind) for kind in kinds]
+    _, constrained = [await generation.result() for generation in open_]
+    taken = [[r.adjuster is None for r in steps.requests.values()] for steps in started]
+    plain = [i for i, rows in enumerate(taken) if True in rows]
+    masked = [i for i, rows in enumerate(taken) if False in rows]
+    assert plain == list(range(number)) and all(ahead[: number - 1])
+    assert len(masked) == len(constrained.token_ids)
+    assert all(later - i > 1 for i, later in itertools.pairwise(masked) if later < number)
+    assert bench.loop.stats()["serve/adjusted_steps"] == len(masked)
