@@ -31,6 +31,7 @@ MAX_ATTRIBUTES = 1_024  # of a span; SDKs keep 128 unless told otherwise
 MAX_SPAN_CHARS = 2**20  # of a span's keys and values together; a number counts as 8
 MAX_SPANS = 2_048  # of one request; SDKs send 512
 MAX_SPAN_BYTES = 2**22  # of one span as protobuf: parsing it holds the interpreter
+MAX_COUNTED = 50_000  # spans of a request; those after them are left out uncounted
 # Field numbers of resource_spans, scope_spans and spans.
 _TO_SPANS = (1, 2, 2)
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
@@ -42,7 +43,7 @@ class Export:
 
     spans: tuple[Span, ...]
     sizes: tuple[int, ...]  # bytes of each span as the store keeps it
-    num_excess: int = 0  # spans that were not read: too many for a request, or too large
+    num_excess: int = 0  # spans not read, because they are too many or too large; at least so many
     num_dropped_attributes: int = 0  # of the spans; each span says its own number
 
 
@@ -59,6 +60,8 @@ def read_request(body: bytes | Mapping[str, Any]) -> Export:
             # One span at a time: a parser in C does not let go of the interpreter in between.
             for raw in _nested(memoryview(body), _TO_SPANS):
                 num_spans += 1
+                if num_spans == MAX_COUNTED:
+                    break
                 if len(sent) < MAX_SPANS and len(raw) <= MAX_SPAN_BYTES:
                     sent.append(OtlpSpan.FromString(bytes(raw)))
         else:

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, bytes, int]] = {
     "seven million empty spans": (
         "/traces",
         _field(1, _field(2, b"\x12\x00" * 7 * MIB)),
-        413,
+        400,
     ),
 }
 

@@ -98,7 +98,7 @@ async def test_a_neighbour_is_answered_beside_a_flood(bench: Bench) -> None:
         beside = await bench.post(BODY | {"temperature": 0}, base=honest.base_url)
         assert beside[0] == 200
         assert beside[1]["choices"] == alone[1]["choices"]
-    assert bench.loop.stats()["serve/requests"] == requests + 3  # none of the flood has ended
+    assert bench.loop.stats()["serve/requests"] < requests + 3 + 32  # most of the flood goes on
     flood.cancel()
 
 
