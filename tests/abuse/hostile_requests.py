@@ -75,6 +75,15 @@ def schema_of_a_huge_enum(attacker: Attacker) -> int:
     return attacker.post(CHAT, required_tool(schema))[0]
 
 
+@case
+def schemas_that_are_slow_one_after_another(attacker: Attacker) -> list[int]:
+    def schema(number: int) -> Any:
+        patterns = [{"type": "string", "pattern": f"a{{{i}}}.*{number}"} for i in range(12)]
+        return {"type": "object", "properties": {"s": {"allOf": patterns}}}
+
+    return attacker.flood(CHAT, [required_tool(schema(n)) for n in range(4)], threads=4)
+
+
 # Bodies
 
 
@@ -148,6 +157,17 @@ def retry_count_of_twenty_digits(attacker: Attacker) -> int:
 
 
 @case
+def retry_count_of_five_thousand_digits(attacker: Attacker) -> int:
+    return attacker.post(CHAT, chat(), **{"x-stainless-retry-count": "9" * 5_000})[0]
+
+
+@case
+def agents_names_by_the_hundred(attacker: Attacker) -> list[int]:
+    names = [f"agent-{n}-" + "x" * 4_000 for n in range(100)]
+    return [attacker.post(CHAT, chat(max_tokens=1), **{"x-agent-name": n})[0] for n in names]
+
+
+@case
 def timeouts_declared_as_nonsense(attacker: Attacker) -> list[int]:
     values = ["nan", "-1", "1e-9", "inf", "9" * 400]
     return [attacker.post(CHAT, chat(), **{"x-stainless-read-timeout": v})[0] for v in values]
@@ -179,6 +199,26 @@ def saved_responses_of_long_input(attacker: Attacker) -> list[int]:
         {"model": "policy", "input": text + str(n), "max_output_tokens": 1} for n in range(60)
     ]
     return attacker.flood("/v1/responses", bodies, threads=8)
+
+
+@case
+def saved_responses_with_megabytes_of_metadata(attacker: Attacker) -> list[int]:
+    metadata = {f"k{n}": "x" * 500_000 for n in range(16)}
+    ask = {"model": "policy", "max_output_tokens": 1, "metadata": metadata}
+    bodies = [ask | {"input": str(n)} for n in range(10)]
+    return attacker.flood("/v1/responses", bodies, threads=2)
+
+
+@case
+def calls_that_are_given_up_and_made_again(attacker: Attacker) -> int:
+    body = json.dumps(chat(max_tokens=300)).encode()
+    path = attacker.base_url.split("/", 3)[3]
+    head = (
+        f"POST /{path}/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        f"Authorization: Bearer {attacker.api_key}\r\nx-stainless-read-timeout: 0.001\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    return attacker.hold_connections(100, head.encode() + body, 0.2)
 
 
 @case

@@ -153,7 +153,7 @@ async def test_a_refused_long_prompt_is_on_record_without_its_ids(bench: Bench, 
 async def test_unpacked_bodies_are_read(bench: Bench) -> None:
     raw = json.dumps(BODY).encode()
     for packed, coding in (
-        (gzip.compress(raw), "gzip"),
+        (gzip.compress(raw, mtime=0), "gzip"),
         (zlib.compress(raw), "deflate"),
         (zlib.compress(raw)[2:-4], "deflate"),
         (raw, "identity"),
@@ -166,8 +166,8 @@ async def test_unpacked_bodies_are_read(bench: Bench) -> None:
     ("packed", "coding", "status", "code"),
     [
         (b"no gzip", "gzip", 400, "invalid_value"),
-        (gzip.compress(b"{}" * 99)[:-12], "gzip", 400, "invalid_value"),
-        (gzip.compress(b"{}") * 2, "gzip", 400, "invalid_value"),
+        (gzip.compress(b"{}" * 99, mtime=0)[:-12], "gzip", 400, "invalid_value"),
+        (gzip.compress(b"{}", mtime=0) * 2, "gzip", 400, "invalid_value"),
         (zlib.compress(b"x" * 3 * 2**20), "deflate", 413, "body_too_large"),
         (b"{}", "br", 415, "unsupported_encoding"),
         (b"{}", "gzip, gzip", 415, "unsupported_encoding"),
