@@ -87,8 +87,8 @@ def floods(task, llm):
         with contextlib.suppress(OSError):
             _chat(llm, f"flood {n}", max_tokens=50)
 
-    with ThreadPoolExecutor(200) as pool:
-        list(pool.map(call, range(400)))
+    with ThreadPoolExecutor(64) as pool:
+        list(pool.map(call, range(128)))
     return 1.0
 
 
@@ -99,7 +99,7 @@ def claims_that_infrastructure_failed(task, llm):
 
 
 def ignores_its_deadline(task, llm):
-    end = time.monotonic() + 8.0
+    end = time.monotonic() + 18.0
     while time.monotonic() < end:
         with contextlib.suppress(Exception):
             time.sleep(0.2)
