@@ -178,8 +178,8 @@ def timeouts_declared_as_nonsense(attacker: Attacker) -> list[int]:
 
 @case
 def flood_of_concurrent_calls(attacker: Attacker) -> list[int]:
-    bodies = [chat(max_tokens=200, seed=n) for n in range(600)]
-    return attacker.flood(CHAT, bodies, threads=300)
+    bodies = [chat(max_tokens=50, seed=n) for n in range(300)]
+    return attacker.flood(CHAT, bodies, threads=150)
 
 
 @case
