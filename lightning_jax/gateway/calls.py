@@ -71,7 +71,7 @@ class CallHandler:
     ) -> web.StreamResponse:
         with self._meters.call(dialect.name) as outcome:
             try:
-                await self._turns.wait()
+                await self._turns.wait(request.match_info.get("rollout_url", ""))
                 rollout = self._callers.admit(request, dialect)
                 call = HandledCall()
                 counted = rollout.counted(call) if rollout else contextlib.nullcontext()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,15 +34,18 @@ class Turns:
     """Lets one request at a time go on in each turn of the event loop.
 
     Requests that arrive together would otherwise all be handled in one turn, and what they take
-    together would hold everything else up.
+    together would hold everything else up. Rollouts take turns, each with one request at a time, so
+    that nobody waits for all requests of a flood.
     """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by rollout
 
-    async def wait(self) -> None:
-        """Return in a turn of the caller's own; first come, first served."""
-        async with self._lock:
+    async def wait(self, rollout: str) -> None:
+        """Return in a turn of the caller's own."""
+        own = self._locks.setdefault(rollout, asyncio.Lock())
+        async with own, self._lock:
             await asyncio.sleep(0)
 
 
