@@ -330,10 +330,27 @@ class Rollout:
     superseded: bool = False  # settings changed since, so that it is another run's
 
 
-class UserError(Exception):
-    """Something is wrong that the person at the keyboard can mend; the message is one sentence
-    saying how.
+class Coded(Exception):
+    """An error that says to programs what its message says to people.
+
+    `reason` is a short code in snake_case ("missing", "unknown_key"); `key` names the setting,
+    field, path or id that is concerned. Callers and tests read these, never the message.
     """
+
+    def __init__(self, message: str = "", *, reason: str = "invalid", key: str | None = None):
+        super().__init__(message)
+        self.reason = reason
+        self.key = key
+
+
+class UserError(Coded):
+    """A fault that the person at the keyboard can mend. The message is one sentence: the fact and
+    the fix.
+    """
+
+
+class InvalidValue(Coded, ValueError):
+    """A value from a caller, a file or a request that cannot be used."""
 
 
 def _fill(record: Any, name: str, value: Any, *, like: str) -> None:

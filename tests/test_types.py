@@ -1,8 +1,10 @@
 """The records refuse what cannot be."""
 
+import pickle
+
 import pytest
 
-from lightning_jax.types import Completion, SamplingParams
+from lightning_jax.types import Completion, InvalidValue, SamplingParams, UserError
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,11 @@ def test_a_completion_says_for_each_token_whether_it_was_forced() -> None:
     assert (plain.forced, plain.top_logprobs) == ((False, False), ((), ()))
     with pytest.raises(ValueError, match="differ in length"):
         Completion(*columns, forced=(True,))
+
+
+def test_error_carries_reason_and_key() -> None:
+    error = InvalidValue("rank is -1; set it to 0 or more", reason="out_of_range", key="rank")
+    assert (str(error), error.reason, error.key) == (error.args[0], "out_of_range", "rank")
+    assert (UserError("no").reason, UserError("no").key) == ("invalid", None)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.reason, copy.key) == (str(error), error.reason, error.key)
