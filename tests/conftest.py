@@ -1,5 +1,6 @@
 """Eight simulated CPU devices, strict numerics, and no logging surprises for every test."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -21,6 +22,8 @@ jax.config.update("jax_debug_key_reuse", True)
 hypothesis.settings.register_profile("busy", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("busy")
 
+
+MAX_MAPS = 15_000  # memory maps of a process
 
 LONGEST = (
     "test_trainer.py",
@@ -66,6 +69,20 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_programs() -> Iterator[None]:
+    """Drop compiled programs between modules before the process has too many memory maps.
+
+    Each program on a CPU takes about seven. Beyond the kernel's limit (65,530 by default) JAX ends
+    in a segmentation fault when it loads the next one.
+    """
+    yield
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        if sum(1 for _ in maps) > MAX_MAPS:
+            jax.clear_caches()
+            gc.collect()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
