@@ -26,6 +26,7 @@ from lightning_jax.types import Span
 
 OWN_PREFIX = "lightning."
 MAX_CHARS = 32_768  # of one attribute; a tool may have printed megabytes
+MAX_NOTE_CHARS = 64  # of the note that a cut text ends with
 MAX_KEY_CHARS = 256
 MAX_ATTRIBUTES = 1_024  # of a span; SDKs keep 128 unless told otherwise
 MAX_SPAN_CHARS = 2**20  # of a span's keys and values together; a number counts as 8
@@ -34,6 +35,7 @@ MAX_SPAN_BYTES = 2**22  # of one span as protobuf: parsing it holds the interpre
 MAX_COUNTED = 50_000  # spans of a request; those after them are left out uncounted
 # Field numbers of resource_spans, scope_spans and spans.
 _TO_SPANS = (1, 2, 2)
+_URL_SAFE = str.maketrans("-_", "+/")  # base64 comes with either alphabet
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
 
@@ -66,7 +68,7 @@ def read_request(body: bytes | Mapping[str, Any]) -> Export:
                     sent.append(OtlpSpan.FromString(bytes(raw)))
         else:
             request = ExportTraceServiceRequest()
-            json_format.ParseDict(_with_base64_ids(body), request, ignore_unknown_fields=True)
+            json_format.ParseDict(_as_protobuf_json(body), request, ignore_unknown_fields=True)
             for resource in request.resource_spans:
                 for scope in resource.scope_spans:
                     num_spans += len(scope.spans)
@@ -247,20 +249,30 @@ class _Reader:
 
 
 def clip(text: str) -> str:
-    """The text, cut to MAX_CHARS with a word on how much more there was."""
+    """Return the text, cut to MAX_CHARS with a note of how much more there was.
+
+    A text that was cut before stays as it is.
+    """
     more = len(text) - MAX_CHARS
-    return text if more <= 0 else f"{text[:MAX_CHARS]}... ({more} more characters)"
+    return text if more <= MAX_NOTE_CHARS else f"{text[:MAX_CHARS]}... ({more} more characters)"
 
 
-def _with_base64_ids(message: Any) -> Any:
-    """OTLP's JSON writes ids in hex, where protobuf's writes bytes in base64."""
-    if isinstance(message, list):
-        return [_with_base64_ids(item) for item in message]
-    if not isinstance(message, Mapping):
-        return message
-    return {
-        key: base64.b64encode(bytes.fromhex(item)).decode()
-        if key in ("traceId", "spanId", "parentSpanId") and isinstance(item, str)
-        else _with_base64_ids(item)
-        for key, item in message.items()
-    }
+def _as_protobuf_json(message: Any) -> Any:
+    """Return OTLP's JSON as protobuf's: ids in base64 instead of hex, and no text longer than the
+    record keeps. Protobuf's parser holds the interpreter for a third of a second over 10 MB.
+    """
+    match message:
+        case str():
+            return clip(message)
+        case list():
+            return [_as_protobuf_json(item) for item in message]
+        case {"bytesValue": str(text)} if len(text) > MAX_CHARS:
+            return {"stringValue": clip(base64.b64decode(text.translate(_URL_SAFE) + "==").hex())}
+        case dict():
+            return {
+                clip(key): base64.b64encode(bytes.fromhex(item)).decode()
+                if key in ("traceId", "spanId", "parentSpanId") and isinstance(item, str)
+                else _as_protobuf_json(item)
+                for key, item in message.items()
+            }
+    return message

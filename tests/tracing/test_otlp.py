@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -55,7 +56,7 @@ def test_a_protobuf_span_is_read() -> None:
             "numbers": nested,
             "table": table,
             "raw": AnyValue(bytes_value=b"\xff"),
-            "long": AnyValue(string_value="x" * (MAX_CHARS + 7)),
+            "long": AnyValue(string_value="x" * (MAX_CHARS + 70)),
             "none": AnyValue(),
             "odd": AnyValue(double_value=float("nan")),
             names.RESPONSE_TOKEN_IDS: nested,
@@ -67,7 +68,7 @@ def test_a_protobuf_span_is_read() -> None:
     assert (span.start_ns, span.end_ns, span.error) == (5, 9, None)
     assert span.attributes["numbers"] == (1, 0.5) and span.attributes["table"] == {"a": True}
     assert span.attributes["raw"] == "ff" and span.attributes["none"] == ""
-    assert span.attributes["long"] == "x" * MAX_CHARS + "... (7 more characters)"
+    assert span.attributes["long"] == "x" * MAX_CHARS + "... (70 more characters)"
     assert span.attributes["odd"] == "nan"  # the store's JSON has no such number
     assert names.RESPONSE_TOKEN_IDS not in span.attributes  # only the gateway says what was sampled
 
@@ -101,6 +102,23 @@ def test_json_has_ids_in_hex() -> None:
     assert (read.trace_id, read.span_id) == (TRACE.hex(), SPAN.hex())
     assert read.parent_span_id is None and read.attributes == {"n": 3}
     assert read.start_ns == 1_700_000_000_000_000_000
+
+
+def test_long_values_read_alike_in_both_encodings() -> None:
+    long = 3 * MAX_CHARS + 1
+    sent = _request(
+        name="x" * long,
+        attributes={
+            "text": AnyValue(string_value="x" * long),
+            "bytes": AnyValue(bytes_value=bytes(range(256)) * (long // 256)),
+            "k" * long: AnyValue(bool_value=True),
+        },
+    )
+    message = json_format.MessageToDict(ExportTraceServiceRequest.FromString(sent))
+    (span,) = message["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    span |= {"traceId": TRACE.hex(), "spanId": SPAN.hex(), "parentSpanId": ""}
+    assert read_request(message) == read_request(sent)
+    assert read_request(sent).num_dropped_attributes == 1
 
 
 @pytest.mark.parametrize(
