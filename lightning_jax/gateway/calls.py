@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from aiohttp import web
 
@@ -104,7 +105,7 @@ class CallHandler:
         if self._routing:
             said = said_by(body, request.match_info, request.headers)
         if self._routing.role_of(said)[1].is_elsewhere:
-            return await self._pass_on(request, body, rollout, said, call)
+            return await self._pass_on(request, body, len(raw), rollout, said, call)
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)
         parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
@@ -154,6 +155,7 @@ class CallHandler:
         self,
         request: web.Request,
         body: Body,
+        num_bytes: int,
         rollout: OpenRollout | None,
         said: Mapping[str, str],
         handled: HandledCall,
@@ -164,15 +166,19 @@ class CallHandler:
             handled.failure = "upstream_error"
 
         role_name, role = self._routing.role_of(said)
+        model_in_path = "model" in request.match_info
+        if role.served_model and not model_in_path:
+            body = body | {"model": role.served_model}
+        dump = partial(dump_json, ensure_ascii=False)
         call = FarCall(
-            body,
+            await self._bodies.offload.run(num_bytes, dump, body),
             said,
             role_name,
             role,
             rollout.settings.rollout_id if rollout else None,
             rollout.settings.call_timeout_s if rollout else None,
             parent=self._reports.parent_of(request.headers, rollout),
-            model_in_path="model" in request.match_info,
+            model_in_path=model_in_path,
         )
         return await pass_on(request, call, self._callers.policy.recorder, on_failure)
 

@@ -4,7 +4,6 @@ They leave a span with what was sent and what came back, and no tokens: they can
 """
 
 import asyncio
-import json
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -53,7 +52,7 @@ def said_by(body: Body, path: Mapping[str, str], headers: Mapping[str, str]) -> 
 class FarCall:
     """A call that another server answers."""
 
-    body: Body
+    sent: str  # JSON
     said: Mapping[str, str]
     role_name: str
     role: RoleConfig
@@ -61,12 +60,6 @@ class FarCall:
     timeout_s: float | None
     parent: Context  # where its span belongs
     model_in_path: bool = False  # as Gemini's clients have it, instead of in the body
-
-    @property
-    def sent(self) -> Body:
-        """What the server is asked."""
-        named = self.role.served_model and not self.model_in_path
-        return self.body | ({"model": self.role.served_model} if named else {})
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -79,7 +72,7 @@ class FarCall:
                 names.AGENT: self.said["agent"],
                 names.ROLE: self.role_name,
                 names.SERVED_BY: self.role.served_by,
-                names.INPUT: clip(json.dumps(self.sent, ensure_ascii=False)),
+                names.INPUT: clip(self.sent),
             }
         )
 
@@ -134,6 +127,7 @@ async def _exchange(
     names.
     """
     headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+    headers["Content-Type"] = "application/json"
     if key := call.role.api_key:
         headers |= {"Authorization": f"Bearer {key}", "x-api-key": key, "x-goog-api-key": key}
     limit = aiohttp.ClientTimeout(total=call.timeout_s or call.role.timeout_s)
@@ -142,7 +136,9 @@ async def _exchange(
     num_bytes = 0
     async with (
         aiohttp.ClientSession(timeout=limit) as session,
-        session.post(url, json=call.sent, headers=headers, allow_redirects=False) as answer,
+        session.post(
+            url, data=call.sent.encode(), headers=headers, allow_redirects=False
+        ) as answer,
     ):
         if 300 <= answer.status < 400:
             raise _Unusable(

@@ -15,19 +15,21 @@ INLINE_BYTES = 8 * 2**10  # what takes a few milliseconds is done at once
 NUM_THREADS = 2
 
 
-def dump_json(value: Any, depth: int = 5) -> str:
+def dump_json(value: Any, *, ensure_ascii: bool = True, depth: int = 5) -> str:
     """Return what `json.dumps` returns, in many short steps, so that other threads run between.
 
     A list or an object that lies deeper than `depth` is one step.
     """
+    dump = partial(dump_json, ensure_ascii=ensure_ascii, depth=depth - 1)
     if depth and isinstance(value, dict):
         pairs = (
-            f"{json.dumps(name)}: {dump_json(item, depth - 1)}" for name, item in value.items()
+            f"{json.dumps(name, ensure_ascii=ensure_ascii)}: {dump(item)}"
+            for name, item in value.items()
         )
         return "{" + ", ".join(pairs) + "}"
     if depth and isinstance(value, list | tuple):
-        return "[" + ", ".join(dump_json(item, depth - 1) for item in value) + "]"
-    return json.dumps(value)
+        return "[" + ", ".join(map(dump, value)) + "]"
+    return json.dumps(value, ensure_ascii=ensure_ascii)
 
 
 class Turns:

@@ -212,6 +212,8 @@ async def test_closed_offload_takes_no_more_work() -> None:
 @given(value=json_values)
 def test_json_is_written_as_the_library_writes_it(value: Any) -> None:
     assert offload.dump_json(value) == json.dumps(value)
+    text = offload.dump_json(value, ensure_ascii=False)
+    assert text == json.dumps(value, ensure_ascii=False)
     assert offload.dump_json({"a": (1, value)}, depth=1) == json.dumps({"a": [1, value]})
 
 
