@@ -159,6 +159,7 @@ class ServeConfig:
     grammar_memory_mib: float = 512.0
     max_grammar_kib: int = 256  # length of the schemas of one request
     max_logit_biases: int = 1024  # entries of a request's logit_bias
+    max_stop_chars: int = 1024  # of a request's stop strings together; each token looks for them
     orchestrator: str = "native"  # native, or jetstream (cannot train: it takes no new weights)
     # Devices that serve; `data` counts copies of the engine, each with weights, slots and a prefix
     # cache of its own. None: the trainer's, on a GPU or TPU as many copies as they hold with
@@ -201,6 +202,7 @@ class ServeConfig:
             grammar_memory_mib=(self.grammar_memory_mib >= 64, "at least 64 MiB"),
             max_grammar_kib=(self.max_grammar_kib >= 1, "at least 1 KiB"),
             max_logit_biases=(self.max_logit_biases >= 0, "at least 0"),
+            max_stop_chars=(self.max_stop_chars >= 0, "at least 0"),
             orchestrator=(self.orchestrator in ("native", "jetstream"), "native or jetstream"),
         )
 

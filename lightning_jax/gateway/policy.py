@@ -101,7 +101,12 @@ class Policy:
         grammar = grammar_of(request, self.tool_format, self.tokenizer)
         rooms = tuple(self.serve.max_len - len(prompt.token_ids) for prompt in rendered)
         sampling = sampling_params(
-            request, rollout, rooms, grammar, max_logit_biases=self.serve.max_logit_biases
+            request,
+            rollout,
+            rooms,
+            grammar,
+            max_logit_biases=self.serve.max_logit_biases,
+            max_stop_chars=self.serve.max_stop_chars,
         )
         prompts = [prompt for prompt in rendered for _ in range(request.num_choices)]
         chat = request.messages is not None

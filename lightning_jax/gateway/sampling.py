@@ -18,6 +18,7 @@ def sampling_params(
     grammar: str | None,
     *,
     max_logit_biases: int,
+    max_stop_chars: int,
 ) -> tuple[SamplingParams, ...]:
     """How each choice is sampled: what the agent asks for, under what its rollout's settings say.
 
@@ -31,6 +32,12 @@ def sampling_params(
     else:
         seed = secrets.randbits(31) if request.seed is None else request.seed % 2**31
     biases = _logit_biases(request.logit_bias, max_logit_biases)
+    num_stop_chars = sum(map(len, request.stop))
+    if num_stop_chars > max_stop_chars:
+        raise invalid(
+            f"stop has {num_stop_chars} characters; serve.max_stop_chars allows {max_stop_chars}.",
+            "stop",
+        )
     places = [(room, n) for room in rooms for n in range(request.num_choices)]
     try:
         return tuple(

@@ -28,7 +28,7 @@ def _parse(headers: dict[str, str] | None = None, **fields: Any) -> PolicyReques
 
 
 def _sampling(request: PolicyRequest, rollout: OpenRollout | None, room: int) -> Any:
-    return sampling_params(request, rollout, (room,), None, max_logit_biases=9)
+    return sampling_params(request, rollout, (room,), None, max_logit_biases=9, max_stop_chars=99)
 
 
 def test_a_bare_request_gets_openais_defaults() -> None:
@@ -207,3 +207,11 @@ async def test_too_many_logit_biases_are_refused(make_bench: MakeBench) -> None:
             assert found == status
         assert reply["error"]["param"] == "logit_bias"
         assert "serve.max_logit_biases" in reply["error"]["message"]
+
+
+async def test_long_stop_strings_are_refused(make_bench: MakeBench) -> None:
+    async with make_bench(max_stop_chars=6) as bench:
+        for stop, status in ((["abc", "def"], 200), ("abcdefg", 400)):
+            found, reply, _ = await bench.post(BODY | {"stop": stop, "max_tokens": 1})
+            assert found == status
+        assert reply["error"]["param"] == "stop"
