@@ -36,9 +36,9 @@ def baselines_and_scales(
     """Return (baseline, scale) of each rollout; the advantage is `(credit - baseline) * scale`.
 
     The baseline is from `group_baselines`, the mean over the step ("batch_mean", REINFORCE++, arXiv
-    2501.03262) or 0 ("none"). The scale is one over the standard deviation of the group's returns
-    ("group_std"), one over that of all returns minus their baselines ("batch_std"), or 1 ("none",
-    as in Dr. GRPO, arXiv 2503.20783). Standard deviations are of the population.
+    2501.03262) or 0 ("none"). With "group_std" the scale is one over the population standard
+    deviation of the group's returns. With "batch_std" the deviation is that of all returns minus
+    their baselines. With "none" the scale is 1 (as in Dr. GRPO, arXiv 2503.20783).
 
     The scale is 0 for a single rollout with a group baseline, which cannot show which call was
     better. It is also 0 if the standard deviation is 0. Equal returns alone do not make it 0. With

@@ -48,7 +48,7 @@ def learning_parts(
 ) -> dict[str, list[Trajectory]]:
     """Return the trajectories for each separate learner, by policy.
 
-    The name "" stands for all policies together, or the only one.
+    The name "" means all policies together, or the only one.
     """
     if not policies or algorithm.policy_updates == "joint":
         return {"": list(trajectories)}

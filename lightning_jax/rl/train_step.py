@@ -63,11 +63,11 @@ def make_train_functions(  # noqa: PLR0913  (the arguments are independent)
 ) -> TrainFunctions:
     """Build the jitted functions for one objective.
 
-    Each compiles once per batch shape and sharding.
-    `compute_dtype` is the dtype of activations and of weights in the forward pass. Gradients and
-    stored weights stay float32. An objective with an entropy bonus needs `entropy_gradient`. With a
-    critic a batch needs `states`. Sharded weights need `gather` from `sharding.make_gather`. With
-    `several` separate policies, the optimizers must come from `several.separately`.
+    Each compiles once per batch shape and sharding. `compute_dtype` is the dtype of activations and
+    of weights in the forward pass. Gradients and stored weights stay float32. An objective with an
+    entropy bonus needs `entropy_gradient`. With a critic a batch needs `states`. Sharded weights
+    need `gather` from `sharding.make_gather`. With `several` separate policies, the optimizers must
+    come from `several.separately`.
     """
     forward = ForwardPass(config, head_chunk, remat, compute_dtype, entropy_gradient, gather)
 
