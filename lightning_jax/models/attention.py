@@ -1,4 +1,4 @@
-"""Rotary positions, and attention in a row of tokens."""
+"""Rotary positions, and attention within a row of tokens."""
 
 import functools
 import math
@@ -14,14 +14,14 @@ from lightning_jax.models import blockwise, flash, flash_gpu, flash_tpu
 from lightning_jax.models.blockwise import ENDLESS, MASKED
 from lightning_jax.models.mesh_axes import partition
 
-_SMALL = 128 * 128  # query-key pairs up to which one block is all
-_CPU_BLOCK = 128  # its scores stay in a core's cache
-_DEFAULT_BLOCK = 1024  # elsewhere few large products are faster than many small ones
+_SMALL = 128 * 128  # query-key pairs; up to this many, all scores are computed at once
+_CPU_BLOCK = 128  # the scores of a block fit in a core's cache
+_DEFAULT_BLOCK = 1024  # on other platforms, few large products are faster than many small ones
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretch of slow rotary frequencies, for longer contexts than first trained on."""
+    """Llama 3's scaling of slow rotary frequencies, for contexts longer than in pretraining."""
 
     factor: float
     low_freq_factor: float
@@ -32,10 +32,11 @@ class RopeScaling:
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> Float[Array, " F"]:
-    """Radians per position of each of the head_dim / 2 rotated pairs.
+    """Return the radians per position of each of the head_dim / 2 rotated pairs.
 
-    Wavelengths above `original_max_positions / low_freq_factor` tokens turn `factor` times slower,
-    those below `original_max_positions / high_freq_factor` stay, those between are blended.
+    Frequencies with wavelengths above `original_max_positions / low_freq_factor` tokens are divided
+    by `factor`. Wavelengths below `original_max_positions / high_freq_factor` are unchanged, and
+    those in between are blended.
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
@@ -49,12 +50,12 @@ def rope_frequencies(
 def rope_tables(
     positions: Int[Array, "B T"], frequencies: Float[Array, " F"]
 ) -> tuple[Float[Array, "B T 1 F"], Float[Array, "B T 1 F"]]:
-    """Cosine and sine of every angle, float32, made once and used by all layers."""
+    """Return the float32 cosine and sine of every angle, computed once for all layers."""
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
 
     def by_loop(angles: Any) -> Any:
-        # What a loop makes cannot be made again where it is used: XLA on a CPU would take cosine
-        # and sine anew for every head of every layer, and of its gradient.
+        # XLA cannot recompute a loop's result where it is used. Without the loop, XLA on a CPU
+        # recomputes cosine and sine for every head of every layer and of its gradient.
         tables = jax.lax.map(
             lambda is_sine: jnp.where(is_sine, jnp.sin(angles), jnp.cos(angles)),
             jnp.array([False, True]),
@@ -70,7 +71,7 @@ def rope_tables(
 def rotate(
     x: Float[Array, "B T N D"], cos: Float[Array, "B T 1 F"], sin: Float[Array, "B T 1 F"]
 ) -> Float[Array, "B T N D"]:
-    """`x` turned by its position; element i pairs with element i + D/2."""
+    """Rotate `x` by its position, with element i paired with element i + D/2."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
     return turned.astype(x.dtype)
@@ -82,7 +83,10 @@ def attend_tree(
     values: Float[Array, "B T K D"],
     ends: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T H D"]:
-    """Attention in a row: node i sees node j iff `j <= i < ends[j]`; causal without `ends`."""
+    """Return attention within a row: node i sees node j iff `j <= i < ends[j]`.
+
+    Without `ends` attention is causal.
+    """
     length = queries.shape[1]
     index = jnp.broadcast_to(jnp.arange(length), queries.shape[:2])
     ends = jnp.full(queries.shape[:2], ENDLESS) if ends is None else ends
@@ -100,10 +104,10 @@ def attend_blocks(
     index: Int[Array, "B T"],
     ends: Int[Array, "B C"],
 ) -> Float[Array, "B T H D"]:
-    """Attention of query i to the keys `j <= index[i] < ends[j]`; each must see at least one.
+    """Return attention of query i to the keys `j <= index[i] < ends[j]`.
 
-    Where the program runs decides what computes it: kernels of their own on a TPU and on a CUDA
-    GPU (flash.py), on a CPU and all else a loop over blocks (blockwise.py).
+    Each query must see at least one key. A TPU and a CUDA GPU use their own kernels (flash.py).
+    Other platforms run a loop over blocks (blockwise.py).
     """
     return _attend(queries, keys, values, index, ends)
 
@@ -127,7 +131,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 @functools.cache
 def _per_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`per_device` of a kernel, jitted so that the layers of a model trace it once, not each."""
+    """Return a jitted `per_device` for a kernel, traced once for all layers of a model."""
     return jax.jit(functools.partial(per_device, kernel))
 
 
@@ -152,9 +156,9 @@ def _backward(*arrays: Any) -> Any:
 
 
 def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
-    """The result of a forward or backward kernel that each device calls for its rows and heads.
+    """Run a forward or backward kernel on each device for its rows and heads.
 
-    Where `tensor` does not divide the key heads, each device computes all heads of its rows.
+    If `tensor` does not divide the key heads, each device computes all heads of its rows.
     """
     keys = arrays[1]
 
@@ -177,7 +181,10 @@ def attend_masked(
     values: Float[Array, "B C K D"],
     seen: Bool[Array, "B T C"],
 ) -> Float[Array, "B T H D"]:
-    """Softmax attention with all scores at once; query head h reads key head h // (H / K)."""
+    """Return softmax attention from all scores at once.
+
+    Query head h reads key head h // (H / K).
+    """
     rows, length, heads, size = queries.shape
     kv_heads = keys.shape[2]
     grouped = queries.reshape(rows, length, kv_heads, heads // kv_heads, size) * size**-0.5

@@ -1,10 +1,10 @@
-"""Softmax attention block by block: no T x T array, and blocks that nobody sees are never computed.
+"""Block-by-block softmax attention that allocates no T x T array and skips fully masked blocks.
 
-Query i has an index, key j an end, and i sees j iff `j <= index[i] < ends[j]`. That is the forest
-of a training row (index[i] = i), and with endless keys it is reading a cache (index[i] = position).
-The blocks are walked by a loop whose length is found at run time, so a row packed with short trees
-costs what the short trees cost. The online softmax is arXiv 1805.02867, its gradient without the
-scores arXiv 2205.14135.
+Query i has an index and key j has an end. Query i sees key j iff `j <= index[i] < ends[j]`. This
+mask describes the forest in a training row (index[i] = i). With endless keys it describes reading
+a cache (index[i] = position). The number of blocks in the loop is found at run time, so a row
+packed with short trees costs only what those trees cost. The online softmax is arXiv 1805.02867.
+Its gradient, which does not store the scores, is arXiv 2205.14135.
 """
 
 from typing import Any, NamedTuple
@@ -12,26 +12,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30  # finite, so that a query that sees nothing gives numbers and no NaN
+MASKED = -1e30  # finite, so that a query that sees no key gives finite numbers instead of NaN
 ENDLESS = 2**30  # the end of a key that every later query sees
 
 
 class _Blocks(NamedTuple):
-    """The inputs in [B K G T D] and [B K C D], padded to whole blocks, and who meets whom."""
+    """Inputs [B K G T D] and [B K C D] padded to whole blocks, with the visible key blocks."""
 
     queries: Any
     keys: Any
     values: Any
     index: Any  # [B T]
     ends: Any  # [B C]
-    order: Any  # [T/size, C/size]: key blocks that a query block sees, first
-    count: Any  # [T/size]: how many they are
+    order: Any  # [T/size, C/size]: key blocks of each query block, visible ones first
+    count: Any  # [T/size]: number of visible key blocks
     size: int
 
 
 def _split(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: int) -> _Blocks:
     kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
-    # A padded query sees key 0, a padded key is seen by nobody.
+    # A padded query sees key 0. No query sees a padded key.
     index, ends = pad_to(index, size, 1), pad_to(ends, size, 1)
     rows = index.shape[0]
     lowest = index.reshape(rows, -1, size).min(axis=(0, 2))
@@ -52,7 +52,7 @@ def _split(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: in
 
 
 def forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: int) -> Any:
-    """The output [B T H D] and the logarithm [B K G T] of each query's sum of exponentials."""
+    """Return the output [B T H D] and the log-sum-exp [B K G T] of each query's scores."""
     b = _split(queries, keys, values, index, ends, size)
     grouped = b.queries.shape[:3]
 
@@ -87,13 +87,13 @@ def forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: i
 def backward(
     queries: Any, keys: Any, values: Any, index: Any, ends: Any, *rest: Any, size: int
 ) -> Any:
-    """Gradients of queries, keys and values. The weights are computed again from `log_sums`."""
+    """Return the gradients of queries, keys and values, recomputing weights from `log_sums`."""
     out, log_sums, out_grad = rest
     b = _split(queries, keys, values, index, ends, size)
     kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
     out_grads = pad_to(by_head(out_grad, kv_heads), size, 3)
     # Softmax's gradient needs, for each query, sum_j weight_j * dweight_j = out . out_grad.
-    # A product: XLA on a CPU takes seven times as long for a sum over the last axis of so many.
+    # An einsum, because XLA on a CPU takes seven times as long for a sum over this last axis.
     wide = pad_to(by_head(out, kv_heads), size, 3).astype(jnp.float32)
     inner = jnp.einsum("bkgtd,bkgtd->bkgt", wide, out_grads.astype(jnp.float32))
     log_sums = pad_to(log_sums, size, 3)
@@ -136,7 +136,7 @@ def backward(
 
 
 def _scores(b: _Blocks, i: Any, j: Any) -> Any:
-    """Scores [B K G size size] of query block i on key block j, float32, MASKED where unseen."""
+    """Return float32 scores [B K G size size] of query block i on key block j, MASKED if unseen."""
     scores = _product("kmd,kcd->kmc", _cut(b.queries, i, b.size, 3), _cut(b.keys, j, b.size, 2))
     index, ends = _cut(b.index, i, b.size, 1), _cut(b.ends, j, b.size, 1)
     key = j * b.size + jnp.arange(b.size)
@@ -145,7 +145,7 @@ def _scores(b: _Blocks, i: Any, j: Any) -> Any:
 
 
 def _product(form: str, grouped: Any, shared: Any) -> Any:
-    """A product with the keys or values that G query heads share: one matrix of G*T rows."""
+    """Multiply with keys or values that G query heads share, as one matrix of G*T rows."""
     flat = grouped.reshape(*grouped.shape[:2], -1, grouped.shape[-1]).astype(shared.dtype)
     form = ",".join("b" + part for part in form.split("->")[0].split(",")) + "->b" + form[-3:]
     out = jnp.einsum(form, flat, shared, preferred_element_type=jnp.float32)
@@ -153,34 +153,34 @@ def _product(form: str, grouped: Any, shared: Any) -> Any:
 
 
 def _over_queries(by_feature: Any, weights: Any) -> Any:
-    """[B K D C]: for each key, the sum of weight times row over all queries of its group.
+    """Sum weight times row over all queries of a key's group, for each key: [B K D C].
 
-    XLA on a CPU takes twice as long for [B K C D], for which it would turn the weights.
+    XLA on a CPU takes twice as long for [B K C D], because it would transpose the weights.
     """
     flat = weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(by_feature.dtype)
     return jnp.einsum("bkdm,bkmc->bkdc", by_feature, flat, preferred_element_type=jnp.float32)
 
 
 def _turned(grouped: Any) -> Any:
-    """[B K G T D] as [B K D G*T]."""
+    """Reshape [B K G T D] to [B K D G*T]."""
     flat = grouped.reshape(*grouped.shape[:2], -1, grouped.shape[-1])
     return flat.transpose(0, 1, 3, 2)
 
 
 def by_head(x: Any, kv_heads: int) -> Any:
-    """[B T H D] as [B K G T D]."""
+    """Reshape [B T H D] to [B K G T D]."""
     split = x.reshape(*x.shape[:2], kv_heads, x.shape[2] // kv_heads, x.shape[3])
     return split.transpose(0, 2, 3, 1, 4)
 
 
 def by_token(x: Any) -> Any:
-    """[B K G T D] as [B T H D]."""
+    """Reshape [B K G T D] to [B T H D]."""
     rows, kv_heads, group, length, size = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(rows, length, kv_heads * group, size)
 
 
 def pad_to(x: Any, size: int, axis: int) -> Any:
-    """`x` with zeros up to a whole multiple of `size` along an axis."""
+    """Pad `x` with zeros along an axis, up to a multiple of `size`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % size)
     return jnp.pad(x, widths)

@@ -1,13 +1,13 @@
-"""The key/value cache: how it lies in memory, writing tokens to it, and attention to it.
+"""KV cache: its memory layout, writing tokens to it, and attention to it.
 
-On a CPU a row of keys is [K, D, C] and one of values [K, C, D], so that both products of attention
-read them as they lie; for any other order XLA's compiler copies the whole cache every step. A row
-is cut into segments, which are arrays of their own: a step that needs only the beginnings of the
-rows takes only the first ones, while a slice of one array would be copied.
+On a CPU a row of keys is [K, D, C] and a row of values is [K, C, D]. Both products of attention
+then read them in place. With any other order, XLA copies the whole cache every step. A row is cut
+into segments, which are separate arrays. A step that needs only the beginnings of the rows takes
+only the first segments, but a slice of one array would be copied.
 
-On a GPU or TPU a row is whole, because their kernels read it up to its last token (flash_cache.py),
-and a token's key lies in one piece: where it lies across the tokens, a TPU's compiler turns all the
-keys around to write one, and back.
+On a GPU or TPU a row is whole, because the kernels read it up to its last token (flash_cache.py).
+A token's key is contiguous there. With tokens on the last axis, the TPU compiler would transpose
+all keys to write one, and transpose them back.
 """
 
 import itertools
@@ -23,16 +23,18 @@ from lightning_jax.models import flash_cache
 from lightning_jax.models.blockwise import MASKED, pad_to
 from lightning_jax.types import Leaf
 
-SEGMENT = 256  # tokens of the first segments; reading fewer saves next to nothing
-TOKEN_AXIS = 2  # in a segment of values
+SEGMENT = 256  # tokens of the first segments; reading fewer saves almost nothing
+TOKEN_AXIS = 2  # token axis of a segment of values
 Segments = tuple[Leaf, ...]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of one layer, in segments [S, K, D, C] and [S, K, C, D], row = slot; those of
-    a `whole` one are one array each, both [S, K, C, D]. D may be wider than a head's own.
+    """Keys and values of one layer, in segments [S, K, D, C] and [S, K, C, D] with row = slot.
+
+    A `whole` layer has one array of keys and one of values, both [S, K, C, D]. D may be wider than
+    a head.
     """
 
     keys: Segments
@@ -41,12 +43,12 @@ class LayerCache:
 
     @property
     def length(self) -> int:
-        """Tokens of a row."""
+        """Number of tokens that a row holds."""
         return sum(segment.shape[TOKEN_AXIS] for segment in self.values)
 
     @property
     def key_axis(self) -> int:
-        """Of the tokens in a segment of keys."""
+        """Token axis of a segment of keys."""
         return TOKEN_AXIS if self.whole else 3
 
 
@@ -59,11 +61,11 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens of a row."""
+        """Number of tokens that a row holds."""
         return self.layers[0].length
 
     def split(self) -> "list[KVCache]":
-        """One cache for each segment; `join` is the inverse."""
+        """Return one cache for each segment, the inverse of `join`."""
         return [
             KVCache(
                 tuple(
@@ -76,7 +78,7 @@ class KVCache:
 
 
 def join(parts: Sequence[KVCache]) -> KVCache:
-    """The cache whose rows are those of the parts, one behind the other."""
+    """Concatenate the rows of the parts to one cache."""
     return KVCache(
         tuple(
             replace(
@@ -90,19 +92,19 @@ def join(parts: Sequence[KVCache]) -> KVCache:
 
 
 def is_whole(platform: str) -> bool:
-    """Whether devices of this JAX platform keep rows in one piece."""
+    """Return whether devices of this JAX platform store each row in one piece."""
     return platform in ("gpu", "tpu")
 
 
 def row_length(tokens: int, platform: str) -> int:
-    """The length of rows for so many tokens: that, or the next one that the kernels take."""
+    """Return the row length for this number of tokens, rounded up if the kernels need it."""
     return tokens + -tokens % flash_cache.SIZE if is_whole(platform) else tokens
 
 
 def segment_lengths(length: int) -> tuple[int, ...]:
-    """The segments of rows of `length` tokens: 1600 gives 256, 256, 256, 256, 512, 64.
+    """Return the segment lengths of rows of `length` tokens: 1600 gives 256 (4 times), 512, 64.
 
-    Long ones are half of what comes before, so that what is read is little more than what is there.
+    A long segment has half as many tokens as all before it, so that few empty places are read.
     """
     lengths: list[int] = []
     while (done := sum(lengths)) < length:
@@ -111,7 +113,7 @@ def segment_lengths(length: int) -> tuple[int, ...]:
 
 
 def segment_starts(segments: Sequence[Any]) -> list[int]:
-    """The place in the row where each segment of values begins."""
+    """Return the index in the row where each segment of values starts."""
     return [0, *itertools.accumulate(segment.shape[TOKEN_AXIS] for segment in segments)][:-1]
 
 
@@ -125,7 +127,7 @@ def make_cache(
     dtype: Any,
     platform: str = "cpu",
 ) -> KVCache:
-    """An empty cache, zeros, as devices of this platform keep it."""
+    """Build a cache of zeros in the layout of this platform."""
     whole, width = is_whole(platform), flash_cache.kernel_width(platform, head_dim)
     lengths = (length,) if whole else segment_lengths(length)
     values = [(rows, kv_heads, size, width) for size in lengths]
@@ -145,8 +147,9 @@ def write_cache(
     positions: Int[Array, "B T"],
     rows: Int[Array, " B"] | None = None,
 ) -> LayerCache:
-    """The layer with new tokens at `positions` of these rows, or of the first B; those outside
-    write nothing.
+    """Write new tokens at `positions` of these rows, or of the first B rows.
+
+    Tokens at positions outside the row are dropped.
     """
     rows = (jnp.arange(new_keys.shape[0]) if rows is None else rows)[:, None]
     width = layer.values[0].shape[3]
@@ -165,7 +168,7 @@ def write_cache(
 
 
 class _Part(NamedTuple):
-    """Attention to one segment, before the division by the sum of weights; M queries a key head."""
+    """Attention to one segment before division by the sum of weights; M queries per key head."""
 
     highest: Any  # float32 [B K M 1], the largest score
     total: Any  # float32 [B K M 1], the sum of exp(score - highest)
@@ -178,17 +181,17 @@ def attend_cache(
     positions: Int[Array, "B T"],
     rows: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Attention to these rows, or to the first B, at indices up to each query's own position.
+    """Return attention to these rows, or to the first B, at indices up to each query's position.
 
-    Query head h reads key head h // (H / K). Segments that no query sees are skipped where there
-    are several queries a row; a caller that knows better leaves them out.
+    Query head h reads key head h // (H / K). With several queries per row, segments that no query
+    sees are skipped. A caller that knows the segments it needs can pass only those.
     """
     number, length, heads, size = queries.shape
     kv_heads = layer.values[0].shape[1]
     grouped = queries.reshape(number, length, kv_heads, heads // kv_heads, size) * size**-0.5
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(number, kv_heads, -1, size)
-    grouped = grouped.astype(layer.keys[0].dtype)  # else keys would be made the wider type of both
-    # Padding sees index 0, so that it does not make real queries walk segments that are empty.
+    grouped = grouped.astype(layer.keys[0].dtype)  # or the keys would be cast to a wider dtype
+    # Padding sees index 0, so that it does not make real queries read empty segments.
     index = jnp.where(positions < layer.length, positions, 0)
     attend = _attend_whole if layer.whole else _attend_segments
     grouped = pad_to(grouped, layer.values[0].shape[3], 3)
@@ -208,7 +211,7 @@ def _attend_whole(queries: Any, layer: LayerCache, index: Any, rows: Any) -> Any
     return jax.lax.platform_dependent(*arrays, **kernels, default=_at_once)
 
 
-# Jitted, so that the layers of a model trace them once, not each.
+# These are jitted so that they are traced once for all layers of a model.
 @jax.jit
 def _on_gpu(*arrays: Any) -> Any:
     return flash_cache.per_device(flash_cache.attend_gpu, *arrays)
@@ -226,7 +229,7 @@ def _at_once(queries: Any, keys: Any, values: Any, index: Any, rows: Any) -> Any
 
 
 def _attend_segments(queries: Any, layer: LayerCache, index: Any, rows: Any) -> Any:
-    """The segments' parts, put together as in arXiv 1805.02867."""
+    """Attend to each segment and combine the parts as in arXiv 1805.02867."""
     segments = zip(segment_starts(layer.values), layer.keys, layer.values, strict=True)
     parts = []
     for start, keys, values in segments:
@@ -247,7 +250,7 @@ def _combine(parts: Sequence[_Part]) -> Any:
 
 
 def _attend_rows(queries: Any, keys: Any, values: Any, index: Any, chosen: Any = None) -> _Part:
-    """Attention to one segment of the chosen rows, or of the first ones."""
+    """Attend to one segment of the chosen rows, or of the first rows."""
     rows, kv_heads, _, size = queries.shape
     taken = slice(rows) if chosen is None else chosen
     keys, values = keys[taken], values[taken]

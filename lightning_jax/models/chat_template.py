@@ -1,4 +1,4 @@
-"""Chat templates: a list of messages to the text that a model was trained on."""
+"""Chat templates, which turn a list of messages into the text format a model was trained on."""
 
 import datetime
 import functools
@@ -15,11 +15,14 @@ from lightning_jax.types import Message
 
 
 class TemplateError(ValueError):
-    """The template refuses these messages; the text says why."""
+    """Error raised when a template rejects messages; its text gives the reason."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks a model's own words in some templates; the text inside is kept."""
+    """Tag `{% generation %}`, which marks the model's own words in some templates.
+
+    The text inside is kept.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -37,10 +40,11 @@ def render(
     add_generation_prompt: bool = True,
     special_tokens: Mapping[str, str] | None = None,
 ) -> str:
-    """The prompt text. `special_tokens` are names such as `bos_token` that a template may write.
+    """Return the prompt text.
 
-    The template comes with the weights, so it runs in a sandbox with limits. Raises TemplateError,
-    whatever the template raises.
+    `special_tokens` maps names such as `bos_token`, which a template may use, to texts. The
+    template comes with the weights, so it runs in a sandbox with limits. Raises TemplateError for
+    any error in the template.
     """
     try:
         start()
@@ -63,7 +67,7 @@ def render(
 
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    # The whitespace settings, filters and globals that published templates are written against.
+    # Published templates expect these whitespace settings, filters and globals.
     environment = LimitedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -78,7 +82,7 @@ def _compiled(template: str) -> jinja2.Template:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
-    # jinja2's own filter escapes <, > and & for HTML, and would change what the model reads.
+    # jinja2's own filter escapes <, > and & for HTML, which would change the prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,9 +1,9 @@
-"""Attention of new tokens to the key/value cache, as Pallas kernels for GPU and TPU.
+"""Pallas kernels for GPU and TPU that attend from new tokens to the KV cache.
 
-A row reads the blocks of keys and values up to its own last token, and no more, however much longer
-the other rows are. That is arXiv 2309.06180's aim with rows that lie in one piece (cache.py). The
-recurrence over blocks is flash.py's. The kernels take any number of new tokens of any rows, so that
-they decode and prefill.
+A row reads blocks of keys and values only up to its own last token, even if other rows are much
+longer. This is the goal of arXiv 2309.06180, reached here with contiguous rows (cache.py). The
+recurrence over blocks is in flash.py. The kernels take any number of new tokens of any rows, so
+they serve both decode and prefill.
 """
 
 import functools
@@ -23,19 +23,19 @@ from lightning_jax.models.flash import Sums, product
 from lightning_jax.models.flash_tpu import list_pairs, split_pair, step_of
 from lightning_jax.models.mesh_axes import partition
 
-SIZE = 128  # the tokens of a row that the kernels take are a multiple of this
-_TPU_SIZES = (512, 256, SIZE)  # tokens of a block; the first is the most queries of one, too
-_TPU_HEADS = 8  # of a block, at most
-_TPU_BLOCK = 2**18  # numbers of a block of keys or of queries, at most
-_TPU_NARROWEST = 16  # queries of a block: a tile of bfloat16 has as many
-_GPU_SIZES = (64, 32)  # tokens of a block whose rows have up to 256 bytes, and of longer rows
-_GPU_NARROWEST = 16  # queries and head sizes that tensor cores take
+SIZE = 128  # the kernels need a cache length that is a multiple of this
+_TPU_SIZES = (512, 256, SIZE)  # tokens of a block; the first is also the most queries of a block
+_TPU_HEADS = 8  # most heads of a block
+_TPU_BLOCK = 2**18  # most elements of a block of keys or of queries
+_TPU_NARROWEST = 16  # fewest queries of a block: the height of a bfloat16 tile
+_GPU_SIZES = (64, 32)  # tokens of a block, for rows of up to 256 bytes and for longer ones
+_GPU_NARROWEST = 16  # smallest number of queries and head size for tensor cores
 _GPU_PROGRAMS = 512  # three to four for each of an H100's 132 processors
 
 
 def kernel_width(platform: str, head_dim: int) -> int:
-    """How wide keys and values are kept for a platform's kernel, so that it copies none of them."""
-    if platform == "tpu":  # lays narrower ones out in another order
+    """Return the stored width of keys and values that spares a platform's kernel a copy."""
+    if platform == "tpu":  # a TPU lays out narrower arrays in another order
         return head_dim + -head_dim % SIZE
     if platform == "gpu":
         return max(_GPU_NARROWEST, pl.next_power_of_2(head_dim))
@@ -43,9 +43,9 @@ def kernel_width(platform: str, head_dim: int) -> int:
 
 
 def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
-    """What a kernel gives that each device of the arrays' mesh calls for its key heads.
+    """Run a kernel on each device of the arrays' mesh for its key heads, and return the result.
 
-    Where the mesh does not divide those, each device computes all of them.
+    If the mesh does not divide the key heads, each device computes all of them.
     """
     kv_heads = arrays[1].shape[1]
 
@@ -66,14 +66,14 @@ def attend_gpu(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B K M D"]:
-    """Attention of scaled queries; M of them, of all new tokens, share a key head.
+    """Return the attention output of scaled queries.
 
-    Query m of row b sees the tokens of cache row `rows[b]` up to `index[b, m]`, 0 to C - 1. Where
-    rows and heads are too few for all processors of a GPU, a row's tokens are dealt out in parts.
-    D is a `kernel_width`.
+    M queries, from all new tokens of a row, share a key head. Query m of row b sees the tokens of
+    cache row `rows[b]` up to `index[b, m]`, 0 to C - 1. If rows and heads are too few for all
+    processors of a GPU, a row's tokens are split into parts. D is a `kernel_width`.
     """
     number, kv_heads, members, width = queries.shape
-    size = _GPU_SIZES[width * keys.dtype.itemsize > 256]  # else it is too much shared memory
+    size = _GPU_SIZES[width * keys.dtype.itemsize > 256]  # bounds the shared memory
     tall = min(size, max(_GPU_NARROWEST, pl.next_power_of_2(members)))
     queries = pad_to(queries, tall, 2)
     slots, span, height = keys.shape[0], values.shape[2], queries.shape[2]
@@ -119,9 +119,9 @@ def attend_gpu(
 def _gpu_kernel(
     row: Any, index: Any, query: Any, keys: Any, values: Any, *results: Any, size: int
 ) -> None:
-    """One part of the tokens of one row and key head, for one block of queries."""
+    """Attend from one block of queries to one part of the tokens of one row and key head."""
     row, queries, limits = row[...], query[...], index[...]
-    blocks = jnp.maximum(jnp.max(limits) + size, 0) // size  # those that some query sees
+    blocks = jnp.maximum(jnp.max(limits) + size, 0) // size  # blocks that some query sees
     each = (blocks + pl.num_programs(1) - 1) // pl.num_programs(1)
     first = pl.program_id(1) * each
 
@@ -145,8 +145,10 @@ def attend_tpu(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B K M D"]:
-    """As `attend_gpu`. It walks through the blocks of queries and of tokens that meet, listed
-    before it starts (flash_tpu.py), so that a row costs what is in it, however long others are.
+    """Return the attention output of scaled queries, like `attend_gpu`.
+
+    The pairs of query and token blocks that meet are listed before the kernel starts
+    (flash_tpu.py). A row's cost therefore depends only on its own tokens.
     """
     _, kv_heads, members, width = queries.shape
     span = keys.shape[2]
@@ -154,7 +156,8 @@ def attend_tpu(
     room = _TPU_BLOCK // (heads * width)
     size = next((s for s in _TPU_SIZES if span % s == 0 and s <= room), SIZE)
     blocks = pl.cdiv(members, max(SIZE, min(_TPU_SIZES[0], room)))
-    # Several blocks are each as many queries as a tile is wide; one is as tall as a tile at least.
+    # With several blocks, each has a multiple of a tile's width in queries. A single block has a
+    # multiple of a tile's height.
     tile = SIZE if blocks > 1 else _TPU_NARROWEST
     tall = pl.cdiv(pl.cdiv(members, blocks), tile) * tile
     queries = pad_to(queries, blocks * tall, 2)
@@ -208,7 +211,10 @@ def _tpu_kernel(
     out: Any,
     *scratch: Any,
 ) -> None:
-    """One block of tokens for one block of queries, some key heads; `scratch` is their Sums."""
+    """Attend from one block of queries to one block of tokens, for some key heads.
+
+    `scratch` holds their Sums.
+    """
     step = step_of(pairs, counts, 0, pl.program_id(1))
     size = key.shape[1]
 
@@ -231,7 +237,7 @@ def _tpu_kernel(
 
 
 def _scores(query: Any, key: Any, first: Any, last: Any) -> Any:
-    """Scores [M C] of queries [M D] on keys [C D], of which `first` is the first one's place."""
+    """Return scores [M C] of queries [M D] on keys [C D]; the first key has index `first`."""
     scores = product(query, key, 1, 1)
     places = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     return jnp.where(places <= last, scores, MASKED)

@@ -1,8 +1,8 @@
-"""Attention on a CUDA GPU as Pallas kernels: flash.py's blocks, a program for each.
+"""Pallas attention kernels for a CUDA GPU, with one program for each of flash.py's blocks.
 
-A program keeps a block of queries (or of keys) and walks through a list of those that it meets.
-The kernels are compiled by Triton, which takes the same ones for every CUDA GPU; JAX deprecates
-that from 0.11 on in favour of Mosaic GPU, whose kernels are written for one generation each.
+A program keeps a block of queries (or of keys) and loops over the list of blocks that it meets.
+Triton compiles the same kernels for every CUDA GPU. JAX deprecates Triton from 0.11 on in favour
+of Mosaic GPU, whose kernels must be written for each GPU generation.
 """
 
 import functools
@@ -18,14 +18,14 @@ from lightning_jax.models import flash
 from lightning_jax.models.blockwise import by_token, pad_to
 from lightning_jax.models.flash import Blocks, Sums
 
-_SIZES = (64, 32)  # rows of a block whose rows have up to 256 bytes, and of one with longer rows
-_NARROWEST = 16  # of a head; tensor cores take no less, and Triton powers of two only
+_SIZES = (64, 32)  # rows of a block, for rows of up to 256 bytes and for longer ones
+_NARROWEST = 16  # smallest head size for tensor cores; Triton takes only powers of two
 
 
 def forward(
     queries: Any, keys: Any, values: Any, index: Any, ends: Any, *, interpret: bool = False
 ) -> tuple[Any, Any]:
-    """The output [B T H D] and the logarithm [B K G T] of each query's sum of exponentials."""
+    """Return the output [B T H D] and the log-sum-exp [B K G T] of each query's scores."""
     b = _split(queries, keys, values, index, ends)
     numbers = jax.ShapeDtypeStruct(b.queries.shape[:4], jnp.float32)
     outs, log_sums = _run(
@@ -50,7 +50,7 @@ def backward(  # noqa: PLR0913  (the saved arrays)
     *,
     interpret: bool = False,
 ) -> tuple[Any, Any, Any]:
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     b = _split(queries, keys, values, index, ends)
     length, width = queries.shape[1], queries.shape[3]
     out_grads, *saved = flash.split_gradient(b, out, log_sums, out_grad)
@@ -76,9 +76,7 @@ def backward(  # noqa: PLR0913  (the saved arrays)
 
 def _split(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Blocks:
     width = max(_NARROWEST, pl.next_power_of_2(queries.shape[3]))
-    size = _SIZES[
-        width * keys.dtype.itemsize > 256
-    ]  # else a small GPU's shared memory is too small
+    size = _SIZES[width * keys.dtype.itemsize > 256]  # must fit a small GPU's shared memory
     b = flash.split(queries, keys, values, index, ends, (size,))
     return b._replace(
         queries=pad_to(b.queries, width, 4),
@@ -96,20 +94,20 @@ def _run(
     by_key: bool = False,
     interpret: bool,
 ) -> Any:
-    """A kernel's outputs, each given by its kind of block and an array like it.
+    """Run a kernel and return its outputs, each described by a kind of block and an array like it.
 
-    There is a program for each row, head and block of queries, or of keys. The inputs end with
-    `more`, which are [B K G T D] and two numbers a query, [B K G T].
+    There is one program for each row, head and block of queries, or of keys with `by_key`. The last
+    inputs are `more`: [B K G T D] and two numbers per query, [B K G T].
     """
     met = b.met.swapaxes(1, 2) if by_key else b.met
-    order = jnp.argsort(~met, axis=2, stable=True).astype(jnp.int32)  # those that it meets, first
+    order = jnp.argsort(~met, axis=2, stable=True).astype(jnp.int32)  # blocks that meet come first
     counts = met.sum(axis=2, dtype=jnp.int32)
     rows, kv_heads, group, _, width = b.queries.shape
     num_warps = 4 if width * b.keys.dtype.itemsize <= 128 else 8
     specs = _key_specs(b) if by_key else _query_specs(b)
     inputs = ["order", "count", "index", "ends", "query", "key", "key"]
     inputs += ["query", "number", "number"] if more else []
-    # The first of a grid changes fastest, so that heads that share keys run side by side.
+    # The first grid axis changes fastest, so that heads that share keys run side by side.
     return pl.pallas_call(
         kernel,
         grid=(1 if by_key else group, met.shape[1], kv_heads, rows),
@@ -122,7 +120,7 @@ def _run(
 
 
 def _query_specs(b: Blocks) -> dict[str, pl.BlockSpec]:
-    """What of an array of each kind the program of a block of queries sees."""
+    """Return the part of each kind of array that the program of a block of queries sees."""
     size, length, width = b.size, b.keys.shape[2], b.keys.shape[3]
     return {
         "order": pl.BlockSpec((None, None, length // size), lambda g, i, k, row: (row, i, 0)),
@@ -138,7 +136,7 @@ def _query_specs(b: Blocks) -> dict[str, pl.BlockSpec]:
 
 
 def _key_specs(b: Blocks) -> dict[str, pl.BlockSpec]:
-    """What of an array of each kind the program of a block of keys sees."""
+    """Return the part of each kind of array that the program of a block of keys sees."""
     size, group, length, width = b.size, *b.queries.shape[2:]
     return {
         "order": pl.BlockSpec((None, None, length // size), lambda _, j, k, row: (row, j, 0)),

@@ -1,8 +1,8 @@
-"""Attention on a TPU as Pallas kernels: flash.py's blocks, one pair of blocks a step.
+"""Pallas attention kernels for TPU, which process one pair of flash.py's blocks per step.
 
-The pairs that meet are listed before a kernel starts and lie in its scalar memory, so that it
-fetches the blocks of the next pair while it computes with those of the last. A pair that does not
-meet is in no list: it costs no fetch and no step.
+The pairs that meet are listed in scalar memory before a kernel starts. The kernel can then fetch
+the blocks of the next pair while it computes with the current pair. A pair that does not meet is
+not listed, so it costs no fetch and no step.
 """
 
 import functools
@@ -19,7 +19,7 @@ from lightning_jax.models.blockwise import MASKED, by_token
 from lightning_jax.models.flash import Blocks, Sums
 
 _SIZES = (512, 256, 128)  # rows of a block; 512 x 512 scores are 1 MiB of a core's memory
-_BITS = 16  # of a pair's number, for its inner block
+_BITS = 16  # low bits of a pair's number, which hold its inner block
 _INPUTS = ("index", "ends", "query", "key", "key")
 _GRADIENT_INPUTS = (*_INPUTS, "query", "number", "number")
 
@@ -27,7 +27,7 @@ _GRADIENT_INPUTS = (*_INPUTS, "query", "number", "number")
 def forward(
     queries: Any, keys: Any, values: Any, index: Any, ends: Any, *, interpret: bool = False
 ) -> tuple[Any, Any]:
-    """The output [B T H D] and the logarithm [B K G T] of each query's sum of exponentials."""
+    """Return the output [B T H D] and the log-sum-exp [B K G T] of each query's scores."""
     b = flash.split(queries, keys, values, index, ends, _SIZES)
     numbers = jax.ShapeDtypeStruct((*b.queries.shape[:3], 1, b.queries.shape[3]), jnp.float32)
     column = pltpu.VMEM((b.size, 1), jnp.float32)
@@ -53,7 +53,7 @@ def backward(  # noqa: PLR0913  (the saved arrays)
     *,
     interpret: bool = False,
 ) -> tuple[Any, Any, Any]:
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     b = flash.split(queries, keys, values, index, ends, _SIZES)
     out_grads, *saved = flash.split_gradient(b, out, log_sums, out_grad)
     more = [out_grads, *(numbers[..., None, :] for numbers in saved)]
@@ -92,11 +92,12 @@ def _run(
     by_key: bool = False,
     interpret: bool,
 ) -> Any:
-    """A kernel's outputs, each given by its kind of block and an array like it.
+    """Run a kernel and return its outputs, each described by a kind of block and an array like it.
 
-    For each row and head it walks through the pairs that meet, one block of queries after the
-    other, or one block of keys after the other and there once for each query head. How many steps
-    that takes is found at run time. `more` are [B K G T D] and two numbers a query, [B K G 1 T].
+    For each row and head it visits the pairs that meet, one block of queries after another. With
+    `by_key` it goes through the blocks of keys, and visits each pair once per query head. The
+    number of steps is found at run time. `more` is [B K G T D] and two numbers per query,
+    [B K G 1 T].
     """
     pairs, counts = list_pairs(b.met.swapaxes(1, 2) if by_key else b.met)
     rows, kv_heads, group = b.queries.shape[:3]
@@ -120,10 +121,10 @@ def _run(
 
 
 def list_pairs(met: Any) -> tuple[Any, Any]:
-    """The numbers [B N*M] of the pairs that meet, by outer block, and how many [B] they are.
+    """Return the numbers [B N*M] of the pairs that meet, by outer block, and their counts [B].
 
-    A number is outer * 2^16 + inner. An outer block that meets none is paired with block 0, so
-    that its output is written. The last pair is repeated to the end, which fetches nothing.
+    A pair's number is outer * 2^16 + inner. An outer block that meets none is paired with block 0,
+    so that its output is written. The last pair is repeated to the end, which costs no fetch.
     """
     rows, outer, inner = met.shape
     alone = ~met.any(axis=2, keepdims=True)
@@ -135,7 +136,7 @@ def list_pairs(met: Any) -> tuple[Any, Any]:
 
 
 def _specs(b: Blocks, by_key: bool) -> dict[str, pl.BlockSpec]:
-    """Which block of an array of each kind a step reads or writes."""
+    """Return the block specs that select, for each kind of array, what a step reads or writes."""
 
     def spec(shape: tuple[int | None, ...], place: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
         def at(row: Any, head: Any, first: Any, second: Any, pairs: Any, _: Any) -> Any:
@@ -157,17 +158,17 @@ def _specs(b: Blocks, by_key: bool) -> dict[str, pl.BlockSpec]:
 
 
 class Step(NamedTuple):
-    """Where in its walk a kernel is."""
+    """Position of a kernel in its list of pairs."""
 
     inner: Any  # the inner block
     outer: Any
-    meets: Any  # whether there is a pair; rows with fewer pairs end earlier
-    is_first: Any  # of its outer block
+    meets: Any  # False past the end of the list; rows with fewer pairs end earlier
+    is_first: Any  # for its outer block
     is_last: Any
 
 
 def step_of(pairs: Any, counts: Any, row: Any, step: Any) -> Step:
-    """What a kernel does in this step of the row's list of pairs."""
+    """Return the kernel's position at this step of the row's list of pairs."""
     last = counts[row] - 1
     outer, inner = split_pair(pairs[row, step])
     before, _ = split_pair(pairs[row, jnp.maximum(step - 1, 0)])
@@ -183,7 +184,7 @@ def step_of(pairs: Any, counts: Any, row: Any, step: Any) -> Step:
 
 
 def split_pair(pair: Any) -> tuple[Any, Any]:
-    """The outer and the inner block of one of `list_pairs`."""
+    """Return the outer and the inner block of a pair's number from `list_pairs`."""
     return pair >> _BITS, pair & (2**_BITS - 1)
 
 
@@ -303,5 +304,5 @@ def _scores(query: Any, key: Any, index: Any, ends: Any, key_block: Any) -> Any:
 
 
 def _column(numbers: Any) -> Any:
-    """A block [1 M] of numbers as [M 1]."""
+    """Reshape a block [1 M] of numbers to [M 1]."""
     return jnp.expand_dims(numbers[0], 1)

@@ -1,5 +1,6 @@
-"""Bytes of one device's memory that a model takes, from shapes alone: exact for weights and caches,
-an estimate for what a training step needs on top.
+"""Memory of a model on one device in bytes, computed from shapes alone.
+
+It is exact for weights and caches, and an estimate for the rest of a training step.
 """
 
 import math
@@ -19,7 +20,7 @@ from lightning_jax.models.transformer import DecoderConfig, init_cache
 def weight_bytes(
     model: DecoderConfig, mesh: Mesh, dtype: Any, part: Callable[[Any], Any] = lambda tree: tree
 ) -> int:
-    """Of all weights, or a part of them."""
+    """Return the bytes of all weights, or of a part of them, on one device."""
     shapes = jax.tree.leaves(part(param_shapes(model)))
     places = jax.tree.leaves(part(param_shardings(model, mesh)))
     sizes = (
@@ -31,9 +32,10 @@ def weight_bytes(
 def shares_frozen(
     model: DecoderConfig, training: Mesh, engines: Sequence[Mesh], dtype: Any
 ) -> bool:
-    """Return whether all engines read frozen weights of `dtype` where the trainer holds them.
+    """Return whether all engines can read the trainer's own copy of frozen weights in `dtype`.
 
-    An engine on one CPU turns float32 kernels, so it has its own (`matmul.turn_kernels`).
+    An engine on one CPU device transposes float32 kernels, so it has its own copy
+    (`matmul.turn_kernels`).
     """
     shapes = frozen_part(param_shapes(model))
     on_one_cpu = engines[0].size == 1 and engines[0].devices.flat[0].platform == "cpu"
@@ -51,7 +53,7 @@ def shares_frozen(
 
 
 def spread_bytes(model: DecoderConfig, training: Mesh, engine: Mesh, dtype: Any) -> int:
-    """Return what `reshard.spread` of trained weights takes, but for what becomes the engine's."""
+    """Return the bytes of `reshard.spread` of trained weights, less those the engine keeps."""
     shapes = trained_part(param_shapes(model))
     held, wanted = (
         jax.tree.leaves(pick(param_shardings(model, mesh), shapes)) for mesh in (training, engine)
@@ -59,7 +61,7 @@ def spread_bytes(model: DecoderConfig, training: Mesh, engine: Mesh, dtype: Any)
     number = 0
     for leaf, place, target in zip(jax.tree.leaves(shapes), held, wanted, strict=True):
         spread = layout(place, target)
-        if not spread.is_equivalent_to(place, len(leaf.shape)):  # cast shards are gathered
+        if not spread.is_equivalent_to(place, len(leaf.shape)):  # cast shards, before gathering
             number += math.prod(place.shard_shape(leaf.shape))
         if not lies_at(spread, target, leaf.shape):
             number += math.prod(spread.shard_shape(leaf.shape))
@@ -67,9 +69,9 @@ def spread_bytes(model: DecoderConfig, training: Mesh, engine: Mesh, dtype: Any)
 
 
 def used_weight_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: Any) -> int:
-    """Of the copy in the dtype of the computation, and what is gathered of it at once."""
+    """Return the bytes of the copy in the computation's dtype and of its gathered part."""
     dtype = jnp.dtype(dtype)
-    # With `remat` a CPU stacks the layers. Otherwise frozen weights are used where they lie.
+    # With `remat` a CPU stacks the layers. Otherwise frozen weights are used in place.
     if remat and mesh.devices.flat[0].platform == "cpu":
         copy = weight_bytes(model, mesh, dtype)
     else:
@@ -87,14 +89,16 @@ def used_weight_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: A
         // _split("vocab", model.vocab_size, mesh)
     )
     outside *= 1 if model.tie_embeddings else 2
-    # Their gradients are whole, too, until they are added up.
+    # The gradients of gathered weights are also whole until they are reduced.
     at_once = outside + (whole - outside) // model.num_layers
     return copy + (2 * at_once if remat else whole + at_once)
 
 
 def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: Any) -> int:
-    """Of one token. A layer keeps its input, two normed ones, queries, keys, values, the mixed
-    values, and three arrays of the MLP; with `remat` only one layer does so at a time.
+    """Return the activation bytes of one token.
+
+    A layer keeps its input, two normed inputs, queries, keys, values, the attention output and
+    three arrays of the MLP. With `remat` only one layer at a time does so.
     """
     heads = model.num_heads * model.head_dim // _split("heads", model.num_heads, mesh)
     keys = model.num_kv_heads * model.head_dim // _split("kv_heads", model.num_kv_heads, mesh)
@@ -107,20 +111,20 @@ def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: An
 
 
 def logit_bytes(model: DecoderConfig, mesh: Mesh) -> int:
-    """Of one token's logits, which are float32."""
+    """Return the bytes of one token's float32 logits."""
     return 4 * model.vocab_size // _split("vocab", model.vocab_size, mesh)
 
 
 def cache_bytes(
     model: DecoderConfig, rows: int, length: int, place: NamedSharding, dtype: Any
 ) -> int:
-    """Of the keys and values of so many rows of so many tokens."""
+    """Return the bytes of the keys and values of `rows` rows of `length` tokens."""
     cache = jax.eval_shape(lambda: init_cache(model, rows, length, dtype, platform_of(place)))
     sizes = (math.prod(place.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(cache))
     return sum(sizes) * jnp.dtype(dtype).itemsize
 
 
 def _split(axis: str, size: int, mesh: Mesh) -> int:
-    """Into how many parts the mesh splits a logical axis."""
+    """Return the number of parts into which the mesh splits a logical axis."""
     parts = math.prod(mesh.shape[name] for name in MESH_AXES[axis])
     return parts if size % parts == 0 else 1

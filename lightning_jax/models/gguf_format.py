@@ -1,4 +1,4 @@
-"""A GGUF file's metadata and quantised weights, as our config and float parameters."""
+"""Conversion of a GGUF file's metadata and quantised weights to our config and float parameters."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ _FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def open_file(path: Path) -> gguf.GGUFReader:
-    """The file, mapped to memory. Raises ModelError."""
+    """Open the file, mapped to memory. Raises ModelError if it is missing or unreadable."""
     if not path.is_file():
         raise ModelError(f"{path} does not exist; expected a GGUF file. Check the path.")
     try:
@@ -25,7 +25,7 @@ def open_file(path: Path) -> gguf.GGUFReader:
 
 
 def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
-    """The model's shape. Raises ModelError for an architecture that is not known here."""
+    """Read the model's shape. Raises ModelError for an unknown architecture."""
     family = _value(reader, "general.architecture")
     if family not in _FAMILIES:
         raise ModelError(
@@ -71,7 +71,7 @@ def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
 
 
 def _refuse_other_scaling(*, kind: str, factor: float) -> None:
-    """Raises ModelError for positions that are stretched in a way that nothing here computes."""
+    """Raise ModelError for a scaling of positions that this decoder does not implement."""
     if kind == "none" and factor == 1.0:
         return
     named = f"rope.scaling.type={kind}" if kind != "none" else f"rope.scale_linear={factor:g}"
@@ -82,7 +82,7 @@ def _refuse_other_scaling(*, kind: str, factor: float) -> None:
 
 
 def read_params(reader: gguf.GGUFReader, config: DecoderConfig, dtype: Any) -> Params:
-    """The weights, dequantised. Raises ModelError for any missing or misshapen."""
+    """Read the weights, dequantised. Raises ModelError if one is missing or has the wrong shape."""
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
     leaves = {}
@@ -107,16 +107,19 @@ def read_params(reader: gguf.GGUFReader, config: DecoderConfig, dtype: Any) -> P
 
 
 def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a Llama query or key weight in the order that pairs element i with i + D/2.
+    """Reorder the rows of a Llama query or key weight so that element i pairs with i + D/2.
 
-    GGUF pairs neighbours: a head of 4 rows lies there as 0 2 1 3.
+    GGUF pairs neighbours: it stores a head of 4 rows in the order 0 2 1 3.
     """
     split = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _rope_scaling(factors: np.ndarray, head_dim: int, theta: float) -> RopeScaling:
-    """GGUF keeps only what Llama 3's formula gave; these are the settings every release used."""
+    """Return the settings behind these factors. Raises ModelError if they are not Llama 3's.
+
+    GGUF stores only the results of Llama 3's formula, but every release used the same settings.
+    """
     scaling = RopeScaling(float(np.max(factors)), 1.0, 4.0, 8192)
     ours = rope_frequencies(head_dim, theta, None) / rope_frequencies(head_dim, theta, scaling)
     if not np.allclose(ours, factors, rtol=1e-3):
@@ -133,5 +136,5 @@ def _value(reader: gguf.GGUFReader, name: str, default: Any = None) -> Any:
 
 
 def _short_float(value: float) -> float:
-    """The decimal a float32 was written from: 9.99999974e-06 is 1e-05."""
+    """Return the decimal from which a float32 was written: 9.99999974e-06 gives 1e-05."""
     return float(np.format_float_positional(np.float32(value), unique=True))

@@ -1,4 +1,4 @@
-"""The byte-level BPE vocabulary in a GGUF file's metadata."""
+"""Byte-level BPE vocabulary from a GGUF file's metadata."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are never split
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
-# How a text is cut into words before merging: the patterns are part of each published vocabulary.
+# Patterns that cut a text into words before merging. They are part of each published vocabulary.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -23,12 +23,12 @@ _PLAIN = ("gpt-2", "default")
 
 
 class TokenizerError(ValueError):
-    """A tokenizer cannot be read; the text is one sentence."""
+    """Error raised when a tokenizer cannot be read; its text is one sentence."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a tokenizer is made of."""
+    """Parts from which a tokenizer is built."""
 
     backend: tokenizers.Tokenizer
     template: str | None
@@ -37,7 +37,7 @@ class Vocabulary:
 
 
 def read(reader: Any) -> Vocabulary:
-    """The vocabulary of an open gguf.GGUFReader. Raises TokenizerError for an unknown kind."""
+    """Read the vocabulary of an open gguf.GGUFReader. Raises TokenizerError for an unknown kind."""
 
     def value(name: str, default: Any = None) -> Any:
         entry = reader.fields.get(f"tokenizer.{name}")
@@ -71,10 +71,10 @@ def read(reader: Any) -> Vocabulary:
 
 
 def byte_level_bpe(tokens: list[str], merges: list[str], pre: str) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer. `pre` is llama.cpp's name for how text is cut before merging."""
+    """Build a byte-level BPE tokenizer. `pre` is llama.cpp's name for the rule that cuts text."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    # Llama 3 takes a word that is in its vocabulary as it is, whatever the merges make of it.
+    # Llama 3 uses a word in its vocabulary as one token, whatever the merges would give.
     whole_words = pre == "llama-bpe"
     bpe = models.BPE(vocabulary, pairs, ignore_merges=whole_words)  # type: ignore[arg-type]
     backend = tokenizers.Tokenizer(bpe)

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json and safetensors, to and from our config and parameters."""
+"""Conversion between Hugging Face's config.json and safetensors and our config and parameters."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ _ARCHITECTURES = {
 
 
 def read_config(directory: Path) -> DecoderConfig:
-    """The model's shape. Raises ModelError for what this decoder cannot compute exactly."""
+    """Read the model's shape. Raises ModelError if this decoder cannot compute it exactly."""
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(
@@ -85,7 +85,7 @@ def _refuse_variants(path: Path, fields: dict[str, Any]) -> None:
 
 
 def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    # Newer files hold all of it in "rope_parameters", older ones beside "rope_scaling".
+    # Newer files keep all fields in "rope_parameters". Older files keep theta at the top level.
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     theta = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -104,7 +104,10 @@ def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling |
 
 
 def read_params(directory: Path, config: DecoderConfig, dtype: Any) -> Params:
-    """The weights of all safetensors files. Raises ModelError for any missing or misshapen."""
+    """Read the weights of all safetensors files.
+
+    Raises ModelError if a weight is missing or has the wrong shape.
+    """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ModelError(
@@ -135,7 +138,7 @@ def _tensors(files: list[Path], wanted: set[str]) -> Iterator[tuple[str, np.ndar
 
 
 def write(directory: Path, config: DecoderConfig, params: Params, eos_ids: frozenset[int]) -> None:
-    """Writes config.json, generation_config.json and model.safetensors."""
+    """Write config.json, generation_config.json and model.safetensors."""
     assert config.lora is None, "adapters are merged first, or would be lost"
     flat = flatten(params)
     arrays = {place.hf: _to_rows(place, flat[place.path]) for place in places(config)}
@@ -144,7 +147,7 @@ def write(directory: Path, config: DecoderConfig, params: Params, eos_ids: froze
     ends = sorted(eos_ids)
     eos = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
     write_json(directory / "config.json", _config_fields(config) | {"dtype": dtype} | eos)
-    # The library makes it readable for its owner alone.
+    # The library makes the file readable only by its owner.
     shutil.copymode(directory / "config.json", directory / "model.safetensors")
     write_json(directory / "generation_config.json", eos)
 
@@ -184,5 +187,5 @@ def _config_fields(config: DecoderConfig) -> dict[str, Any]:
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """Writes the fields as an indented file."""
+    """Write the fields as an indented JSON file."""
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

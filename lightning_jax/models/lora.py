@@ -1,9 +1,9 @@
 """Low-rank adapters of a model's kernels (LoRA, Hu et al., arXiv 2106.09685).
 
-A kernel W [in, out] with an adapter computes `x W + (alpha / rank) (x A) B`. A `lora_a` [in, rank]
-and B `lora_b` [rank, out] are two more leaves beside the kernel in the tree of the parameters, and
-with them only they are trained. A is random and B zero at first, so that the adapted model is the
-model itself.
+A kernel W [in, out] with an adapter computes `x W + (alpha / rank) (x A) B`. A, `lora_a`
+[in, rank], and B, `lora_b` [rank, out], are leaves next to the kernel in the parameter tree. With
+adapters, only these leaves are trained. A is random and B zero at first, so the adapted model
+starts equal to the base model.
 """
 
 import zlib
@@ -26,8 +26,9 @@ ADAPTER_LEAVES = ("lora_a", "lora_b")
 def adapted_shape(
     model: DecoderConfig, lora: LoraConfig, number: int | None = None
 ) -> DecoderConfig:
-    """The model's shape with these adapters; as it is with rank 0. With `number` each kernel has
-    that many, and each row of a batch chooses one.
+    """Return the model's shape with these adapters, unchanged for rank 0.
+
+    With `number` each kernel has that many adapters, and each row of a batch chooses one.
     """
     if not lora.rank:
         return model
@@ -37,7 +38,7 @@ def adapted_shape(
 def adapted(
     model: LoadedModel, lora: LoraConfig, seed: int, number: int | None = None
 ) -> LoadedModel:
-    """The model with fresh adapters, in the dtype of its weights; as it is with rank 0."""
+    """Return the model with fresh adapters in its weights' dtype, unchanged for rank 0."""
     config = adapted_shape(model.config, lora, number)
     if config.lora is None:
         return model
@@ -48,37 +49,37 @@ def adapted(
 
 @partial(jax.jit, static_argnums=(0, 2))
 def _fresh(config: DecoderConfig, key: Any, dtype: Any) -> Params:
-    """What the compiler does not need for it, the weights of a random model, it does not make."""
+    """Build only the adapters. The compiler removes the other weights of the random model."""
     return trained_part(init_params(config, key, dtype))
 
 
 def trained_part(params: Params) -> Params:
-    """The leaves that training changes: the adapters, or all where there are none."""
+    """Return the leaves that training changes: the adapters, or all leaves if there are none."""
     flat = flatten(params)
     adapters = {path: leaf for path, leaf in flat.items() if path[-1] in ADAPTER_LEAVES}
     return unflatten(adapters) if adapters else params
 
 
 def frozen_part(params: Params) -> Params | None:
-    """The leaves that training leaves alone; None without adapters."""
+    """Return the leaves that training does not change, or None without adapters."""
     flat = flatten(params)
     base = {path: leaf for path, leaf in flat.items() if path[-1] not in ADAPTER_LEAVES}
     return unflatten(base) if len(base) < len(flat) else None
 
 
 def overlay(params: Params | None, part: Params) -> Params:
-    """`params` with the leaves of `part` added, or in place of its own."""
+    """Return `params` with the leaves of `part` added or replaced."""
     return part if params is None else unflatten(flatten(params) | flatten(part))
 
 
 def pick(tree: Params, like: Params) -> Params:
-    """The leaves of `tree` at the paths of `like`."""
+    """Return the leaves of `tree` at the paths of `like`."""
     flat = flatten(tree)
     return unflatten({path: flat[path] for path in flatten(like)})
 
 
 def one_of(model: LoadedModel, place: int) -> LoadedModel:
-    """The model with one of its several adapters, as its only one."""
+    """Return the model with one of its several adapters as the only one."""
     params = {
         path: leaf[place] if path[-1] in ADAPTER_LEAVES else leaf
         for path, leaf in flatten(model.params).items()
@@ -88,9 +89,9 @@ def one_of(model: LoadedModel, place: int) -> LoadedModel:
 
 
 def adapted_facts(model: LoadedModel) -> dict[str, float | str]:
-    """What adapters belong to, as far as their shapes do not say it; empty without adapters.
+    """Return facts that identify the adapters' base model beyond shapes, or {} without adapters.
 
-    Of the weights, a checksum of a few, alike for all dtypes that they may be loaded in.
+    The checksum covers a few weights and does not depend on the dtype they are loaded in.
     """
     if model.config.lora is None:
         return {}
@@ -100,7 +101,7 @@ def adapted_facts(model: LoadedModel) -> dict[str, float | str]:
 
 
 def merged(model: LoadedModel) -> LoadedModel:
-    """The same policy as a model without adapters, in float32: kernels W + (alpha / rank) A B."""
+    """Merge the adapters into float32 kernels W + (alpha / rank) A B, for the same policy."""
     lora = model.config.lora
     if lora is None:
         return model

@@ -1,6 +1,6 @@
-"""Products of activations and kernels, written as XLA's CPU compiler makes them fast.
+"""Products of activations and kernels, written so that XLA on a CPU runs them fast.
 
-A kernel is [in, out]. Where a CPU decodes, it is turned: `kernel_t` [out, in].
+A kernel is [in, out]. For decoding on a CPU it is transposed to `kernel_t` [out, in].
 """
 
 import functools
@@ -11,17 +11,17 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Float32
 
-FEW_ROWS = 32  # up to so many, a turned kernel is on the left of its product
+FEW_ROWS = 32  # up to this many rows, a transposed kernel is on the left of its product
 
 
 def matmul(
     x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], axis: int = 0
 ) -> Float[Array, "*rows O"]:
-    """The product, of `x`'s dtype, with a rule for its gradient of our own. `axis` is that of the
-    kernel that is summed over: 0 where it is [I, O], 1 where it is [O, I].
+    """Return the product in `x`'s dtype, with our own gradient rule.
 
-    A float32 `x` beside a bfloat16 kernel is rounded to bfloat16, and the sums are float32: for a
-    CPU the fastest there is.
+    `axis` is the kernel axis that is summed over: 0 for [I, O], 1 for [O, I]. A float32 `x` is
+    rounded to bfloat16 for a bfloat16 kernel, and the sums are float32. This is the fastest way on
+    a CPU.
     """
     return _matmul(x, kernel, axis)
 
@@ -36,8 +36,11 @@ def _forward(x: Any, kernel: Any, axis: int) -> tuple[Any, Any]:
 
 
 def _backward(axis: int, saved: Any, out_grad: Any) -> tuple[Any, Any]:
-    """JAX's own rule for the kernel makes [out, in] and turns it, for which XLA on a CPU copies
-    `out_grad` element by element: a tenth of a training step."""
+    """Return the gradients of `x` and of the kernel.
+
+    JAX's own rule for the kernel computes [out, in] and transposes it. XLA on a CPU then copies
+    `out_grad` element by element, which takes a tenth of a training step.
+    """
     x, kernel = saved
     sides = x.reshape(-1, x.shape[-1]), out_grad.reshape(-1, out_grad.shape[-1])
     x_grad = _product_as(x.dtype, out_grad, kernel, (out_grad.ndim - 1, 1 - axis))
@@ -49,18 +52,19 @@ _matmul.defvjp(_forward, _backward)
 
 
 def _product_as(dtype: Any, left: Any, right: Any, axes: tuple[int, int]) -> Any:
-    """The sums over these axes, in `dtype`; where one of the three is bfloat16, both sides are.
+    """Return the product over these axes in `dtype`.
 
-    A CPU makes float32 sums of bfloat16 first: sums of bfloat16, which it makes one by one, take
-    it three to seven times as long.
+    If either side or `dtype` is bfloat16, both sides are cast to bfloat16. A CPU sums in float32
+    first. Its bfloat16 sums run one by one and take three to seven times as long.
     """
     narrow = _narrowest(left.dtype, right.dtype, jnp.dtype(dtype))
     if narrow == jnp.float32:
         return product(left, right, axes)
 
     def on_cpu(left: Any, right: Any) -> Any:
-        # A left side that XLA reads turned keeps it from its library for products, which takes half
-        # as long, so it is laid out anew; not on several devices, which would all be sent all rows.
+        # XLA cannot use its matmul library, which takes half as long, if it reads the left side
+        # transposed. The new layout avoids that. With several devices it would send all rows to
+        # each of them, so it is skipped.
         if axes[0] != 0 or jax.device_count() > 1:
             return product(left, right, axes).astype(dtype)
         turned = with_layout_constraint(left.T, Layout(major_to_minor=(0, 1)))
@@ -72,13 +76,13 @@ def _product_as(dtype: Any, left: Any, right: Any, axes: tuple[int, int]) -> Any
 
 
 def product(left: Any, right: Any, axes: tuple[int, int]) -> Float32[Array, "..."]:
-    """The float32 sums over these axes of both; where one is bfloat16, both are rounded to it."""
+    """Return the float32 product over these axes. If a side is bfloat16, both are rounded to it."""
     narrow = _narrowest(left.dtype, right.dtype)
     left, right = left.astype(narrow), right.astype(narrow)
     is_vector = axes[0] != 0 and left.ndim > 1 and left.size == left.shape[axes[0]]
     if narrow == jnp.float32 or not is_vector:
         return _sums(left, right, axes)
-    # On a CPU a product of one row of bfloat16 takes ten times as long as one of two.
+    # On a CPU a bfloat16 product of one row takes ten times as long as one of two rows.
     return _sums(jnp.concatenate([left, left]), right, axes)[:1]
 
 
@@ -94,22 +98,22 @@ def _narrowest(*dtypes: jnp.dtype) -> jnp.dtype:
 def matmul_turned(
     x: Float[Array, "*rows I"], kernel: Float[Array, "O I"]
 ) -> Float32[Array, "*rows O"]:
-    """The product with a turned kernel, in float32. Has no gradient.
+    """Return the product with a transposed kernel, in float32, without a gradient.
 
-    XLA packs the right side of a product anew each time it runs, so with few rows the kernel is
-    better on the left.
+    XLA packs the right side of a product on every run, so with few rows the kernel is better on
+    the left.
     """
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) > FEW_ROWS:
         out = _sums(rows, kernel, (1, 1))
-    else:  # behind a barrier, else the compiler swaps the sides back and saves turning the result
+    else:  # without the barrier, XLA would swap the sides back to avoid transposing the result
         out = jax.lax.optimization_barrier(_sums(kernel, rows, (1, 1))).T
     return out.reshape(*x.shape[:-1], len(kernel))
 
 
 @jax.jit
 def turn_kernels(params: dict[str, Any]) -> dict[str, Any]:
-    """The weights of a model, or some of them, with each `kernel` as `kernel_t`."""
+    """Replace each `kernel` of a tree of weights by its transpose, `kernel_t`."""
     turned = {}
     for name, leaf in params.items():
         if name == "kernel":

@@ -1,4 +1,4 @@
-"""Which logical axis of an array lies on which axes of the device mesh: one table for all."""
+"""Table that maps logical axes of arrays to axes of the device mesh."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
 
-# Logical axis -> mesh axes. Rows of a batch are split by both kinds of data parallelism; "fsdp"
-# also splits the weights, gathered layer by layer, and "tensor" splits the work of one layer.
+# Logical axis -> mesh axes. Both kinds of data parallelism split the rows of a batch. "fsdp" also
+# splits the weights, which are gathered layer by layer. "tensor" splits the work of one layer.
 MESH_AXES: dict[str | None, tuple[str, ...]] = {
     "rows": ("data", "fsdp"),
     "embed": ("fsdp",),
@@ -24,7 +24,7 @@ MESH_AXES: dict[str | None, tuple[str, ...]] = {
 def partition(
     logical: Sequence[str | None], sizes: Sequence[Any], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """How axes of these names and sizes lie on a mesh. One that does not divide stays whole."""
+    """Return the spec for axes of these names and sizes. Axes that do not divide stay whole."""
     parts = []
     for axis, size in zip(logical, sizes, strict=True):
         names = MESH_AXES[axis]

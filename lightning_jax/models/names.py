@@ -1,4 +1,4 @@
-"""Where each parameter lies in our tree, in a Hugging Face file and in a GGUF file: one table."""
+"""Table of each parameter's name in our tree, in a Hugging Face file and in a GGUF file."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +14,12 @@ Path = tuple[str, ...]
 
 
 class ModelError(UserError, ValueError):
-    """A model cannot be loaded; the text is one sentence for the person who named it."""
+    """Error raised when a model cannot be loaded; its text is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One parameter under its three names. Files keep matrices as [out, in], we as [in, out]."""
+    """One parameter with its three names. Files store matrices as [out, in], we as [in, out]."""
 
     path: Path
     hf: str
@@ -28,7 +28,7 @@ class Place:
     transpose: bool
 
     def from_rows(self, name: str, array: np.ndarray, dtype: Any) -> jax.Array:
-        """The array of a file as our parameter. Raises ModelError where its shape is another."""
+        """Convert an array from a file to our parameter. Raises ModelError if its shape differs."""
         ours = array.T if self.transpose else array
         if ours.shape != self.shape:
             raise ModelError(
@@ -59,8 +59,8 @@ _IN_LAYER = {
 
 
 def places(config: DecoderConfig) -> list[Place]:
-    """Every parameter of a model with this config."""
-    base = replace(config, lora=None, num_adapters=None)  # adapters lie in files of their own
+    """List every parameter of a model with this config, without adapters."""
+    base = replace(config, lora=None, num_adapters=None)  # adapters are in separate files
     shapes = jax.eval_shape(lambda: init_params(base, jax.random.key(0)))
     return [_place(path, leaf.shape) for path, leaf in flatten(shapes).items()]
 
@@ -78,20 +78,21 @@ def _place(path: Path, shape: tuple[int, ...]) -> Place:
 
 
 def hf_module(layer: str, part: str) -> str:
-    """What Hugging Face calls a part of a layer: of layers_0, q it is
-    model.layers.0.self_attn.q_proj.
+    """Return Hugging Face's name for a part of a layer.
+
+    For example, layers_0 and q give model.layers.0.self_attn.q_proj.
     """
     return f"model.layers.{layer.removeprefix('layers_')}.{_IN_LAYER[part][0]}"
 
 
 def flatten(params: Params) -> dict[Path, Any]:
-    """The tree's leaves by their path of keys."""
+    """Return the tree's leaves by their path of keys."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {tuple(str(key.key) for key in path): leaf for path, leaf in leaves}  # type: ignore[attr-defined]
 
 
 def unflatten(leaves: dict[Path, Any]) -> Params:
-    """The tree with these leaves."""
+    """Build the tree with these leaves."""
     tree: Params = {}
     for path, leaf in leaves.items():
         node = tree

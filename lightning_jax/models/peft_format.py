@@ -1,4 +1,4 @@
-"""Adapters as a directory that Hugging Face's `peft` loads over the model that they belong to."""
+"""Export of adapters as a directory that Hugging Face's `peft` loads on top of their model."""
 
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ _LEAVES = {"lora_a": "lora_A", "lora_b": "lora_B"}
 
 
 def write(directory: Path, lora: LoraConfig, params: Params, base: str) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors, of the adapters among `params`.
+    """Write adapter_config.json and adapter_model.safetensors for the adapters in `params`.
 
-    `base` is the name of the model, as `model.name` has it.
+    `base` is the name of the base model, as in `model.name`.
     """
     adapters = flatten(trained_part(params))
     arrays = {_name(*path): _rows(leaf) for path, leaf in adapters.items()}
@@ -52,5 +52,5 @@ def _name(layer: str, part: str, leaf: str) -> str:
 
 
 def _rows(leaf: Any) -> np.ndarray:
-    """In float32, [out, in] as files have it."""
+    """Return the leaf in float32 as [out, in], the order in files."""
     return np.ascontiguousarray(np.asarray(jax.device_get(leaf)).astype(np.float32).T)

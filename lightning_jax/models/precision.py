@@ -1,4 +1,4 @@
-"""Which dtype `model.dtype: auto` stands for on the devices that are here."""
+"""Choice of the dtype for `model.dtype: auto` on the local devices."""
 
 import logging
 import time
@@ -12,22 +12,24 @@ from lightning_jax.models.matmul import matmul
 
 log = logging.getLogger(__name__)
 
-PRODUCT = 512, 576, 1536  # a row of a training batch, through a small model's layer
+PRODUCT = 512, 576, 1536  # a row of a training batch times a kernel of a small model
 TURNS = 10
-CLEARLY = 0.9  # of float32's time; between the CPUs that were seen lies a factor of two
+CLEARLY = 0.9  # share of float32's time; the CPUs measured so far differ by a factor of two
 
 
 def settle(model: ModelConfig, platform: str | None = None) -> ModelConfig:
-    """`model` with dtypes in place of auto: bfloat16, but on a CPU what is faster of float32 and
-    bfloat16 weights beside float32 activations, which is measured (half a second). Some CPUs make
-    products of bfloat16 in half of float32's time, others in twice as much. `platform` is
-    that of devices elsewhere; None: of those here, which are asked only where dtype is auto.
+    """Return `model` with dtype auto replaced.
+
+    The replacement is bfloat16 on an accelerator. On a CPU, measure for half a second and take the
+    faster of float32 and bfloat16 weights with float32 activations. Some CPUs multiply bfloat16 in
+    half of float32's time, others in twice that time. Pass `platform` for devices on another
+    machine. With None, the local devices are queried, but only if dtype is auto.
     """
     if model.dtype != AUTO:
         return model
     if (platform or jax.default_backend()) != "cpu":
         return replace(model, dtype="bfloat16")
-    if jax.process_count() > 1:  # each would measure for itself, and they must agree
+    if jax.process_count() > 1:  # processes must agree, but each would measure for itself
         return replace(model, dtype="float32")
     return _faster(model, *_seconds())
 
@@ -48,7 +50,10 @@ def _faster(model: ModelConfig, float32_s: float, bfloat16_s: float) -> ModelCon
 
 
 def _seconds() -> tuple[float, float]:
-    """Of a product with a kernel in float32 and one in bfloat16: the fastest of some, by turns."""
+    """Time a product with a float32 and with a bfloat16 kernel, in seconds.
+
+    The two take turns, and each result is the fastest of its runs.
+    """
     rows, narrow, wide = PRODUCT
     x, run = jnp.ones((rows, narrow)), jax.jit(matmul)
     kernels = [jnp.ones((narrow, wide), dtype) for dtype in ("float32", "bfloat16")]

@@ -1,8 +1,8 @@
-"""Copies of the weights on other devices, made between devices: how new weights reach an engine.
+"""Device-to-device copies of weights, which bring new weights to an engine.
 
 A copy has two halves. `spread` casts the weights on their own devices, in one program, and lays
-them out in the parts that engines ask for. `take` gives an engine its parts. Engines that are alike
-take from the same spread, so the weights are gathered once, however many engines there are.
+them out in the parts that engines need. `take` gives an engine its parts. Identical engines take
+from the same spread, so the weights are gathered once for any number of engines.
 """
 
 import functools
@@ -19,25 +19,25 @@ from lightning_jax.config import ConfigError
 from lightning_jax.models.names import Path, flatten, unflatten
 from lightning_jax.models.transformer import Params
 
-_Bounds = tuple[tuple[int, int], ...]  # first index and end along each axis
+_Bounds = tuple[tuple[int, int], ...]  # start and end index along each axis
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Weights in the dtype that serves, on the devices that they came from.
+    """Weights in the serving dtype, on the devices they came from.
 
-    Engines share its arrays where they can. It is never donated.
+    Engines share these arrays if they can. They are never donated.
     """
 
     params: Params
 
 
 def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
-    """Return a copy of the weights in `dtype` at other places, once it is there.
+    """Copy the weights in `dtype` to other shardings, and return once the copy is complete.
 
     `shardings` is one sharding or a tree of them. If `params` span several processes, every process
-    gets the whole on devices of its own. Only the copy at `shardings` is kept: the result is None
-    in all processes but the one that owns those devices.
+    first gets a full copy on its own devices. Only the copy at `shardings` is kept. Processes that
+    do not own those devices get None.
     """
     if jax.process_count() == 1:
         return take(spread(params, shardings, dtype), shardings)
@@ -53,10 +53,10 @@ def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
 
 
 def spread(params: Params, shardings: Any, dtype: Any, *, shared: Collection[Path] = ()) -> Spread:
-    """Cast the weights of one process, and lay them out for engines with such `shardings`.
+    """Cast the weights of one process, and lay them out for engines with these `shardings`.
 
-    Arrays at the `shared` paths are not copied where they already lie so, in `dtype`. The caller
-    must not donate them.
+    Arrays at the `shared` paths are not copied if they already have this layout and `dtype`. The
+    caller must not donate them.
     """
     paths = list(flatten(params))
     leaves: list[Any] = [jnp.asarray(leaf) for leaf in flatten(params).values()]
@@ -78,9 +78,9 @@ def spread(params: Params, shardings: Any, dtype: Any, *, shared: Collection[Pat
 
 
 def take(found: Spread, shardings: Any) -> Params:
-    """Return the spread weights at these places of the same process, once they are there.
+    """Copy the spread weights to these shardings of the same process, and wait for the copy.
 
-    A part that lies on its device already is not copied.
+    A part that is already on its device is not copied.
     """
     leaves, form = jax.tree.flatten(found.params)
     targets = _each(shardings, found.params)
@@ -103,10 +103,10 @@ def take(found: Spread, shardings: Any) -> Params:
 
 
 def layout(source: Sharding, target: Sharding) -> Sharding:
-    """Return the place on the devices of `source` that has every part that `target` asks for.
+    """Return a sharding on the devices of `source` that has every part that `target` needs.
 
-    Where the number of target devices divides that of the source devices, each of those holds as
-    much as a target device will. Otherwise each holds the whole.
+    If the number of target devices divides the number of source devices, each source device holds
+    as much as a target device will. Otherwise each holds the whole array.
     """
     if not isinstance(source, NamedSharding):
         return source
@@ -121,7 +121,7 @@ def layout(source: Sharding, target: Sharding) -> Sharding:
 
 
 def lies_at(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> bool:
-    """Return whether each device of `target` has its part already, in an array at `source`."""
+    """Return whether each device of `target` already has its part of an array at `source`."""
     held, wanted = (place.devices_indices_map(shape) for place in (source, target))
     return all(held.get(device) == index for device, index in wanted.items())
 
@@ -135,13 +135,13 @@ def _each(shardings: Any, params: Params) -> list[Any]:
 
 @functools.lru_cache(maxsize=64)
 def _caster(dtype: Any, places: tuple[tuple[Sharding, Sharding], ...]) -> Any:
-    """Return the program that copies arrays from the first to the second place of each pair."""
+    """Return a program that copies arrays from the first to the second sharding of each pair."""
 
     def cast(leaves: Sequence[Any]) -> list[Any]:
         copies = []
         for leaf, (source, _) in zip(leaves, places, strict=True):
             copied = jnp.copy(leaf).astype(dtype)
-            if isinstance(source, NamedSharding):  # cast, then gather: half of the traffic
+            if isinstance(source, NamedSharding):  # casting before gathering halves the traffic
                 copied = jax.lax.with_sharding_constraint(copied, source)
             copies.append(copied)
         return copies
@@ -155,13 +155,13 @@ def _bounds(index: Any, leaf: Any) -> _Bounds:
 
 
 def _part(shards: dict[tuple[Any, _Bounds], Any], device: Any, wanted: _Bounds) -> Any:
-    """Return these entries of an array, from the device itself if it has them."""
+    """Return these entries of an array, taken from the device itself if possible."""
     if (device, wanted) in shards:
         return shards[device, wanted].data
     same = [shard for (_, bounds), shard in shards.items() if bounds == wanted]
     if same:
         return same[device.id % len(same)].data
-    first, shard = next(  # of a whole array
+    first, shard = next(  # a larger shard that contains the entries
         ([start for start, _ in bounds], shard)
         for (_, bounds), shard in shards.items()
         if all(a <= c and d <= b for (a, b), (c, d) in zip(bounds, wanted, strict=True))
@@ -172,12 +172,15 @@ def _part(shards: dict[tuple[Any, _Bounds], Any], device: Any, wanted: _Bounds) 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _copy(params: Params, dtype: Any) -> Params:
-    """Between processes `device_put` may hand on what lies at its place already."""
+    """Copy and cast, because `device_put` between processes may return an input array unchanged."""
     return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)
 
 
 def _in_every_process(mesh: Mesh) -> Mesh:
-    """The mesh of one process beside meshes alike of all others."""
+    """Stack the mesh of one process with the same mesh in every other process.
+
+    Raises ConfigError if the processes differ in their number of devices.
+    """
     owner = mesh.devices.flat[0].process_index
     order = [device.id for device in jax.devices() if device.process_index == owner]
     at = [order.index(device.id) for device in mesh.devices.flat]

@@ -1,4 +1,4 @@
-"""Shapes of models by their hub id, so that a plan needs neither the weights nor the network."""
+"""Model shapes by hub id, so that a plan needs neither the weights nor the network."""
 
 from lightning_jax.models.transformer import DecoderConfig
 

@@ -1,6 +1,6 @@
-"""Where parameters, batches and caches lie on the device mesh, by the table in mesh_axes.py.
+"""Shardings of parameters, batches and caches on the device mesh, by the table in mesh_axes.py.
 
-In a run of several processes all of them call `place` and `to_host`, in the same order.
+In a multi-process run all processes must call `place` and `to_host` in the same order.
 """
 
 import functools
@@ -33,7 +33,7 @@ _LOGICAL: dict[Path, tuple[str | None, ...]] = {
     ("k", "bias"): ("kv_heads",),
     ("v", "bias"): ("kv_heads",),
 }
-# An adapter lies as its kernel does, and its rank is whole everywhere.
+# An adapter is sharded like its kernel. Its rank axis is never split.
 _LOGICAL |= {
     (name, leaf): (axes[0], None) if leaf == "lora_a" else (None, axes[1])
     for (name, kind), axes in _LOGICAL.items()
@@ -45,10 +45,10 @@ _LOGICAL |= {
 def make_mesh(
     config: MeshConfig, devices: Sequence[Any] | None = None, *, section: str = "mesh"
 ) -> Mesh:
-    """The grid of devices, by default of all; where the sizes need fewer, of the first ones from
-    `config.first_device` on.
+    """Build the device mesh, by default from all devices.
 
-    Raises ConfigError, which names the config's `section`, where the sizes do not fit.
+    If the sizes need fewer, take the first ones from `config.first_device` on. Raises ConfigError,
+    which names the config's `section`, if the sizes do not fit.
     """
     devices = list(jax.devices() if devices is None else devices)[config.first_device :]
     sizes = [getattr(config, axis) for axis in AXES]
@@ -70,19 +70,20 @@ def make_mesh(
 
 @functools.cache
 def param_shapes(config: DecoderConfig) -> Params:
-    """A tree like the parameters, of their shapes in float32; not to be changed."""
+    """Return a tree of the parameters' shapes in float32. Do not modify it."""
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
 def serving_mesh(
     serve: MeshConfig | None, trainer: MeshConfig, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """The devices that serve: those of `serve.mesh`, by default the trainer's, among these or all.
+    """Build the mesh of the serving devices, from `serve.mesh` or by default the trainer's mesh.
 
-    Its `data` axis counts copies of the engine. By default that is every `tensor` of the trainer's
-    devices; on a CPU, whose devices are simulated, its mesh is taken as it is.
-    Of several processes only process 0 serves, with all its devices: by default each of them
-    computes a share of every layer. Raises ConfigError where it would not use them all.
+    `devices` are the candidates, by default all. The `data` axis counts replicas of the engine. By
+    default each replica takes `tensor` of the trainer's devices. On a CPU, whose devices are
+    simulated, the trainer's mesh is used unchanged. In a multi-process run only process 0 serves,
+    and by default each of its devices computes a share of every layer. Raises ConfigError if the
+    mesh would not use all devices of process 0.
     """
     if jax.process_count() == 1:
         if serve is not None:
@@ -103,14 +104,14 @@ def serving_mesh(
 
 
 def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
-    """A tree like the parameters, of their places. An axis that does not divide stays whole."""
+    """Return a tree of the parameters' shardings. An axis that does not divide stays whole."""
     shapes = flatten(param_shapes(config))
     units = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     places = {}
     for path, leaf in shapes.items():
         logical = _LOGICAL.get(path[-2:], ())
-        logical = (None,) * (len(leaf.shape) - len(logical)) + logical  # several adapters
-        # Heads are split between devices, never within one.
+        logical = (None,) * (len(leaf.shape) - len(logical)) + logical  # stacked adapters
+        # Whole heads are split between devices. A head itself is never split.
         pairs = zip(logical, leaf.shape, strict=True)
         sizes = [units.get(axis or "", size) for axis, size in pairs]
         places[path] = NamedSharding(mesh, partition(logical, sizes, mesh))
@@ -118,11 +119,11 @@ def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
 
 
 def make_gather(config: DecoderConfig, mesh: Mesh) -> Gather:
-    """What brings weights together for use, and puts their gradients back.
+    """Return a function that gathers weights for use and scatters their gradients back.
 
-    Each device gets what the "fsdp" axis split, an all-gather; what "tensor" split stays split. The
-    gradients are added up to where the weights lie, a reduce-scatter. Left alone, the compiler
-    would rather move activations, which are larger.
+    It all-gathers over the "fsdp" axis and leaves "tensor" splits alone. Gradients are
+    reduce-scattered to where the weights are. Without this, the compiler would move activations,
+    which are larger.
     """
     specs = {
         path[-2:]: place.spec for path, place in flatten(param_shardings(config, mesh)).items()
@@ -140,18 +141,18 @@ def make_gather(config: DecoderConfig, mesh: Mesh) -> Gather:
 
 
 def _gather_leaf(leaf: Any, split: NamedSharding) -> Any:
-    gathered = (*MESH_AXES["embed"], MESH_AXES["embed"])  # a spec keeps one name or several
+    gathered = (*MESH_AXES["embed"], MESH_AXES["embed"])  # a spec holds a name or a tuple of names
     parts = [None if part in gathered else part for part in split.spec]
     whole = NamedSharding(split.mesh, PartitionSpec(*parts))
 
     @jax.custom_vjp
     def bring(leaf: Any) -> Any:
-        # In two steps, else the compiler brings float32 together and casts it then.
+        # In two steps, or the compiler would gather float32 and cast afterwards.
         leaf = jax.lax.with_sharding_constraint(leaf, split)
         return jax.lax.with_sharding_constraint(leaf, whole)
 
     def put_back(_: None, grad: Any) -> tuple[Any]:
-        # In two steps, else the compiler moves activations to where the gradient shall lie.
+        # In two steps, or the compiler would move activations to where the gradient goes.
         grad = jax.lax.with_sharding_constraint(grad, whole)
         return (jax.lax.with_sharding_constraint(grad, split),)
 
@@ -160,37 +161,38 @@ def _gather_leaf(leaf: Any, split: NamedSharding) -> Any:
 
 
 def num_params(config: DecoderConfig) -> int:
-    """How many numbers the weights are."""
+    """Return the number of parameters."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The place of an array whose first axis is the batch's rows; they must divide evenly."""
+    """Return the sharding of an array with batch rows as first axis. They must divide evenly."""
     return NamedSharding(mesh, PartitionSpec(MESH_AXES["rows"]))
 
 
 def num_row_shards(mesh: Mesh) -> int:
-    """Into how many parts a batch's rows are split; `batch.rows` is a multiple of it."""
+    """Return the number of shards of a batch's rows. `batch.rows` is a multiple of this."""
     return math.prod(mesh.shape[axis] for axis in MESH_AXES["rows"])
 
 
 def cache_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
-    """The place of one segment of keys or values [S, K, ...]: split by head, slots together."""
+    """Return the sharding of one segment of keys or values [S, K, ...], split by head only."""
     return NamedSharding(
         mesh, partition((None, "kv_heads", None, None), [1, config.num_kv_heads, 1, 1], mesh)
     )
 
 
 def platform_of(place: jax.sharding.Sharding) -> str:
-    """Of the devices there, as JAX names it: cpu, gpu or tpu."""
+    """Return JAX's name for the platform of a sharding's devices: cpu, gpu or tpu."""
     return next(iter(place.device_set)).platform
 
 
 def place(tree: Any, shardings: Any, *, donate: bool = False) -> Any:
-    """Arrays at their places; in one process, or the same in all processes, or spanning them.
+    """Put arrays at their shardings.
 
-    Of its own arrays each process gives its devices what belongs there, and nothing else travels.
-    `shardings` is one or a tree of them; with `donate` the arrays are used up.
+    In a multi-process run the arrays are equal in all processes or span them. Each process copies
+    its part of a local array to its own devices, and nothing else is transferred. `shardings` is
+    one sharding or a tree of them. With `donate` the input arrays are consumed.
     """
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings, donate=donate)
@@ -210,7 +212,7 @@ def _place_here(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def to_host(tree: Any) -> Any:
-    """The arrays whole, in every process."""
+    """Return the full arrays on the host, in every process."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)

@@ -1,7 +1,7 @@
-"""A jinja2 sandbox whose templates end: bounds of time, of texts and of numbers.
+"""jinja2 sandbox with limits on time, text length and size of numbers.
 
-A chat template comes with weights that anybody may have published. jinja2's own sandbox keeps it
-from Python's objects, but lets it loop for ever and fill the memory.
+A chat template comes with weights that anyone may have published. jinja2's own sandbox keeps it
+away from Python's objects, but lets it loop forever and fill the memory.
 """
 
 import functools
@@ -16,13 +16,11 @@ import jinja2.nodes
 import jinja2.sandbox
 import jinja2.visitor
 
-TIME_LIMIT_S = (
-    5.0  # of processor time of one rendering, which takes an honest template milliseconds
-)
+TIME_LIMIT_S = 5.0  # CPU seconds of one rendering; an honest template takes milliseconds
 MAX_LENGTH = 2**25  # characters of a text, members of a list
-MAX_BITS = 128  # of a whole number
-_MAX_WIDTH = 10_000  # of what filters and methods pad texts to
-# A width in a format that is large, or that an argument gives.
+MAX_BITS = 128  # bits of an integer
+_MAX_WIDTH = 10_000  # characters to which filters and methods may pad a text
+# A large width in a format, or one that an argument supplies.
 _WIDTH = re.compile(
     r"% (?:\([^)]*\))? [-+\ \#0]* (?:\d{5}|\*) | \{[^{}]*:[^{}]* (?:\d{5}|\{)", re.X
 )
@@ -31,11 +29,11 @@ _state = threading.local()
 
 
 class LimitError(jinja2.TemplateError):
-    """The template takes more than it may."""
+    """Error raised when a template exceeds a limit."""
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox that checks the limits at each round of a loop, call, filter and operator."""
+    """Sandbox that checks the limits at every loop iteration, call, filter and operator."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -44,12 +42,12 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def limit(self, filters: dict[str, Callable[..., Any]]) -> None:
-        """Add filters, and bound these and all that are there."""
+        """Add filters, and apply the limits to these and all existing filters."""
         self.filters |= filters
         self.filters = {name: _limited(name, function) for name, function in self.filters.items()}
 
     def render(self, template: jinja2.Template, **variables: Any) -> str:
-        """Return the template's text. Raises LimitError and whatever else a template raises."""
+        """Return the rendered text. Raises LimitError, or any error that the template raises."""
         pieces, length = [], 0
         for piece in template.generate(**variables):
             check()
@@ -64,7 +62,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Any) -> str:
-        """Join what a macro or a block has written."""
+        """Join the output of a macro or a block."""
         return join_text(*pieces)
 
     def join_text(self, *parts: Any) -> str:
@@ -72,7 +70,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return join_text(*parts)
 
     def check_time(self) -> str:
-        """Begin a round of a loop."""
+        """Check the limits at the start of a loop iteration."""
         check()
         return ""
 
@@ -96,7 +94,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Checks(jinja2.visitor.NodeTransformer):
-    """Have loops check the time and `~` check the length."""
+    """Transformer that makes loops check the time and `~` check the length."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:
         self.generic_visit(node)
@@ -115,12 +113,15 @@ def _call(name: str, arguments: list[jinja2.nodes.Expr], line: int) -> jinja2.no
 
 
 def start() -> None:
-    """Begin the time of this thread's next template, which compiling it may run in part."""
+    """Start the clock for this thread's next template.
+
+    Call it before compiling, because compiling may run parts of the template.
+    """
     _state.deadline = time.thread_time() + TIME_LIMIT_S
 
 
 def check(value: Any = None) -> Any:
-    """Return the value. Raises LimitError if it or the time taken so far is over its limit."""
+    """Return the value. Raises LimitError if the value or the time so far exceeds its limit."""
     if time.thread_time() > _state.deadline:
         raise LimitError(f"it takes over {TIME_LIMIT_S:g} s")
     if isinstance(value, str | bytes | list | tuple | dict):
@@ -131,14 +132,14 @@ def check(value: Any = None) -> Any:
 
 
 def join_text(*parts: Any) -> str:
-    """Return the parts as one text. Raises LimitError if it would be too long."""
+    """Join the parts to one text. Raises LimitError if it would be too long."""
     texts = [str(part) for part in parts]
     _check_length(sum(map(len, texts)))
     return "".join(texts)
 
 
 def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)  # and with it what jinja2 is told to pass
+    @functools.wraps(function)  # also copies the attribute that tells jinja2 what to pass
     def limited(*args: Any, **options: Any) -> Any:
         check()
         passed = args[1:] if hasattr(function, "jinja_pass_arg") else args
@@ -152,7 +153,7 @@ def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_method(text: str | bytes, name: str, arguments: Sequence[Any]) -> None:
-    """Refuse what a text's method or a filter would make far too long."""
+    """Raise LimitError if a string method or a filter would return far too long a text."""
     if name in ("format", "format_map"):
         _check_format(str(text))
     elif name == "replace" and len(arguments) >= 2:

@@ -1,4 +1,4 @@
-"""How much text a token can stand for."""
+"""Upper bound on the bytes of text that one token represents."""
 
 import json
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-# Composing characters makes a text shorter, but not to a quarter of its bytes.
+# Composing characters makes a text shorter, but never by a factor of 4 in bytes.
 _NFC_SHRINKS = 4
 _KEEP_ALL = ("ByteLevel", "Digits", "Metaspace", "Split", "Punctuation")
 
 
 def longest(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the bytes of text that one token stands for at most, or None if that is unknown.
+    """Return the most bytes of text that one token can represent, or None if that is unknown.
 
-    It is known of byte-pair encodings that can spell every byte and drop nothing before.
+    It is known for byte-pair encodings that can spell every byte and drop no text beforehand.
     """
     vocabulary = backend.get_vocab(with_added_tokens=True)
     shrinks = _shrinks(backend.normalizer)
@@ -22,11 +22,11 @@ def longest(backend: tokenizers.Tokenizer) -> int | None:
     keeps_all = (
         _spells_every_byte(backend, vocabulary)
         and all(_keeps_all(part) for part in _parts(backend.pre_tokenizer, "pretokenizers"))
-        and not any(token.lstrip or token.rstrip for token in added)  # they swallow blanks
+        and not any(token.lstrip or token.rstrip for token in added)  # these drop whitespace
     )
     if not keeps_all or shrinks is None:
         return None
-    # Tokens are written with one character a byte, or with characters; neither is shorter.
+    # Tokens are spelled with one character per byte or as plain text. Neither is shorter in UTF-8.
     return shrinks * max(len(token.encode()) for token in vocabulary)
 
 
@@ -63,7 +63,7 @@ def _keeps_all(part: dict[str, Any]) -> bool:
 
 
 def _parts(step: Any, inner: str) -> list[dict[str, Any]]:
-    """Return the parts of a normalizer or a pre-tokenizer, however deep they lie in sequences."""
+    """Return the parts of a normalizer or a pre-tokenizer, with nested sequences flattened."""
     if step is None:
         return []
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, messages to a prompt, and text that streams in whole characters."""
+"""Tokenizer with chat template, and a decoder that streams text in whole characters."""
 
 import functools
 import json
@@ -13,14 +13,14 @@ from lightning_jax.models.gguf_vocab import TokenizerError
 from lightning_jax.types import Message
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-_NUM_REMEMBERED, _MAX_REMEMBERED = 512, 2**16  # texts, and characters of one: 32 M at most
-_UNLOCKED = 2**11  # characters; a longer text is encoded while other Python threads run
-_NUM_TOKEN_TEXTS = 2**16  # texts of single tokens that are remembered: a few MB
-_REPLACEMENT = "\ufffd"  # what decoding puts where bytes are no character, or not yet
+_NUM_REMEMBERED, _MAX_REMEMBERED = 512, 2**16  # cached texts, and characters of one: 32 M at most
+_UNLOCKED = 2**11  # characters; a longer text is encoded without holding the GIL
+_NUM_TOKEN_TEXTS = 2**16  # cached texts of single tokens: a few MB
+_REPLACEMENT = "\ufffd"  # decoded from bytes that are not, or not yet, a character
 
 
 class Tokenizer:
-    """A vocabulary with its chat template; safe to share between threads."""
+    """Vocabulary with its chat template. Safe to share between threads."""
 
     def __init__(
         self,
@@ -33,19 +33,20 @@ class Tokenizer:
         self._backend = backend
         self.template = template
         self.special_tokens = dict(special_tokens or {})  # "eos_token" -> "<|im_end|>" and such
-        self.eos_ids = frozenset(eos_ids)  # each ends a response
+        self.eos_ids = frozenset(eos_ids)  # any of them ends a response
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.added_ids = frozenset(added)  # each is found in text whole, special or not
-        # The rollouts of a group all begin with one prompt.
+        self.added_ids = frozenset(added)  # matched whole in text, special or not
+        # All rollouts of a group start with the same prompt.
         self._encode_once = functools.lru_cache(maxsize=_NUM_REMEMBERED)(self._encode)
         self._text_once = functools.lru_cache(maxsize=_NUM_TOKEN_TEXTS)(self._text)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; none is added. `special` False reads "<|im_end|>" as ordinary characters.
+        """Return the token ids of a text, without adding any, and cache recent texts.
 
-        Texts of late are remembered. Raises ValueError for text that is no Unicode.
+        With `special` False, "<|im_end|>" is read as ordinary characters. Raises ValueError if
+        the text is not valid Unicode.
         """
         if len(text) > _MAX_REMEMBERED:
             return list(self._encode(text, special))
@@ -56,44 +57,44 @@ class Tokenizer:
         try:
             if len(text) <= _UNLOCKED:
                 return tuple(backend.encode(text, add_special_tokens=False).ids)
-            # Unlike `encode`, it lets go of the interpreter.
+            # Unlike `encode`, `encode_batch` releases the GIL.
             return tuple(backend.encode_batch([text], add_special_tokens=False)[0].ids)
-        except TypeError as error:  # what the Rust library says of half a surrogate pair
+        except TypeError as error:  # raised by the Rust library for half a surrogate pair
             raise ValueError(
                 "the text holds half of a surrogate pair; expected valid Unicode text."
             ) from error
 
     @functools.cached_property
     def max_token_bytes(self) -> int | None:
-        """The bytes of text that one token stands for at most, None where nothing bounds them.
+        """Most bytes of text that one token can represent, or None if there is no bound.
 
-        A text of more bytes than this times a number has more tokens than that number.
+        A text of more than n times this many bytes has more than n tokens.
         """
         return token_bytes.longest(self._backend)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_text(self, token_id: int) -> str:
-        """Return one token's text, a special one's too; recent ones are remembered."""
+        """Return the text of one token, special or not, and cache recent ones."""
         return self._text_once(token_id)
 
     def _text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special=False)
 
     def token_id(self, token: str) -> int | None:
-        """The id of one token's text, None where the vocabulary lacks it."""
+        """Return the id of the token with this text, or None if the vocabulary lacks it."""
         return self._backend.token_to_id(token)
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The id of every token by its text, added ones too."""
+        """Token ids by text, added tokens included."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     @property
     def supports_tools(self) -> bool:
-        """Whether the chat template has a place for tools."""
+        """True if the chat template uses tools."""
         return self.template is not None and "tools" in self.template
 
     def render_chat(
@@ -103,7 +104,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt text of a conversation. Raises chat_template.TemplateError."""
+        """Return the prompt text of a conversation. Raises chat_template.TemplateError."""
         if self.template is None:
             raise chat_template.TemplateError(
                 "this model has no chat template; expected one in tokenizer_config.json, "
@@ -119,23 +120,23 @@ class Tokenizer:
 
     @functools.cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        # A copy, because the switch belongs to the object and other threads use the first one.
+        # A copy, because the switch is set on the object and other threads use the original.
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         return backend
 
     @property
     def end_of_turn_id(self) -> int | None:
-        """The token that the model itself ends a response with; None if it knows none."""
+        """Token with which the model itself ends a response, or None if there is none."""
         named = self.token_id(self.special_tokens.get("eos_token", ""))
         return named if named in self.eos_ids else min(self.eos_ids, default=None)
 
     def to_json(self) -> str:
-        """The whole tokenizer as a tokenizer.json's text."""
+        """Return the tokenizer as the text of a tokenizer.json."""
         return self._backend.to_str()
 
     def save(self, directory: Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json as transformers' AutoTokenizer reads."""
+        """Write tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
         self._backend.save(str(directory / "tokenizer.json"))
         settings: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -149,7 +150,7 @@ class Tokenizer:
 
 
 def from_hf(directory: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face model directory. Raises TokenizerError."""
+    """Load the tokenizer of a Hugging Face model directory. Raises TokenizerError."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(
@@ -160,7 +161,7 @@ def from_hf(directory: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises nothing narrower
         raise TokenizerError(f"{path} is not a readable tokenizer: {error}") from error
-    # What training left there would cut or lengthen every prompt.
+    # Truncation or padding left over from training would cut or lengthen every prompt.
     backend.no_truncation()
     backend.no_padding()
     settings = _read_json(directory / "tokenizer_config.json")
@@ -180,7 +181,7 @@ def from_hf(directory: Path) -> Tokenizer:
 
 
 def from_gguf(reader: Any) -> Tokenizer:
-    """The tokenizer in the metadata of an open gguf.GGUFReader. Raises TokenizerError."""
+    """Build the tokenizer from the metadata of an open gguf.GGUFReader. Raises TokenizerError."""
     vocabulary = gguf_vocab.read(reader)
     return Tokenizer(
         vocabulary.backend,
@@ -208,29 +209,35 @@ def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several named templates
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
 
 
 class StreamDecoder:
-    """Text of a response as its tokens arrive; joined, it is that of all ids decoded at once."""
+    """Decoder of a response whose tokens arrive one by one.
+
+    The joined pieces equal the text of all ids decoded at once.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Decoding restarts from `_context`, the last piece already given out, because some
-        # vocabularies write a word's leading space only when another token precedes it.
+        # Decoding restarts from `_context`, the last piece already returned, because some
+        # vocabularies write a word's leading space only after another token.
         self._context: list[int] = []
         self._fresh: list[int] = []
-        self._given = 0  # characters of the fresh text already given out
+        self._given = 0  # characters of the fresh text already returned
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain; "" for special tokens and half characters."""
+        """Add a token and return the text that it completes.
+
+        This is "" for special tokens and partial characters.
+        """
         if token_id in self._tokenizer.special_ids:
             return ""
         self._fresh.append(token_id)
         text = self._fresh_text()
-        # Bytes still to come can turn up to three trailing marks into one character.
+        # Later bytes can turn up to three trailing replacement marks into one character.
         stable = text[: len(text) - min(3, len(text) - len(text.rstrip(_REPLACEMENT)))]
         if len(stable) == len(text):
             self._context, self._fresh = self._fresh, []
@@ -241,7 +248,7 @@ class StreamDecoder:
         return piece
 
     def flush(self) -> str:
-        """What is left at the end: marks for the bytes that never became a character."""
+        """Return the rest at the end: U+FFFD for bytes that never became a character."""
         piece = self._fresh_text()[self._given :]
         self._context, self._fresh, self._given = self._context + self._fresh, [], 0
         return piece
@@ -249,8 +256,8 @@ class StreamDecoder:
     def _fresh_text(self) -> str:
         before = self._tokenizer.decode(self._context)
         whole = self._tokenizer.decode(self._context + self._fresh)
-        # A vocabulary that falls back to bytes decodes a run of them as a whole, and so what came
-        # before may read otherwise beside what is fresh.
+        # A byte-fallback vocabulary decodes a run of bytes as a whole, so the earlier text may
+        # change when fresh tokens follow it.
         if whole.startswith(before):
             return whole[len(before) :]
         return self._tokenizer.decode(self._fresh)

@@ -1,17 +1,17 @@
-"""One decoder for the Llama, SmolLM2, Qwen2.5 and Qwen3 families: training, prefill and decode.
+"""Decoder of the Llama, SmolLM2, Qwen2.5 and Qwen3 families, for training, prefill and decode.
 
-Parameters are a plain nested dict with one subtree a layer, so that a decode step reads each weight
-where it lies:
+Parameters are a plain nested dict with one subtree per layer, so that a decode step reads each
+weight in place:
 
     embed/embedding [V, E]   final_norm/scale [E]   head/kernel [E, V] unless embeddings are tied
     layers_0, layers_1, ...
         attn_norm, mlp_norm /scale [E]   q/kernel [E, H*D]   k, v /kernel [E, K*D]
         o/kernel [H*D, E]   gate, up /kernel [E, M]   down/kernel [M, E]
         q, k, v /bias (Qwen2)   q_norm, k_norm /scale [D] (Qwen3)
-        .../lora_a [in, rank], lora_b [rank, out] beside the kernels that have an adapter (lora.py);
-        [N, in, rank], [N, rank, out] where rows of a batch choose among N adapters
+        .../lora_a [in, rank], lora_b [rank, out] next to kernels with an adapter (lora.py);
+        [N, in, rank], [N, rank, out] if the rows of a batch choose among N adapters
 
-Where a CPU decodes, each kernel [in, out] is a kernel_t [out, in] instead (matmul.py).
+For decoding on a CPU, each kernel [in, out] becomes a kernel_t [out, in] (matmul.py).
 """
 
 import functools
@@ -31,12 +31,12 @@ from lightning_jax.models.cache import KVCache, attend_cache, make_cache, write_
 from lightning_jax.models.matmul import matmul, matmul_turned, product
 
 Params = dict[str, Any]
-Gather = Callable[[Params], Params]  # brings weights, or those of one layer, together for use
+Gather = Callable[[Params], Params]  # gathers all weights, or those of one layer, for use
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a model; hashable, so jit takes it as a static argument."""
+    """Shape of a model. It is hashable, so jit takes it as a static argument."""
 
     vocab_size: int
     embed_dim: int
@@ -52,11 +52,11 @@ class DecoderConfig:
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # Qwen3
     max_positions: int = 2048
-    family: str = "llama"  # llama, qwen2 or qwen3: the name a saved model carries
-    lora: LoraConfig | None = None  # the adapters that are among its parameters, of rank 1 or more
-    num_adapters: int | None = None  # of each kernel: [N, ...], a row chooses one; None: one, [...]
-    turned: bool = False  # its kernels are kernel_t, which has no gradient (matmul.py)
-    activation_dtype: str | None = None  # None: the weights'
+    family: str = "llama"  # llama, qwen2 or qwen3, the name in a saved model
+    lora: LoraConfig | None = None  # adapters among the parameters, of rank 1 or more
+    num_adapters: int | None = None  # N per kernel, [N, ...], and a row chooses; None: one, [...]
+    turned: bool = False  # kernels are kernel_t, which has no gradient (matmul.py)
+    activation_dtype: str | None = None  # None: the dtype of the weights
     scans_layers: bool = True  # with `remat`: a loop over stacked weights. False: layer by layer
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ def init_cache(
     dtype: Any = jnp.float32,
     platform: str = "cpu",
 ) -> KVCache:
-    """An empty cache of this model's shape, zeros, as devices of this platform keep it."""
+    """Build a cache of zeros for this model, in the layout of this platform."""
     return make_cache(
         layers=config.num_layers,
         rows=slots,
@@ -91,21 +91,21 @@ def init_cache(
 
 
 class RMSNorm(nn.Module):
-    """`x` over its root mean square, times a learned scale; computed in float32."""
+    """Division by the root mean square in float32, followed by a learned scale."""
 
     eps: float
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        # Two axes, because XLA on a CPU takes ten times as long for sums over the last of three.
+        # Two axes, because XLA on a CPU takes ten times as long for sums over the last axis of 3.
         wide = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return (wide.astype(x.dtype) * jnp.broadcast_to(scale, wide.shape)).reshape(x.shape)
 
 
 class Linear(nn.Module):
-    """`x` times a kernel, plus its adapter's part and a bias where asked."""
+    """Product with a kernel, plus an optional adapter and an optional bias."""
 
     features: int
     bias: bool = False
@@ -142,7 +142,7 @@ class Linear(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer: its output, and its updated keys and values where it got a cache."""
+    """Decoder layer that returns its output and, if given a cache, the updated cache."""
 
     config: DecoderConfig
 
@@ -171,7 +171,7 @@ class Layer(nn.Module):
         return Linear(features, bias, adapter, *shared, name=name)
 
     def _project(self, h: Any, rope: Any, chosen: Any) -> tuple[Any, Any, Any]:
-        """Queries [B T H D], keys and values [B T K D]; queries and keys turned by position."""
+        """Return queries [B T H D], keys and values [B T K D], with rotary positions applied."""
         config = self.config
         heads_of = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         parts = {}
@@ -186,7 +186,7 @@ class Layer(nn.Module):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _layer(config: DecoderConfig, params: Params, *arrays: Any) -> tuple[Any, Any]:
-    """Jitted, so that the layers of a model are traced once, not one by one."""
+    """Apply one layer, jitted so that it is traced once for all layers of a model."""
     return Layer(config).apply({"params": params}, *arrays)  # pyright: ignore[reportReturnType]
 
 
@@ -208,10 +208,10 @@ def _forward_recomputing(
 ) -> Any:
     """Run `forward` without a cache, keeping only each layer's input for the backward pass.
 
-    On a CPU this is a scan over stacked weights. In a straight program XLA's CPU compiler moves the
+    On a CPU this is a scan over stacked weights. Without the scan, XLA on a CPU moves the
     recomputations to the front, where they save nothing: 3.4 GB instead of 1.3 GB for 2,048 tokens
-    of SmolLM2-135M. Other compilers leave them in place, and there the stack would cost a copy of
-    all weights, frozen ones too: 3.2 GiB more on each of four TPU chips for six layers of Qwen3-8B.
+    of SmolLM2-135M. Other compilers leave them in place. There the stack would cost a copy of all
+    weights, frozen ones too: 3.2 GiB more on each of four TPU chips for six layers of Qwen3-8B.
     """
     x = _embed(gather({"embed": params["embed"]}), config, tokens)
     rope = _rope(config, positions)
@@ -236,7 +236,7 @@ def _embed(params: Params, config: DecoderConfig, tokens: Any) -> Any:
 
 @jax.custom_vjp
 def _look_up(table: Any, tokens: Any) -> Any:
-    """Return the rows of the tokens. Their gradients are added in float32, whatever the dtype."""
+    """Return the tokens' rows of the table. Gradients are summed in float32 for any dtype."""
     return table[tokens]
 
 
@@ -277,11 +277,11 @@ def _init(config: DecoderConfig, key: Any, dtype: Any) -> Params:
 
 
 def init_params(config: DecoderConfig, key: Any, dtype: Any = jnp.float32) -> Params:
-    """Random parameters: normal with deviation 0.02, norms 1, biases 0."""
+    """Return random parameters: normal with standard deviation 0.02, norms 1, biases 0."""
     return _init(config, key, dtype)
 
 
-def forward(  # noqa: PLR0913  (each is a choice of its own)
+def forward(  # noqa: PLR0913  (the arguments are independent)
     params: Params,
     config: DecoderConfig,
     tokens: Int[Array, "B T"],
@@ -294,16 +294,17 @@ def forward(  # noqa: PLR0913  (each is a choice of its own)
     gather: Gather | None = None,
     adapters: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T E"], KVCache | None]:
-    """Hidden states after the final norm, and the given cache with these tokens written.
+    """Return the hidden states after the final norm, and the cache with these tokens written.
 
-    Without a cache, node i of a row sees node j iff `j <= i < ends[j]` (plain causal without
-    `ends`); `positions` only turn queries and keys. With a cache, which may have more rows, row b
-    goes to cache row `rows[b]`, or b without `rows`, at index = position, and each token sees the
-    indices up to its own. A position of C or more marks padding: nothing is written and its hidden
-    state means nothing.
-    Donate the cache at the jit boundary. `remat` keeps less for the backward pass and computes the
-    layers once more instead, and then `gather` sees one layer at a time. It comes from
-    `sharding.make_gather`. `adapters` says which of several each row is read with.
+    Without a cache, node i of a row sees node j iff `j <= i < ends[j]`, or causally without
+    `ends`. `positions` then only set the rotary angles. With a cache, which may have more rows,
+    row b is written to cache row `rows[b]`, by default b, at index = position. Each token sees the
+    indices up to its own. A position of C or more marks padding: nothing is written, and its
+    hidden state is meaningless. Donate the cache at the jit boundary.
+
+    `remat` keeps less for the backward pass and recomputes the layers. `gather`, from
+    `sharding.make_gather`, then gets one layer at a time. `adapters` is the adapter index of each
+    row. Raises ValueError unless rows choose adapters exactly when the model has several.
     """
     if (config.num_adapters is None) != (adapters is None):
         raise ValueError(
@@ -333,7 +334,7 @@ def _final_norm(params: Params, config: DecoderConfig, x: Any) -> Any:
 def unembed(
     params: Params, config: DecoderConfig, hidden: Float[Array, "*rows E"]
 ) -> Float[Array, "*rows V"]:
-    """Logits, float32."""
+    """Return float32 logits."""
     if config.turned:
         tied = config.tie_embeddings
         kernel = params["embed"]["embedding"] if tied else params["head"]["kernel_t"]
@@ -342,6 +343,6 @@ def unembed(
         kernel, axis = params["embed"]["embedding"], 1
     else:
         kernel, axis = params["head"]["kernel"], 0
-    if config.activation_dtype:  # JAX's rule would take the gradient from sums of bfloat16
+    if config.activation_dtype:  # JAX's own rule would sum the gradient in bfloat16
         return matmul(hidden, kernel, axis)
     return product(hidden, kernel, (hidden.ndim - 1, axis))

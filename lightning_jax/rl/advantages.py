@@ -1,4 +1,4 @@
-"""Advantages: how much better a call did than rollouts usually do."""
+"""Advantages, which compare a call's credit with a baseline."""
 
 import itertools
 from collections import defaultdict
@@ -13,17 +13,17 @@ from lightning_jax.rl.credit import assign_credit, credit_at, rollout_return
 from lightning_jax.rl.values import CallValues
 from lightning_jax.types import Advantage, Trajectory
 
-# Returns of a group that differ by less than this, relative to the largest, count as equal, and so
-# do a credit and its baseline: they differ by rounding, and dividing by the standard deviation of
-# such returns would blow the rounding up to advantages of 1.
+# Relative difference up to which a group's returns, or a credit and its baseline, count as equal.
+# Such a difference is rounding error. Dividing by the standard deviation of such returns would
+# inflate the error to advantages of 1.
 EQUAL_RETURNS = 1e-6
 
 
 def group_baselines(returns: Float[np.ndarray, " N"], kind: str) -> Float[np.ndarray, " N"]:
-    """What is subtracted from the credits of each rollout of one group, in reward units.
+    """Return the baseline of each rollout of one group, in reward units.
 
     "group_mean": the mean return of the group (GRPO, arXiv 2402.03300). "leave_one_out": the mean
-    of its other rollouts (RLOO, arXiv 2402.14740); a rollout alone has itself.
+    of its other rollouts (RLOO, arXiv 2402.14740), or its own return in a group of one.
     """
     if kind == "leave_one_out" and len(returns) > 1:
         return (returns.sum() - returns) / (len(returns) - 1)
@@ -33,16 +33,17 @@ def group_baselines(returns: Float[np.ndarray, " N"], kind: str) -> Float[np.nda
 def baselines_and_scales(
     returns: Float[np.ndarray, " N"], group_ids: Sequence[str], *, baseline: str, normalize: str
 ) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-    """(baseline, scale) of each rollout; a credit's advantage is `(credit - baseline) * scale`.
+    """Return (baseline, scale) of each rollout; the advantage is `(credit - baseline) * scale`.
 
-    The baseline is that of the group, the mean over the step ("batch_mean", REINFORCE++, arXiv
-    2501.03262) or 0 ("none"). The scale is one over the standard deviation of the group's returns
-    ("group_std"), one over that of all returns less their baselines ("batch_std"), or 1 ("none",
-    as in Dr. GRPO, arXiv 2503.20783); deviations are those of the population. Against a group's
-    baseline one rollout says nothing about which call was better: scale 0. So it is wherever the
-    deviation to divide by is 0. Equal returns by themselves are no reason: under per-step and
-    learned credit their calls can differ, and to leave out the groups in which chance made the
-    returns equal would bias the gradient.
+    The baseline is from `group_baselines`, the mean over the step ("batch_mean", REINFORCE++, arXiv
+    2501.03262) or 0 ("none"). With "group_std" the scale is one over the population standard
+    deviation of the group's returns. With "batch_std" the deviation is that of all returns minus
+    their baselines. With "none" the scale is 1 (as in Dr. GRPO, arXiv 2503.20783).
+
+    The scale is 0 for a single rollout with a group baseline, which cannot show which call was
+    better. It is also 0 if the standard deviation is 0. Equal returns alone do not make it 0. With
+    per-step and learned credit their calls can differ, and dropping groups whose returns are equal
+    by chance would bias the gradient.
     """
     baselines, scales = np.zeros_like(returns), np.ones_like(returns)
     for members in group_members(group_ids).values():
@@ -61,19 +62,19 @@ def baselines_and_scales(
 
 
 def difference(credit: float, baseline: float) -> float:
-    """Their difference, 0 where it is rounding."""
+    """Return credit minus baseline, or 0 if the difference is only rounding error."""
     apart = credit - baseline
     return 0.0 if abs(apart) <= EQUAL_RETURNS * max(1.0, abs(credit)) else apart
 
 
 def are_equal(returns: Float[np.ndarray, " N"]) -> bool:
-    """Whether returns are the same up to rounding; one alone is."""
+    """Return whether all returns are equal up to rounding error."""
     spread = returns.max() - returns.min()
     return bool(spread <= EQUAL_RETURNS * max(1.0, float(np.abs(returns).max())))
 
 
 def equal_groups(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> set[str]:
-    """The ids of the groups whose returns are all equal."""
+    """Return the ids of the groups whose returns are all equal."""
     returns = returns_of(trajectories, algorithm)
     groups = group_members([trajectory.group_id for trajectory in trajectories])
     return {group for group, members in groups.items() if are_equal(returns[members])}
@@ -82,8 +83,10 @@ def equal_groups(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig)
 def group_metrics(
     trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
 ) -> dict[str, float]:
-    """How many groups a step has, in how many of them nothing can be told apart, and in how many
-    the rewards of calls alone tell rollouts apart, none of which did better than another.
+    """Return a step's number of groups and the shares of two kinds of group.
+
+    One has equal returns. The other has equal rollout rewards but returns that differ through call
+    rewards alone.
     """
     rewards = np.asarray([trajectory.reward for trajectory in trajectories], np.float64)
     groups = group_members([trajectory.group_id for trajectory in trajectories])
@@ -105,15 +108,16 @@ def step_advantages(
     algorithm: AlgorithmConfig,
     values: Sequence[Sequence[CallValues]] | None = None,
 ) -> tuple[list[tuple[Advantage, ...]], dict[str, float]]:
-    """(one tuple per trajectory with one advantage per transition, metrics of the step).
+    """Return (one tuple per trajectory with one advantage per transition, metrics of the step).
 
-    A call's baseline is made of one number of each rollout, its credit at the same turn, so that
-    later calls, which have less to earn, are not blamed for it. A rollout that ended before counts
-    with its last credit and one without calls with its reward, so what a call is compared with does
-    not hang on who got that far, and the gradient stays unbiased. Under identical credit it is the
-    same for all calls of a rollout; of learned credit it mends what the critic gets wrong on
-    average. Deviations are those of returns. `values` are the critic's, None for 0. Of turn_groups
-    see `turn_advantages`.
+    A call's baseline uses one number of each rollout, its credit at the same turn. So later calls,
+    which have less left to earn, are not blamed for that. A rollout that ended earlier counts with
+    its last credit, and one without calls with its reward. The baseline then does not depend on
+    which rollouts got that far, and the gradient stays unbiased.
+
+    With identical credit, the baseline is the same for all calls of a rollout. With learned credit,
+    it corrects the critic's average error. Standard deviations are those of returns. `values` are
+    the critic's, None for 0. For turn_groups see `turn_advantages`.
     """
     knobs = {
         "scheme": algorithm.credit,
@@ -140,14 +144,13 @@ def turn_advantages(
     credits: Sequence[tuple[Advantage, ...]],
     algorithm: AlgorithmConfig,
 ) -> list[tuple[Advantage, ...]]:
-    """Each call compared with the calls of its group at the same turn, as if they were rollouts of
-    a group of their own.
+    """Compare each call with its group's calls at the same turn, as if they were a separate group.
 
-    Biased where agents choose when to stop, also with `leave_one_out` and without `normalize`: how
-    many rollouts reach a turn is then up to the policy, and a call's own return is a part of what
-    it is compared with (alone at its turn it is all of it, and the advantage is 0). So the later a
-    turn and the fewer get there, the less of its gradient is left. A baseline that is one number
-    for all calls of a rollout shrinks all of them alike.
+    This is biased if agents choose when to stop, even with `leave_one_out` and without `normalize`.
+    The policy then decides how many rollouts reach a turn, and a call's own return is part of its
+    baseline. A call alone at its turn is its own baseline and has advantage 0. So the fewer
+    rollouts reach a turn, the less of its gradient is left. A baseline that is one number for all
+    calls of a rollout shrinks them all equally.
     """
     flat: list[Any] = [credit for calls in credits for credit in calls]
     turns = [
@@ -182,7 +185,7 @@ def _rollout_advantages(
     for turn in range(max(map(len, credits), default=0)):
         at_turn = np.asarray([credit_at(turn, *pair) for pair in pairs], np.float64)
         baselines.append(baselines_and_scales(at_turn, group_ids, **knobs)[0].tolist())
-    # Of returns, not of credits: below lambda 1 those hardly differ in a long rollout.
+    # Scales come from returns. With lambda below 1, credits hardly differ in a long rollout.
     _, scales = baselines_and_scales(returns_of(trajectories, algorithm), group_ids, **knobs)
 
     def advantage(credit: Advantage, baseline: float, scale: float) -> Advantage:
@@ -203,14 +206,14 @@ def _of_tokens(advantage: Advantage) -> tuple[float, ...]:
 def returns_of(
     trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
 ) -> Float[np.ndarray, " N"]:
-    """What each rollout earned, float64, whatever a critic thinks of it."""
+    """Return each rollout's return in float64, without any critic."""
     scheme, discount = algorithm.credit, algorithm.discount
     earned = [rollout_return(each, scheme=scheme, discount=discount) for each in trajectories]
     return np.asarray(earned, np.float64)
 
 
 def group_members(group_ids: Sequence[str]) -> dict[str, list[int]]:
-    """The places of each group's rollouts."""
+    """Return the indices of each group's rollouts."""
     members: dict[str, list[int]] = defaultdict(list)
     for place, group_id in enumerate(group_ids):
         members[group_id].append(place)

@@ -1,4 +1,7 @@
-"""Trajectories to batches of fixed shape: each shared token once, each sampled token one target."""
+"""Packing of trajectories into batches of fixed shape.
+
+Each shared token appears once, and each sampled token is one target.
+"""
 
 import dataclasses
 import functools
@@ -34,11 +37,11 @@ def drop_stale(
     policy_version: int,
     max_staleness: int,
 ) -> tuple[list[Trajectory], list[tuple[Any, ...]], int]:
-    """(trajectories and advantages, or whatever there is one of a call, without the calls that are
-    too old, number of calls dropped).
+    """Drop stale calls and return (trajectories, advantages, number of calls dropped).
 
-    A call is as old as its oldest token, in trainer steps before `policy_version`. Advantages
-    come first, because a dropped call still says what its rollout was worth.
+    `advantages` may hold any one value per call. A call's staleness is that of its oldest token, in
+    trainer steps before `policy_version`. Compute advantages first, because a dropped call still
+    counts in its rollout's return.
     """
     kept_trajectories, kept_advantages, num_dropped = [], [], 0
     for trajectory, values in zip(trajectories, advantages, strict=True):
@@ -64,12 +67,12 @@ def make_sequences(
     token_divisor: float = 1.0,
     adapters: Mapping[str, int] | None = None,
 ) -> list[TrainingSequence]:
-    """One sequence per call, its tokens weighed by `weights.token_weights`, and all states that a
-    critic learns from by the same, together 1.
+    """Build one sequence per call, with token weights from `weights.token_weights`.
 
-    A token that its grammar forced is not trained: the policy did not choose it. Of several
-    policies `adapters` has the place of each one's adapter. Raises ValueError if the advantages do
-    not match the calls.
+    All states that a critic learns from have equal weights, which sum to 1. A token that a grammar
+    forced is not trained, because the policy did not choose it. With several policies, `adapters`
+    maps each policy to its adapter index. Raises ValueError if the advantages do not match the
+    calls.
     """
     weights = token_weights(trajectories, aggregation=aggregation, divisor=token_divisor)
     sequences = []
@@ -108,7 +111,7 @@ def make_sequences(
 def make_supervised_sequences(
     examples: Sequence[tuple[Sequence[int], Sequence[int]]],
 ) -> list[TrainingSequence]:
-    """One sequence per (prompt ids, target ids); every target token of the step weighs the same."""
+    """Build one sequence per (prompt ids, target ids), with equal weight for every target token."""
     weight = 1.0 / max(sum(len(targets) for _, targets in examples), 1)
     return [
         TrainingSequence(tuple(prompt), tuple(targets), (0.0,) * len(targets), 1.0, weight)
@@ -122,16 +125,17 @@ def make_batches(
     *,
     skip_zero_advantage: bool = False,
 ) -> tuple[list[Batch], dict[str, float]]:
-    """(microbatches of shape [rows, row_len] with [rows, max_targets] targets, what packing did).
+    """Return (microbatches, packing metrics).
 
-    Every trained token of every sequence becomes one target, and the others only context, counted
-    in `train/tokens_forced`. The LM head is read once for targets that are the same token after the
-    same node; `train/num_distinct_targets` counts those. Sequences are dropped and counted by
-    reason: too long for a row, too many targets for a row, nothing sampled, nothing but forced
-    tokens, and with `skip_zero_advantage` those without a policy gradient (right only when no KL
-    term needs them). A sequence's last target and what follows it are never read by the model
-    unless another sequence goes on from there. `target_calls` counts places in `sequences`.
-    Sequences that different adapters read never share a row.
+    Microbatches have shape [rows, row_len], with [rows, max_targets] targets. Every trained token
+    becomes one target. Forced tokens are only context, counted in `train/tokens_forced`. The LM
+    head runs once for targets that are the same token after the same node, counted in
+    `train/num_distinct_targets`. Sequences are dropped and counted by reason: too long for a row,
+    too many targets for a row, nothing sampled, or only forced tokens. With `skip_zero_advantage`,
+    so are sequences without a policy gradient, which is correct only without a KL term. The model
+    does not read a sequence's last target or later tokens unless another sequence continues there.
+    `target_calls` holds indices into `sequences`. Sequences of different adapters never share a
+    row.
     """
     kept, dropped = [], Counter(dict.fromkeys(DROP_REASONS, 0))
     dropped_tokens = 0
@@ -142,7 +146,7 @@ def make_batches(
         else:
             dropped[reason] += 1
             dropped_tokens += _num_targets(sequence)
-    # Paths in order are the trie in depth-first order; see packing.py.
+    # Sorted paths are the trie in depth-first order; see packing.py.
     kept.sort(key=lambda pair: (pair[1].adapter or 0, _read_ids(pair[1])))
     paths = [np.asarray(_read_ids(sequence), np.int32) for _, sequence in kept]
     rows = _pack(paths, [sequence for _, sequence in kept], config)
@@ -151,7 +155,7 @@ def make_batches(
     is_tempered = any(sequence.temperature != 1.0 for sequence in sequences)
     empty = functools.partial(_empty_row, config, has_states, has_adapters, is_tempered)
     filled = [_fill_row(empty(), row, kept, paths) for row in rows]
-    # Rows of one batch have about as many pairs, so that their empty head chunks coincide.
+    # Sorting puts rows with similar numbers of pairs together, so their empty head chunks coincide.
     filled.sort(key=_num_distinct, reverse=True)
     batches = []
     for start in range(0, len(filled), config.rows):
@@ -171,7 +175,7 @@ def make_batches(
 def why_dropped(
     sequence: TrainingSequence, config: BatchConfig, skip_zero_advantage: bool = False
 ) -> str | None:
-    """Which of `DROP_REASONS` keeps the sequence out of a row; None: it is trained on."""
+    """Return the entry of `DROP_REASONS` that excludes the sequence, or None if it is trained."""
     num_targets = _num_targets(sequence)
     if num_targets == 0:
         return "all_forced" if sequence.response_token_ids else "empty_response"
@@ -185,7 +189,7 @@ def why_dropped(
 def _pack(
     paths: Sequence[Path], sequences: Sequence[TrainingSequence], config: BatchConfig
 ) -> list[Row]:
-    """The rows of each adapter's sequences, which are sorted by it."""
+    """Pack the sequences of each adapter into rows. They must be sorted by adapter."""
     counts = Counter(sequence.adapter for sequence in sequences)
     rows, start = [], 0
     for count in counts.values():
@@ -200,9 +204,7 @@ def _pack(
 def _stats(
     paths: Sequence[Path], rows: Sequence[Row], config: BatchConfig, *, num_nodes: int
 ) -> dict[str, float]:
-    """Tokens of the separate sequences and of the packed forest, the share of empty nodes, and how
-    full of targets the rows are.
-    """
+    """Return packing metrics: tokens before and after packing, padding and share of targets."""
     used, targets = sum(row.nodes for row in rows), sum(row.targets for row in rows)
     return {
         "train/num_sequences": float(len(paths)),
@@ -220,7 +222,7 @@ def _fill_row(
     sequences: Sequence[tuple[int, TrainingSequence]],
     paths: Sequence[Path],
 ) -> Batch:
-    """Writes the row's sequences into `out`, an empty one."""
+    """Write the row's sequences into `out`, an empty row, and return it."""
     nodes = _lay_out([paths[i] for i in row.members], out.tokens, out.positions, out.ends)
     if out.adapters is not None:
         out.adapters[...] = sequences[row.members[0]][1].adapter or 0
@@ -229,7 +231,7 @@ def _fill_row(
         call, sequence = sequences[i]
         trained = np.flatnonzero(sequence.loss_mask)
         where = slice(start, start + len(trained))
-        # The last token of the prompt predicts the first that was sampled.
+        # The last token of the prompt predicts the first sampled token.
         first = len(sequence.prompt_token_ids) - 1
         out.target_nodes[where] = path_nodes[first + trained]
         out.target_ids[where] = np.asarray(sequence.response_token_ids)[trained]
@@ -263,7 +265,7 @@ def _num_distinct(row: Batch) -> int:
 def _empty_row(
     config: BatchConfig, has_states: bool, has_adapters: bool, is_tempered: bool
 ) -> Batch:
-    """A row of a batch that is all padding: each node is a tree by itself."""
+    """Build a row that is all padding, with each node a tree of its own."""
 
     def ints() -> Int[np.ndarray, " R"]:
         return np.zeros(config.max_targets, np.int32)
@@ -299,7 +301,7 @@ def _lay_out(
     positions: Int[np.ndarray, " R"],
     ends: Int[np.ndarray, " R"],
 ) -> list[Path]:
-    """Writes the trie of sorted paths into a row, depth first; the node of each token of each path.
+    """Write the trie of sorted paths into a row, depth first, and return the nodes of each path.
 
     Paths 5 6 7, 5 6 7 9 and 5 8 become tokens 5 6 7 9 8, positions 0 1 2 3 1, ends 5 4 4 4 5.
     """
@@ -307,7 +309,7 @@ def _lay_out(
     previous = paths[0][:0]
     for path in paths:
         shared = common_prefix(previous, path)
-        ends[nodes[shared:]] = num_nodes  # what the new path leaves behind is complete
+        ends[nodes[shared:]] = num_nodes  # no later path extends these nodes
         new = np.arange(num_nodes, num_nodes + len(path) - shared)
         tokens[new] = path[shared:]
         positions[new] = np.arange(shared, len(path))
@@ -324,9 +326,9 @@ def _num_targets(sequence: TrainingSequence) -> int:
 
 
 def _read_ids(sequence: TrainingSequence) -> tuple[int, ...]:
-    """The tokens that the model reads: the last target is only predicted, what follows is neither.
+    """Return the tokens that the model reads: all tokens before the last target.
 
-    Response 7 8 9 6 of which 6 is forced: the prompt and 7 8.
+    For response 7 8 9 6 with 6 forced, these are the prompt and 7 8.
     """
     last = max((i for i, trained in enumerate(sequence.loss_mask) if trained), default=0)
     return sequence.prompt_token_ids + sequence.response_token_ids[:last]

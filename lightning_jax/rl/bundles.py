@@ -1,7 +1,7 @@
-"""Bundles: the microbatches that one program takes, one after the other.
+"""Bundles of microbatches, which one program processes one after another.
 
-All bundles of a batch shape have one size, so a program is compiled once, however many microbatches
-an update has. A loop on the host runs it for each bundle.
+All bundles of a batch shape have the same size, so a program compiles once for any number of
+microbatches per update. A loop on the host runs it for each bundle.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from jaxtyping import Array, Float, Int32
 from lightning_jax.models.sharding import platform_of
 from lightning_jax.types import Batch
 
-# Microbatches in a bundle, some of which may be padding. On other platforms it is one: a program
-# that is started eight times costs nothing there. On a CPU each start gets fresh memory.
+# Microbatches in a bundle, padding included. On a CPU each start of a program gets fresh memory.
+# Other platforms use 1, because starting a program eight times costs nothing there.
 BUNDLE_ON = {"cpu": 8}
 
 
 def bundles(batches: Sequence[Batch]) -> list[tuple[tuple[Batch, ...], Int32[np.ndarray, ""]]]:
-    """Return the microbatches in bundles, each with the number of those that count."""
+    """Return the microbatches in bundles, each with its number of microbatches without padding."""
     if not batches:
         return []
     place = getattr(batches[0].tokens, "sharding", None)
@@ -37,7 +37,7 @@ def bundles(batches: Sequence[Batch]) -> list[tuple[tuple[Batch, ...], Int32[np.
 def measure(
     function: Callable[..., list[Float[Array, "B R"]]], batches: Sequence[Batch], *weights: Any
 ) -> list[Float[Array, "B R"]]:
-    """Return what a jitted `of_each` makes of each microbatch; there may be none."""
+    """Run a jitted `of_each` on all microbatches, possibly none, and return its results."""
     found: list[Any] = []
     for bundle, count in bundles(batches):
         found += function(bundle, count, *weights)[: int(count)]
@@ -52,8 +52,8 @@ def for_each(
 ) -> Any:
     """Run `body(carry, microbatch, its index)` for the first `count` microbatches in order.
 
-    One program for all: on a CPU each run gets gigabytes of fresh memory, page by page. A bundle of
-    one microbatch always counts, and needs no loop.
+    All run in one program, because on a CPU each run gets gigabytes of fresh memory, page by page.
+    A bundle of one microbatch has no padding and needs no loop.
     """
     if len(bundle) == 1:
         return body(start, bundle[0], jnp.int32(0))
@@ -66,7 +66,7 @@ def for_each(
 
 
 def of_each(function: Callable[..., Float[Array, "B R"]]) -> Callable[..., list[Any]]:
-    """`function(microbatch, *weights)` over a bundle; zeros for its padding."""
+    """Map `function(microbatch, *weights)` over a bundle, with zeros for its padding."""
 
     def run(bundle: tuple[Batch, ...], count: Int32[Array, ""], *weights: Any) -> list[Any]:
         def write(found: Any, batch: Batch, index: Any) -> Any:

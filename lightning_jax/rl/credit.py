@@ -1,4 +1,4 @@
-"""Credit assignment: what each LLM call of a rollout is held responsible for."""
+"""Credit assignment: the share of a rollout's reward that each LLM call is responsible for."""
 
 import dataclasses
 import itertools
@@ -17,17 +17,18 @@ def assign_credit(
     gae_lambda: float = 1.0,
     values: Sequence[CallValues] | None = None,
 ) -> tuple[Advantage, ...]:
-    """One credit per transition, in reward units; `()` for a rollout without calls.
+    """Return one credit per transition, in reward units, or `()` for a rollout without calls.
 
     "identical": every call gets the whole return, the rollout's reward plus all call rewards
-    (arXiv 2508.03680). "per_step": call t gets `sum_k discount^(k-t) * r_k` over k >= t, where the
-    reward of the rollout is earned at its last call; "turn_groups" too, for `advantages` to compare
-    with the other calls of that turn. "learned": generalized advantage estimation over the calls
-    (arXiv 1506.02438) with `values` of the prompts, None for 0. "learned_token": the same over
-    trained tokens, which have a credit each; a call without any has one. With `gae_lambda` 1 and
-    values of 0, "learned" is "per_step", and "identical" too where nothing is discounted and no
-    call has a reward of its own. Raises ValueError for another scheme or a call reward that is not
-    finite.
+    (arXiv 2508.03680). "per_step": call t gets `sum_k discount^(k-t) * r_k` over k >= t, with the
+    rollout's reward earned at its last call. "turn_groups": the same, but `advantages` compares
+    calls of the same turn. "learned": generalized advantage estimation over the calls (arXiv
+    1506.02438) with `values` of the prompts, None for 0. "learned_token": the same over trained
+    tokens, with one credit per token. A call without trained tokens has one credit.
+
+    With `gae_lambda` 1 and values of 0, "learned" equals "per_step". It also equals "identical" if
+    nothing is discounted and no call has its own reward. Raises ValueError for another scheme or a
+    call reward that is not finite.
     """
     for transition in trajectory.transitions:
         if not math.isfinite(transition.reward):
@@ -53,13 +54,14 @@ def assign_credit(
 
 
 def rollout_return(trajectory: Trajectory, *, scheme: str, discount: float) -> float:
-    """What the rollout earned, seen from its first call; its reward alone if it made no call."""
+    """Return the rollout's return from its first call, or its reward alone if it made no call."""
     return credit_at(0, assign_credit(trajectory, scheme=scheme, discount=discount), trajectory)
 
 
 def credit_at(turn: int, credits: Sequence[Advantage], trajectory: Trajectory) -> float:
-    """That of a rollout's call at this turn, or of its first token; of its last call if it ended
-    before, and its reward if it made no call.
+    """Return the credit of a rollout's call at this turn, or of the call's first token.
+
+    If the rollout ended earlier, take its last call. If it made no call, take its reward.
     """
     if not credits:
         return trajectory.reward
@@ -68,10 +70,10 @@ def credit_at(turn: int, credits: Sequence[Advantage], trajectory: Trajectory) -
 
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer: int) -> float:
-    """The share of the penalty that a response of `length` tokens costs, 0 to 1.
+    """Return the share of the penalty for a response of `length` tokens, 0 to 1.
 
-    0 up to `max_tokens - buffer` tokens, then a straight line up to 1 at `max_tokens` (DAPO's soft
-    overlong punishment, arXiv 2503.14476).
+    It is 0 up to `max_tokens - buffer` tokens, then rises linearly to 1 at `max_tokens` (DAPO's
+    soft overlong punishment, arXiv 2503.14476).
     """
     if buffer == 0:
         return float(length >= max_tokens)
@@ -81,9 +83,9 @@ def overlong_penalty(length: int, *, max_tokens: int, buffer: int) -> float:
 def punish_overlong(
     trajectories: Sequence[Trajectory], *, penalty: float, max_tokens: int, buffer: int
 ) -> tuple[list[Trajectory], dict[str, float]]:
-    """(the trajectories with the rewards of long calls lowered, metrics of the step).
+    """Lower the rewards of long calls and return (trajectories, metrics of the step).
 
-    A call loses `penalty` times its share; a rollout's own reward stays as it is.
+    A call loses `penalty` times its share. The rollout's own reward does not change.
     """
     shaped, costs = [], []
     for trajectory in trajectories:

@@ -1,7 +1,7 @@
-"""A critic: a value head on the policy's last hidden states, its loss and its optimizer.
+"""Critic: a value head on the policy's last hidden states, with its loss and optimizer.
 
-It is no part of the policy: it has weights and moments of its own in the train state, and is
-neither served nor exported.
+It is not part of the policy. It has its own weights and moments in the train state, and is neither
+served nor exported.
 """
 
 import math
@@ -21,8 +21,9 @@ from lightning_jax.types import Leaf, StateBatch
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ValueHead:
-    """A linear map from a hidden state to a number in reward units; float32. Of several policies
-    there may be one each.
+    """Linear map from a hidden state to a value in reward units, in float32.
+
+    With several policies there may be one for each.
     """
 
     kernel: Leaf  # [E], or [N, E]
@@ -32,7 +33,7 @@ class ValueHead:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CriticState:
-    """What an update of the critic reads and replaces."""
+    """State that an update of the critic reads and replaces."""
 
     head: Leaf  # ValueHead
     opt_state: Leaf
@@ -40,13 +41,13 @@ class CriticState:
 
 @dataclass(frozen=True)
 class Critic:
-    """How the head learns.
+    """Training settings of the value head.
 
-    Its optimizer is its own because a policy's learning rate is far too small for a head that
-    begins at 0, and so that the error of the values has no part in the norm by which the policy's
-    gradient is clipped. `trunk_coef` times the value loss joins the loss of the policy's weights.
-    It is 0 by default: then their gradient is the policy gradient and nothing else, and a value
-    loss of the wrong scale cannot spoil a language model.
+    The head has its own optimizer because a policy's learning rate is far too small for a head
+    that starts at 0. It also keeps the value error out of the norm that clips the policy gradient.
+    `trunk_coef` times the value loss is added to the loss of the policy's weights. With the default
+    0 their gradient is only the policy gradient, so a badly scaled value loss cannot damage the
+    language model.
     """
 
     optimizer: optax.GradientTransformation
@@ -56,7 +57,7 @@ class Critic:
 
 
 def make_critic(algorithm: AlgorithmConfig, several: Several | None = None) -> Critic | None:
-    """The critic these settings ask for, None if none."""
+    """Build the critic for these settings, or return None if they need none."""
     if not algorithm.has_critic:
         return None
     optimizer = optax.adam(algorithm.value_learning_rate)
@@ -72,7 +73,7 @@ def make_critic(algorithm: AlgorithmConfig, several: Several | None = None) -> C
 
 
 def init_critic(critic: Critic, embed_dim: int) -> CriticState:
-    """A head that says 0 of every state, with fresh moments."""
+    """Build a head that predicts 0 for every state, with fresh moments."""
     stack = () if critic.num_heads is None else (critic.num_heads,)
     head: Any = ValueHead(jnp.zeros((*stack, embed_dim)), jnp.zeros(stack))
     return CriticState(head, critic.optimizer.init(head))
@@ -84,18 +85,17 @@ def state_values(
     where: Int[Array, "B R"],
     chosen: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B R"]:
-    """The values at the nodes `where`, of hidden states in whatever type: x . kernel / sqrt(E) +
-    bias.
+    """Return the values x . kernel / sqrt(E) + bias at the nodes `where`, for any dtype of x.
 
-    The division makes an optimizer's step move the values of a wide model about as far as those of
-    a narrow one. Of several heads each row has the `chosen` one.
+    Due to the division, an optimizer step moves the values of wide and narrow models about equally.
+    With several heads, `chosen` is the head index of each row.
     """
     kernel, bias = head.kernel, head.bias
     if kernel.ndim == 2:
         kernel, bias = kernel[chosen][:, None, :], bias[chosen][:, None]
     else:
         kernel = kernel[None, None, :]
-    # A product with every node and a gather of numbers: less memory than gathering states.
+    # Multiplying every node and gathering scalars takes less memory than gathering states.
     products = (nodes.astype(jnp.float32) * kernel).sum(axis=-1)
     values = products / math.sqrt(nodes.shape[-1]) + bias
     return jnp.take_along_axis(values, where, axis=1, mode="promise_in_bounds")
@@ -104,11 +104,12 @@ def state_values(
 def value_loss(
     values: Float[Array, "B R"], states: StateBatch, *, clip: float
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """(loss, metric sums): the sum over states of weight * (value - return)^2 / 2.
+    """Return (loss, metric sums), where the loss sums weight * (value - return)^2 / 2 over states.
 
-    With `clip` above 0 the larger of the errors of the value and of the value held within `clip` of
-    what it was before the step's first update, as PPO is commonly run (arXiv 1707.06347 clips only
-    the policy; arXiv 2005.12729 describes this): a value that moved further has no gradient.
+    With `clip` above 0 it uses the larger of two errors: that of the value, and that of the value
+    clipped to within `clip` of its value before the step's first update. A value that moved further
+    toward its return gets no gradient. PPO is commonly run this way (described in
+    arXiv 2005.12729), but arXiv 1707.06347 clips only the policy.
     """
     error = jnp.square(values - states.returns)
     metrics = {}
@@ -123,7 +124,7 @@ def value_loss(
 
 
 def scale_gradient(x: Float[Array, "B T E"], factor: float) -> Float[Array, "B T E"]:
-    """`x`, through which `factor` times the gradient comes back."""
+    """Return `x`, with its gradient multiplied by `factor`."""
     if factor == 0.0:
         return jax.lax.stop_gradient(x)
     return _scaled(x, factor)

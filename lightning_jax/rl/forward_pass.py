@@ -1,4 +1,4 @@
-"""One microbatch through the model: its loss, its targets' log-probs and its states' values."""
+"""Forward pass of one microbatch: its loss, its targets' log-probs and its states' values."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,9 @@ from lightning_jax.types import Batch
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """How a microbatch is read. Its functions are pure, and run inside the programs of a step.
+    """Forward pass with its settings. Its methods are pure and run inside the programs of a step.
 
-    Weights are cast to `compute_dtype` first. The entropy has a gradient with `entropy_gradient`.
+    Weights are first cast to `compute_dtype`. With `entropy_gradient` the entropy has a gradient.
     """
 
     config: DecoderConfig
@@ -28,7 +28,7 @@ class ForwardPass:
     remat: bool
     compute_dtype: Any
     entropy_gradient: bool
-    gather: Gather | None  # of weights that are split
+    gather: Gather | None  # for sharded weights
 
     def loss(
         self,
@@ -39,7 +39,7 @@ class ForwardPass:
         ref_params: Params | None,
         base: Params | None,
     ) -> tuple[Float[Array, ""], Metrics]:
-        """(loss, metric sums); `base` completes the trained params and those of the reference."""
+        """Return (loss, metric sums). `base` completes the trained params and `ref_params`."""
         params, head = self._cast(overlay(base, trained[0])), trained[1]
         nodes = self._nodes(params, batch, remat=self.remat)
         logprobs, entropy = node_logprobs(
@@ -62,7 +62,7 @@ class ForwardPass:
         return loss + error, sums | more
 
     def logprobs(self, batch: Batch, params: Params) -> Float[Array, "B R"]:
-        """Of each target, in nats, 0 where masked."""
+        """Return the log-probability of each target, in nats, 0 where masked."""
         return response_logprobs(
             self._cast(params),
             self.config,
@@ -73,7 +73,7 @@ class ForwardPass:
         )[0]
 
     def values(self, batch: Batch, params: Params, head: ValueHead) -> Float[Array, "B R"]:
-        """Of the state that each target was chosen in, 0 where masked."""
+        """Return the value of the state in which each target was chosen, 0 where masked."""
         nodes = self._nodes(self._cast(params), batch, remat=False)
         found = state_values(head, nodes, batch.target_nodes, batch.adapters)
         return jnp.where(batch.target_mask, found, 0.0)

@@ -1,8 +1,8 @@
-"""The KL to the reference as a cost of a rollout's earlier calls, which the loss cannot see.
+"""KL to the reference as a cost charged to a rollout's earlier calls, which the loss cannot see.
 
-A microbatch holds the calls of many rollouts and rarely all calls of one. So the KL is measured
-first, and what a rollout's later calls cost is taken off the advantages of the earlier ones. The
-loss takes off what the later tokens of the same call cost.
+A microbatch holds the calls of many rollouts but rarely all calls of one. So the KL is measured
+first, and the cost of a rollout's later calls is subtracted from the advantages of its earlier
+calls. The loss subtracts the cost of later tokens of the same call.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from lightning_jax.types import Batch, TrainingSequence
 
 
 def has_later_calls(sequences: Sequence[TrainingSequence]) -> bool:
-    """Return whether a rollout has several calls, so that one can cost another."""
+    """Return whether any rollout has several calls, so that a call can cost an earlier one."""
     rollouts = [each.rollout for each in sequences if each.rollout is not None]
     return len(set(rollouts)) < len(rollouts)
 
@@ -32,9 +32,9 @@ def charge_later_calls(
 ) -> list[Float[np.ndarray, "B R"]]:
     """Return each batch's advantages less `kl_coef` times the KL of the rollout's later calls.
 
-    `batches` are the packed `sequences`, on the host, and `logprobs` those of the policy before the
-    step's first update. Calls of a rollout are in order in `sequences`. Policies that learn
-    independently have rollouts of their own.
+    `batches` are the packed `sequences`, on the host. `logprobs` are the policy's before the step's
+    first update. In `sequences` the calls of a rollout are in order. For policies that learn
+    independently, a rollout is charged separately for each policy.
     """
     is_apart = algorithm.policy_updates == "independent"
     costs = np.zeros(len(sequences))

@@ -1,4 +1,4 @@
-"""Log-probabilities of a batch's targets, without logits of all of them at once."""
+"""Log-probabilities of a batch's targets, computed in chunks to limit the memory for logits."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,13 +25,13 @@ def response_logprobs(
     entropy_gradient: bool = False,
     gather: Gather | None = None,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """(log-probability of each target, entropy of its distribution), in nats.
+    """Return (log-probability of each target, entropy of its distribution), in nats.
 
-    The entropy has a gradient only with `entropy_gradient`, because it costs one. Both are 0 where
-    masked. The LM head sees only nodes that predict a target, each once for all targets that are
-    the same token (`batch.distinct`, which may say at what temperature), `head_chunk` of a row at a
-    time, and skips chunks that hold only padding; logits of [R, V] never exist at once, not in the
-    backward pass either.
+    Both are 0 where masked. The entropy has a gradient only with `entropy_gradient`, to save its
+    cost. The LM head runs only on nodes that predict a target, once for all targets that are the
+    same token. `batch.distinct` lists these, with any temperatures. The head takes `head_chunk` of
+    a row at a time and skips chunks of padding. Logits of [R, V] are never allocated at once, not
+    even in the backward pass.
     """
     nodes = read_nodes(params, config, batch, remat=remat, gather=gather)
     return node_logprobs(
@@ -52,7 +52,7 @@ def read_nodes(
     remat: bool,
     gather: Gather | None = None,
 ) -> Float[Array, "B T E"]:
-    """The last hidden state of each node."""
+    """Return the last hidden state of each node."""
     return forward(
         params,
         config,
@@ -66,7 +66,7 @@ def read_nodes(
 
 
 def head_params(params: Params, gather: Gather | None) -> Params:
-    """The weights of the LM head, ready for use: all that `node_logprobs` reads."""
+    """Return the gathered weights of the LM head, the only ones that `node_logprobs` reads."""
     name = "head" if "head" in params else "embed"
     read = {name: params[name]}
     return gather(read) if gather else read
@@ -81,13 +81,13 @@ def node_logprobs(
     head_chunk: int,
     entropy_gradient: bool,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """`response_logprobs` of hidden states."""
+    """Compute `response_logprobs` from hidden states."""
     distinct = batch.distinct
     if distinct is None:
         places, ids, mask = batch.target_nodes, batch.target_ids, batch.target_mask
     else:
         places, ids, mask = distinct.nodes, distinct.ids, distinct.ids >= 0
-    # Several targets may read a node. Their gradients are added in float32.
+    # Several targets may read one node. Their gradients are summed in float32.
     hidden = _take(nodes.astype(jnp.float32), places[:, :, None]).astype(nodes.dtype)
     temperatures = None if distinct is None else distinct.temperatures
     head = _Head(config, entropy_gradient)
@@ -105,20 +105,20 @@ def node_logprobs(
 
 
 def _take(values: Any, places: Any) -> Any:
-    """Of each row the values at these places, which are there."""
+    """Return the values at these indices of each row. The indices must be in bounds."""
     return jnp.take_along_axis(values, places, axis=1, mode="promise_in_bounds")
 
 
 @dataclass(frozen=True)
 class _Head:
-    """How the LM head is read."""
+    """Settings and arithmetic of the LM head."""
 
     config: DecoderConfig
     entropy_gradient: bool
 
     @property
     def is_trained(self) -> bool:
-        """Adapters leave it as it is."""
+        """False with adapters, which leave the head unchanged."""
         return self.config.lora is None
 
     def read(self, params: Params, hidden: Any, *targets: Any) -> tuple[Any, Any]:
@@ -126,7 +126,7 @@ class _Head:
         return self.read_logits(unembed(params, self.config, hidden), *targets)
 
     def read_logits(self, logits: Any, ids: Any, mask: Any, temperatures: Any) -> tuple[Any, Any]:
-        """Like `read`, of float32 logits, which any temperatures divide."""
+        """Return the same as `read`, from float32 logits, divided by any temperatures."""
         if temperatures is not None:
             logits = logits / temperatures[:, :, None]
         return _token_logprobs(logits, ids, mask, entropy_gradient=self.entropy_gradient)
@@ -134,8 +134,8 @@ class _Head:
     def kernel_grads(self, params: Params, hidden: Any, logit_grads: Any) -> Params:
         """Return what a chunk adds to the gradient of the weights, in float32.
 
-        Only where `activation_dtype` is set are both sides rounded to the weights' dtype first, as
-        in the forward pass.
+        If `activation_dtype` is set, both sides are first rounded to the weights' dtype, as in the
+        forward pass.
         """
         left, right = (each.reshape(-1, each.shape[-1]) for each in (hidden, logit_grads))
         if self.config.tie_embeddings:
@@ -152,7 +152,7 @@ class _Head:
 def _read_chunks(
     head: _Head, params: Params, wanted: Any, hidden: Any, ids: Any, mask: Any, temperatures: Any
 ) -> tuple[Any, Any]:
-    """`head.read` of each chunk [B size], one after the other; zeros where none is `wanted` [N]."""
+    """Apply `head.read` to each chunk [B size] in turn, with zeros for chunks not `wanted` [N]."""
 
     def nothing(params: Params, hidden: Any, ids: Any, mask: Any, _: Any) -> tuple[Any, Any]:
         return jnp.zeros(mask.shape, jnp.float32), jnp.zeros(mask.shape, jnp.float32)
@@ -172,11 +172,11 @@ def _read_forward(head: _Head, *inputs: Any) -> tuple[Any, Any]:
 
 
 def _read_backward(head: _Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
-    """Logits are made anew, and what the chunks add to the head's gradient is added where it lies,
-    in float32; over devices only then.
+    """Return the gradients of the head and the hidden states, recomputing the logits.
 
-    JAX's own rule adds over devices chunk by chunk, keeps a copy of the head for each, and adds
-    zeros for those that are not wanted.
+    Each device sums the chunks' contributions to the head's gradient in float32. Only the result
+    is summed over devices. JAX's own rule sums over devices chunk by chunk, keeps a copy of the
+    head for each chunk, and adds zeros for chunks that are not wanted.
     """
 
     def pull(params: Params, *chunks: Any) -> tuple[Any, Any]:
@@ -220,8 +220,10 @@ _read_chunks.defvjp(_read_forward, _read_backward)
 def _on_each_device(
     run: Callable[..., tuple[Any, Any]], params: Params, wanted: Any, *chunks: Any
 ) -> tuple[Any, Any]:
-    """What `run` gives of each device's rows of chunks [N B ...]: rows, and what is the same on all
-    devices. The compiler still splits what lies along other axes of the mesh.
+    """Run `run` on each device's rows of the chunks [N B ...].
+
+    Returns the rows and a result that is equal on all devices. The compiler still partitions along
+    the other mesh axes.
     """
     axes = _row_axes(chunks[0])
     if not axes:
@@ -238,11 +240,11 @@ def _on_each_device(
 
 
 def _add_up(grad: Any, leaf: Any, axes: tuple[str, ...]) -> Any:
-    """A gradient in its leaf's dtype, added up over devices, all of which get it."""
+    """Sum a gradient over devices and cast it to its leaf's dtype. All devices get the result."""
     if not axes:
         return grad.astype(leaf.dtype)
 
-    def in_float32(grad: Any) -> Any:  # XLA's CPU compiler aborts over such a sum in bfloat16
+    def in_float32(grad: Any) -> Any:  # XLA on a CPU aborts on such a sum in bfloat16
         return jax.lax.psum(grad, axes).astype(leaf.dtype)
 
     def as_it_is_used(grad: Any) -> Any:
@@ -252,7 +254,7 @@ def _add_up(grad: Any, leaf: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _row_axes(chunk: Any) -> tuple[str, ...]:
-    """The axes of the mesh between whose devices a chunk's rows are split."""
+    """Return the mesh axes over which a chunk's rows are split."""
     sizes = dict(jax.typeof(chunk).sharding.mesh.shape)
     return tuple(axis for axis in MESH_AXES["rows"] if sizes.get(axis, 1) > 1)
 
@@ -265,23 +267,23 @@ def _token_logprobs(
     entropy_gradient: bool,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     total = jax.nn.logsumexp(logits, axis=-1)
-    # A comparison instead of a gather: it fuses with the sums, and splits over a sharded
-    # vocabulary.
+    # A comparison instead of a gather, because it fuses with the sums and can be partitioned over
+    # a sharded vocabulary.
     chosen = jnp.arange(logits.shape[-1])[None, None, :] == ids[:, :, None]
     logprobs = jnp.where(chosen, logits, 0.0).sum(axis=-1) - total
     if not entropy_gradient:
         logits, total = jax.lax.stop_gradient((logits, total))
-    # A choice between product and sum, else YNN on a CPU makes both one slow operation.
+    # The `where` between product and sum keeps YNN on a CPU from fusing them into a slow operation.
     expected = jnp.where(mask[:, :, None], jnp.exp(logits - total[:, :, None]) * logits, 0.0)
     entropy = total - expected.sum(axis=-1)
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
 
 
 def _split(x: Array, size: int) -> Array:
-    """[B, N * size, ...] as [N, B, size, ...]."""
+    """Reshape [B, N * size, ...] to [N, B, size, ...]."""
     return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
 
 
 def _join(x: Float[Array, "N B R"]) -> Float[Array, "B T"]:
-    """The inverse of `_split`."""
+    """Undo `_split`."""
     return x.swapaxes(0, 1).reshape(x.shape[1], -1)

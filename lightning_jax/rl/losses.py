@@ -1,8 +1,8 @@
-"""Losses over sampled tokens. Each is a sum of weight times token loss, so microbatches simply add.
+"""Losses over sampled tokens, as sums of weight times token loss, so that microbatches just add.
 
-The weights are normalised on the host, where the whole step is known. Metrics are sums too, over
-the tokens of the mask; `mean_metrics` turns the sums of a step into means. A metric whose name ends
-in `_max` is a maximum throughout.
+The weights are normalised on the host, which knows the whole step. Metrics are also sums, over the
+tokens in the mask. `mean_metrics` turns the sums of a step into means. A metric whose name ends in
+`_max` is always a maximum.
 """
 
 import jax
@@ -22,7 +22,7 @@ from lightning_jax.types import Batch
 
 Metrics = dict[str, Float[Array, ""]]
 TokenMetrics = dict[str, Float[Array, "B R"]]
-_SUMS = frozenset(  # metrics that are no mean over tokens
+_SUMS = frozenset(  # metrics that are not a mean over tokens
     {"train/loss", "train/num_tokens", "train/value_loss", "train/value_clip_fraction"}
 )
 
@@ -35,16 +35,18 @@ def policy_loss(
     ref_logprobs: Float[Array, "B R"] | None = None,
     entropy: Float[Array, "B R"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """(loss, metric sums): the sum over tokens of `weight * (c * surrogate + kl_coef * KL -
-    entropy_coef * entropy)`.
+    """Return (loss, metric sums).
 
-    The surrogate is that of `algorithm.loss`, with a ratio to the policy that `algorithm.proximal`
-    names: the one that sampled (`batch.behavior_logprobs`) or the trainer's own before the step's
-    first update (`batch.old_logprobs`; where it is None, this is that update). c is the off-policy
-    correction. With `kl_in` "reward" the KL lowers the advantages instead: each token's by what it
-    and the later tokens of its call cost. `entropy` is in nats, and a bonus needs it with its
-    gradient. Values where the mask is False do not matter. Raises ValueError when a coefficient is
-    above 0 and what it is for is missing.
+    The loss is the sum over tokens of `weight * (c * surrogate + kl_coef * KL - entropy_coef *
+    entropy)`. The surrogate is that of `algorithm.loss`. Its ratio is to the policy named by
+    `algorithm.proximal`: the sampling policy (`batch.behavior_logprobs`) or the trainer's own
+    before the step's first update (`batch.old_logprobs`). If `old_logprobs` is None, this is the
+    first update. c is the off-policy correction.
+
+    With `kl_in` "reward" the KL lowers the advantages instead. Each token pays for itself and for
+    the later tokens of its call. `entropy` is in nats, and an entropy bonus needs its gradient.
+    Values where the mask is False are ignored. Raises ValueError if a coefficient is above 0 and
+    its input is missing.
     """
     _check_given(algorithm, ref_logprobs, entropy)
     mask = batch.target_mask
@@ -60,7 +62,7 @@ def policy_loss(
         sums["train/kl_to_reference"] = to_reference
         if algorithm.kl_in == "loss":
             extra = algorithm.kl_coef * to_reference
-        else:  # a reward is a fact of the step, so it is the old policy's
+        else:  # a reward is fixed for the step, so it uses the old policy
             cost = kl_estimate(reference - old, algorithm.kl_estimator)
             advantages = advantages - algorithm.kl_coef * sums_to_go(cost, batch.target_calls)
     proximal = behavior if algorithm.proximal == "behavior" else old
@@ -74,7 +76,7 @@ def policy_loss(
         clip_dual=algorithm.clip_dual,
     )
     sums |= {
-        # By zero advantage no gradient is lost to clipping.
+        # With zero advantage, clipping loses no gradient.
         "train/clip_fraction": (is_clipped & (advantages != 0.0)).astype(jnp.float32),
         "train/ratio_mean": ratio,
         "train/ratio_max": ratio,
@@ -95,13 +97,13 @@ def supervised_loss(
     *,
     entropy: Float[Array, "B R"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """(loss, metric sums): the weighted negative log-likelihood of the targets, in nats."""
+    """Return (weighted negative log-likelihood of the targets in nats, metric sums)."""
     token_loss = -_masked(logprobs, batch.target_mask)
     return _finish(token_loss, batch, {"train/nll": token_loss}, entropy)
 
 
 def mean_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Means over tokens of the metric sums of a step; the loss, the token count and maxima stay."""
+    """Return the metrics of a step as means over tokens, except maxima and the sums in `_SUMS`."""
     count = max(sums["train/num_tokens"], 1.0)
     return {
         name: value if name in _SUMS or is_maximum(name) else value / count
@@ -110,7 +112,7 @@ def mean_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 
 def add_metrics(sums: Metrics, more: Metrics) -> Metrics:
-    """The metric sums of two microbatches together."""
+    """Combine the metric sums of two microbatches."""
     return {
         name: jnp.maximum(value, more[name]) if is_maximum(name) else value + more[name]
         for name, value in sums.items()
@@ -118,7 +120,7 @@ def add_metrics(sums: Metrics, more: Metrics) -> Metrics:
 
 
 def is_maximum(name: str) -> bool:
-    """Whether a metric is a maximum, by its name."""
+    """Return whether the metric with this name is a maximum."""
     return name.endswith("_max")
 
 
@@ -144,7 +146,7 @@ def _correction(
         high=algorithm.correction_high,
     )
     if algorithm.proximal == "behavior" and algorithm.loss != "reinforce":
-        # The loss has the ratio to the behavior policy already: what is kept is kept as it is.
+        # The loss already contains the ratio to the behavior policy, so kept tokens get weight 1.
         weights = (weights > 0.0).astype(jnp.float32)
     return weights, metrics
 

@@ -1,4 +1,4 @@
-"""Objectives: what a training step minimises, as functions of a microbatch's log-probabilities."""
+"""Objectives that a training step minimises, as functions of a microbatch's log-probabilities."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ Objective = Callable[..., tuple[Float[Array, ""], Metrics]]
 
 
 def policy_objective(algorithm: AlgorithmConfig | None = None, **changes: Any) -> Objective:
-    """`losses.policy_loss` with these settings, of which `changes` replaces some."""
+    """Build an objective from `losses.policy_loss` with these settings, overridden by `changes`."""
     settings = dataclasses.replace(algorithm or AlgorithmConfig(), **changes)
 
     def objective(logprobs: Any, entropy: Any, batch: Batch, ref_logprobs: Any) -> Any:
@@ -32,7 +32,7 @@ def policy_objective(algorithm: AlgorithmConfig | None = None, **changes: Any) -
 
 
 def supervised_objective() -> Objective:
-    """`losses.supervised_loss`."""
+    """Build an objective from `losses.supervised_loss`."""
 
     def objective(logprobs: Any, entropy: Any, batch: Batch, ref_logprobs: Any) -> Any:
         return losses.supervised_loss(logprobs, batch, entropy=entropy)
@@ -41,7 +41,7 @@ def supervised_objective() -> Objective:
 
 
 def metric_names(objective: Objective, critic: Critic | None, with_reference: bool) -> list[str]:
-    """What objective and critic report, found on shapes alone and without the model."""
+    """Return the metric names of objective and critic, found from shapes without the model."""
     floats, ints = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.int32))
     mask = jax.ShapeDtypeStruct((1, 1), jnp.bool_)
     batch = Batch(ints, ints, ints, ints, ints, mask, ints, floats, floats, floats)

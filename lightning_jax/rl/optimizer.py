@@ -1,4 +1,4 @@
-"""AdamW as the configuration asks for it."""
+"""AdamW and its learning-rate schedule, built from the configuration."""
 
 from typing import Any
 
@@ -10,9 +10,10 @@ from lightning_jax.config import OptimizerConfig
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Learning rate of update 0, 1, ...: linear rise, then constant or a cosine fall to a tenth.
+    """Build the learning-rate schedule: linear warm-up, then constant or a cosine decay to a tenth.
 
-    With `warmup_steps` n, update i < n runs at (i + 1) / (n + 1) of the rate: none is wasted at 0.
+    With `warmup_steps` n, update i < n runs at (i + 1) / (n + 1) of the rate. No update is wasted
+    at rate 0.
     """
     top = config.learning_rate
     rise = optax.linear_schedule(top / (config.warmup_steps + 1), top, max(config.warmup_steps, 1))
@@ -24,9 +25,9 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's norm; only matrices decay, not norms or biases.
+    """Build AdamW after a clip of the gradient norm. Only matrices decay, not norms or biases.
 
-    Second moments are float32 whatever `mu_dtype` says: in 8 bits of precision a running mean over
+    Second moments are float32 for any `mu_dtype`. With 8 bits of precision, a running mean over
     1 / (1 - b2) updates would stop moving.
     """
     return optax.chain(

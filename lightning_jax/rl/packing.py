@@ -1,16 +1,15 @@
-"""Which sequences share a row: packing a forest of token tries into rows of fixed size.
+"""Packing of a forest of token tries into rows of fixed size.
 
-Paths are kept sorted. Then a trie in depth-first order is the paths in order, each without the part
-it shares with the one before it:
+Paths are kept sorted. A trie in depth-first order is then the list of paths, each without the
+prefix that it shares with the path before it:
 
     path            shared with the one above    new nodes
     5 6 7           0                            5 6 7
     5 6 7 9         3                            9
     5 8             1                            8
 
-Any subset of the paths, in order, is again such a trie, so a row is a sorted set of path numbers,
-and a big trie is split by putting its paths into several rows: each row repeats the prefix its
-paths need.
+Any sorted subset of the paths is again a trie, so a row is a sorted set of path indices. A big
+trie is split by putting its paths into several rows. Each row repeats the prefix its paths need.
 """
 
 import itertools
@@ -26,7 +25,7 @@ Path = Int[np.ndarray, " _"]  # token ids; " _" because paths of one list differ
 
 @dataclass
 class Row:
-    """Paths that share a row: their numbers in order, the nodes of their trie, their targets."""
+    """Paths that share a row: sorted indices, number of trie nodes and number of targets."""
 
     members: list[int] = field(default_factory=list)
     nodes: int = 0
@@ -34,23 +33,23 @@ class Row:
 
 
 class PathForest:
-    """Sorted token paths with their target counts, and how long a prefix any two of them share."""
+    """Sorted token paths with their target counts and shared prefix lengths."""
 
     def __init__(self, paths: Sequence[Path], num_targets: Sequence[int]) -> None:
         self.lengths = np.asarray([len(path) for path in paths], np.int64)
         self.num_targets = np.asarray(num_targets, np.int64)
-        # shared[i]: tokens that path i begins with in common with path i - 1.
+        # shared[i]: length of the common prefix of paths i - 1 and i.
         shared = [common_prefix(a, b) for a, b in itertools.pairwise(paths)]
         self.shared = np.asarray([0, *shared], np.int64)
 
     def shared_prefix(self, i: int, j: int) -> int:
-        """Tokens that paths i < j begin with in common: the least of what neighbours share."""
+        """Return the common prefix length of paths i < j, the minimum over neighbours between."""
         return int(self.shared[i + 1 : j + 1].min())
 
     def row(self, members: Iterable[int]) -> Row:
-        """The row of these paths, at least one."""
+        """Build the row of these paths. At least one is needed."""
         ordered = np.asarray(sorted(members), np.int64)
-        # Neighbours i < j in the row share the least of shared[i + 1 : j + 1], a slice each.
+        # Neighbours i < j in the row share the minimum of shared[i + 1 : j + 1].
         gaps = self.shared[: ordered[-1] + 1]
         repeated = np.minimum.reduceat(gaps, ordered[:-1] + 1).sum() if len(ordered) > 1 else 0
         return Row(
@@ -60,7 +59,7 @@ class PathForest:
         )
 
     def span(self, low: int, high: int) -> Row:
-        """The row of paths low to high - 1."""
+        """Build the row of paths low to high - 1."""
         repeated = self.shared[low + 1 : high].sum()
         return Row(
             list(range(low, high)),
@@ -69,7 +68,10 @@ class PathForest:
         )
 
     def new_nodes(self, row: Row, path: int) -> int:
-        """Nodes that the path would add to the row; its neighbours there share most with it."""
+        """Return the number of nodes that the path would add to the row.
+
+        Its neighbours in the row share the longest prefixes with it.
+        """
         at = bisect_left(row.members, path)
         overlaps = [self.shared_prefix(i, path) for i in row.members[max(at - 1, 0) : at]]
         overlaps += [self.shared_prefix(path, j) for j in row.members[at : at + 1]]
@@ -77,20 +79,20 @@ class PathForest:
 
 
 def common_prefix(a: Path, b: Path) -> int:
-    """Number of leading tokens that are equal."""
+    """Return the number of equal leading tokens."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
 def pack_rows(forest: PathForest, *, max_nodes: int, max_targets: int) -> list[Row]:
-    """Every path in one row: few rows, few repeated prefixes, and each row keeps both limits.
+    """Pack each path into exactly one row, with few rows and few repeated prefixes.
 
-    Tries that fit stay whole. A trie that does not is split at its branch points, deepest first,
-    and the parts of each branch point are put together again by first-fit decreasing, so a long
-    shared prefix is repeated only once for a row's worth of what follows it. The same step at the
-    top packs whole tries. At last, while the sizes leave room for it, the emptiest row is dissolved
-    into the gaps of the others. Raises ValueError for a path that fits no row by itself.
+    Each row respects both limits. Tries that fit stay whole. A larger trie is split at its branch
+    points, deepest first. The parts of each branch point are then joined by first-fit decreasing,
+    so that a long shared prefix is repeated only once per full row. The same step at the top packs
+    whole tries. Finally, while the other rows have room, the emptiest row is dissolved into them.
+    Raises ValueError for a path that does not fit into any row.
     """
     limits = (max_nodes, max_targets)
     if (forest.lengths > max_nodes).any() or (forest.num_targets > max_targets).any():
@@ -102,7 +104,7 @@ def pack_rows(forest: PathForest, *, max_nodes: int, max_targets: int) -> list[R
 
 
 def _pack_subtrees(forest: PathForest, limits: tuple[int, int]) -> list[Row]:
-    """Packs every branch point after those below it, on a stack, because a trie can be deep."""
+    """Pack every branch point after those below it, with a stack because a trie can be deep."""
     packed: dict[tuple[int, int], list[Row]] = {}
     top = (0, len(forest.lengths))
     stack = [top] if len(forest.lengths) else []
@@ -123,7 +125,7 @@ def _pack_subtrees(forest: PathForest, limits: tuple[int, int]) -> list[Row]:
 
 
 def _children(forest: PathForest, low: int, high: int) -> tuple[int, list[tuple[int, int]]]:
-    """(depth of the first branch point of paths low to high - 1, the ranges of paths below it)."""
+    """Return (depth of the first branch point of paths low to high - 1, path ranges below it)."""
     between = forest.shared[low + 1 : high]
     depth = int(between.min())
     cuts = [low, *(low + 1 + np.flatnonzero(between == depth)).tolist(), high]
@@ -133,7 +135,7 @@ def _children(forest: PathForest, low: int, high: int) -> tuple[int, list[tuple[
 def _first_fit_decreasing(
     forest: PathForest, parts: list[Row], depth: int, limits: tuple[int, int]
 ) -> list[Row]:
-    """Parts that share `depth` tokens put together, the largest first."""
+    """Join parts that share `depth` tokens into rows, the largest part first."""
     rows: list[Row] = []
     for part in sorted(parts, key=lambda part: (-part.nodes, part.members)):
         for row in rows:
@@ -148,7 +150,7 @@ def _first_fit_decreasing(
 
 
 def _dissolve(forest: PathForest, rows: list[Row], limits: tuple[int, int]) -> list[Row]:
-    """The rows with the emptiest one spread over the others, again and again while that works."""
+    """Spread the emptiest row over the others, repeatedly while that works."""
     total = forest.span(0, len(forest.lengths))
     least = max(-(-total.nodes // limits[0]), -(-total.targets // limits[1]))
     rows = sorted(rows, key=lambda row: row.nodes)
@@ -161,7 +163,10 @@ def _dissolve(forest: PathForest, rows: list[Row], limits: tuple[int, int]) -> l
 
 
 def _insert(forest: PathForest, rows: list[Row], path: int, limits: tuple[int, int]) -> bool:
-    """Puts the path where it adds the fewest nodes, then where it is fullest. False: nowhere."""
+    """Insert the path into the row where it adds the fewest nodes. The fullest row breaks ties.
+
+    Returns False if no row has room.
+    """
     options = [(forest.new_nodes(row, path), -row.nodes, k) for k, row in enumerate(rows)]
     targets = int(forest.num_targets[path])
     for new, _, k in sorted(options):

@@ -1,10 +1,9 @@
-"""What each of several policies learns from: its own calls, or the calls of all of them together.
+"""Selection of the calls that each of several policies learns from: its own, or those of all.
 
-With `policy_updates` "independent" the calls of the other policies are part of the environment, as
-in Agent Lightning (arXiv 2508.03680): a policy has groups, advantages and weights of its own, those
-that it would have if the others were frozen. With "joint" a rollout is one sequence of calls,
-whoever made them: credit runs through all of it to the common return, and the step has one set of
-weights.
+With `policy_updates` "independent", the calls of other policies are part of the environment, as in
+Agent Lightning (arXiv 2508.03680). A policy has its own groups, advantages and token weights, the
+same as if the others were frozen. With "joint", a rollout is one sequence of calls by any policy.
+Credit runs through all calls to the common return, and the step has one set of token weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +17,11 @@ from lightning_jax.types import TrainingSequence, Trajectory, Transition
 
 
 def keep_calls(trajectory: Trajectory, keep: Callable[[Transition], bool]) -> Trajectory:
-    """The trajectory with some of its calls; the others are part of the environment.
+    """Return the trajectory with only the kept calls; other calls are part of the environment.
 
-    What those earned goes to the kept call before them, whose consequence they are, and before the
-    first of those to that. Without a kept call there is none, and their rewards are lost with the
-    rollout.
+    The reward of a removed call goes to the kept call before it, because it is a consequence of
+    that call. Rewards before the first kept call go to the first. Without a kept call they are
+    lost with the rollout.
     """
     kept: list[Transition] = []
     early = 0.0
@@ -38,7 +37,7 @@ def keep_calls(trajectory: Trajectory, keep: Callable[[Transition], bool]) -> Tr
 
 
 def own_calls(trajectories: Sequence[Trajectory], policy: str) -> list[Trajectory]:
-    """All trajectories, each with the calls of one policy only."""
+    """Return all trajectories, reduced to the calls of one policy."""
     return [keep_calls(each, lambda call: call.answered_by == policy) for each in trajectories]
 
 
@@ -47,7 +46,10 @@ def learning_parts(
     algorithm: AlgorithmConfig,
     policies: Mapping[str, PolicyConfig],
 ) -> dict[str, list[Trajectory]]:
-    """What is learned from apart, by the policy that learns; "" is all of them, or the only one."""
+    """Return the trajectories for each separate learner, by policy.
+
+    The name "" means all policies together, or the only one.
+    """
     if not policies or algorithm.policy_updates == "joint":
         return {"": list(trajectories)}
     return {name: own_calls(trajectories, name) for name, each in policies.items() if each.trains}
@@ -61,8 +63,10 @@ def prepare_policies(
     policy_version: int,
     values: Sequence[Sequence[CallValues]] | None = None,
 ) -> tuple[list[TrainingSequence], dict[str, float]]:
-    """As `prepare_step`, of several policies, whose places are their order here; empty: of the only
-    one. Metrics of a policy's own part are named like `train/num_groups/policy=writer`.
+    """Prepare a step like `prepare_step`, for several policies or, if `policies` is empty, for one.
+
+    Adapter indices follow the order of `policies`. Metrics of one policy's part have names such as
+    `train/num_groups/policy=writer`.
     """
     places = policy_places(policies)
     sequences, metrics = [], {}
@@ -82,7 +86,7 @@ def prepare_policies(
 def _own_values(
     trajectories: Sequence[Trajectory], values: Sequence[Sequence[CallValues]], policy: str
 ) -> list[tuple[CallValues, ...]]:
-    """Those of the calls that `own_calls` keeps."""
+    """Return the values of the calls that `own_calls` keeps."""
     return [
         tuple(
             value

@@ -1,12 +1,12 @@
-"""DPO (arXiv 2305.18290) over the rollouts of a step: the better of two is to become likelier.
+"""DPO (arXiv 2305.18290) over the rollouts of a step, which makes the better of two more likely.
 
-The better and the worse are rollouts of one task, as their rewards say (online, as in arXiv
-2404.19733); a rollout's log-probability is the sum over all tokens that its calls sampled, and what
-came back from the environment is context (arXiv 2403.02502).
+A pair consists of two rollouts of one task, ranked by reward (online, as in arXiv 2404.19733). A
+rollout's log-probability is the sum over all tokens that its calls sampled. The environment's
+output is context (arXiv 2403.02502).
 
-The loss of a pair is a function of both its rollouts, which may lie in many rows and microbatches.
-So each update measures first, and the gradient follows by the chain rule: the loss's derivative by
-a rollout's log-probability is one number, and takes the place of an advantage.
+The loss of a pair depends on both rollouts, which may be spread over many rows and microbatches.
+So each update measures log-probabilities first, and the gradient follows from the chain rule. The
+derivative of the loss by a rollout's log-probability is one number, used as an advantage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +21,17 @@ from lightning_jax.rl.batching import TOO_LARGE, drop_stale, make_sequences, why
 from lightning_jax.rl.weights import num_trained
 from lightning_jax.types import Batch, TrainingSequence, Trajectory
 
-Pair = tuple[int, int]  # places of the preferred rollout and of the other
+Pair = tuple[int, int]  # indices of the chosen and of the rejected rollout
 
 
 def make_pairs(
     trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, *, policy_version: int
 ) -> tuple[list[Pair], int]:
-    """(the pairs of a step, number of its calls that are too old).
+    """Return (the pairs of a step, number of stale calls).
 
-    Of each group the best rollout with the worst, the second best with the second worst, and so on
-    while returns differ, so that a rollout is in one pair at most. A rollout of which a call is too
-    old, or without a token to train, has no partner.
+    In each group the best rollout is paired with the worst, the second best with the second worst,
+    and so on while returns differ. A rollout is in at most one pair. A rollout with a stale call
+    or without a trained token is not paired.
     """
     fresh, _, num_stale = drop_stale(
         trajectories,
@@ -56,7 +56,7 @@ def make_pairs(
 def pair_signs(
     trajectories: Sequence[Trajectory], pairs: Sequence[Pair]
 ) -> list[tuple[float, ...]]:
-    """Of each call 1 if its rollout is preferred, -1 if another is preferred to it, else 0."""
+    """Return for each call 1 if its rollout is chosen, -1 if it is rejected, otherwise 0."""
     signs = np.zeros(len(trajectories))
     for chosen, rejected in pairs:
         signs[chosen], signs[rejected] = 1.0, -1.0
@@ -72,10 +72,10 @@ def pair_sequences(
     *,
     adapters: Mapping[str, int] | None = None,
 ) -> list[TrainingSequence]:
-    """The calls of all pairs, those of pair k with `pair=k` and their sign for an advantage.
+    """Build the sequences of all pairs, with the pair's index in `pair` and the sign as advantage.
 
-    DPO adds up log-probs, so every token weighs one over the number of pairs. It is told which
-    answer is better, not how either was sampled, so it learns at temperature 1.
+    DPO sums log-probs, so every token's weight is one over the number of pairs. DPO does not use
+    how an answer was sampled, so it learns at temperature 1.
     """
     signs = pair_signs(trajectories, pairs)
     return [
@@ -89,25 +89,25 @@ def pair_sequences(
 def drop_broken_pairs(
     sequences: Sequence[TrainingSequence], config: BatchConfig
 ) -> tuple[list[TrainingSequence], int]:
-    """(the sequences of the pairs that fit whole into rows, number of pairs that do not).
+    """Drop pairs that do not fit whole into rows, and return (sequences, number of pairs dropped).
 
-    Those still count in the mean over pairs.
+    Dropped pairs still count in the mean over pairs.
     """
     broken = {_key(each) for each in sequences if why_dropped(each, config) in TOO_LARGE}
     return [each for each in sequences if _key(each) not in broken], len(broken)
 
 
 def dpo_losses(margins: Float[np.ndarray, " N"], *, beta: float) -> Float[np.ndarray, " N"]:
-    """`-log sigmoid(beta * margin)` of each pair, in nats.
+    """Return `-log sigmoid(beta * margin)` of each pair, in nats.
 
-    A margin is how much more the policy prefers the chosen rollout than the reference does: the
-    difference of the two rollouts' (log-prob - reference log-prob), sums over their tokens.
+    A margin is the chosen rollout's (log-prob - reference log-prob), summed over tokens, minus that
+    of the rejected rollout.
     """
     return np.logaddexp(0.0, -beta * margins)
 
 
 def dpo_advantages(margins: Float[np.ndarray, " N"], *, beta: float) -> Float[np.ndarray, " N"]:
-    """`beta * sigmoid(-beta * margin)`: minus the derivative of a pair's loss by its margin."""
+    """Return `beta * sigmoid(-beta * margin)`, the negative derivative of the loss by margin."""
     return beta * np.exp(-np.logaddexp(0.0, beta * margins))
 
 
@@ -119,10 +119,10 @@ def weigh_pairs(
     *,
     beta: float,
 ) -> tuple[list[Float[np.ndarray, "B R"]], dict[str, float]]:
-    """(the advantages of each batch's targets, metrics), given what policy and reference measured.
+    """Return (advantages of each batch's targets, metrics) from policy and reference log-probs.
 
-    With them the gradient of `-advantage * log-prob` is that of the mean DPO loss. `batches` are
-    the packed `sequences`, on the host. Pairs are told apart by policy, too.
+    With these advantages the gradient of `-advantage * log-prob` equals that of the mean DPO loss.
+    `batches` are the packed `sequences`, on the host. Each policy has its own pairs.
     """
     keys = {key: number for number, key in enumerate(dict.fromkeys(map(_key, sequences)))}
     pairs = np.asarray([keys[_key(each)] for each in sequences])

@@ -1,4 +1,4 @@
-"""What a step trains on: its trajectories as sequences with advantages and weights."""
+"""Conversion of a step's trajectories to training sequences with advantages and weights."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,13 +19,13 @@ def prepare_step(
     values: Sequence[Sequence[CallValues]] | None = None,
     adapters: Mapping[str, int] | None = None,
 ) -> tuple[list[TrainingSequence], dict[str, float]]:
-    """(one sequence per call that is fresh enough, metrics of the step).
+    """Return (one sequence per call that is not stale, metrics of the step).
 
-    Long responses cost what they cost, calls get their credit, credits become advantages, calls
-    that are too old are dropped, and tokens are weighed. With the loss "dpo" calls have the sign of
-    their rollout in its pair for an advantage, and those of rollouts in no pair are left out.
-    `values` are the critic's of the states of each call, which learned credit needs. Raises
-    ValueError without them. `adapters` are the places of several policies' adapters.
+    Apply the overlong penalty, assign credit, compute advantages, drop stale calls and weigh
+    tokens. With the loss "dpo", a call's advantage is the sign of its rollout in its pair. Calls of
+    unpaired rollouts are left out. `values` are the critic's values of each call's states. Learned
+    credit needs them and raises ValueError without them. `adapters` maps several policies to their
+    adapter indices.
     """
     metrics = {}
     if algorithm.overlong_penalty > 0:

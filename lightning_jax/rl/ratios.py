@@ -1,4 +1,4 @@
-"""Functions of the ratio of two policies: estimates of their KL, and off-policy correction.
+"""Functions of the ratio of two policies: KL estimates and off-policy correction.
 
 A log-ratio is the difference of two log-probabilities of one token, in nats. It is 0 where masked.
 """
@@ -10,30 +10,29 @@ from jaxtyping import Array, Bool, Float
 from lightning_jax.rl.calls import call_means, call_sums
 from lightning_jax.types import Batch
 
-# exp() of more overflows float32. No gradient comes from beyond it: such a token is hopelessly
-# off-policy.
+# Keeps exp() finite in float32. A token beyond it is hopelessly off-policy and gets no gradient.
 MAX_LOG_RATIO = 20.0
-MAX_K3 = 10.0  # nats of one token; above it k3 has no gradient, which grows like k3 itself
+MAX_K3 = 10.0  # nats of one token; above it k3 gets no gradient, which would grow like k3 itself
 
 
 def importance_ratio(log_ratio: Float[Array, "B R"]) -> Float[Array, "B R"]:
-    """exp(log_ratio), kept finite."""
+    """Return exp(log_ratio), clipped to stay finite."""
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def kl_estimate(log_ratio: Float[Array, "B R"], estimator: str = "k3") -> Float[Array, "B R"]:
-    """Estimates KL(p, q) from samples of p; takes x = log q - log p (Schulman 2020, "Approximating
-    KL divergence").
+    """Estimate KL(p, q) from samples of p, given x = log q - log p.
 
-    k1 = -x is unbiased, k2 = x^2 / 2 is biased and never negative, k3 = exp(x) - 1 - x is both
-    unbiased and never negative, up to a bound of MAX_K3. Raises ValueError for another estimator.
+    From Schulman 2020, "Approximating KL divergence". k1 = -x is unbiased. k2 = x^2 / 2 is biased
+    and never negative. k3 = exp(x) - 1 - x is unbiased and never negative, up to a bound of MAX_K3.
+    Raises ValueError for another estimator.
     """
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":
         return 0.5 * jnp.square(log_ratio)
     if estimator == "k3":
-        # expm1: near x = 0, where sampler and trainer agree, exp(x) - 1 would be all rounding.
+        # Near x = 0, where sampler and trainer agree, exp(x) - 1 would be only rounding error.
         log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         return jnp.minimum(jnp.expm1(log_ratio) - log_ratio, MAX_K3)
     raise ValueError(f"KL estimator is {estimator!r}; expected k1, k2 or k3.")
@@ -42,10 +41,11 @@ def kl_estimate(log_ratio: Float[Array, "B R"], estimator: str = "k3") -> Float[
 def level_log_ratio(
     log_ratio: Float[Array, "B R"], batch: Batch, level: str
 ) -> Float[Array, "B R"]:
-    """Of each token itself ("token"), of its whole call ("sequence": the sum over the tokens), or
-    the mean over the call's tokens ("sequence_mean": the geometric mean of their ratios).
+    """Return the log-ratio of each token at a level.
 
-    Raises ValueError for another level.
+    "token": the token's own. "sequence": the sum over the call's tokens. "sequence_mean": the mean
+    over the call's tokens, which is the geometric mean of their ratios. Raises ValueError for
+    another level.
     """
     if level == "token":
         return log_ratio
@@ -59,10 +59,10 @@ def level_log_ratio(
 def correction_weights(
     ratio: Float[Array, "B R"], *, kind: str, low: float, high: float
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
-    """(what each token's policy gradient is multiplied by, without a gradient; metrics per token).
+    """Return (factor of each token's policy gradient, without a gradient itself; token metrics).
 
     "truncate": min(ratio, high), truncated importance sampling (V-trace's rho, arXiv 1802.01561).
-    "mask": the ratio where it lies in [low, high], else 0. Raises ValueError for another kind.
+    "mask": the ratio if it is in [low, high], otherwise 0. Raises ValueError for another kind.
     """
     ratio = jax.lax.stop_gradient(ratio)
     metrics = {"train/correction_ratio_mean": ratio, "train/correction_ratio_max": ratio}

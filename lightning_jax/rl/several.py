@@ -1,10 +1,9 @@
-"""An update of several policies at once: adapters on one base, stacked along the first axis of
-every array that is trained.
+"""Joint update of several policies, which are adapters stacked along the first axis of every array.
 
-With separate updates each of them has its own clip of the gradient's norm, its own AdamW state with
-its own count of updates, and is skipped by itself where its gradient is not finite or an update has
-nothing for it. So it ends where it would have ended alone. Else one norm, one state and one skip
-are those of all together.
+With separate updates each policy has its own gradient-norm clip and its own AdamW state and update
+count. A policy is skipped alone if its gradient is not finite or the update has no targets for it.
+The result is the same as if it were trained alone. Otherwise all policies share one norm, one
+state and one skip.
 """
 
 from collections.abc import Sequence
@@ -23,11 +22,11 @@ from lightning_jax.types import Batch
 
 @dataclass(frozen=True)
 class Several:
-    """The policies of a run, in the order of their adapters."""
+    """Policies of a run, in the order of their adapters."""
 
     names: tuple[str, ...]
     trained: tuple[bool, ...]  # False: no update changes it
-    separate: bool = True  # False: one update of all
+    separate: bool = True  # False: one shared update
 
     @property
     def number(self) -> int:
@@ -35,8 +34,9 @@ class Several:
 
 
 def several_of(config: Config, *, supervised: bool) -> Several | None:
-    """Those of a run, None where no policies are adapters. A warm-up trains all of them, each
-    apart.
+    """Return the adapter policies of a run, or None if there are none.
+
+    A supervised warm-up trains all of them separately.
     """
     if not config.adapters:
         return None
@@ -46,10 +46,10 @@ def several_of(config: Config, *, supervised: bool) -> Several | None:
 
 
 def separately(optimizer: optax.GradientTransformation, number: int) -> Any:
-    """The optimizer, once for each of the `number` entries along the first axis of all arrays."""
+    """Build an optimizer that updates each of `number` entries along the first axis separately."""
 
     def init(params: Any) -> Any:
-        # Not by vmap, under which new arrays do not lie where the params do.
+        # vmap is not used here, because its new arrays would not have the params' sharding.
         return jax.tree.map(
             lambda leaf: jnp.full(number, leaf) if getattr(leaf, "ndim", None) == 0 else leaf,
             optimizer.init(params),
@@ -59,14 +59,15 @@ def separately(optimizer: optax.GradientTransformation, number: int) -> Any:
 
 
 def norms(tree: Any, number: int) -> Float[Array, " N"]:
-    """The norm of each of the `number` entries along the first axis of all arrays."""
+    """Return the norm of each of the `number` entries along the first axis of all arrays."""
     squares = [jnp.square(leaf.reshape(number, -1)).sum(axis=1) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, jnp.zeros(number)))
 
 
 def choose(which: Bool[Array, " N"], new: Any, old: Any) -> Any:
-    """The new arrays where `which` is True along their first axis, else the old ones; scalars are
-    those of all together, and new where any entry is.
+    """Select new array entries along the first axis if `which` is True, otherwise old ones.
+
+    Scalars are shared by all entries, and new if any entry is new.
     """
 
     def one(new: Array, old: Array) -> Array:
@@ -80,7 +81,10 @@ def choose(which: Bool[Array, " N"], new: Any, old: Any) -> Any:
 def kept_updates(
     several: Several, grads: tuple[Any, Any], present: Bool[Array, " N"]
 ) -> tuple[Bool[Array, " N"], dict[str, Float[Array, ""]]]:
-    """(whose update counts, metrics), by the gradients of the weights and of the value head."""
+    """Return (mask of policies whose update is kept, metrics).
+
+    `grads` are the gradients of the weights and of the value head.
+    """
     number = several.number
     own, of_heads = norms(grads[0], number), jnp.zeros(number)
     if grads[1] is not None and grads[1].kernel.ndim == 2:
@@ -97,7 +101,7 @@ def kept_updates(
 
 
 def taking_part(several: Several, batches: Sequence[Batch]) -> Bool[np.ndarray, " N"]:
-    """Which policies an update over these batches, still on the host, may change."""
+    """Return a mask of the policies that an update over these host batches may change."""
     if not several.separate:
         return np.asarray(several.trained)
     found = np.zeros(several.number, bool)

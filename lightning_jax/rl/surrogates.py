@@ -1,9 +1,9 @@
-"""The policy gradient of one token: each function gives a loss whose gradient is an algorithm's.
+"""Token losses whose gradients are the policy gradients of several algorithms.
 
-All take `log_ratio`, the current log-probability less that of the proximal policy (0 where masked),
-and return (token loss, the ratio they used, where no gradient is left because of a bound).
-`clip_dual` bounds the loss of a negative advantage at the ratio `clip_dual` (dual clip, arXiv
-1912.09729); 0 is no bound.
+Each function takes `log_ratio`, the current log-probability minus that of the proximal policy (0
+where masked). It returns (token loss, the ratio used, mask of tokens beyond a bound). `clip_dual`
+bounds the loss for a negative advantage at the ratio `clip_dual` (dual clip, arXiv 1912.09729).
+0 means no bound.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ def clip_surrogate(
     clip_high: float,
     clip_dual: float,
 ) -> Surrogate:
-    """`-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)` with a ratio r of each token.
+    """Return `-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)` with each token's ratio r.
 
-    PPO (arXiv 1707.06347), per token as in GRPO (arXiv 2402.03300), with two bounds as in DAPO
-    (arXiv 2503.14476).
+    This is PPO (arXiv 1707.06347), per token as in GRPO (arXiv 2402.03300), with two bounds as in
+    DAPO (arXiv 2503.14476).
     """
     return _clipped(importance_ratio(log_ratio), advantages, clip_low, clip_high, clip_dual)
 
@@ -47,11 +47,10 @@ def gspo_surrogate(
     clip_high: float,
     clip_dual: float,
 ) -> Surrogate:
-    """The clipped loss with one ratio a call, the geometric mean over its tokens (GSPO, arXiv
-    2507.18071).
+    """Return the clipped loss with one ratio per call (GSPO, arXiv 2507.18071).
 
-    Tokens that are not trained do not count. Every token of the call carries the same value, so
-    that the weights decide what a call weighs.
+    The ratio is the geometric mean over the call's trained tokens. Every token of the call has the
+    same value, so the token weights set the weight of a call.
     """
     ratio = importance_ratio(level_log_ratio(log_ratio, batch, "sequence_mean"))
     return _clipped(ratio, advantages, clip_low, clip_high, clip_dual)
@@ -67,10 +66,10 @@ def cispo_surrogate(
     clip_high: float,
     clip_dual: float,
 ) -> Surrogate:
-    """`-clip(r, 1 - clip_low, 1 + clip_high) * A * logprob`, with no gradient through the clipped
-    ratio (CISPO, arXiv 2506.13585).
+    """Return `-clip(r, 1 - clip_low, 1 + clip_high) * A * logprob` (CISPO, arXiv 2506.13585).
 
-    No token loses its gradient: what is reported as clipped only weighs less or more.
+    The clipped ratio has no gradient. Every token keeps its gradient, and tokens reported as
+    clipped only weigh less or more.
     """
     ratio = importance_ratio(log_ratio)
     bounded = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
@@ -87,7 +86,7 @@ def reinforce_surrogate(
     clip_high: float,
     clip_dual: float,
 ) -> Surrogate:
-    """`-A * logprob` (Williams 1992). The ratio is only reported, and the bounds do not matter."""
+    """Return `-A * logprob` (Williams 1992). The ratio is only reported, and bounds are ignored."""
     ratio = importance_ratio(log_ratio)
     return -advantages * logprobs, ratio, jnp.zeros_like(ratio, dtype=jnp.bool_)
 
@@ -97,7 +96,7 @@ SURROGATES: dict[str, Callable[..., Surrogate]] = {
     "gspo": gspo_surrogate,
     "cispo": cispo_surrogate,
     "reinforce": reinforce_surrogate,
-    "dpo": reinforce_surrogate,  # with advantages of pairs, see rl/preferences.py
+    "dpo": reinforce_surrogate,  # with the advantages of pairs, see rl/preferences.py
 }
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer step reads and replaces, and what it is at step 0."""
+"""State that an optimizer step reads and replaces, and its initial value."""
 
 import functools
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from lightning_jax.types import Leaf
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What an optimizer step reads and replaces; float32, whatever the model computes in.
+    """State of training, in float32 for any dtype of the model's computation.
 
-    Where the model has adapters (`models/lora.py`) `params` are those alone. The other weights are
-    `base`, in the dtype that they were loaded in; no update changes or donates them.
+    If the model has adapters (`models/lora.py`), `params` holds only the adapters. The other
+    weights are `base`, in the dtype they were loaded in. No update changes or donates them.
     """
 
-    step: Leaf  # int32 scalar, optimizer updates made
+    step: Leaf  # int32 scalar, number of optimizer updates
     params: Any
     opt_state: Any
     critic: Any = None  # CriticState, None without a critic
@@ -32,21 +32,21 @@ class TrainState:
 
     @property
     def policy(self) -> Params:
-        """All weights that the policy computes with."""
+        """All weights of the policy, trained and frozen."""
         return overlay(self.base, self.params)
 
 
 def init_state(
     params: Params, optimizer: optax.GradientTransformation, critic: Critic | None = None
 ) -> TrainState:
-    """A state at step 0; the moments lie where the weights lie, scalars and the critic on all
-    their devices.
+    """Build a state at step 0.
 
-    The first update donates what it trains of `params`: whoever else needs it keeps a copy.
+    The moments are sharded like the weights. Scalars and the critic are replicated on the weights'
+    devices. The first update donates the trained part of `params`, so other users need a copy.
     """
     norms, base = params["final_norm"], frozen_part(params)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained_part(params))
-    # The counts of several adapters' optimizers are a list; nothing else of adapters is.
+    # The update counts of several adapters are a vector. No other array of adapters has one axis.
     small = functools.partial(place_scalar, params, most_axes=0 if base is None else 1)
     opt_state = jax.tree.map(small, optimizer.init(params))
     made = None
@@ -58,15 +58,15 @@ def init_state(
 
 
 def place_scalar(params: Params, value: Any, *, most_axes: int = 0) -> Any:
-    """A scalar on every device of the weights, where jit leaves it: else step two recompiles.
+    """Put a scalar on every device of the weights, so that step two does not recompile.
 
-    Arrays with more axes than `most_axes` come back as they are.
+    jit leaves its scalars there. Arrays with more axes than `most_axes` are returned unchanged.
     """
     return _replicate(params, value) if jnp.ndim(value) <= most_axes else value
 
 
 def _replicate(params: Params, value: Any) -> Any:
-    """An array whole on every device of the weights."""
+    """Replicate an array on every device of the weights."""
     sharding = jax.tree.leaves(params)[0].sharding
     if isinstance(sharding, NamedSharding):
         return jax.device_put(value, NamedSharding(sharding.mesh, PartitionSpec()))

@@ -1,4 +1,4 @@
-"""The optimizer step: gradients of microbatches added up on the device, then one update."""
+"""Optimizer step: gradients of microbatches are summed on the device, followed by one update."""
 
 import dataclasses
 import functools
@@ -26,16 +26,18 @@ from lightning_jax.types import Batch
 
 @dataclass(frozen=True)
 class TrainFunctions:
-    """The jitted halves of a step.
+    """Jitted parts of a step.
 
     `grads_fn(params, grads, metrics, bundle, count, ref_params or None, value_head or None, base
-    or None) -> (grads, metrics)` adds the first `count` microbatches of a bundle, one after the
-    other, to the accumulators, which it takes over (donated); `grads` is the pair of those of the
-    params and of the value head. `apply_fn(state without base, grads, which of several policies
-    take part) -> (state, metrics)` updates; it takes over the state. `logprobs_fn(bundle, count,
-    policy)` measures the targets, a list of [B, R] in nats, and `values_fn(bundle, count, policy,
-    value_head)` the states that they were chosen in; `policy` are all weights. `measure` calls
-    them. All take bundles of one size (`bundles.py`), so each compiles once per batch shape.
+    or None) -> (grads, metrics)` adds the first `count` microbatches of a bundle, one after
+    another, to the donated accumulators. `grads` is the pair of gradients of the params and of the
+    value head. `apply_fn(state without base, grads, mask of several policies) -> (state, metrics)`
+    applies the update and donates the state.
+
+    `logprobs_fn(bundle, count, policy)` measures the targets, a list of [B, R] in nats.
+    `values_fn(bundle, count, policy, value_head)` measures the states in which they were chosen.
+    `policy` is all weights. `measure` calls both. All functions take bundles of one size
+    (`bundles.py`), so each compiles once per batch shape.
     """
 
     grads_fn: Callable[..., tuple[Any, Metrics]]
@@ -46,7 +48,7 @@ class TrainFunctions:
     critic: Critic | None = None
 
 
-def make_train_functions(  # noqa: PLR0913  (each is a choice of its own)
+def make_train_functions(  # noqa: PLR0913  (the arguments are independent)
     config: DecoderConfig,
     optimizer: optax.GradientTransformation,
     objective: Objective,
@@ -59,12 +61,13 @@ def make_train_functions(  # noqa: PLR0913  (each is a choice of its own)
     gather: Gather | None = None,
     several: Several | None = None,
 ) -> TrainFunctions:
-    """Jitted functions for one objective; each compiles once per batch shape and sharding.
+    """Build the jitted functions for one objective.
 
-    `compute_dtype` is that of activations and of the weights as the forward pass reads them;
-    gradients and weights stay float32. An objective with an entropy bonus needs `entropy_gradient`.
-    With a critic a batch needs its `states`. Weights that are split need `sharding.make_gather`. Of
-    `several` policies the optimizers are for that many, see `several.separately`.
+    Each compiles once per batch shape and sharding. `compute_dtype` is the dtype of activations and
+    of weights in the forward pass. Gradients and stored weights stay float32. An objective with an
+    entropy bonus needs `entropy_gradient`. With a critic a batch needs `states`. Sharded weights
+    need `gather` from `sharding.make_gather`. With `several` separate policies, the optimizers must
+    come from `several.separately`.
     """
     forward = ForwardPass(config, head_chunk, remat, compute_dtype, entropy_gradient, gather)
 
@@ -88,12 +91,11 @@ def update(
     ref_params: Params | None = None,
     present: Bool[np.ndarray, " N"] | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
-    """One optimizer update over all microbatches, and its metrics, fetched in one transfer.
+    """Run one optimizer update over all microbatches and fetch its metrics in one transfer.
 
-    Takes over `state` but for its base, which completes `ref_params`, too. A gradient that is not
-    finite changes nothing but the step count and is reported as train/skipped_updates = 1. Of
-    several policies those that are not `present` stay as they are. Raises ValueError without a
-    microbatch.
+    `state` is donated except its base, which also completes `ref_params`. A gradient that is not
+    finite changes only the step count and is reported as train/skipped_updates = 1. With several
+    policies, those not `present` are unchanged. Raises ValueError without a microbatch.
     """
     if not batches:
         raise ValueError("update got 0 microbatches; expected at least 1, skip the step instead.")
@@ -116,7 +118,7 @@ def update(
 def with_old_logprobs(
     functions: TrainFunctions, params: Params, batches: Sequence[Batch]
 ) -> list[Batch]:
-    """The batches with the log-probs of these weights as those before the step's first update."""
+    """Return the batches with `old_logprobs` measured with these weights."""
     measured = measure(functions.logprobs_fn, batches, params)
     return [
         dataclasses.replace(batch, old_logprobs=logprobs)
@@ -131,9 +133,7 @@ def zero_accumulators(
     with_reference: bool = False,
     head: ValueHead | None = None,
 ) -> tuple[Any, Metrics]:
-    """Gradients of params and value head, placed like them, and metric sums before the first
-    microbatch.
-    """
+    """Build zero gradients, sharded like params and value head, and zero metric sums."""
     names = metric_names(
         functions.objective, functions.critic if head is not None else None, with_reference
     )
@@ -146,7 +146,7 @@ def zero_accumulators(
 def _grads_adder(
     forward: ForwardPass, objective: Objective, critic: Critic | None
 ) -> Callable[..., tuple[Any, Metrics]]:
-    """`TrainFunctions.grads_fn`, before it is jitted."""
+    """Build `TrainFunctions.grads_fn` before jit."""
     grad_fn = jax.grad(functools.partial(forward.loss, objective, critic), has_aux=True)
 
     def add_grads(
@@ -176,7 +176,7 @@ def _apply(
     several: Several | None = None,
     present: Bool[Array, " N"] | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """`grads` are those of the weights and of the value head."""
+    """Apply the gradients of the weights and of the value head, and return (state, metrics)."""
     grad_norm, value_grad_norm = map(optax.tree.norm, grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(value_grad_norm)
     metrics = {
@@ -203,7 +203,7 @@ def _move(
     old: tuple[Params, Any, CriticState | None],
     grads: tuple[Any, Any],
 ) -> tuple[Any, Any, CriticState | None]:
-    """Params, their optimizer's state and the critic after an update."""
+    """Return the params, their optimizer state and the critic after an update."""
     params, opt_state, made = old
     updates, opt_state = optimizer.update(grads[0], opt_state, params)
     if critic is not None and made is not None:
@@ -213,12 +213,12 @@ def _move(
 
 
 def _move_if(finite: Bool[Array, ""], move: Callable[..., Any], old: Any, grads: Any) -> Any:
-    """`move(old, grads)`, or `old` where the gradient is not finite."""
+    """Return `move(old, grads)`, or `old` if the gradient is not finite."""
 
     def by_choice(old: Any, grads: Any) -> Any:
         return _keep(finite, move(old, grads), old)
 
-    def by_branch(old: Any, grads: Any) -> Any:  # for a choice XLA copies the moments on a CPU
+    def by_branch(old: Any, grads: Any) -> Any:  # with `where`, XLA on a CPU copies the moments
         return jax.lax.cond(finite, move, lambda old, _: old, old, grads)
 
     return jax.lax.platform_dependent(old, grads, cpu=by_branch, default=by_choice)

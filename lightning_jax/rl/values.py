@@ -1,8 +1,8 @@
-"""What a critic's values make of a rollout: generalized advantage estimation over its states.
+"""Generalized advantage estimation over the states of a rollout, from a critic's values.
 
-A state is what the policy had read when it chose: the prompt of a call (credit "learned"), or all
-that comes before a trained token (credit "learned_token"). Rewards, values and returns are in
-reward units.
+A state is the text that the policy has read when it chooses. It is the prompt of a call (credit
+"learned"), or everything before a trained token (credit "learned_token"). Rewards, values and
+returns are in reward units.
 """
 
 import itertools
@@ -15,19 +15,19 @@ from lightning_jax.config import AlgorithmConfig
 from lightning_jax.rl.weights import num_trained
 from lightning_jax.types import Batch, StateValues, TrainingSequence, Trajectory, Transition
 
-# Of the states of one call in order; None where they were not computed.
+# Values of the states of one call in order, or None if they were not computed.
 CallValues = tuple[float, ...] | None
 
 
 def gae(
     rewards: Sequence[float], values: Sequence[float | None], *, discount: float, lam: float
 ) -> tuple[list[float], list[float]]:
-    """(advantage, return) of each state of one rollout, in order (GAE, arXiv 1506.02438).
+    """Return (advantages, returns) of the states of one rollout, in order (GAE, arXiv 1506.02438).
 
-    The return is G_t = r_t + discount * ((1 - lam) * V_{t+1} + lam * G_{t+1}), with nothing after
-    the last state, and the advantage G_t - V_t. That is the paper's sum of
-    (discount * lam)^k * (r_{t+k} + discount * V_{t+k+1} - V_{t+k}). A state whose value is None
-    makes one step with the state before it, and its advantage is its return.
+    The return is G_t = r_t + discount * ((1 - lam) * V_{t+1} + lam * G_{t+1}), with 0 after the
+    last state. The advantage is G_t - V_t, which equals the paper's sum over k of
+    (discount * lam)^k * (r_{t+k} + discount * V_{t+k+1} - V_{t+k}). If a value is None, the state
+    before uses the return instead, and the advantage equals the return.
     """
     advantages, returns = [], []
     later_value = later_return = 0.0
@@ -47,11 +47,10 @@ def rollout_gae(
     discount: float,
     lam: float,
 ) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-    """For each call the (advantages, returns) of its states; all values are 0 where `values` is
-    None.
+    """Return the (advantages, returns) of each call's states. Without `values`, every value is 0.
 
-    A call earns its reward in its last state, and the rollout its own in the last of all. A call
-    without a trained token is one state without a value.
+    A call's reward is earned in its last state, the rollout's reward in the last state of all. A
+    call without a trained token is one state without a value.
     """
     counts = [_num_states(call, per_token) for call in trajectory.transitions]
     known = [(0.0,) * count for count in counts] if values is None else values
@@ -76,10 +75,11 @@ def state_sequences(
     per_token: bool,
     adapters: Mapping[str, int] | None = None,
 ) -> list[TrainingSequence]:
-    """One sequence per call, in order, whose targets are predicted where the call's states end.
+    """Build one sequence per call, in order, whose targets mark the ends of the call's states.
 
-    Only their places matter. The state of a whole call is its prompt, so the model reads no
-    response that no later prompt repeats. `adapters` are the places of several policies' adapters.
+    Only the places of the targets matter. The state of a whole call is its prompt, so the model
+    then reads a response only if a later prompt repeats it. `adapters` are the adapter indices of
+    several policies.
     """
     return [
         TrainingSequence(
@@ -101,12 +101,12 @@ def values_by_call(
     batches: Sequence[Batch],
     measured: Sequence[Float[np.ndarray, "B R"]],
 ) -> list[tuple[CallValues, ...]]:
-    """One tuple per trajectory: the values measured at the targets of `state_sequences`."""
+    """Return one tuple per trajectory with the values measured at targets of `state_sequences`."""
     flat: list[CallValues] = [None] * sum(len(t.transitions) for t in trajectories)
     for batch, values in zip(batches, measured, strict=True):
         mask = np.asarray(batch.target_mask)
         calls, found = np.asarray(batch.target_calls)[mask], np.asarray(values)[mask]
-        cuts = np.flatnonzero(np.diff(calls)) + 1  # targets of one call lie side by side, in order
+        cuts = np.flatnonzero(np.diff(calls)) + 1  # targets of one call are contiguous, in order
         for call, part in zip(np.split(calls, cuts), np.split(found, cuts), strict=True):
             if len(call):
                 flat[call[0]] = tuple(part.tolist())
@@ -119,11 +119,11 @@ def learnable_states(
     values: Sequence[Sequence[CallValues]],
     algorithm: AlgorithmConfig,
 ) -> tuple[list[tuple[StateValues | None, ...]], dict[str, float]]:
-    """(what the critic learns from each call, metrics of the step).
+    """Return (the critic's training states of each call, metrics of the step).
 
-    `train/value_explained_variance` is 1 - Var(G - V) / Var(G) with the discounted rewards G that
-    followed; it is left out where they are all equal. Calls without a value teach nothing and are
-    counted in `train/calls_without_value`.
+    `train/value_explained_variance` is 1 - Var(G - V) / Var(G), where G are the discounted rewards
+    that followed. It is omitted if they are all equal. Calls without a value are not trained on,
+    and counted in `train/calls_without_value`.
     """
     per_token, discount = algorithm.credit == "learned_token", algorithm.discount
     states, pairs, num_missing = [], [], 0
@@ -147,7 +147,7 @@ def learnable_states(
 
 
 def _fit(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Metrics of (value, return) pairs."""
+    """Return the metrics of (value, return) pairs."""
     if not pairs:
         return {}
     values, returns = np.asarray(pairs, np.float64).T

@@ -1,4 +1,4 @@
-"""How much each token counts in the loss of a step, and of a part of it."""
+"""Weight of each token in the loss of a step, or of a minibatch of a step."""
 
 import dataclasses
 import itertools
@@ -11,15 +11,15 @@ from lightning_jax.types import StateValues, TrainingSequence, Trajectory, Trans
 def token_weights(
     trajectories: Sequence[Trajectory], *, aggregation: str = "rollout", divisor: float = 1.0
 ) -> list[tuple[float, ...]]:
-    """One tuple per trajectory with the weight of each trained token of each of its calls.
+    """Return one tuple per trajectory, with the weight of a trained token of each call.
 
-    Weights sum to 1 over the step, except those of "constant". Rollouts and calls without a trained
+    Weights sum to 1 over the step, except for "constant". Rollouts and calls without a trained
     token do not count. Raises ValueError for another aggregation.
 
-    "rollout": rollouts weigh the same, and so do the tokens of one rollout (GRPO, arXiv 2402.03300,
-    where a rollout is one call). "call": calls weigh the same, and so do the tokens of one call.
-    "token": all tokens weigh the same (DAPO, arXiv 2503.14476). "constant": 1 / (`divisor` *
-    rollouts), so a rollout weighs what it is long (Dr. GRPO, arXiv 2503.20783).
+    "rollout": rollouts have equal weight, and so do the tokens of one rollout (GRPO, arXiv
+    2402.03300, where a rollout is one call). "call": calls have equal weight, and so do the tokens
+    of one call. "token": all tokens have equal weight (DAPO, arXiv 2503.14476). "constant": 1 /
+    (`divisor` * rollouts), so longer rollouts have more weight (Dr. GRPO, arXiv 2503.20783).
     """
     counts = [[num_trained(call) for call in t.transitions] for t in trajectories]
     totals = [sum(calls) for calls in counts]
@@ -43,7 +43,7 @@ def token_weights(
 def weigh_states(
     states: Sequence[tuple[StateValues | None, ...]],
 ) -> list[tuple[StateValues | None, ...]]:
-    """All states of the step with the same weight, together 1."""
+    """Give all states of the step equal weights that sum to 1."""
     number = sum(len(each.positions) for calls in states for each in calls if each is not None)
     return [
         tuple(each and dataclasses.replace(each, weight=1.0 / max(number, 1)) for each in calls)
@@ -52,18 +52,18 @@ def weigh_states(
 
 
 def num_trained(transition: Transition) -> int:
-    """Tokens of the call that the policy chose; a grammar forced the others."""
+    """Return the number of tokens that the policy chose. A grammar forced the others."""
     return transition.forced.count(False)
 
 
 def split_minibatches(
     sequences: Sequence[TrainingSequence], number: int, seed: str = ""
 ) -> list[list[TrainingSequence]]:
-    """Return the sequences in `number` random parts of about equal size, none of them empty.
+    """Split the sequences into `number` random, non-empty parts of about equal size.
 
-    Groups stay whole, and so keep their prefixes in common. Where there are fewer groups than
-    parts, rollouts stay whole; there are at most as many parts as rollouts. Weights grow by the
-    number of parts: on average a part's gradient is as large as that of the whole.
+    Groups stay whole, so their common prefixes are still shared. With fewer groups than parts, only
+    rollouts stay whole. There are at most as many parts as rollouts. Weights are multiplied by the
+    number of parts, so that a part's gradient is on average as large as that of the whole step.
     """
     if number == 1 or not sequences:
         return [list(sequences)]
@@ -75,7 +75,7 @@ def split_minibatches(
     ends = list(itertools.accumulate(map(len, units)))
     cuts = [0]
     for k in range(1, number):
-        # The end nearest to an equal share that leaves a unit for this part and each one to come.
+        # The end nearest to an equal share that leaves a unit for this part and each later one.
         choices = range(cuts[-1] + 1, len(units) - (number - k) + 1)
         share = k * len(sequences) / number
         cuts.append(min(choices, key=lambda cut: abs(ends[cut - 1] - share)))
@@ -86,7 +86,7 @@ def split_minibatches(
 
 
 def _units(sequences: Sequence[TrainingSequence], name: str) -> list[list[TrainingSequence]]:
-    """Return the sequences of each group or rollout; one that is of none is alone."""
+    """Return the sequences of each group or rollout. A sequence without one is a unit by itself."""
     units: dict[object, list[TrainingSequence]] = {}
     for place, sequence in enumerate(sequences):
         of = getattr(sequence, name)

@@ -1,4 +1,4 @@
-"""Block-wise attention against all scores at once; rotary positions by hand."""
+"""Tests of block-wise attention against all scores at once, and of rotary positions by hand."""
 
 import math
 
@@ -28,7 +28,7 @@ def _seen(index, ends):
 
 
 def _packed_ends(length, tree):
-    """Ends of rows packed with trees of `tree` nodes; every third node is a leaf."""
+    """Return the ends of rows packed with trees of `tree` nodes, with every third node a leaf."""
     node = np.arange(length)
     ends = np.minimum((node // tree + 1) * tree, length)
     return np.where(node % 3 == 2, node + 1, ends)
@@ -81,7 +81,7 @@ def test_keys_that_a_query_does_not_see_cannot_change_it():
 
 
 def test_rotation_turns_pairs_by_hand():
-    # Head of 4: pairs (0, 2) and (1, 3); at theta 100 they turn 1 and 1/10 radian per position.
+    # Head of 4: pairs (0, 2) and (1, 3) rotate by 1 and 1/10 radian per position at theta 100.
     frequencies = attention.rope_frequencies(4, 100.0, None)
     np.testing.assert_allclose(frequencies, [1.0, 0.1], rtol=1e-6)
     tables = attention.rope_tables(jnp.array([[2]]), frequencies)
@@ -91,8 +91,9 @@ def test_rotation_turns_pairs_by_hand():
 
 
 def test_llama3_scaling_by_hand():
-    # Of 64 positions: 1 radian turns 10.2 times (> 4: kept), 0.01 turns 0.1 times (< 1: a quarter);
-    # 0.1 turns 1.0186 times, 0.0062 of the way from 1 to 4: kept by 0.0062, a quarter of the rest.
+    # In 64 positions, frequency 1 makes 10.2 turns (> 4, so it is kept), and 0.01 makes 0.1 turns
+    # (< 1, so it is divided by 4). 0.1 makes 1.0186 turns, 0.0062 of the way from 1 to 4, so 0.0062
+    # of it is kept and the rest is divided by 4.
     scaling = RopeScaling(4.0, 1.0, 4.0, 64)
     out = attention.rope_frequencies(6, 1000.0, scaling)
     np.testing.assert_allclose(out, [1.0, 0.1 * (0.0062 + 0.9938 / 4), 0.0025], rtol=1e-3)

@@ -1,6 +1,6 @@
-"""The cache as each platform keeps it: what writing touches, attention against all scores at once.
+"""Tests of the cache in each platform's layout: writes, and attention against all scores at once.
 
-All on a CPU, so without the kernels of tests/models/test_flash_cache.py.
+They run on a CPU, so without the kernels of tests/models/test_flash_cache.py.
 """
 
 from functools import partial
@@ -38,7 +38,7 @@ def _empty(rows: int, length: int, platform: str = "cpu") -> KVCache:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _filled(rows: int, length: int, platform: str = "cpu") -> tuple[KVCache, jax.Array, jax.Array]:
-    """A cache written in one go, and the keys and values [B, T, K, D] in it."""
+    """Return a cache filled in one write, and its keys and values [B, T, K, D]."""
     random = jax.random.split(jax.random.key(0), 2)
     keys, values = (jax.random.normal(key, (rows, length, 2, 8)) for key in random)
     empty = _empty(rows, length, platform)
@@ -47,7 +47,7 @@ def _filled(rows: int, length: int, platform: str = "cpu") -> tuple[KVCache, jax
 
 
 def _by_token(layer: LayerCache) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values, each [S, C, K, D]."""
+    """Return keys and values, each [S, C, K, D]."""
     keys = np.moveaxis(np.concatenate(layer.keys, axis=layer.key_axis), layer.key_axis, 1)
     return keys, np.moveaxis(np.concatenate(layer.values, axis=2), 2, 1)
 

@@ -1,6 +1,6 @@
-"""The kernels for TPU and GPU: interpreted on a CPU, lowered for their platforms, and on a device.
+"""Tests of the TPU and GPU kernels: interpreted on a CPU, lowered for a platform, and on a device.
 
-`JAX_PLATFORMS=tpu pytest -m tpu tests/models/test_flash.py` runs them where there is one, and
+To run them on a device: `JAX_PLATFORMS=tpu pytest -m tpu tests/models/test_flash.py` or
 `JAX_PLATFORMS=cuda pytest -m gpu tests/models/test_flash.py`.
 """
 
@@ -26,8 +26,11 @@ TARGETS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
 
 
 def random_ends(length: int, seed: int, depth: float) -> np.ndarray:
-    """Ends of a row of random trees: a node lengthens the path of the one before it, forks off
-    further up, or begins a tree of its own; the larger `depth`, the longer the paths."""
+    """Return the ends of a row of random trees.
+
+    A node extends the path of the node before, forks off further up, or starts a new tree. A
+    larger `depth` gives longer paths.
+    """
     random = np.random.default_rng(seed)
     ends, path = np.full(length, length), []
     for node in range(length):
@@ -38,7 +41,7 @@ def random_ends(length: int, seed: int, depth: float) -> np.ndarray:
 
 
 def random_inputs(ends: Any, heads: int = 4, kv_heads: int = 2, size: int = 16) -> list[Any]:
-    """(queries, keys, values, index, ends, gradient of the output)."""
+    """Return (queries, keys, values, index, ends, gradient of the output)."""
     rows, length = ends.shape
     random = np.random.default_rng(0)
     queries, keys, values, grad = (
@@ -51,7 +54,7 @@ def random_inputs(ends: Any, heads: int = 4, kv_heads: int = 2, size: int = 16) 
 
 @functools.cache
 def interpreted(platform: str) -> Any:
-    """A jitted (inputs) -> (output, gradients of queries, keys and values)."""
+    """Return a jitted function from inputs to (output, gradients of queries, keys and values)."""
     kernels = KERNELS[platform]
 
     def both(*arrays: Any) -> tuple[Any, ...]:
@@ -64,7 +67,7 @@ def interpreted(platform: str) -> Any:
 
 @jax.jit
 def with_all_scores(*arrays: Any) -> Any:
-    """What `interpreted` gives, of attention that knows no blocks."""
+    """Compute the same as `interpreted`, with attention that does not use blocks."""
     queries, keys, values, index, ends, grad = arrays
     key = jnp.arange(ends.shape[1])[None, None, :]
     seen = (key <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
@@ -81,11 +84,11 @@ def assert_agree(platform: str, inputs: list[Any]) -> None:
         np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
 
 
-LENGTH = 260  # three blocks of 128 or five of 64, of which the last is mostly padding
+LENGTH = 260  # three blocks of 128 or five of 64, the last mostly padding
 
 
 def random_rows(seed: int) -> np.ndarray:
-    """Ends of a row of bushes, of one of trees, of one of trees with long paths, and of a path."""
+    """Return the ends of four rows: bushes, trees, trees with long paths, and one path."""
     depths = enumerate((0.4, 0.7, 0.95, 1.0))
     return np.stack([random_ends(LENGTH, seed + row, depth) for row, depth in depths])
 
@@ -107,7 +110,7 @@ def test_lengths_and_head_sizes(platform: str, length: int, size: int) -> None:
 
 
 def assert_near(ours: Any, theirs: Any, atol: float) -> None:
-    """Each array within `atol` of the largest number of the other."""
+    """Check that arrays agree within `atol` times the largest number of the second one."""
     for a, b in zip(ours, theirs, strict=True):
         scale = np.abs(b).max()
         np.testing.assert_allclose(np.float32(a) / scale, b / scale, atol=atol)
@@ -125,7 +128,7 @@ def test_bfloat16(platform: str) -> None:
 
 @pytest.mark.parametrize("platform", KERNELS)
 def test_blocks_that_nobody_sees_are_not_computed(platform: str) -> None:
-    """What is not a number anywhere in a product is not a number in its result."""
+    """Check with NaN in skipped blocks, because NaN in any factor gives NaN in the product."""
     ends = np.where(np.arange(LENGTH) < 128, 128, LENGTH)[None].repeat(4, 0)
     queries, keys, values, *rest = random_inputs(ends)
     inputs = [queries, *(x.at[:, :128].set(jnp.nan) for x in (keys, values)), *rest]
@@ -149,7 +152,7 @@ def test_pairs_by_hand() -> None:
     met = jnp.array([[[True, False], [True, True]], [[False, False], [False, True]]])
     pairs, counts = flash_tpu.list_pairs(met)
     second = 1 << 16
-    # Row 1: its first block meets none, and is paired with block 0.
+    # In row 1 the first block meets none and is paired with block 0.
     assert pairs.tolist() == [[0, second, second + 1, second + 1], [0, *[second + 1] * 3]]
     assert counts.tolist() == [3, 2]
 
@@ -158,7 +161,7 @@ SIZES, PLACE = (2, 2, 2), jax.P(("data", "fsdp"), None, "tensor")
 
 
 def per_device(platform: str) -> tuple[Any, Any]:
-    """(forward, backward) of a platform, interpreted, as each device calls them."""
+    """Return a platform's interpreted (forward, backward), run on each device for its part."""
     kernels = KERNELS[platform]
     forward, backward = (
         functools.partial(attention.per_device, functools.partial(kernel, interpret=True))
@@ -195,7 +198,7 @@ def test_each_device_computes_the_gradients_of_its_rows_and_heads(platform: str)
 
 
 def lowered(platform: str, model: str, sizes: tuple[int, int, int], length: int = 4096) -> str:
-    """The program of a gradient for eight devices of a platform."""
+    """Lower the program of a gradient for eight devices of a platform."""
     shape = SHAPES[model]
     mesh = make_mesh(MeshConfig(*sizes))
     rows = NamedSharding(mesh_for(platform, mesh), batch_sharding(mesh).spec)
@@ -218,13 +221,13 @@ def lowered(platform: str, model: str, sizes: tuple[int, int, int], length: int 
 )
 def test_training_shapes_lower(platform: str, model: str, sizes: tuple[int, int, int]) -> None:
     text = lowered(platform, model, sizes)
-    # Forward, gradient of queries, gradient of keys and values; and no array of T x T numbers.
+    # Three kernels: forward, gradient of queries, gradient of keys and values. No T x T array.
     assert text.count(f"custom_call @{TARGETS[platform]}(") == 3
     assert "4096x4096" not in text
 
 
 def check_on_device(platform: str) -> None:
-    """Of float32 within 1e-4 of the largest number, of bfloat16, which keeps 8 bits, within 2 %."""
+    """Check float32 to 1e-4 of the largest number, and bfloat16, which has 8 bits, to 2 %."""
     if jax.default_backend() != platform:
         pytest.skip(f"JAX sees no {platform} here")
     ends = np.stack([random_ends(3000, 1, 0.99), random_ends(3000, 2, 0.9)])

@@ -1,4 +1,4 @@
-"""The kernels of serving, run by Pallas's interpreter, against attention with all scores."""
+"""Tests of the serving kernels in Pallas's interpreter against attention with all scores."""
 
 import functools
 from typing import Any
@@ -19,7 +19,7 @@ KERNELS = {"tpu": flash_cache.attend_tpu, "cuda": flash_cache.attend_gpu}
 
 
 def arrays(rows: int, slots: int, heads: int, members: int, width: int, span: int, dtype: str):
-    """Queries of the first rows, and keys and values of all slots."""
+    """Return queries of the first rows, and keys and values of all slots."""
     rng = np.random.default_rng(rows + span)
 
     def normal(*shape: int, scale: float = 1.0) -> jax.Array:
@@ -30,8 +30,10 @@ def arrays(rows: int, slots: int, heads: int, members: int, width: int, span: in
 
 
 def check(platform: str, queries: Any, keys: Any, values: Any, index: Any, rows: Any) -> None:
-    """The kernel, interpreted, against all scores at once; what no query of a row may see would
-    spoil everything."""
+    """Check the interpreted kernel against all scores at once.
+
+    Values that no query of a row may see are huge, so that reading them would fail the check.
+    """
     beyond = np.arange(keys.shape[2])[None, :] > index.max(axis=1, keepdims=True)
     spoilt = np.where(beyond[:, None, :, None], np.float32(1e30), values[np.array(rows)])
     values = values.at[np.array(rows)].set(spoilt)
@@ -64,7 +66,7 @@ def test_rows_read_what_they_see(platform, rows, slots, heads, members, width, s
     [
         ([4, 0, 2], 5, 150, 384, 512),  # a GPU: three blocks of queries, the tokens in parts
         ([1, 3], 4, 64, 256, 1),  # one block, one part
-        ([0, 1], 2, 7, 640, 40),  # fewer queries than a block has; parts that do not come out even
+        ([0, 1], 2, 7, 640, 40),  # fewer queries than a block has, and parts of unequal size
     ],
 )
 def test_several_tokens_of_any_row(
@@ -73,7 +75,7 @@ def test_several_tokens_of_any_row(
     monkeypatch.setattr(flash_cache, "_GPU_PROGRAMS", programs)
     monkeypatch.setattr(flash_cache, "_TPU_BLOCK", programs * 32)  # 512: blocks of 128 queries
     index = np.random.default_rng(span).integers(0, span, (len(rows), members), dtype=np.int32)
-    index[0] = np.minimum(index[0], 100)  # what lies further on is not read
+    index[0] = np.minimum(index[0], 100)  # later tokens are not read
     check(platform, *arrays(len(rows), slots, 2, members, 32, span, "float32"), index, rows)
 
 
@@ -95,7 +97,7 @@ MARKS = {"tpu": "tpu_custom_call", "cuda": "triton"}
 
 
 def shapes_of(program: str, span: int) -> tuple[Any, ...]:
-    """The arguments of `attend_cache` with the heads of a 1.5B model, bfloat16."""
+    """Return bfloat16 shapes of `attend_cache`'s arguments with the heads of a 1.5B model."""
     queries = jax.ShapeDtypeStruct((8, TOKENS[program], 12, 128), jnp.bfloat16)
     side = (jax.ShapeDtypeStruct((16, 2, span, 128), jnp.bfloat16),)
     positions = jax.ShapeDtypeStruct(queries.shape[:2], jnp.int32)
@@ -117,7 +119,7 @@ def test_a_step_lowers_without_the_device(platform, program) -> None:
 
 
 def check_on_device(platform: str) -> None:
-    """Attention of a 1.5B model's heads on the device that this process computes on, bfloat16."""
+    """Check bfloat16 attention with a 1.5B model's heads on this process's device."""
     if jax.default_backend() != platform:
         pytest.skip(f"JAX sees no {platform} here")
     rng = np.random.default_rng(0)

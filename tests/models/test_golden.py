@@ -1,4 +1,4 @@
-"""Logits agree with the published implementations; golden/make_golden.py wrote the arrays."""
+"""Tests of logits against published implementations, with arrays from golden/make_golden.py."""
 
 import importlib.util
 from functools import partial

@@ -1,4 +1,4 @@
-"""Names, files and formats: what loads, what is written, and what is refused in one sentence."""
+"""Tests of loading and saving models by name, file and format, and of one-sentence errors."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def _assert_equal(loaded, saved):
 def test_a_saved_model_loads_again(family, tmp_path):
     model = _variant(family)
     save_hf(tmp_path / "model", model)
-    save_hf(tmp_path / "model", model)  # over the first
+    save_hf(tmp_path / "model", model)  # overwrites the first
     loaded = load_model(str(tmp_path / "model"))
     _assert_equal(loaded, model)
     assert loaded.tokenizer.eos_ids == model.tokenizer.eos_ids
@@ -77,7 +77,7 @@ def test_a_save_that_fails_leaves_the_old_model(tmp_path):
 
 
 def _permute(rows, heads):
-    """A Llama query or key weight as the GGUF converter lays it out: rows 0 1 2 3 as 0 2 1 3."""
+    """Reorder a Llama query or key weight like the GGUF converter: rows 0 1 2 3 to 0 2 1 3."""
     split = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return split.swapaxes(1, 2).reshape(rows.shape)
 

@@ -1,4 +1,4 @@
-"""Adapters beside kernels compute what merged weights compute, and start as nothing."""
+"""Tests that adapters compute the same as merged weights, and initially change nothing."""
 
 import dataclasses
 from functools import partial
@@ -23,7 +23,7 @@ run = jax.jit(forward, static_argnums=1, static_argnames="remat")
 
 
 def with_random_adapters(model: LoadedModel, lora: LoraConfig = LORA, seed: int = 5) -> LoadedModel:
-    """As after some training: B is no longer zero."""
+    """Return the model with adapters whose B is not zero, as after some training."""
     model = adapted(model, lora, seed)
     keys = iter(jax.random.split(jax.random.key(seed), 99))
     change = {
@@ -79,7 +79,7 @@ def test_fresh_adapters_change_nothing_and_follow_the_seed():
     )
     down = ("layers_0", "down", "lora_a")
     assert first[down].shape == (64, 64) and first[(*down[:2], "lora_b")].shape == (64, 32)
-    assert np.std(first[down]) == pytest.approx(1 / 8, rel=0.05)  # 64 numbers go in
+    assert np.std(first[down]) == pytest.approx(1 / 8, rel=0.05)  # 64 inputs
     np.testing.assert_array_equal(first[down], again[down])
     assert not np.allclose(first[down], other[down])
     assert not any(np.any(leaf) for path, leaf in first.items() if path[-1] == "lora_b")

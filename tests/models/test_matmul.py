@@ -1,4 +1,4 @@
-"""Products and their gradients against numpy, and a model with turned kernels against itself."""
+"""Tests of products and gradients against numpy, and of a model with transposed kernels."""
 
 from dataclasses import replace
 from functools import partial
@@ -30,14 +30,15 @@ def test_the_gradients_are_those_of_a_product():
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("rows", [(1, 1), (2, 7)])  # a CPU makes two rows of one
+@pytest.mark.parametrize("rows", [(1, 1), (2, 7)])  # a CPU doubles a single row
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("devices", [1, 8])
 def test_beside_a_bfloat16_kernel_what_goes_in_is_rounded_and_nothing_else(
     devices, dtype, rows, axis, monkeypatch
 ):
-    """Values and gradients are those of numpy in float64 with rounded sides; the kernel's gradient
-    has the kernel's dtype.
+    """Check values and gradients against numpy in float64 with rounded sides.
+
+    The kernel's gradient has the kernel's dtype.
     """
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     x, weight = (RANDOM.standard_normal((*rows, size)).astype(np.float32) for size in (6, 5))
@@ -66,7 +67,10 @@ def test_beside_a_bfloat16_kernel_what_goes_in_is_rounded_and_nothing_else(
 
 
 def test_for_a_bfloat16_kernels_gradient_one_cpu_lays_activations_out_anew(monkeypatch):
-    """Of several each would be sent all of them: a layout is not split like what it is of."""
+    """Check that several devices do not, because a layout is not partitioned like its array.
+
+    Each device would be sent all activations.
+    """
 
     def program(devices):
         monkeypatch.setattr(jax, "device_count", lambda: devices)
@@ -77,7 +81,7 @@ def test_for_a_bfloat16_kernels_gradient_one_cpu_lays_activations_out_anew(monke
     assert "LayoutConstraint" not in program(8)
 
 
-@pytest.mark.parametrize("rows", [(1, 1), (FEW_ROWS, 1), (2, FEW_ROWS)])  # on the left, and right
+@pytest.mark.parametrize("rows", [(1, 1), (FEW_ROWS, 1), (2, FEW_ROWS)])  # kernel left, left, right
 def test_a_turned_kernel_gives_the_same_product(rows):
     x = jnp.asarray(RANDOM.standard_normal((*rows, 6)))
     out = jax.jit(matmul_turned)(x, KERNEL.T)

@@ -1,4 +1,4 @@
-"""Exported adapters are what peft saves; golden/make_peft_golden.py wrote the arrays."""
+"""Tests of exported adapters against peft's, with arrays from golden/make_peft_golden.py."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ OURS = {
 
 
 def _adapters(tensors: dict[str, np.ndarray]) -> dict:
-    """peft's tensors as our tree, by names spelt out here."""
+    """Convert peft's tensors to our tree, with names spelled out here."""
     leaves = {}
     for name, tensor in tensors.items():
         layer, module, leaf = (

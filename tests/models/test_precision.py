@@ -1,4 +1,4 @@
-"""`model.dtype: auto`."""
+"""Tests of `model.dtype: auto`."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from lightning_jax.models.precision import settle
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
-    """Of float32 and bfloat16; with none, measuring is a fault."""
+    """Fake the measured seconds of float32 and bfloat16. With none given, measuring fails."""
     monkeypatch.setattr(precision, "_seconds", lambda: seconds)
 
 
@@ -18,7 +18,7 @@ def test_a_cpu_has_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> None
     assert settle(auto, "cpu") == ModelConfig(
         dtype="bfloat16", activation_dtype="float32", remat=True
     )
-    measured(monkeypatch, 0.004, 0.0038)  # not clearly
+    measured(monkeypatch, 0.004, 0.0038)  # not clearly faster
     assert settle(auto, "cpu") == ModelConfig(dtype="float32", remat=True)
 
 

@@ -1,4 +1,4 @@
-"""Weights on their way to engines: what arrives, who copies it, and that no host reads it."""
+"""Tests of copying weights to engines: the result, the copies made, and no read by the host."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def weights(mesh: Mesh) -> Any:
 
 @pytest.fixture
 def host_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The sizes of the arrays that anybody brings to the host."""
+    """Record the sizes of arrays that are read on the host."""
     sizes: list[int] = []
     value: Any = jax_array.ArrayImpl._value
 
@@ -49,7 +49,7 @@ def host_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def turned(mesh: Mesh) -> Mesh:
-    """The same devices the other way round."""
+    """Return the mesh with its devices in reverse order."""
     return Mesh(mesh.devices[:, ::-1], mesh.axis_names, axis_types=mesh.axis_types)
 
 
@@ -78,7 +78,7 @@ def test_weights_reach_any_devices_without_the_host(
     places = param_shardings(SHAPE, serving)
     served = reshard(params, places, jnp.bfloat16)
     assert host_reads == []
-    jax.tree.map(lambda leaf: leaf.delete(), params)  # as the next update does, which donates them
+    jax.tree.map(lambda leaf: leaf.delete(), params)  # like the next update, which donates them
     with jax.transfer_guard_device_to_host("allow"):
         for leaf, target, value in zip(
             *map(jax.tree.leaves, (served, places)), wanted, strict=True
@@ -96,7 +96,7 @@ def test_a_copy_in_the_same_dtype_survives_the_donation_of_the_original() -> Non
 
 
 def replicas(training: Mesh, dtype: str) -> tuple[Any, ReplicatedLoop]:
-    """Weights split between eight devices, and an engine on each of those."""
+    """Build weights split over eight devices, and an engine on each device."""
     config = dataclasses.replace(SHAPE, tie_embeddings=True)
     meshes = split_by_data(Mesh(training.devices.reshape(8, 1, 1), training.axis_names))
     engines = [Engine(config, SERVE, dtype=dtype, mesh=mesh) for mesh in meshes]
@@ -125,7 +125,7 @@ def test_engines_of_one_run_gather_once_and_read_nothing_on_the_host(
     host_reads.clear()
     loop.load_weights(params, 1)
     assert host_reads == [] and len(gathered) == 1
-    assert module._caster.cache_info().misses == compiled  # the first weights' program
+    assert module._caster.cache_info().misses == compiled  # reuses the first weights' program
     (found,) = gathered
     for number, each in enumerate(loop._loops):
         placed = each._inbox.weights["embed"]["embedding"]

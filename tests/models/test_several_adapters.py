@@ -1,4 +1,4 @@
-"""A batch whose rows choose among adapters equals each row alone with its own."""
+"""Tests that a batch whose rows choose among adapters equals each row alone with its adapter."""
 
 import dataclasses
 import functools
@@ -74,7 +74,7 @@ def functions_of(config: DecoderConfig, sizes: tuple[int, int, int]) -> TrainFun
 
 
 def trained(model: LoadedModel, sequences: list, sizes: tuple[int, int, int]) -> dict:
-    """The change of the adapters in one step of gradient descent."""
+    """Return the change of the adapters in one step of gradient descent."""
     mesh, functions = make_mesh(MeshConfig(*sizes)), functions_of(model.config, sizes)
     params = jax.device_put(
         jax.tree.map(jnp.copy, model.params), param_shardings(model.config, mesh)

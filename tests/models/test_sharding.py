@@ -1,4 +1,4 @@
-"""One device and eight simulated ones compute the same."""
+"""Tests that one device and eight simulated devices compute the same."""
 
 import dataclasses
 import functools
@@ -102,7 +102,7 @@ def test_minus_one_takes_what_is_left_and_wrong_sizes_are_refused():
         make_mesh(MeshConfig(-1, -1, 1))
 
 
-# One layer whose sizes are all different, so that a shape in a compiled program says what it is.
+# One layer with sizes that all differ, so that a shape in a compiled program identifies its array.
 MESHES = {"data": (8, 1, 1), "fsdp": (1, 8, 1), "tensor": (1, 4, 2), "all": (2, 2, 2)}
 SHAPED = DecoderConfig(
     vocab_size=272,
@@ -135,7 +135,7 @@ def settings(sizes: tuple[int, int, int], *, remat: bool = False) -> Config:
 
 @functools.cache
 def five_steps(sizes: tuple[int, int, int]) -> tuple[list[float], Any, Learner, str, str]:
-    """(losses, state, learner, programs of gradients and of the optimizer) of five updates."""
+    """Return (losses, state, learner, gradient and optimizer programs) of five updates."""
     config = settings(sizes)
     learner = make_learner(SHAPED, config, supervised=False)
     grads_fn, apply_fn = (program.compile() for program in lower_step(learner, config))
@@ -161,7 +161,7 @@ def test_five_updates_agree_on_one_and_eight_devices(sizes):
 
 @pytest.mark.parametrize("sizes", [MESHES["fsdp"], MESHES["all"]], ids=["fsdp", "all"])
 def test_an_update_in_bfloat16_agrees_on_one_and_eight_devices(sizes):
-    """XLA's CPU compiler aborts over some bfloat16 sums between devices."""
+    """Check an update in bfloat16, because XLA on a CPU aborts on some bfloat16 all-reduces."""
     norms = []
     for each in ((1, 1, 1), sizes):
         config = settings(each)
@@ -178,13 +178,13 @@ def test_rematerialised_layers_are_gathered_one_by_one():
     grads_fn, _ = lower_step(make_learner(model, config, supervised=False), config)
     moved = collectives(grads_fn.compile().as_text())
     gathered = {shape for op, shape in moved if op == "all-gather"}
-    # A layer of the stack is [1, 48, 112], the whole stack would be [2, 48, 112].
+    # A layer of the stack is [1, 48, 112]. The whole stack would be [2, 48, 112].
     assert {shape[-2:] for shape in gathered} == set(matrices((1, 8, 1)))
     assert {shape[:-2] for shape in gathered} <= {(), (1,)}
 
 
 def collectives(program: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Each array that a compiled program moves between devices, by what moves it."""
+    """List (collective, shape) of each array that a compiled program moves between devices."""
     found = []
     ops = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     for line in program.splitlines():
@@ -195,7 +195,7 @@ def collectives(program: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def loops_around(program: str) -> dict[str, int]:
-    """In how many loops each computation of a compiled program runs, by name."""
+    """Return the loop depth of each computation of a compiled program, by name."""
     called: dict[str, list[tuple[str, int]]] = {}
     name = entry = ""
     for line in program.splitlines():
@@ -218,7 +218,7 @@ def loops_around(program: str) -> dict[str, int]:
 
 
 def matrices(sizes: tuple[int, int, int]) -> Counter[tuple[int, ...]]:
-    """How many matrices a device computes with, by shape: those of the model, split by tensor."""
+    """Count the matrices on one device by shape: the model's weights, split over "tensor"."""
     tensor = sizes[2]
     embed, head, mlp = (272 // tensor, 48), (48, 272 // tensor), (48, 112 // tensor)
     queries, keys = (48, 96 // tensor), (48, 48 // tensor)
@@ -234,28 +234,28 @@ def test_a_program_moves_what_its_mesh_asks_for_and_no_more(sizes):
         Counter(shape for op, shape in moved if op == wanted)
         for wanted in ("all-gather", "all-reduce", "reduce-scatter")
     )
-    # "fsdp" brings each matrix together for the forward pass, and at most once more for the
-    # backward pass; what "tensor" splits stays split, and no activation comes together.
+    # "fsdp" gathers each matrix for the forward pass, and at most once more for the backward pass.
+    # Splits over "tensor" stay, and no activation is gathered.
     assert set(gathered) == (set(used) if fsdp > 1 else set())
     assert all(count <= 2 * used[shape] for shape, count in gathered.items())
-    # Each gradient is added up over the rows, once, lying or standing. (Compilers for accelerators
-    # make a reduce-scatter of it.)
+    # Each gradient is summed over the rows once, transposed or not. (Compilers for accelerators
+    # use a reduce-scatter for this.)
     if not scattered:
         lying = Counter(tuple(sorted(shape)) for shape in used.elements())
         added = Counter(tuple(sorted(shape)) for shape in summed.elements())
         assert {shape: added[shape] for shape in lying} == lying
-    # "tensor" adds up activations: 2 rows of 40 nodes or 10 targets on a device.
+    # "tensor" sums activations: `rows` rows of 40 nodes or 10 targets on a device.
     rows = 8 // (sizes[0] * fsdp)
     activations = {shape for shape in summed if len(shape) > 1} - set(used)
     assert activations == ({(rows, 40, 48), (rows, 10, 48), (rows, 10)} if tensor > 1 else set())
     assert not {op for op, _ in moved} & {"all-to-all", "collective-permute"}
-    # The optimizer works where the weights lie: only the norm of the gradient goes round.
+    # The optimizer runs where the weights are. Only the gradient norm crosses devices.
     assert {shape for _, shape in collectives(optimizer)} <= {()}
 
 
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_gradients_are_added_up_over_devices_once_a_microbatch(sizes):
-    """Not once for each chunk of targets, as those of the head could be."""
+    """Check that the head's gradients are not summed once for each chunk of targets."""
     _, _, _, program, _ = five_steps(sizes)
     depths, used, found = loops_around(program), matrices(sizes), []
     for part in re.split(r"\n(?=(?:ENTRY )?%?[\w.-]+ \()", program):
@@ -263,11 +263,11 @@ def test_gradients_are_added_up_over_devices_once_a_microbatch(sizes):
         if moved & {tuple(sorted(shape)) for shape in used}:
             found.append(depths[re.match(r"(?:ENTRY )?%?([\w.-]+)", part)[1]])  # pyright: ignore
     assert set(found) == {1}  # the loop over microbatches
-    assert max(depths.values()) == 2  # that over chunks is there
+    assert max(depths.values()) == 2  # the loop over chunks exists
 
 
 def test_frozen_weights_have_no_gradient_to_add_up():
-    """Each is brought together as before, and only what adapters get travels back."""
+    """Check that frozen weights are still gathered, and only adapter gradients are reduced."""
     lora, rank = LoraConfig(rank=5), 5
     learner = make_learner(
         dataclasses.replace(SHAPED, lora=lora), settings(MESHES["fsdp"]), supervised=False

@@ -1,4 +1,4 @@
-"""The bound of a text's tokens by its bytes holds, and is given up where it might not."""
+"""Tests that the bound of a text's tokens by its bytes holds, and is None if it might not."""
 
 import pytest
 from hypothesis import given, settings

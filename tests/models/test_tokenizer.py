@@ -1,4 +1,4 @@
-"""Round trips, chat templates, streaming text, and files that are wrong."""
+"""Tests of round trips, chat templates, streamed text and invalid files."""
 
 import json
 import time
@@ -97,7 +97,7 @@ def test_save_and_load_by_us_and_by_transformers(tmp_path):
 
 TEMPLATES = {
     "chatml": CHATML,
-    # What published templates use: strip and loop controls, namespaces, JSON, dates.
+    # Features of published templates: strip and loop controls, namespaces, JSON, dates.
     "busy": (
         "{%- if tools %}\n    {{- tools | tojson(indent=2) }}\n{%- endif %}\n"
         "{% set ns = namespace(n=0) %}{{ bos_token }}\n"
@@ -218,7 +218,7 @@ def test_vocabulary_kinds_cut_text_in_their_own_way():
         pre: [len(byte_level_bpe(tokens, merges, pre).encode(t).ids) for t in ("123", "1234", " x")]
         for pre in ("gpt-2", "smollm", "qwen2", "llama-bpe")
     }
-    # smollm and qwen2 keep digits apart, llama-bpe takes them in threes.
+    # smollm and qwen2 split digits one by one, llama-bpe in groups of three.
     assert lengths == {
         "gpt-2": [1, 2, 1],
         "smollm": [3, 4, 1],
@@ -254,7 +254,7 @@ def test_wrong_files_are_named(tmp_path):
 
 
 def test_llama_3_takes_a_known_word_as_it_is() -> None:
-    """No merge leads to "abc": "bc" is made first."""
+    """Check with merges that cannot build "abc", because "bc" is merged first."""
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "bc", "abc"]
     found = {
         pre: byte_level_bpe(words, ["b c", "a b"], pre).encode("abc").tokens
@@ -264,7 +264,7 @@ def test_llama_3_takes_a_known_word_as_it_is() -> None:
 
 
 def test_streaming_a_vocabulary_that_falls_back_to_bytes() -> None:
-    """Llama 2's decodes neighbouring byte tokens as a whole."""
+    """Check a decoder like Llama 2's, which decodes neighbouring byte tokens as a whole."""
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -1,4 +1,4 @@
-"""Prefill and decode against one full pass, forests against separate rows, and padding."""
+"""Tests of prefill and decode against a full pass, forests against separate rows, and padding."""
 
 import dataclasses
 from functools import partial
@@ -18,7 +18,7 @@ from lightning_jax.models.transformer import (
 )
 from lightning_jax.testing.tiny import tiny_model
 
-LENGTH = 170  # more than one block, and no multiple of one
+LENGTH = 170  # more than one block, and not a multiple of a block
 MODEL = tiny_model(num_layers=1)
 run = jax.jit(forward, static_argnums=1, static_argnames="remat")
 
@@ -112,7 +112,7 @@ def test_layers_without_a_scan_have_its_gradient_and_no_stacked_weights():
             return forward(params, config, tokens, positions, remat=True)[0].sum()
 
         program = jax.jit(jax.grad(loss)).lower(model.params, tokens, positions)
-        stacked = "tensor<2x32x64xf32>" in program.as_text()  # of gates
+        stacked = "tensor<2x32x64xf32>" in program.as_text()  # the stacked gate kernels
         assert stacked == scans
         found.append(program.compile()(model.params, tokens, positions))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
@@ -153,7 +153,7 @@ def test_untied_head_and_impossible_shapes():
 
 
 def test_the_gradient_of_a_bfloat16_embedding_is_added_in_float32():
-    """A token that occurs 2,000 times: sums of bfloat16 stand still at 256."""
+    """Check a token that occurs 2,000 times. A bfloat16 sum would stop growing at 256."""
     params = {"embed": {"embedding": jnp.ones((259, 32), jnp.bfloat16)}}
     tokens = jnp.zeros((1, 2000), jnp.int32)
 

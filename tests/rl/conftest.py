@@ -1,4 +1,4 @@
-"""Strict dtype promotion for tests of our own numerics."""
+"""Fixture that makes dtype promotion strict for tests of our own numerics."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On, unless the test module says `STRICT_PROMOTION = False` (optax's AdamW needs that)."""
+    """Make promotion strict unless a module sets `STRICT_PROMOTION = False` for optax's AdamW."""
     if not getattr(request.module, "STRICT_PROMOTION", True):
         yield
         return

@@ -28,7 +28,7 @@ def test_without_std_the_advantage_is_reward_minus_mean():
 
 
 def test_the_baseline_counts_rollouts_and_not_calls():
-    # Over calls the mean would be 3 / 4; over rollouts it is 1 / 2.
+    # The mean over calls would be 3 / 4. Over rollouts it is 1 / 2.
     advantages, _ = step_advantages(
         [rollout(1.0, calls=3), rollout(0.0)], AlgorithmConfig(normalize="none")
     )
@@ -81,14 +81,16 @@ def test_equal_up_to_rounding_is_equal():
 
 
 def test_per_step_credit_is_compared_with_the_group_at_the_same_turn():
-    # Discount 0.5: credits 0.5, 1 and 0; who ended counts with the last. Means 0.25 and 0.5.
+    # With discount 0.5 the credits are 0.5, 1 and 0, and means are 0.25 and 0.5. A rollout that
+    # ended earlier counts with its last credit.
     step = [rollout(1.0, calls=2), rollout(0.0)]
     config = AlgorithmConfig(credit="per_step", discount=0.5, normalize="none")
     assert step_advantages(step, config)[0] == [(0.25, 0.5), (-0.25,)]
 
 
 def test_later_calls_are_not_blamed_for_what_is_earned_already():
-    # Each call of the first earns 1, of the second 0 and then 1: to go 2, 1 against 1, 1.
+    # The calls of the first rollout earn 1 and 1, those of the second 0 and 1. Returns to go are
+    # 2, 1 and 1, 1.
     step = [
         trajectory(*[transition([1], [2], reward=r) for r in (1.0, 1.0)]),
         trajectory(*[transition([1], [2], reward=r) for r in (0.0, 1.0)]),
@@ -111,7 +113,7 @@ def of_group(*rewards: float, group: str = "g"):
 
 
 def test_leave_one_out_by_hand():
-    # The others' means are 1, 1.5 and 0.5; a rollout alone says nothing.
+    # The means of the others are 1, 1.5 and 0.5. A single rollout has advantage 0.
     step = [*of_group(1.0, 0.0, 2.0), rollout(5.0, group="single")]
     config = AlgorithmConfig(baseline="leave_one_out", normalize="none")
     advantages, _ = step_advantages(step, config)
@@ -119,8 +121,8 @@ def test_leave_one_out_by_hand():
 
 
 def test_batch_mean_and_std_by_hand():
-    # Returns 3, 1 | 1, 1: mean 1.5, deviations 1.5, -0.5, -0.5, -0.5, of which the square root of
-    # (2.25 + 3 * 0.25) / 4 = 0.75 is the standard deviation. Equal groups keep their advantage.
+    # Returns 3, 1 | 1, 1: mean 1.5, differences 1.5, -0.5, -0.5, -0.5. The standard deviation is
+    # the square root of (2.25 + 3 * 0.25) / 4 = 0.75. Equal groups keep their advantage.
     step = [*of_group(3.0, 1.0), *of_group(1.0, 1.0, group="equal")]
     config = AlgorithmConfig(baseline="batch_mean", normalize="batch_std")
     (first, *others), metrics = step_advantages(step, config)
@@ -130,7 +132,7 @@ def test_batch_mean_and_std_by_hand():
 
 
 def test_group_mean_over_batch_std_by_hand():
-    # Returns less their groups' means: 1, -1, 0.5, -0.5; standard deviation sqrt(2.5 / 4).
+    # Returns minus their groups' means are 1, -1, 0.5, -0.5. Standard deviation sqrt(2.5 / 4).
     step = [*of_group(3.0, 1.0), *of_group(1.0, 0.0, group="b")]
     advantages, _ = step_advantages(step, AlgorithmConfig(normalize="batch_std"))
     scale = (4 / 2.5) ** 0.5
@@ -160,7 +162,8 @@ def test_equal_groups_are_named():
 
 
 def test_turns_are_compared_with_their_like():
-    # To go from the first turn 4, 2, 0 and from the second 3, 1; the third is alone with its turn.
+    # Returns to go are 4, 2, 0 from the first turn and 3, 1 from the second. The third turn has
+    # only one call.
     step = [
         trajectory(*[transition([1], [2], reward=r) for r in (1.0, 1.0)], reward=2.0),
         trajectory(*[transition([1], [2], reward=r) for r in (1.0, 1.0)]),
@@ -184,11 +187,11 @@ def test_baselines_of_learned_credit_are_over_turns():
     scaled, metrics = step_advantages(step, AlgorithmConfig(credit="learned"), values)
     assert scaled == [(1.0, 0.75), (-1.0,)]
     assert metrics["train/advantage_abs_mean"] == pytest.approx(2.75 / 3)
-    # With lambda 0 credits are 0.5 - 0.25, 1 - 0.5 and 0 - 0.25, means 0 and 0.125, but the
-    # deviation is still 0.5, that of the returns.
+    # With lambda 0 credits are 0.5 - 0.25, 1 - 0.5 and 0 - 0.25, with means 0 and 0.125. The
+    # standard deviation is still that of the returns, 0.5.
     one_step = AlgorithmConfig(credit="learned", gae_lambda=0.0)
     assert step_advantages(step, one_step, values)[0] == [(0.5, 0.75), (-0.5,)]
-    # Of tokens: the calls have one each.
+    # For tokens: each call has one.
     tokens = AlgorithmConfig(credit="learned_token", normalize="none")
     assert step_advantages(step, tokens, values)[0] == [((0.5,), (0.375,)), ((-0.5,),)]
 

@@ -1,9 +1,9 @@
-"""The table of docs/algorithms.md: each row's settings, from rewards to a loss worked by hand.
+"""Tests of each row in the table of docs/algorithms.md, from rewards to a loss worked by hand.
 
-Two rollouts of one group, one call each. A earned 1 with one token of ratio 1.5; B earned 0 with
-three tokens of ratios 1, 0.5, 1. All tokens had log-probability -1 when they were sampled, and have
-it under the reference. So log-probs are now -0.594535 and -1, -1.693147, -1. A critic said 0.5 of
-the prompt, and 0.5, 0.25, 0 before the tokens of B.
+The group has two rollouts with one call each. A earned 1 with one token of ratio 1.5. B earned 0
+with three tokens of ratios 1, 0.5, 1. All tokens have log-probability -1 under the sampler and the
+reference. So current log-probs are -0.594535 for A and -1, -1.693147, -1 for B. The critic's value
+is 0.5 for the prompt, and 0.5, 0.25, 0 before the tokens of B.
 """
 
 import math
@@ -34,7 +34,7 @@ VALUES = {
     "learned_token": [((0.5,),), ((0.5, 0.25, 0.0),)],
 }
 
-# A = +1 and -1 unless said. Clipped to [0.8, 1.2]: A 1.2; B -1, -0.8, -1, together -2.8.
+# Advantages are +1 and -1 unless noted. Clipped to [0.8, 1.2]: A 1.2; B -1, -0.8, -1, sum -2.8.
 LOSSES = {
     "GRPO, by rollout (the default)": -1.2 / 2 + 2.8 / 6,
     # k3 of the ratios: 1.5 is 2/3 - 1 + 0.405465 = 0.072132, 0.5 is 2 - 1 - 0.693147 = 0.306853
@@ -42,12 +42,12 @@ LOSSES = {
     "PPO's clipped loss": -1.2 / 2 + 2.8 / 6,
     "Dr. GRPO": -(0.6 - 1.4) / (2 * 1024),  # A = +0.5 and -0.5
     "DAPO": -(1.28 - 2.8) / 4,
-    "GSPO": -1.5 / 2 + 2.5 / 6,  # of a step's only update; the correction alone, at most 2
-    # 1.5 * -0.594535, as the bound is 5; B 1 * -1, 0.5 * -1.693147, 1 * -1
+    "GSPO": -1.5 / 2 + 2.5 / 6,  # in a step's only update: the correction alone, at most 2
+    # A 1.5 * -0.594535, because the bound is 5; B 1 * -1, 0.5 * -1.693147, 1 * -1
     "CISPO": -(-0.891802 + 1 + 0.846574 + 1) / 4,
     "RLOO": -(-0.594535 + 1 + 1.693147 + 1) / 2,
     "REINFORCE": 0.594535 / 2,  # A = 1 and 0
-    # k1 to go: A 0.405465; B -0.693147, -0.693147, 0; a hundredth of it off the advantages
+    # k1 to go: A 0.405465; B -0.693147, -0.693147, 0. Advantages lose a hundredth of it.
     "REINFORCE++": -(1.2 * 0.99594535 - 0.99306853 - 0.8 * 0.99306853 - 1) / 4,
     # k2: 0.405465^2 / 2 = 0.082201 and 0.693147^2 / 2 = 0.240227
     "REINFORCE++ with baseline": (-1.2 + 2.8 + 0.01 * (0.082201 + 0.240227)) / 4,
@@ -55,12 +55,12 @@ LOSSES = {
     # A 1 - 0.5; B from the end 0, -0.25, -0.25 - 0.95 * 0.25 = -0.4875; clipped 0.6, 0.4875, 0.2, 0
     "PPO, a value per token": -(0.6 - 0.4875 - 0.2) / 4,
     "a value per call": -0.6 / 2 + 1.4 / 6,  # A = 1 - 0.5 and 0 - 0.5
-    "turn-level groups": -1.2 / 2 + 2.8 / 6,  # of the only turn
+    "turn-level groups": -1.2 / 2 + 2.8 / 6,  # there is only one turn
 }
 
 
 def rows() -> dict[str, list[str]]:
-    """The table's settings by algorithm."""
+    """Return the table's settings by algorithm."""
     table = re.findall(r"^\| ([^|]+) \| [^|]+ \| (?:`([^`|]*)` )?\|$", DOCS.read_text(), re.M)
     return {
         name: [f"algorithm.{setting}" for setting in settings.split()]
@@ -73,7 +73,7 @@ def test_the_table_is_read_whole():
     text = DOCS.read_text()
     first = text[: text.index("`tests/rl/test_algorithms.py`")]
     assert list(rows()) == [*LOSSES, "DPO"]
-    assert first.count("\n| ") == len(LOSSES) + 2  # with the heading
+    assert first.count("\n| ") == len(LOSSES) + 2  # including the heading
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -107,7 +107,7 @@ def test_dpo_by_hand():
 
 
 def measured(sequences):
-    """(the batch, log-probs when they were sampled, log-probs now)."""
+    """Return (batch, log-probs at sampling, current log-probs)."""
     (batch,), _ = make_batches(
         sequences, BatchConfig(rows=1, row_len=16, max_targets=4, head_chunk=4)
     )

@@ -21,9 +21,9 @@ SMALL = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
 
 
 def read_back(batches):
-    """Every target as (context it is predicted from, token, log-prob, advantage, weight).
+    """Count the targets as (context, token, log-prob, advantage, weight).
 
-    The context is what attention lets the predicting node see, in order of position.
+    The context is all tokens that the predicting node sees, in order of position.
     """
     found = Counter()
     for batch in batches:
@@ -40,7 +40,7 @@ def read_back(batches):
 
 
 def check_distinct(batch):
-    """Each target has its own pair, and each pair is there once."""
+    """Check that each target maps to its own pair, and that each pair occurs once."""
     nodes, ids = batch.distinct.nodes, batch.distinct.ids
     for b, mask in enumerate(batch.target_mask):
         places = batch.distinct.of_targets[b, mask]
@@ -63,7 +63,7 @@ def expected_targets(sequences):
 
 
 def test_layout_by_hand():
-    # Paths 5 6 7 (the 8 is only predicted), 5 6 7 8 4 and 5 9, depth first.
+    # Paths in depth-first order: 5 6 7 (the 8 is only predicted), 5 6 7 8 4 and 5 9.
     sequences = [sequence([5, 6], [7, 8]), sequence([5, 6, 7, 8, 4], [3]), sequence([5], [9, 1])]
     (batch,), stats = make_batches(sequences, SMALL)
     assert batch.tokens[0, :7].tolist() == [5, 6, 7, 8, 4, 9, 0]
@@ -88,7 +88,7 @@ def test_the_same_sample_twice_shares_nodes_but_not_targets():
 
 
 def test_the_head_is_read_once_for_what_siblings_sampled_alike():
-    # Node 1 gives 3, 3 and 7; node 2, which has read the 3, gives 4 and 5.
+    # Node 1 predicts 3, 3 and 7. Node 2, which has read the 3, predicts 4 and 5.
     sequences = [sequence([1, 2], response) for response in ([3, 4], [3, 5], [7])]
     (batch,), stats = make_batches(sequences, SMALL)
     assert batch.target_ids[0, :5].tolist() == [7, 3, 4, 3, 5]
@@ -178,7 +178,7 @@ def test_weights_make_rollouts_count_alike_and_sum_to_one():
     step = [
         trajectory(transition([1], [2, 3]), transition([1, 2, 3], [4, 5])),
         trajectory(transition([1], [6])),
-        trajectory(),  # no call: nothing to weigh
+        trajectory(),  # no call, so no weight
     ]
     sequences = make_sequences(step, [(0.5, 1.5), (-1.0,), ()])
     assert [s.weight for s in sequences] == [1 / 8, 1 / 8, 1 / 2]
@@ -187,7 +187,7 @@ def test_weights_make_rollouts_count_alike_and_sum_to_one():
 
 
 def test_forced_tokens_are_context_and_no_targets():
-    # Of 4 sampled tokens 2 are forced: 2 targets, each of weight 1/2 in a step of one rollout.
+    # 2 of 4 sampled tokens are forced. The other 2 are targets of weight 1/2 (one rollout).
     forced = (False, True, False, True)
     step = [trajectory(transition([5], [6, 7, 8, 9], forced=forced))]
     sequences = make_sequences(step, [(2.0,)])
@@ -209,7 +209,7 @@ def test_weights_count_only_trained_tokens():
             transition([1], [2, 3], forced=(True, False)), transition([1], [4], forced=(True,))
         ),
         trajectory(transition([1], [6, 7])),
-        trajectory(transition([1], [8], forced=(True,))),  # nothing to train: not a rollout here
+        trajectory(transition([1], [8], forced=(True,))),  # no trained token, so it does not count
     ]
     sequences = make_sequences(step, [(1.0, 1.0), (-1.0,), (1.0,)])
     weights = [s.weight for s in sequences for trained in s.loss_mask if trained]
@@ -241,7 +241,7 @@ def test_stale_calls_are_dropped_and_counted():
 
 
 tokens = st.integers(1, 3)
-# Of each response token whether it is trained too.
+# Each response token comes with a flag that is True if the token is trained.
 responses = st.lists(st.tuples(tokens, st.booleans()), min_size=1, max_size=6)
 pair_lists = st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=9), responses), max_size=20)
 
@@ -266,7 +266,7 @@ def test_every_sampled_token_is_trained_once_in_its_own_context(pairs, rows, ran
 
 
 def test_targets_know_their_sequence_and_lie_side_by_side():
-    # Sorted by path the third comes first; the second is dropped, for it has no target.
+    # Sorted by path, the third comes first. The second is dropped because it has no target.
     sequences = [sequence([5, 6], [7, 8]), sequence([1], []), sequence([4], [3, 2, 1])]
     (batch,), _ = make_batches(sequences, SMALL)
     assert batch.target_calls[0].tolist() == [2, 2, 2, 0, 0, -1, -1, -1]
@@ -283,7 +283,7 @@ def test_a_step_with_an_empty_response_and_a_rollout_without_calls():
 
 
 def test_states_lie_beside_targets():
-    """One state of a call, at its prompt's end, and one of each trained token."""
+    """Check one state at the end of a call's prompt, and one state for each trained token."""
     made = [
         dataclasses.replace(
             sequence([1, 2], [5, 6, 7], loss_mask=(False, True, True)),
@@ -295,7 +295,7 @@ def test_states_lie_beside_targets():
     ]  # fmt: skip
     shape = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
     (batch,), _ = make_batches(made, shape)
-    # The path 1 2 5 6 once; two targets of each call, predicted by nodes 2 and 3.
+    # The path 1 2 5 6 occurs once. Nodes 2 and 3 predict the two targets of each call.
     assert batch.target_nodes[0, :4].tolist() == [2, 3, 2, 3]
     assert batch.states.nodes[0].tolist() == [1, 0, 2, 3, 0, 0, 0, 0]
     assert batch.states.weights[0].tolist() == [0.5, 0, 0.5, 0.5, 0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Microbatches of one program: how many count, and what padding leaves alone."""
+"""Tests of bundled microbatches and their padding."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ SHAPE = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
 
 
 def batches(number: int):
-    """Microbatches of a row each, of which the k-th has advantages of k."""
+    """Build microbatches of one row each, with advantage k in the k-th."""
     (batch,), _ = make_batches([sequence([1, 2], [3, 4], advantage=1.0)], SHAPE)
     return [dataclasses.replace(batch, advantages=k * batch.advantages) for k in range(number)]
 
@@ -44,7 +44,7 @@ def test_a_program_takes_those_that_count_in_their_order():
         return carry + jnp.stack([batch.advantages.sum(), index.astype(jnp.float32)])
 
     found = jax.jit(for_each, static_argnums=2)(*bundles(batches(3))[0], add, jnp.zeros(2))
-    # Two targets with advantages of 0, 1 and 2 are 6; indices 0, 1 and 2 are 3.
+    # Two targets per microbatch with advantages 0, 1 and 2 sum to 6. Indices 0, 1 and 2 sum to 3.
     np.testing.assert_array_equal(found, [6.0, 3.0])
 
 

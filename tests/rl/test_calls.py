@@ -40,6 +40,6 @@ def test_random_rows_against_plain_sums():
 
 
 def test_the_gradient_of_a_call_sum_reaches_each_of_its_targets():
-    # d/dv of (sum of call 4 at its first target) is 1 at each target of call 4.
+    # The gradient of call 4's sum at its first target is 1 at each target of call 4.
     gradient = jax.grad(lambda v: call_sums(v, CALLS)[0, 0])(VALUES)
     assert gradient.tolist() == [[1, 1, 1, 0, 0, 0]]

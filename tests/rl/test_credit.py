@@ -14,7 +14,7 @@ def calls(*rewards: float):
 
 
 def test_identical_gives_every_call_the_whole_return():
-    # 1.0 of the rollout + 0.25 + 0.5 of the calls
+    # 1.0 from the rollout + 0.25 + 0.5 from the calls
     rollout = trajectory(*calls(0.25, 0.0, 0.5), reward=1.0)
     assert assign_credit(rollout, scheme="identical", discount=0.5) == (1.75, 1.75, 1.75)
 
@@ -37,7 +37,7 @@ def test_learned_credit_by_hand():
     knobs = {"discount": 0.5, "gae_lambda": 0.0}
     values = [(2.0,), (3.0,)]
     assert assign_credit(rollout, scheme="learned", values=values, **knobs) == (-0.25, -1.5)
-    # The same with a token more in the first call, whose value is 4: 0.5 * 4 - 2, 0.25 + 1.5 - 4
+    # With one more token of value 4 in the first call: 0.5 * 4 - 2, 0.25 + 1.5 - 4
     longer = trajectory(transition([1], [2, 3], reward=0.25), calls(0.5)[0], reward=1.0)
     tokens = assign_credit(longer, scheme="learned_token", values=[(2.0, 4.0), (3.0,)], **knobs)
     assert tokens == ((0.0, -2.25), (-1.5,))
@@ -60,7 +60,7 @@ def test_bad_scheme_and_bad_reward_are_refused():
 
 
 def test_overlong_penalty_by_hand():
-    # 10 tokens cost all, 8 to 10 a rising part
+    # 10 tokens or more cost the whole penalty, 8 to 10 a rising share
     lengths = (0, 8, 9, 10, 11)
     shares = [overlong_penalty(length, max_tokens=10, buffer=2) for length in lengths]
     assert shares == [0.0, 0.0, 0.5, 1.0, 1.0]

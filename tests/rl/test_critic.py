@@ -44,15 +44,16 @@ def test_a_new_head_says_0_of_every_state():
 
 def test_value_loss_by_hand():
     values, returns, weights = row(1.0, 2.0, 7.0), row(0.0, 4.0, -9.0), row(0.5, 0.25, 0.0)
-    # (0.5 * 1 + 0.25 * 4) / 2; what weighs nothing is padding
+    # (0.5 * 1 + 0.25 * 4) / 2, because an entry of weight 0 is padding
     loss, metrics = value_loss(values, states(returns, weights, row(0, 0, 0)), clip=0.0)
     assert loss == metrics["train/value_loss"] == 0.75
     assert list(metrics) == ["train/value_loss"]
 
 
 def test_a_value_that_moved_too_far_has_no_gradient():
-    """Held to 0.5 +- 0.2: the first went too far towards its return, the second too far away, the
-    third stays near.
+    """Check values clipped to 0.5 +- 0.2.
+
+    The first moved too far toward its return and the second too far away. The third stays near.
     """
     values, old = row(0.9, 0.1, 0.6), row(0.5, 0.5, 0.5)
     targets = states(row(1.0, 1.0, 1.0), row(1.0, 1.0, 1.0), old)
@@ -61,7 +62,7 @@ def test_a_value_that_moved_too_far_has_no_gradient():
         return value_loss(values, targets, clip=0.2)
 
     (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(values)
-    # errors 0.3^2 of the held value, 0.9^2 of the value itself, 0.4^2
+    # errors: 0.3^2 of the clipped value, 0.9^2 of the unclipped value, 0.4^2
     assert loss == pytest.approx((0.09 + 0.81 + 0.16) / 2)
     np.testing.assert_allclose(grads, row(0.0, -0.9, -0.4), atol=1e-6)
     assert metrics["train/value_clip_fraction"] == 1.0

@@ -1,4 +1,4 @@
-"""A critic in the training step: gradients of packed forests against separate sequences."""
+"""Tests of a critic in the training step, with gradients of packed against separate sequences."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ MAX_LEN = 24
 
 
 def conversation(seed: int, *, per_token: bool) -> list[TrainingSequence]:
-    """Three calls whose prompts extend one another, with the states of each."""
+    """Build three calls with states, whose prompts extend one another."""
     rng = np.random.default_rng(seed)
     prompt, calls = [1, 2, 3, *rng.integers(10, 250, 2).tolist()], []
     for _ in range(3):
@@ -74,8 +74,9 @@ def forest_gradient(calls, made=None, shape=SHAPE, head: ValueHead | None = HEAD
 
 @jax.jit
 def plain_gradients(tokens, behavior, trained_at, advantage, weight, states_at, returns):
-    """Gradients of (params, head) of the clipped loss of one sequence, and of its value loss, by
-    plain causal attention.
+    """Return the (params, head) gradients of one sequence's clipped loss and of its value loss.
+
+    They are computed with plain causal attention.
     """
 
     def losses(trained):
@@ -93,7 +94,7 @@ def plain_gradients(tokens, behavior, trained_at, advantage, weight, states_at, 
 
 
 def separate_gradients(calls):
-    """`plain_gradients` added up over sequences run one at a time."""
+    """Sum `plain_gradients` over sequences run one at a time."""
     zeros = jax.tree.map(np.zeros_like, (MODEL.params, HEAD))
     total = (zeros, zeros)
     for call in calls:
@@ -121,9 +122,9 @@ def assert_close(got, want, atol=1e-5):
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_packed_calls_equal_those_run_apart(per_token):
-    """Over several rows and microbatches, with prefixes in common."""
+    """Check several rows and microbatches with common prefixes."""
     calls = [call for seed in range(6) for call in conversation(seed, per_token=per_token)]
-    grads, sums, stats = forest_gradient([*calls, calls[0]])  # one of them is there twice
+    grads, sums, stats = forest_gradient([*calls, calls[0]])  # the first call occurs twice
     assert stats["train/num_rows"] > 2
     assert stats["train/tokens_forest"] < stats["train/tokens_naive"] / 2
     of_policy, of_values = separate_gradients([*calls, calls[0]])
@@ -163,7 +164,7 @@ def test_values_against_plain_attention():
     positions = jnp.arange(len(longest))[None]
     hidden, _ = jax.jit(forward, static_argnums=1)(MODEL.params, MODEL.config, tokens, positions)
     wanted = hidden[0] @ HEAD.kernel / 32**0.5 + HEAD.bias
-    # Prompts of 5, 10 and 15 tokens; the first and the third token of each response are trained.
+    # Prompts have 5, 10 and 15 tokens. The first and third token of each response are trained.
     np.testing.assert_allclose(values[0, :6], wanted[jnp.asarray([4, 6, 9, 11, 14, 16])], atol=1e-5)
     assert not values[0, 6:].any() and not values[1].any()
 
@@ -218,7 +219,7 @@ def test_a_gradient_that_is_not_finite_moves_neither():
 
 
 def test_the_head_learns_what_it_is_told():
-    """Returns that the prompt's length decides: 1 for the longer ones, 0 for the first."""
+    """Check returns that depend on the prompt's length: 1 for longer prompts, 0 for the first."""
     calls = [
         dataclasses.replace(
             call, states=StateValues((0,), (0.0,), (float(turn > 0),), 1 / 6), advantage=0.0
@@ -235,6 +236,6 @@ def test_the_head_learns_what_it_is_told():
     for _ in range(60):
         state, metrics = update(made, state, batches)
         history.append(metrics["train/value_loss"])
-    assert history[0] == pytest.approx(0.5 * 4 / 6)  # of six returns four are 1
+    assert history[0] == pytest.approx(0.5 * 4 / 6)  # four of six returns are 1
     assert history[-1] < 0.02
     assert_close(state.params, MODEL.params, atol=0.0)

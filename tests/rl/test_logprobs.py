@@ -1,4 +1,4 @@
-"""The head read in chunks, against all logits at once and JAX's own gradient of them."""
+"""Tests of the chunked LM head against all logits at once and JAX's own gradient."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ ROWS, NODES, TARGETS, CHUNK = 2, 20, 12, 4
 
 
 def targets() -> Any:
-    """Only what the head reads; the second of three chunks holds nothing but padding."""
+    """Build a batch with only the head's inputs, whose second of three chunks is all padding."""
     rng = np.random.default_rng(0)
     mask = rng.random((ROWS, TARGETS)) < 0.7
     mask[:, CHUNK : 2 * CHUNK] = False
@@ -56,7 +56,7 @@ def at_once(
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def value_and_grads(read: Any, params: Any, nodes: Any, config: Any) -> Any:
-    """What is read, and the gradients of head and states of a sum that weighs all of it."""
+    """Return the result of `read`, and gradients of head and states for a weighted sum of it."""
 
     def weighed(params: Any, nodes: Any) -> Any:
         logprobs, entropy = read(params, nodes, config)
@@ -94,7 +94,10 @@ def test_beside_adapters_the_head_gets_no_gradient_and_its_states_get_theirs() -
 
 
 def alike() -> tuple[Batch, Batch]:
-    """Targets that often are the same token after the same node: read each by itself, and once."""
+    """Build a batch with many repeated targets, without and with `distinct`.
+
+    Repeated targets are the same token after the same node.
+    """
     nodes = jnp.asarray([[3, 3, 3, 5, 3, 5, 5, 3, 0, 0, 0, 0], [1, 2] * 6])
     ids = jnp.asarray([[7, 7, 8, 7, 7, 7, 7, 8, 0, 0, 0, 0], [4] * 12])
     mask = jnp.asarray([[True] * 8 + [False] * 4, [True] * 12])
@@ -141,7 +144,7 @@ def test_logits_are_divided_by_the_temperature_that_a_pair_was_sampled_at() -> N
 def test_bfloat16_states_and_head_lose_no_more_than_the_rounding_of_the_result(
     temperature: float | None,
 ) -> None:
-    """Against float32 arithmetic on the same rounded inputs. One rounding is 1.7e-3 on average."""
+    """Check against float32 on the same rounded inputs. One rounding is 1.7e-3 on average."""
     _, once = alike()
     if temperature is not None:
         temperatures = jnp.full(once.distinct.ids.shape, temperature)

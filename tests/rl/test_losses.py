@@ -20,7 +20,7 @@ def clipped_loss(logprobs, batch, *, kl_coef: float = 0.0, **measured):
 
 
 def one_row(behavior, advantages, weights, mask=None, calls=None) -> Batch:
-    """A batch of one row, of one call unless told; only what the losses read is filled in."""
+    """Build a batch of one row with only the losses' inputs, by default with one call."""
     mask = [True] * len(behavior) if mask is None else mask
     calls = [0] * len(behavior) if calls is None else calls
     empty = jnp.asarray(np.zeros((1, len(behavior)), np.int32))
@@ -35,7 +35,7 @@ def row(*values: float) -> jax.Array:
 
 def test_policy_loss_by_hand():
     # ratios e^{logp - behavior}: 1, 1.5, 0.5, 0.5; advantages 1, 1, 1, -1; clip to [0.8, 1.3]
-    # min(r A, clip(r) A): 1, 1.3 (clipped), 0.5 (not clipped: it may rise), -0.8 (clipped)
+    # min(r A, clip(r) A): 1, 1.3 (clipped), 0.5 (not clipped, because it may rise), -0.8 (clipped)
     # loss = -(0.1 * 1 + 0.2 * 1.3 + 0.3 * 0.5 - 0.4 * 0.8) = -0.19
     behavior = [-1.0, -2.0, -1.0, -1.0]
     logprobs = row(*(b + math.log(r) for b, r in zip(behavior, (1, 1.5, 0.5, 0.5), strict=True)))
@@ -72,7 +72,7 @@ def test_gradient_on_policy_is_weighted_advantage_and_clipped_tokens_have_none()
 
 
 def test_supervised_loss_by_hand():
-    # 0.25 * 1 + 0.5 * 2 = 1.25; the masked token does not count
+    # 0.25 * 1 + 0.5 * 2 = 1.25, without the masked token
     batch = one_row([0, 0, 0], [1, 1, 1], [0.25, 0.5, 9.0], mask=[True, True, False])
     loss, sums = supervised_loss(row(-1.0, -2.0, -7.0), batch, entropy=row(1.0, 2.0, 9.0))
     assert loss == 1.25
@@ -134,7 +134,7 @@ def test_a_hopeless_token_stays_finite():
 
 
 def test_mismatch_kl_is_not_rounding_noise_near_zero():
-    # k3(1e-4) = 5e-9; exp(x) - 1 - x in float32 would be off by 1e-7
+    # k3(1e-4) = 5e-9, but exp(x) - 1 - x in float32 would be off by 1e-7
     _, sums = clipped_loss(row(-1e-4), one_row([0.0], [1.0], [1.0]))
     assert sums["train/mismatch_kl"] == pytest.approx(5e-9, rel=1e-2)
 
@@ -143,7 +143,7 @@ LN = math.log
 
 
 def loss_of(logprobs, batch, settings=None, **knobs):
-    """Loss, gradient by the log-probs and mean metrics."""
+    """Return the loss, its gradient by the log-probs, and the mean metrics."""
     algorithm = AlgorithmConfig(**knobs)
     (loss, sums), gradient = loss_and_gradient(logprobs, batch, algorithm, **(settings or {}))
     return loss, gradient, mean_metrics({name: float(value) for name, value in sums.items()})
@@ -164,7 +164,7 @@ def test_kl_estimators_in_the_loss_by_hand():
 
 
 def test_kl_in_the_reward_lowers_a_token_by_what_follows_in_its_call():
-    # k1 per token: 0.2, 0.4 | 0.1; still to come 0.6, 0.4 | 0.1; A = 1 - 0.5 * that.
+    # k1 per token is 0.2, 0.4 | 0.1, so sums to go are 0.6, 0.4 | 0.1. A = 1 - 0.5 * sum to go.
     # On-policy the gradient is -weight * A, and the KL itself has none.
     batch = one_row([-1.0] * 3, [1.0] * 3, [1.0] * 3, calls=[0, 0, 1])
     measured = {"ref_logprobs": row(-1.2, -1.4, -1.1)}
@@ -177,7 +177,7 @@ def test_kl_in_the_reward_lowers_a_token_by_what_follows_in_its_call():
 
 
 def test_entropy_bonus_by_hand():
-    # 0.5 * (-1 - 0.1 * 2) and a slope of -0.5 * 0.1 by the entropy
+    # 0.5 * (-1 - 0.1 * 2), with derivative -0.5 * 0.1 by the entropy
     batch = one_row([-1.0], [1.0], [0.5])
     algorithm = AlgorithmConfig(entropy_coef=0.1)
     run = lambda entropy: policy_loss(row(-1.0), batch, algorithm, entropy=entropy)[0]  # noqa: E731
@@ -190,7 +190,7 @@ def test_entropy_bonus_by_hand():
 
 def test_decoupled_ppo_by_hand():
     # Behavior -> old: 4 and 0.5, truncated to 2 and 0.5. Old -> current: 1.1 and 1.5, clipped to
-    # 1.1 and 1.2. loss = -(2 * 1.1 + 0.5 * 1.2); the clipped token has no gradient.
+    # 1.1 and 1.2. loss = -(2 * 1.1 + 0.5 * 1.2). The clipped token has no gradient.
     behavior = (-1.0, -1.0)
     old = (-1.0 + LN(4), -1.0 + LN(0.5))
     batch = dataclasses.replace(one_row(behavior, [1, 1], [1, 1]), old_logprobs=row(*old))
@@ -209,7 +209,7 @@ def test_decoupled_ppo_by_hand():
 
 
 def test_in_the_only_update_old_is_current():
-    # r = 1, the correction is the ratio itself: 3 truncated to 2, and 0.5. Gradient -w * A.
+    # r = 1, and the corrections are the ratios: 3 truncated to 2, and 0.5. Gradient -w * A.
     batch = one_row([-1.0, -1.0], [1.0, -1.0], [1.0, 1.0])
     knobs = {"proximal": "old", "correction": "truncate"}
     now = row(-1 + LN(3), -1 + LN(0.5))
@@ -224,9 +224,9 @@ def test_in_the_only_update_old_is_current():
 @pytest.mark.parametrize(
     ("level", "gradient", "share"),
     [
-        # Ratios of the tokens 2, 0.5 | 1.5, 2 and bounds 0.6 and 1.8.
+        # Token ratios are 2, 0.5 | 1.5, 2. Bounds are 0.6 and 1.8.
         ("token", [0, 0, -1.5, 0], 0.75),
-        ("sequence", [-1, -1, 0, 0], 0.5),  # 1 and 3 a call
+        ("sequence", [-1, -1, 0, 0], 0.5),  # 1 and 3 per call
         ("sequence_mean", [-1, -1, -(3**0.5), -(3**0.5)], 0.0),  # 1 and sqrt 3 = 1.73
     ],
 )
@@ -246,7 +246,7 @@ def test_masking_by_token_and_by_sequence(level, gradient, share):
 
 
 def test_a_loss_with_the_behavior_ratio_is_masked_and_not_multiplied():
-    # Ratios 1.5 and 3: the first lies in [0.5, 2] and keeps its own gradient, -1.5.
+    # Of the ratios 1.5 and 3, only the first is in [0.5, 2]. It keeps its own gradient, -1.5.
     batch = one_row([-1.0, -1.0], [1.0, 1.0], [1.0, 1.0])
     _, gradient, _ = loss_of(row(-1 + LN(1.5), -1 + LN(3)), batch, clip_high=9.0, correction="mask")
     np.testing.assert_allclose(gradient, [[-1.5, 0.0]], atol=1e-5)
@@ -263,10 +263,10 @@ KNOBS = (
 
 @pytest.mark.parametrize("knobs", KNOBS, ids=lambda knobs: "-".join(map(str, knobs.values())))
 def test_padding_row_order_and_packing_change_nothing(knobs):
-    """Five calls in one row, and in three rows with padding, against each call by itself."""
+    """Check five calls in one row, and in three rows with padding, against each call alone."""
     algorithm = AlgorithmConfig(**knobs)
     rng, sizes = np.random.default_rng(0), (3, 1, 4, 2, 2)
-    calls = [0.4 * rng.normal(size=(6, size)) for size in sizes]  # six arrays a target
+    calls = [0.4 * rng.normal(size=(6, size)) for size in sizes]  # six values per target
 
     @jax.jit
     def measure(logprobs, batch, ref_logprobs):
@@ -275,8 +275,8 @@ def test_padding_row_order_and_packing_change_nothing(knobs):
         return loss, sums, gradient
 
     def packed(rows):
-        """Loss, metric sums and each call's gradient when `rows` list the calls of each row."""
-        arrays = np.full((6, len(rows), 12), 7.0, np.float32)  # what padding holds must not matter
+        """Return loss, metric sums and each call's gradient. `rows` lists the calls of each row."""
+        arrays = np.full((6, len(rows), 12), 7.0, np.float32)  # padding values must not matter
         index = np.full((len(rows), 12), -1, np.int32)
         for b, row_calls in enumerate(rows):
             start = 0

@@ -1,4 +1,4 @@
-"""What a step will report is known before it runs."""
+"""Tests that the metric names of a step are known before it runs."""
 
 import jax
 import jax.numpy as jnp

@@ -24,7 +24,7 @@ def test_warm_up_rises_from_above_zero_to_the_full_rate():
 
 
 def test_cosine_falls_to_a_tenth_and_stays():
-    # Half-way of a cosine from 1 to 0.1 is 0.55.
+    # Half-way, a cosine from 1 to 0.1 is at 0.55.
     got = rates(8, warmup_steps=1, decay_steps=4)
     assert got[0] == pytest.approx(0.5)
     assert got[1] == pytest.approx(1.0)
@@ -33,7 +33,7 @@ def test_cosine_falls_to_a_tenth_and_stays():
 
 
 def test_first_update_by_hand():
-    # Adam's first step is lr * sign(g) whatever the clip; the matrix also decays by lr * 0.1 * w.
+    # Adam's first step is lr * sign(g) for any clip. The matrix also decays by lr * 0.1 * w.
     config = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
     optimizer = make_optimizer(config)
     params = {"matrix": jnp.full((1, 1), 2.0), "bias": jnp.full((1,), 2.0)}
@@ -44,7 +44,7 @@ def test_first_update_by_hand():
 
 
 def test_first_moments_may_be_bfloat16():
-    """What they lose is below a hundredth of an update, and second moments stay float32."""
+    """Check that the error is below 1 % of an update, and that second moments stay float32."""
     params = {"matrix": jnp.full((2, 2), 2.0)}
     weights = {}
     for dtype in ("float32", "bfloat16"):

@@ -33,7 +33,7 @@ def test_a_trie_that_fits_stays_in_one_row():
 
 
 def test_a_split_trie_repeats_its_prefix_once_per_row():
-    # 10 shared tokens and 8 branches of 5: 50 nodes, two rows of at most 30 = 10 + 4 * 5
+    # 10 shared tokens and 8 branches of 5 are 50 nodes. They fit two rows of 30 = 10 + 4 * 5.
     paths = [PREFIX + [branch] * 5 for branch in range(8)]
     rows = pack_rows(forest(*paths), max_nodes=30, max_targets=99)
     assert [row.nodes for row in rows] == [30, 30]
@@ -45,7 +45,8 @@ def test_the_number_of_targets_splits_too():
 
 
 def test_the_emptiest_row_is_dissolved_into_the_gaps_of_others():
-    # Three tries of 10 + 2 * 5 = 20 nodes, no two in a row of 36. But 20 + 15 = 35 fit: two rows.
+    # Of three tries of 10 + 2 * 5 = 20 nodes, no two fit into a row of 36. But 20 + 15 = 35 fit,
+    # so two rows suffice.
     paths = [[trie] * 10 + [branch] * 5 for trie in range(3) for branch in (7, 8)]
     rows = pack_rows(forest(*paths), max_nodes=36, max_targets=99)
     assert sorted(row.nodes for row in rows) == [35, 35]
@@ -57,7 +58,7 @@ def test_a_path_that_fits_nowhere_is_refused():
 
 
 def test_a_very_deep_trie_needs_no_recursion():
-    # Each path goes on from the last: 1500 nested branch points.
+    # Each path extends the last one, which gives 1500 nested branch points.
     paths = [[1] * length for length in range(1, 1501)]
     rows = pack_rows(forest(*paths), max_nodes=1500, max_targets=500)
     assert len(rows) == 3

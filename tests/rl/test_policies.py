@@ -1,4 +1,4 @@
-"""What several policies learn from: each its own calls, or all of them together."""
+"""Tests of the calls that several policies learn from: each policy's own, or all of them."""
 
 import dataclasses
 
@@ -32,8 +32,8 @@ def test_own_calls_bear_what_the_calls_of_others_after_them_earned() -> None:
     )
     of_a, of_b = (own_calls([whole], name)[0] for name in "ab")
     assert [each.reward for each in of_a.transitions] == [3.0, 12.0]
-    assert [each.reward for each in of_b.transitions] == [7.0, 8.0]  # a's first comes before it
-    assert (of_a.reward, of_b.reward) == (16.0, 16.0)  # the common one
+    assert [each.reward for each in of_b.transitions] == [7.0, 8.0]  # a's first call precedes it
+    assert (of_a.reward, of_b.reward) == (16.0, 16.0)  # the rollout's reward
     assert own_calls([whole], "c")[0].transitions == ()
 
 
@@ -64,8 +64,8 @@ def test_joint_policies_learn_from_one_sequence_of_calls() -> None:
 
 
 def test_values_of_own_calls_are_told_apart() -> None:
-    # Of the first rollout the writer's return is 1 and its value 0.25; the rewriter's second call
-    # has 0.75 left to gain. Baselines are off, so advantages are returns minus values.
+    # In the first rollout, the writer's return is 1 and its value 0.25. The rewriter's second call
+    # has value 0.75. Baselines are off, so advantages are returns minus values.
     algorithm = AlgorithmConfig(credit="learned", baseline="none", normalize="none")
     values = [((0.25,), (0.5,), (0.75,)), ((0.0,),), ((0.0,), (0.0,), (0.0,))]
     made, _ = prepare_policies(STEP, algorithm, POLICIES, policy_version=0, values=values)

@@ -37,9 +37,9 @@ from lightning_jax.testing.tiny import tiny_model
 STRICT_PROMOTION = False  # optax mixes dtypes
 MODEL = tiny_model(num_layers=1)
 DPO = AlgorithmConfig(loss="dpo", dpo_beta=0.5)
-# 16 nodes and 8 targets a row: of 20 targets some pairs are parted.
+# With 16 nodes and 8 targets per row, some pairs of the 20 targets are in different rows.
 SHAPE = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
-# Three groups of two; the agent's second call goes on from its first, and an observation.
+# Three groups of two. The agent's second call continues its first one after an observation.
 STEP = [
     trajectory(transition([1, 2, 3], [4, 5]), transition([1, 2, 3, 4, 5, 60], [7]), reward=1.0),
     trajectory(transition([1, 2, 3], [6, 7, 8]), reward=0.0),
@@ -77,7 +77,7 @@ def test_the_best_are_paired_with_the_worst_of_their_group():
         *(rollout(reward) for reward in (1.0, 0.0, 0.5, 1.0, 0.0)),
         *(rollout(0.3, group="equal") for _ in range(4)),
         rollout(1.0, group="alone"),
-        # A call's own reward counts, too.
+        # A call's own reward also counts.
         rollout(0.0, group="calls"), rollout(0.0, group="calls", reward=-0.1),
     ]  # fmt: skip
     pairs, num_stale = make_pairs(step, DPO, policy_version=9)
@@ -90,7 +90,7 @@ def test_what_cannot_be_compared_has_no_partner():
     step = [
         rollout(1.0, version=3),  # six steps old
         trajectory(reward=0.9),  # made no call
-        rollout(0.8, forced=(True,)),  # chose nothing
+        rollout(0.8, forced=(True,)),  # no token was chosen
         rollout(0.5),
         rollout(0.0),
     ]
@@ -99,7 +99,7 @@ def test_what_cannot_be_compared_has_no_partner():
 
 
 def plain_loss(params, ref_params, tokens, sampled):
-    """The mean DPO loss, each call run by itself: arrays [pair, side, call, token]."""
+    """Return the mean DPO loss with each call run alone, from arrays [pair, side, call, token]."""
 
     def total(params, tokens, sampled):
         positions = jnp.arange(len(tokens))[None]
@@ -129,7 +129,7 @@ def padded():
 
 
 def plain_learner() -> Learner:
-    """One whose update is minus the gradient."""
+    """Build a learner whose update is minus the gradient."""
     sgd = optax.sgd(1.0)
     return Learner(
         model=MODEL.config,
@@ -164,7 +164,7 @@ def test_an_update_is_the_gradient_of_the_direct_loss_wherever_calls_lie():
     assert metrics["train/tokens_forced"] == 1.0
     check(state, metrics, share=1.0)
 
-    # A pair with a call that fits no row is left out whole, and still counts in the mean.
+    # A pair with a call that does not fit into a row is dropped, but still counts in the mean.
     long = trajectory(transition([1], [2]), transition([1], [3] * 9), reward=-1.0)
     sequences = pair_sequences([*STEP, trajectory(transition([1], [5])), long], [*PAIRS, (6, 7)])
     state, metrics = made.update(fresh(), sequences, reference)
@@ -173,7 +173,7 @@ def test_an_update_is_the_gradient_of_the_direct_loss_wherever_calls_lie():
     kept, num_broken = drop_broken_pairs(sequences, SHAPE)
     assert num_broken == 1 and {each.pair for each in kept} == {0, 1, 2}
 
-    # No pair: no update.
+    # Without a pair there is no update.
     state, metrics = made.update(fresh(), sequences[-3:], reference)
     assert metrics["train/num_updates"] == metrics["train/dropped_pairs"] - 1.0 == 0.0
     assert int(state.step) == 0
@@ -184,7 +184,7 @@ def test_margins_by_hand_and_apart_by_policy():
     one = pair_sequences(pair, [(0, 1)])
     both = [dataclasses.replace(each, adapter=adapter) for adapter in (0, 1) for each in one]
     (first, second), _ = make_batches(both, SHAPE)  # a row for each policy
-    # Margins 1 + 1 and 0 - 0.5; at beta 1 the slopes are sigmoid(-2) and sigmoid(0.5).
+    # Margins are 1 + 1 and 0 - 0.5. At beta 1 the slopes are sigmoid(-2) and sigmoid(0.5).
     by_token = [{2: (-1.0, -2.0), 3: (-2.0, -1.0)}, {2: (-1.0, -1.0), 3: (-1.0, -1.5)}]
     policy, reference = [
         [

@@ -6,7 +6,10 @@ from lightning_jax.testing.records import trajectory, transition
 
 
 def step():
-    """Of one group: a stale call and a fresh one that earned 3, and a fresh one that earned 1."""
+    """Build a group of two rollouts.
+
+    The first has a stale and a fresh call and earned 3. The second has a fresh call and earned 1.
+    """
     return [
         trajectory(
             transition([1], [2, 3], version=0), transition([1, 2, 3], [4], version=6), reward=3.0
@@ -44,7 +47,7 @@ def test_long_responses_cost_before_credit_is_given():
         normalize="none",
     )  # fmt: skip
     sequences, metrics = prepare_step(step(), algorithm, policy_version=0)
-    # 3 - 2 for both calls of the first rollout, 1 - 2 for the other
+    # 3 - 2 for both calls of the first rollout, 1 - 2 for the second rollout
     assert [s.advantage for s in sequences] == [1.0, 1.0, -1.0]
     assert metrics["train/overlong_penalty_mean"] == pytest.approx(4 / 3)
 
@@ -54,7 +57,7 @@ def test_with_dpo_the_calls_of_pairs_are_what_is_trained():
     algorithm = AlgorithmConfig(
         loss="dpo", overlong_penalty=2.0, overlong_max_tokens=2, overlong_buffer=0
     )
-    # Of returns 3 - 2, 1 - 2 and 2 the last is the best and the second the worst.
+    # Returns are 3 - 2, 1 - 2 and 2. The last is the best and the second the worst.
     sequences, metrics = prepare_step([*step(), third], algorithm, policy_version=0)
     assert [(s.response_token_ids, s.advantage) for s in sequences] == [((7,), 1.0), ((5, 6), -1.0)]
     assert [(s.weight, s.pair) for s in sequences] == [(1.0, 0)] * 2

@@ -19,7 +19,7 @@ def row(*values: float) -> jax.Array:
 
 
 def batch_of(calls: list[int]) -> Batch:
-    """Only what tells calls apart; -1 is padding."""
+    """Build a batch with only call indices, where -1 is padding."""
     nothing = jnp.zeros((1, len(calls)), jnp.float32)
     ints = jnp.zeros((1, len(calls)), jnp.int32)
     index = jnp.asarray([calls], jnp.int32)
@@ -37,7 +37,7 @@ def test_kl_estimates_by_hand(estimator, expected):
 
 
 def test_k3_is_bounded():
-    # At x = 2: e^2 - 1 - 2 = 4.389056, with the gradient e^2 - 1. At 3 it would be 16.1.
+    # At x = 2, k3 is e^2 - 1 - 2 = 4.389056 with gradient e^2 - 1. At 3 it would be 16.1.
     def k3(x):
         return kl_estimate(row(x), "k3")[0, 0]
 
@@ -49,7 +49,7 @@ def test_k3_is_bounded():
 
 
 def test_k1_and_k3_average_to_the_kl():
-    # Samples of p = (0.7, 0.3) against q = (0.4, 0.6), each as often as p says.
+    # Samples of p = (0.7, 0.3) against q = (0.4, 0.6), weighted by p.
     p, q = np.asarray([0.7, 0.3]), np.asarray([0.4, 0.6])
     exact = float((p * np.log(p / q)).sum())
     for estimator in ("k1", "k3"):

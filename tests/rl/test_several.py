@@ -1,4 +1,4 @@
-"""What the update of several policies does with arrays whose first axis is theirs."""
+"""Tests of the joint update of several policies, stacked along the first axis of arrays."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def test_each_entry_has_an_optimizer_of_its_own() -> None:
     state = optimizer.init(grads)
     _, state = optimizer.update(grads, state, grads)
     updates, state = optimizer.update(grads, state, grads)
-    # Only the first is longer than 1, and each counts to 1.
+    # Only the first entry's norm exceeds 1. Each entry's schedule is at 1 in the second update.
     np.testing.assert_allclose(updates["x"], [[0.6, 0.8], [0.3, 0.4]], rtol=1e-6)
     assert state[1].count.tolist() == [2, 2]
 
@@ -39,7 +39,7 @@ def test_each_entry_has_an_optimizer_of_its_own() -> None:
 def test_who_takes_part_in_an_update(separate: bool, expected: list[bool]) -> None:
     own = dataclasses.replace(sequence([1, 2], [3]), adapter=1)
     config = BatchConfig(rows=2, row_len=16, max_targets=8, head_chunk=8)
-    batches, _ = make_batches([own], config)  # its second row is padding, which says adapter 0
+    batches, _ = make_batches([own], config)  # its second row is padding with adapter 0
     several = Several(("a", "b"), (True, True), separate)
     assert taking_part(several, batches).tolist() == expected
     frozen = Several(("a", "b"), (True, False), separate)

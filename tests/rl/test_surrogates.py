@@ -1,4 +1,4 @@
-"""Each surrogate's value and gradient by hand. The clipped loss itself is in test_losses.py."""
+"""Tests of each surrogate's value and gradient by hand. See test_losses.py for the clipped loss."""
 
 import math
 
@@ -30,8 +30,10 @@ def batch_of(*calls: int) -> Batch:
 
 
 def value_and_gradient(surrogate, log_ratio, advantages, batch, low, high, dual=3.0):
-    """(token losses, ratios, bounded) and the gradient of their sum, with log-probs that are the
-    log-ratios less 1."""
+    """Return (token losses, ratios, bounded) and the gradient of the summed losses.
+
+    Log-probs are the log-ratios minus 1.
+    """
 
     def total(log_ratio):
         found = surrogate(
@@ -50,10 +52,10 @@ def value_and_gradient(surrogate, log_ratio, advantages, batch, low, high, dual=
 
 
 def test_gspo_by_hand():
-    # Call 0 has ratios 1.44 and 1, its geometric mean is 1.2; call 1 has 0.9 alone.
+    # Call 0 has ratios 1.44 and 1, with geometric mean 1.2. Call 1 has only 0.9.
     # A = 2: min(1.2 * 2, 1.3 * 2) = 2.4 at both; A = -1: min(-0.9, -0.9) = -0.9.
-    # d s / d logp = s / tokens, so the gradient of each of call 0's two terms at each of its two
-    # tokens is -2 * 1.2 / 2, together -2.4 a token.
+    # d s / d logp = s / tokens, so each of call 0's two terms has gradient -2 * 1.2 / 2 at each of
+    # its two tokens. That sums to -2.4 per token.
     losses, ratio, bounded, gradient = value_and_gradient(
         gspo_surrogate, row(LN(1.44), 0.0, LN(0.9)), row(2, 2, -1), batch_of(0, 0, 1), 0.2, 0.3
     )
@@ -64,7 +66,7 @@ def test_gspo_by_hand():
 
 
 def test_gspo_bounds_a_call_as_a_whole():
-    # 1.44 and 1: 1.2 is beyond 1.1, so neither token has a gradient, nor has the second by itself.
+    # The mean 1.2 of 1.44 and 1 is beyond 1.1, so no token has a gradient, not even the second.
     losses, _, bounded, gradient = value_and_gradient(
         gspo_surrogate, row(LN(1.44), 0.0), row(1, 1), batch_of(0, 0), 0.1, 0.1
     )
@@ -74,7 +76,8 @@ def test_gspo_bounds_a_call_as_a_whole():
 
 
 def test_dual_clip_ends_a_negative_advantage():
-    # A = -2: at ratio 2 the loss is 2 * 2, at 4 it is 3 * 2 without a gradient. A = 2: 1.3 * 2.
+    # With A = -2 the loss is 2 * 2 at ratio 2, and 3 * 2 at ratio 4, without a gradient. With A = 2
+    # it is -1.3 * 2.
     log_ratio, advantages = row(LN(2), LN(4), LN(4)), row(-2, -2, 2)
     knobs = log_ratio, advantages, batch_of(0, 1, 2), 0.2, 0.3
     for surrogate in (clip_surrogate, gspo_surrogate):
@@ -122,7 +125,7 @@ def test_gspo_gradient_against_finite_differences():
 def test_cispo_by_hand():
     # Ratios 1.5, 0.5, 1 bounded to 1.28, 0.5 (no lower bound), 1; log-probs are ln r - 1.
     # -1.28 * 1 * (0.4055 - 1) = 0.7610; -0.5 * -1 * (-0.6931 - 1) = -0.8466; -1 * 2 * -1 = 2
-    # The gradient is -bounded * A: no token loses it.
+    # The gradient is -bounded * A, so no token loses it.
     losses, ratio, bounded, gradient = value_and_gradient(
         cispo_surrogate, row(LN(1.5), LN(0.5), 0.0), row(1, -1, 2), batch_of(0, 0, 0), 1.0, 0.28
     )

@@ -1,4 +1,4 @@
-"""Gradients of packed forests against those of separate sequences, made without our batching."""
+"""Tests of gradients of packed forests against separate sequences, without our batching."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ from lightning_jax.types import Batch, TrainingSequence
 
 STRICT_PROMOTION = False  # optax mixes dtypes
 MODEL = tiny_model()
-SHALLOW = dataclasses.replace(  # compiles faster, where depth does not matter
+SHALLOW = dataclasses.replace(  # compiles faster, for tests that do not need depth
     MODEL,
     config=dataclasses.replace(MODEL.config, num_layers=1),
     params={name: value for name, value in MODEL.params.items() if name != "layers_1"},
@@ -51,7 +51,7 @@ def compiles(jitted: Any) -> int:
 
 
 def fresh_params(model=MODEL):
-    """A copy, because an update donates its state."""
+    """Copy the params, because an update donates its state."""
     return jax.tree.map(jnp.copy, model.params)
 
 
@@ -62,7 +62,7 @@ def functions(kl_coef: float = 0.0, head_chunk: int = 4):
 
 
 def forest_gradient(sequences: Sequence[TrainingSequence], shape: BatchConfig = SHAPE):
-    """Gradient and metric sums over all microbatches."""
+    """Sum gradient and metrics over all microbatches."""
     made = functions(head_chunk=shape.head_chunk)
     batches, stats = make_batches(sequences, shape)
     grads, sums = zero_accumulators(made, MODEL.params)
@@ -72,7 +72,7 @@ def forest_gradient(sequences: Sequence[TrainingSequence], shape: BatchConfig = 
 
 
 def plain_logprobs(params, tokens):
-    """Log-probability of each token but the first, by plain causal attention over one sequence."""
+    """Return log-probabilities of all tokens but the first, by plain causal attention."""
     hidden, _ = forward(params, MODEL.config, tokens[None], jnp.arange(MAX_LEN)[None])
     logprobs = jax.nn.log_softmax(unembed(params, MODEL.config, hidden)[0])
     return jnp.take_along_axis(logprobs[:-1], tokens[1:, None], axis=1)[:, 0]
@@ -83,7 +83,7 @@ jitted_logprobs = jax.jit(plain_logprobs)
 
 @jax.jit
 def plain_loss_and_grad(params, tokens, first, size, behavior, advantage, weight):
-    """The clipped loss of one sequence, and its gradient."""
+    """Return the clipped loss of one sequence, and its gradient."""
 
     def loss_fn(params):
         index = jnp.arange(MAX_LEN - 1)
@@ -96,7 +96,7 @@ def plain_loss_and_grad(params, tokens, first, size, behavior, advantage, weight
 
 
 def padded(s: TrainingSequence):
-    """(tokens, index of the first sampled token's log-prob, number of sampled tokens)."""
+    """Return (tokens, index of the first sampled token's log-prob, number of sampled tokens)."""
     tokens = np.zeros(MAX_LEN, np.int32)
     ids = s.prompt_token_ids + s.response_token_ids
     tokens[: len(ids)] = ids
@@ -106,7 +106,7 @@ def padded(s: TrainingSequence):
 def separate_gradient(
     sequences: Sequence[TrainingSequence], loss_and_grad: Any = plain_loss_and_grad
 ):
-    """(loss, gradient) summed over sequences run one at a time."""
+    """Sum (loss, gradient) over sequences run one at a time."""
     total = (np.zeros(()), jax.tree.map(np.zeros_like, MODEL.params))
     for s in sequences:
         tokens, first, size = padded(s)
@@ -129,7 +129,7 @@ def assert_same_gradient(sequences: Sequence[TrainingSequence], shape: BatchConf
 
 
 def on_policy(sequences: Sequence[TrainingSequence], noise: float = 0.05):
-    """The sequences with log-probs near the model's, so that few tokens are clipped."""
+    """Give the sequences log-probs near the model's, so that few tokens are clipped."""
     rng, near = np.random.default_rng(0), []
     for s in sequences:
         tokens, first, size = padded(s)
@@ -140,7 +140,7 @@ def on_policy(sequences: Sequence[TrainingSequence], noise: float = 0.05):
 
 
 def conversation(seed: int, turns: int = 3) -> list[TrainingSequence]:
-    """Calls whose prompts extend one another, after a shared system prompt."""
+    """Build calls whose prompts extend one another after a shared system prompt."""
     rng = np.random.default_rng(seed)
     prompt, calls = [*SYSTEM, *rng.integers(10, 250, 2).tolist()], []
     for _ in range(turns):
@@ -153,11 +153,11 @@ def conversation(seed: int, turns: int = 3) -> list[TrainingSequence]:
 def test_multi_turn_conversation_equals_its_calls_run_apart():
     stats = assert_same_gradient(on_policy(conversation(0)))
     assert stats["train/num_rows"] == 1
-    assert stats["train/tokens_forest"] == 20  # of 10 + 15 + 20
+    assert stats["train/tokens_forest"] == 20  # instead of 10 + 15 + 20
 
 
 def test_branching_rollouts_with_equal_and_different_tokens():
-    """A group samples the same first token, then parts; one sample is there twice."""
+    """Check a group with equal first tokens that then diverge, and one repeated sample."""
     group = [
         sequence([*SYSTEM, 9], [50, 60 + k, 70], advantage=a, weight=0.2)
         for k, a in enumerate((1.0, -0.5, 2.0))
@@ -208,7 +208,7 @@ def test_any_forest_equals_its_sequences(drawn):
 
 @jax.jit
 def plain_gspo_and_grad(params, tokens, first, size, behavior, advantage, weight):
-    """GSPO's loss of one sequence less a tenth of its entropies, and its gradient."""
+    """Return GSPO's loss of one sequence minus a tenth of its entropies, and its gradient."""
 
     def loss_fn(params):
         index = jnp.arange(MAX_LEN - 1)
@@ -225,7 +225,7 @@ def plain_gspo_and_grad(params, tokens, first, size, behavior, advantage, weight
 
 
 def test_gspo_with_an_entropy_bonus_equals_its_calls_run_apart():
-    """Calls that share prefixes, over several rows and microbatches."""
+    """Check calls that share prefixes, over several rows and microbatches."""
     calls = on_policy([call for seed in range(4) for call in conversation(seed)], noise=0.1)
     objective = policy_objective(loss="gspo", clip_low=CLIP, clip_high=CLIP, entropy_coef=0.1)
     made = make_train_functions(MODEL.config, SGD, objective, head_chunk=4, entropy_gradient=True)
@@ -307,7 +307,7 @@ def test_sgd_update_subtracts_the_gradient():
 
 
 def test_reference_policy_pulls_back():
-    """At the reference the KL is 0 and so is its gradient; away from it both are not."""
+    """Check that the KL and its gradient are 0 at the reference, and above 0 away from it."""
     calls = [dataclasses.replace(s, advantage=0.0) for s in on_policy(conversation(0))]
     batches, _ = make_batches(calls, SHAPE)
     made = functions(kl_coef=1.0)
@@ -387,7 +387,7 @@ def test_no_microbatch_is_refused():
 
 
 def shard(tree, mesh: Mesh):
-    """Each array over all devices along its first axis that divides."""
+    """Split each array over all devices along its first axis that divides."""
 
     def place(leaf):
         at = next((i for i, size in enumerate(leaf.shape) if size % mesh.size == 0), None)

@@ -1,10 +1,10 @@
-"""The expected gradient of each credit scheme against that of the expected return, by enumeration.
+"""Tests by enumeration of each credit scheme's expected gradient against the true gradient.
 
-In the process below the agent chooses when to stop: a call answers 0 (stop), 1 or 2 (go on), and
-the third ends the rollout whatever it says. A prompt is all answers so far, so there are 7 states
-and 15 rollouts. Expectations are sums over all pairs of rollouts, which make a group; nothing is
-sampled, and the advantages and weights are what a training step would get. A pair counts for its
-mirror image, too.
+The true gradient is that of the expected return. In the process below the agent chooses when to
+stop. A call answers 0 (stop), 1 or 2 (go on), and the third call always ends the rollout. A prompt
+is all answers so far, so there are 7 states and 15 rollouts. Expectations are sums over all pairs
+of rollouts, which form a group. Nothing is sampled, and advantages and weights are those of a
+training step. A pair also counts for its mirror image.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ State = tuple[int, ...]
 
 
 def endings(state: State = (START,)) -> list[State]:
-    """All rollouts from a state on, as the states they end in."""
+    """List all rollouts from a state on, as the states in which they end."""
     found = []
     for answer in ANSWERS:
         after = (*state, answer)
@@ -62,7 +62,7 @@ def whole_return(end: State) -> float:
 
 
 def true_gradient() -> np.ndarray:
-    """Of the expected return, by central differences."""
+    """Return the gradient of the expected return, by central differences."""
 
     def objective(logits: np.ndarray) -> float:
         return sum(probability(end, logits) * whole_return(end) for end in ROLLOUTS)
@@ -76,7 +76,7 @@ def true_gradient() -> np.ndarray:
 
 
 def true_values() -> dict[State, float]:
-    """What is still to be earned in each state, on average."""
+    """Return the expected future reward in each state."""
     values = {}
     for state in STATES:
         ways = [end for end in ROLLOUTS if end[: len(state)] == state]
@@ -97,7 +97,7 @@ def record(end: State, rollout: str):
 
 
 def expected_gradient(values: dict[State, float] | None, **settings) -> np.ndarray:
-    """The mean over groups of the gradient that a step takes, at a ratio of 1."""
+    """Return the mean over groups of a step's gradient, at ratio 1."""
     knobs = {"normalize": "none", "aggregation": "constant", "token_divisor": 1.0} | settings
     algorithm = AlgorithmConfig(**knobs)
     chosen, odds = policy(LOGITS), {end: probability(end, LOGITS) for end in ROLLOUTS}
@@ -130,7 +130,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize("credit", ["identical", "per_step", "learned", "learned_token"])
 @pytest.mark.parametrize("baseline", ["none", "leave_one_out", "group_mean", "batch_mean"])
 def test_a_scheme_whose_gradient_is_right(credit, baseline):
-    """Whatever the values are. A rollout's own return in the mean takes a half off all of it."""
+    """Check with wrong values. A rollout's own return in the mean halves the whole gradient."""
     values = WRONG_VALUES if credit.startswith("learned") else None
     got = expected_gradient(values, credit=credit, baseline=baseline)
     factor = 1 - 1 / GROUP_SIZE if baseline.endswith("_mean") else 1.0
@@ -149,7 +149,7 @@ KL_COEF = 0.7
 
 
 def kl_gradient() -> np.ndarray:
-    """Of the expected sum of log p - log p_ref over a rollout, by central differences."""
+    """Return the gradient of the expected sum of log p - log p_ref, by central differences."""
 
     def objective(logits: np.ndarray) -> float:
         gaps = np.log(policy(logits)) - np.log(policy(REF_LOGITS))
@@ -168,7 +168,7 @@ def kl_gradient() -> np.ndarray:
 
 
 def expected_kl_gradient(is_charged: bool) -> np.ndarray:
-    """The mean over rollouts of the gradient that a step takes with the KL in the reward."""
+    """Return the mean over rollouts of a step's gradient with the KL in the reward."""
     algorithm = AlgorithmConfig(
         loss="reinforce",
         baseline="none",
@@ -214,20 +214,20 @@ def expected_kl_gradient(is_charged: bool) -> np.ndarray:
 
 
 def test_the_kl_in_the_reward_counts_in_the_whole_rollout():
-    """Where only the later tokens of a call are counted, the direction is another."""
+    """Check that counting only the later tokens of a call changes the gradient's direction."""
     cost = KL_COEF * kl_gradient()
     np.testing.assert_allclose(TRUTH - expected_kl_gradient(is_charged=True), cost, atol=1e-5)
     assert cosine(TRUTH - expected_kl_gradient(is_charged=False), cost) < 0.95
 
 
 def reached(turn: int) -> float:
-    """The probability that a rollout has a call at this turn."""
+    """Return the probability that a rollout has a call at this turn."""
     return sum(probability(end, LOGITS) for end in ROLLOUTS if len(end) > turn + 1)
 
 
 @pytest.mark.parametrize(("baseline", "factor"), [("leave_one_out", 1.0), ("group_mean", 0.5)])
 def test_groups_of_turns_are_biased(baseline, factor):
-    """A turn's gradient is left only where the other rollout gets there, too."""
+    """Check that a turn keeps its gradient only if the other rollout also reaches it."""
     got = expected_gradient(None, credit="turn_groups", baseline=baseline)
     turns = np.asarray([[len(state) - 1] for state in STATES])
     shares = np.vectorize(reached)(turns)
@@ -250,6 +250,6 @@ def test_groups_of_turns_are_biased(baseline, factor):
     ],
 )
 def test_other_settings_that_are_biased(settings):
-    """Of the same process; whether they help all the same is another question."""
+    """Check the bias in the same process. The settings may still be useful."""
     got = expected_gradient(None, credit="per_step", baseline="leave_one_out", **settings)
     assert cosine(got, TRUTH) < 0.995

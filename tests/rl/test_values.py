@@ -23,7 +23,7 @@ rewards = st.floats(-10, 10)
 def test_gae_by_hand():
     # discount 0.5, lambda 0.5: G2 = 2, A2 = 2 - 1 = 1; G1 = 0 + 0.5 * (0.5 * 1 + 0.5 * 2) = 0.75,
     # A1 = 0.75 - 3 = -2.25; G0 = 1 + 0.5 * (0.5 * 3 + 0.5 * 0.75) = 1.9375, A0 = -0.0625.
-    # The paper's sums: delta = 1 + 0.5 * 3 - 2 = 0.5, 0 + 0.5 * 1 - 3 = -2.5, 2 - 1 = 1, so
+    # By the paper's sums: delta = 1 + 0.5 * 3 - 2 = 0.5, 0 + 0.5 * 1 - 3 = -2.5, 2 - 1 = 1, so
     # A1 = -2.5 + 0.25 * 1 and A0 = 0.5 - 0.25 * 2.5 + 0.0625 * 1.
     advantages, returns = gae([1.0, 0.0, 2.0], [2.0, 3.0, 1.0], discount=0.5, lam=0.5)
     assert advantages == [-0.0625, -2.25, 1.0]
@@ -39,7 +39,7 @@ def test_lambda_0_is_one_step_and_lambda_1_the_whole_return():
 
 
 def test_a_state_without_a_value_makes_one_step_with_the_one_before():
-    # The first two together: 1 + 0.5 * (2 + 0.5 * 4) = 3, as with lambda 0, less the value 1.
+    # The first two states form one step: 1 + 0.5 * (2 + 0.5 * 4) = 3, minus the value 1.
     advantages, returns = gae([1.0, 2.0, 9.0], [1.0, None, 4.0], discount=0.5, lam=0.0)
     assert returns == [3.0, 4.0, 9.0]
     assert advantages == [2.0, 4.0, 5.0]
@@ -58,7 +58,7 @@ def test_lambda_1_and_values_0_are_per_step_credit_exactly(of_calls, of_rollout,
 
 @given(st.integers(1, 12), rewards)
 def test_lambda_1_and_values_0_are_identical_credit_exactly(num_calls, reward):
-    """Where the reward is the rollout's, as in the paper of identical credit."""
+    """Check rewards of whole rollouts, as in the paper on identical credit."""
     rollout = trajectory(*[transition([1], [2])] * num_calls, reward=reward)
     zeros = [(0.0,)] * num_calls
     learned = assign_credit(rollout, scheme="learned", discount=1.0, values=zeros)
@@ -66,7 +66,7 @@ def test_lambda_1_and_values_0_are_identical_credit_exactly(num_calls, reward):
 
 
 def test_tokens_and_calls_of_one_rollout():
-    """Two tokens, of which one is forced, then a call of forced tokens, then two more."""
+    """Check two tokens, one of them forced, then a call of forced tokens, then two more tokens."""
     rollout = trajectory(
         transition([1], [5, 6], forced=(True, False), reward=1.0),
         transition([1, 5, 6], [7], forced=(True,), reward=2.0),
@@ -87,7 +87,7 @@ def test_states_lie_where_prompts_end_or_where_tokens_are_chosen():
         transition([1, 2, 5, 6, 7, 3], [8]),
     )
     calls, _ = make_batches(state_sequences([rollout], per_token=False), SHAPE)
-    # 1 2 5 6 7 3 in one path: prompts end at nodes 1 and 5.
+    # 1 2 5 6 7 3 is one path, in which prompts end at nodes 1 and 5.
     assert calls[0].tokens[0, :6].tolist() == [1, 2, 5, 6, 7, 3]
     assert calls[0].target_nodes[0, :2].tolist() == [1, 5]
     (tokens,), _ = make_batches(state_sequences([rollout], per_token=True), SHAPE)
@@ -126,7 +126,7 @@ def test_what_a_critic_learns():
         (StateValues((0,), (0.5,), (0.75,)), StateValues((0,), (0.75,), (1.0,))),
         (StateValues((0,), (0.25,), (0.0,)), None),
     ]
-    # Returns 1, 1, 0 have variance 2/9; 0.5, 0.25, -0.25 are left, with mean 1/6: variance 7/72.
+    # Returns 1, 1, 0 have variance 2/9. Residuals 0.5, 0.25, -0.25 have mean 1/6, variance 7/72.
     assert metrics == {
         "train/value_mean": 0.5,
         "train/value_explained_variance": pytest.approx(1 - 7 / 72 / (2 / 9)),

@@ -61,7 +61,7 @@ def numbers(parts):
 
 
 def of_rollouts(sizes: dict[str, list[int]]):
-    """Sequences of groups, as many of each rollout as said; responses are 0, 1, 2, ..."""
+    """Build sequences of groups from each rollout's number of calls. Responses are 0, 1, 2, ..."""
     rollouts = [(name, size) for name, of_group in sizes.items() for size in of_group]
     count = itertools.count()
     step = [

@@ -1,15 +1,15 @@
 # pyright: reportMissingImports=false, reportPrivateImportUsage=false
-"""Writes the arrays that test_golden.py compares with: logits of the published implementations.
+"""Script that writes the arrays for test_golden.py: logits of the published implementations.
 
-Run in an environment of its own, because the project has no torch:
+Run it in a separate environment, because the project does not use torch:
 
     pip install torch==2.13.0 transformers safetensors gguf accelerate numpy
     python tests/models/golden/make_golden.py PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
 
-For each family one config.json as transformers writes it, and one .npz with a random checkpoint
-under the published weight names, token ids and logits. For SmolLM2 the weights are those of the
-GGUF file, read by transformers itself; of its logits we keep every position's log-sum, a thin
-slice, and the best of the last position.
+For each family it writes a config.json in transformers' format, and an .npz with a random
+checkpoint under the published weight names, token ids and logits. For SmolLM2, transformers itself
+reads the weights from the GGUF file. Of its logits, the script keeps every position's log-sum-exp,
+a thin slice, and the best of the last position.
 """
 
 import sys
@@ -66,7 +66,7 @@ TEXT = (
 
 
 def make_family(name: str) -> None:
-    """A random checkpoint, its weights wide enough that a wrong detail shows."""
+    """Write a random checkpoint with weights large enough to reveal a wrong detail."""
     torch.manual_seed(len(name))
     kind, config = FAMILIES[name]
     model = kind(config).eval()

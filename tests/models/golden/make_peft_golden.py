@@ -1,15 +1,15 @@
 # pyright: reportMissingImports=false, reportPrivateImportUsage=false
-"""Writes the arrays that test_peft_format.py compares with, and checks a directory of ours.
+"""Script that writes the arrays for test_peft_format.py, and checks one of our exports.
 
-Run in an environment of its own, because the project has no torch:
+Run it in a separate environment, because the project does not use torch:
 
     pip install torch==2.15.0 transformers==5.23.0 peft accelerate safetensors numpy
     python tests/models/golden/make_peft_golden.py
     python tests/models/golden/make_peft_golden.py MODEL_DIR ADAPTER_DIR LOGITS.npz
 
-The first writes, for the random checkpoints that make_golden.py made of two families, adapters as
-peft saves them and the logits of both together. The second says by how much the logits that peft
-computes of an exported adapter differ from ours, given `tokens` and `logits`.
+The first command takes the random checkpoints of two families from make_golden.py. It writes
+adapters in peft's format and the logits of checkpoint and adapters together. The second command
+prints how much peft's logits for an exported adapter differ from ours, given `tokens` and `logits`.
 """
 
 import json
@@ -52,7 +52,7 @@ def make(family: str) -> None:
         tensors = load_file(Path(folder) / "adapter_model.safetensors")
         fields = json.loads((Path(folder) / "adapter_config.json").read_text())
     fields["target_modules"] = sorted(fields["target_modules"])
-    del fields["base_model_name_or_path"]  # a path of the machine this ran on
+    del fields["base_model_name_or_path"]  # a path on the machine that ran this
     (HERE / f"peft_{family}.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     np.savez_compressed(
         HERE / f"peft_{family}.npz",
