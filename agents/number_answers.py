@@ -49,8 +49,7 @@ def last_number(reply: str) -> re.Match[str] | None:
 
 
 def _parse(text: str) -> re.Match[str] | None:
-    """Return the number at the start of a task's `result`, such as `2/3 = around 0.67` or `12 km`.
-    """
+    """Return the number at the start of a task's `result`: `72`, `2/3 = around 0.67`, `12 km`."""
     return _NUMBER.search(text)
 
 
