@@ -3,8 +3,8 @@
     python benchmarks/constrained.py [--model smollm2-135m-instruct] [--slots 8] [--tokens 96]
 
 All slots but one generate plain text, first alone and then next to one response that follows a JSON
-schema. The output is the decode steps per second of the plain requests and the tokens per second of
-the constrained one, for each round and as medians.
+schema. The output has decode steps per second of the plain requests, and tokens per second of the
+constrained one. Each is given as a median over rounds.
 """
 
 import argparse

@@ -167,8 +167,7 @@ def make(
 def bootstrap(
     samples: Float[np.ndarray, "N T"], rng: np.random.Generator
 ) -> tuple[Float[np.ndarray, " T"], Float[np.ndarray, " T"], Float[np.ndarray, " T"]]:
-    """Return the mean over the first axis and the ends of its 95 % interval, from 2,000 resamples.
-    """
+    """Return the mean over the first axis and its 95 % interval, from 2,000 resamples."""
     drawn = rng.integers(0, len(samples), (2000, len(samples)))
     means = np.asarray([samples[rows].mean(axis=0) for rows in drawn])
     low, high = np.percentile(means, [2.5, 97.5], axis=0)

@@ -1,14 +1,12 @@
 """Measure the recall of paragraph search on the paragraphs that questions need.
 
-No model is involved.
-
     python benchmarks/retrieval.py --root DIR [--paragraphs 1500]
 
-DIR is a directory that lightning_jax/datasets/musique.py reads. Without it the data is generated.
-The search of agents/musique_rag.py gets two kinds of queries: the whole question, or each hop's own
-question with the earlier answers filled in, as a perfect agent would ask. `--paragraphs` keeps the
-paragraphs that the dev questions need and adds random ones up to that number, because embedding a
-whole corpus on a CPU takes long. Recall is over the dev questions' hops.
+No model is involved. DIR is a directory that lightning_jax/datasets/musique.py reads. Without it
+the data is generated. The search of agents/musique_rag.py gets two kinds of queries: the whole
+question, or each hop's own question with the earlier answers filled in, as a perfect agent would
+ask. `--paragraphs` keeps the paragraphs that the dev questions need and adds random ones up to that
+number. Embedding a whole corpus on a CPU takes long. Recall is over the dev questions' hops.
 """
 
 import argparse

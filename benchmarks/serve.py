@@ -22,8 +22,8 @@ Servers are measured one after another. Each workload runs twice and the second 
 compiling and loading do not count. The two runs have different prompts, so that none is cached.
 
 In the table, `ratio` is a peer's time divided by that of our first setting. `ms/token` is the
-median time between two tokens of a response. `prefill/s` is the number of prompt tokens computed
-per second until every request had its first token, for workloads whose requests all fit in at once.
+median time between two tokens of a response. `prefill/s` is the prompt tokens computed per second
+until every request had its first token. It needs a workload whose requests all fit in at once.
 """
 
 import argparse
