@@ -62,8 +62,8 @@ class Router:
     def choose(self, prompt: Sequence[int], loads: Sequence[int]) -> int:
         """Return the index of the replica to use. `loads` has each one's number of open requests.
 
-        Prefer the replica that last read more than half of the prompt, unless it has more open
-        requests than the least loaded one plus a quarter of its slots.
+        Prefer the replica that last read more than half of the prompt. If its load exceeds the
+        smallest one by more than a quarter of its slots, use the least loaded replica.
         """
         beginnings = _beginnings(prompt)
         least = min(range(len(loads)), key=loads.__getitem__)
