@@ -1,6 +1,6 @@
 """MuSiQue's measures of how well an answer matches the gold one. Pure functions.
 
-Answers are compared like in SQuAD (Rajpurkar et al., EMNLP 2016): in lower case, without
+Answers are compared as in SQuAD (Rajpurkar et al., EMNLP 2016): in lower case, without
 punctuation and articles. MuSiQue (Trivedi et al., TACL 2022) lists aliases of an answer, and the
 best match counts.
 """

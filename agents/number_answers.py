@@ -34,7 +34,7 @@ def last_number(reply: str) -> re.Match[str] | None:
 
     It is the first number after the last "answer is", or, in an equation there, the one after the
     last "=". Without such words it is the last number of the reply. Other numbers may come between
-    "answer" and "is", like in "the answer for 5 children is 40".
+    "answer" and "is", as in "the answer for 5 children is 40".
     """
     reply = _SEPARATOR.sub("", reply)
     last_digit = max((digit.start() for digit in _DIGIT.finditer(reply)), default=-1)

@@ -125,7 +125,7 @@ class SentenceEncoder:
 
 
 def _pools_first_token(directory: Path) -> bool:
-    """Return True if a sentence's vector is its first token's, like in BGE.
+    """Return True if a sentence's vector is its first token's, as in BGE.
 
     Otherwise it is the mean.
     """

@@ -21,7 +21,7 @@ from gguf_file import gguf_of
 from stepping import Report, Stepper, main
 from workloads import MAX_LEN, SLOTS, THREADS
 
-BATCH = 2048  # tokens per step, like in llama.cpp's own server
+BATCH = 2048  # tokens per step, as in llama.cpp's own server
 
 
 @dataclass

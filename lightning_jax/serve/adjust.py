@@ -68,8 +68,9 @@ class LogitAdjuster:
             self.matcher = None
 
     def look(self) -> None:
-        """Take the mask of the next token if it has arrived. Raises the errors of
-        `Matcher.allowed`.
+        """Take the mask of the next token if it has arrived.
+
+        Raises the errors of `Matcher.allowed`.
         """
         if self.matcher:
             self.matcher.look()

@@ -242,8 +242,9 @@ class Matcher:
         return self._finished
 
     def push(self, token_id: int) -> None:
-        """Advance by a sampled token. The next mask raises GrammarError if the token is not
-        allowed.
+        """Advance by a sampled token.
+
+        The next mask raises GrammarError if the token is not allowed.
         """
         self.packed()
         self._replies.send(token_id)

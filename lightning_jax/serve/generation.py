@@ -63,8 +63,9 @@ class Generation:
         raise self._outcome
 
     def cancel(self) -> None:
-        """Stop the request within a step. `result()` then returns the partial response.
-        Thread-safe.
+        """Stop the request within a step. May be called from any thread.
+
+        `result()` then returns the partial response.
         """
         self._cancel(self)
 

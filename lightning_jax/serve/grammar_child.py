@@ -188,8 +188,9 @@ class GrammarProcess:
             self._compiled, self._first = compiled, look(compiled)
 
     def _adopt(self) -> bool:
-        """Accept the socket of a new response and send the first mask. Return False when the server
-        closed.
+        """Accept the socket of a new response and send the first mask.
+
+        Return False if the server closed.
         """
         message, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1)
         if not message:
@@ -289,7 +290,7 @@ class ForkServer:
             limit_memory(self._settings["memory_mib"])
             GrammarProcess(connection, grammar, self._settings).run(self._tables)
         except MemoryError:
-            os.abort()  # the signal that llguidance ends with, too
+            os.abort()  # llguidance also aborts when memory runs out
         finally:
             os._exit(0)
 

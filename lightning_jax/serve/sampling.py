@@ -137,7 +137,7 @@ def _logprobs(logits: Float[Array, "S V"], tokens: Int32[Array, " S"]) -> Float[
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-SMALLEST_TOP_P = 1e-7  # below it a float32 product could become 0
+SMALLEST_TOP_P = 1e-7  # below it the target could round to 0, and no token would be kept
 
 
 def keep_mask(

@@ -66,7 +66,7 @@ class Steps:
 
 
 class Stepper:
-    """Start of decode steps and reading of their tokens. The caller holds the decode state."""
+    """Runner that starts decode steps and reads their tokens. The caller holds the decode state."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

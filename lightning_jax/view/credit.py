@@ -1,4 +1,4 @@
-"""Credit and advantages of a step's calls, recomputed like in `rl/prepare.py`. Pure functions.
+"""Credit and advantages of a step's calls, recomputed as in `rl/prepare.py`. Pure functions.
 
 They are not stored. They match the trainer's as long as the run's settings are those of that step.
 """

@@ -11,7 +11,7 @@ from answer_score import exact_match, extract_answer, has_format, normalize, sco
         ("A man, an apple & the U.S.A.", "man apple usa"),
         ("another theme", "another theme"),  # articles are whole words
         ("$1.18 trillion", "118 trillion"),
-        ("«Åland»", "«åland»"),  # only ASCII punctuation is removed, like in the official script
+        ("«Åland»", "«åland»"),  # only ASCII punctuation is removed, as in the official script
         ("the", ""),
     ],
 )

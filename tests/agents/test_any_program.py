@@ -1,4 +1,4 @@
-"""Tests of agents in other languages, started like in a rollout, against a scripted server."""
+"""Tests of agents in other languages, started as in a rollout, against a scripted server."""
 
 import shutil
 import subprocess
