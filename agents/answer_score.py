@@ -1,7 +1,8 @@
-"""How well an answer fits the gold one, as MuSiQue measures it: pure functions.
+"""MuSiQue's measures of how well an answer matches the gold one. Pure functions.
 
-Answers are compared as in SQuAD (Rajpurkar et al., EMNLP 2016): lower case, without punctuation and
-articles. MuSiQue (Trivedi et al., TACL 2022) gives aliases of an answer; the best one counts.
+Answers are compared as in SQuAD (Rajpurkar et al., EMNLP 2016): in lower case, without
+punctuation and articles. MuSiQue (Trivedi et al., TACL 2022) lists aliases of an answer, and the
+best match counts.
 """
 
 import re
@@ -9,14 +10,14 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-ANSWER_SHARE = 0.9  # of the reward; the rest is for the format (arXiv 2508.03680)
+ANSWER_SHARE = 0.9  # share of the reward; the rest is for the format (arXiv 2508.03680)
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def score(reply: str, answer: str, aliases: Sequence[str] = ()) -> dict[str, float]:
-    """A reply's `reward`, 0.9 * f1 + 0.1 * format, and `em`, `f1` and `format` by themselves."""
+    """Return a reply's `reward`, 0.9 * f1 + 0.1 * format, and separately `em`, `f1`, `format`."""
     said, golds = extract_answer(reply), (answer, *aliases)
     f1 = max(token_f1(said, gold) for gold in golds)
     well_formed = float(has_format(reply))
@@ -29,26 +30,26 @@ def score(reply: str, answer: str, aliases: Sequence[str] = ()) -> dict[str, flo
 
 
 def extract_answer(reply: str) -> str:
-    """What stands between the first <answer> and </answer>; the whole reply where none does."""
+    """Return the text between the first <answer> and </answer>, or the whole reply without them."""
     said, closing, _ = reply.partition("<answer>")[2].partition("</answer>")
     return (said if closing else reply).strip()
 
 
 def has_format(reply: str) -> bool:
-    """Whether the reply is one answer between tags, and nothing else."""
+    """Return True if the reply is one answer between tags and nothing else."""
     found = _TAGGED.fullmatch(reply.strip())
     return found is not None and bool(found[1].strip()) and "<answer>" not in found[1]
 
 
 def exact_match(said: str, gold: str) -> float:
-    """1.0 if the two are the same after `normalize`, else 0.0."""
+    """Return 1.0 if the two are equal after `normalize`, else 0.0."""
     return float(normalize(said) == normalize(gold))
 
 
 def token_f1(said: str, gold: str) -> float:
-    """The harmonic mean of precision and recall of the words, each counted as often as it occurs.
+    """Return the harmonic mean of precision and recall over words, counting repeats.
 
-    If one of the two has no words left after `normalize`, 1.0 if neither has, else 0.0.
+    If either has no words after `normalize`, return 1.0 if both have none, else 0.0.
     """
     words, gold_words = normalize(said).split(), normalize(gold).split()
     if not words or not gold_words:
@@ -58,6 +59,6 @@ def token_f1(said: str, gold: str) -> float:
 
 
 def normalize(text: str) -> str:
-    """Lower case, no punctuation, no articles, single blanks."""
+    """Return the text in lower case, without punctuation and articles, with single blanks."""
     plain = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())

@@ -1,8 +1,8 @@
-"""Exact arithmetic on text: + - * / % ** and parentheses, within fixed bounds; nothing is executed.
+"""Exact arithmetic on text with + - * / % ** and parentheses, within fixed bounds.
 
-The text is parsed as a Python expression and the tree is walked; a node that is not a number or one
-of these operators is refused. Every value is a fraction of at most MAX_BITS bits, so the time is
-bounded by the length of the text.
+The text is parsed as a Python expression, and its tree is evaluated without executing any code.
+Nodes other than numbers and these operators are refused. Every value is a fraction of at most
+MAX_BITS bits, so the time is bounded by the length of the text.
 """
 
 import ast
@@ -14,31 +14,31 @@ from collections.abc import Callable
 from fractions import Fraction
 
 MAX_CHARS = 200
-MAX_BITS = 1024  # of numerator and denominator
+MAX_BITS = 1024  # each for numerator and denominator
 MAX_EXPONENT = 256
-DIGITS = 10  # significant ones of a result that has no short decimal form
+DIGITS = 10  # significant digits of a result without a short decimal form
 
 
 class ArithmeticFault(ValueError):
-    """The text is no arithmetic, or its value is too large; the message is for who wrote it."""
+    """Text that is not arithmetic, or has too large a value. The message is for its author."""
 
 
 def calculate(expression: str) -> str:
-    """The value as a decimal: `12/60` gives `0.2`, `2/3` gives `0.6666666667`.
+    """Return the value as a decimal: `12/60` gives `0.2`, `2/3` gives `0.6666666667`.
 
-    Thousands separators, a leading $ of a number, ^ for ** and the printed signs of times, divided
-    by and minus are understood. Raises ArithmeticFault.
+    Accepts thousands separators, $ before a number, ^ for **, and the printed signs for times,
+    divided by and minus. Raises ArithmeticFault.
     """
     return as_text(evaluate(expression))
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value. Raises ArithmeticFault."""
+    """Return the exact value. Raises ArithmeticFault."""
     if len(expression) > MAX_CHARS:
         raise ArithmeticFault(f"the expression has {len(expression)} characters, over {MAX_CHARS}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # such as "3(4)"
+            warnings.simplefilter("ignore", SyntaxWarning)  # for example "3(4)"
             tree = ast.parse(_plain(expression), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ArithmeticFault(
@@ -48,7 +48,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def as_text(value: Fraction) -> str:
-    """The value exactly where DIGITS significant digits are enough, else rounded to them."""
+    """Return the exact value if DIGITS significant digits suffice, else the rounded value."""
     if value.denominator == 1:
         return str(value.numerator)
     if abs(value) >= 10**15 or 0 < abs(value) < Fraction(1, 10**6):
@@ -84,7 +84,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 def _root(base: Fraction, exponent: Fraction) -> Fraction:
-    """A power with a broken exponent, as close as a float is."""
+    """Return a power with a fractional exponent, as exact as a float."""
     if base < 0:
         raise ArithmeticFault("a root of a negative number")
     try:
@@ -138,7 +138,7 @@ def _value(node: ast.expr) -> Fraction:
 def _number(value: int | float) -> Fraction:
     if not math.isfinite(value):
         raise ArithmeticFault("the number is too large")
-    number = Fraction(repr(value))  # 0.1 is a tenth, not the float nearest to it
+    number = Fraction(repr(value))  # 0.1 is one tenth, not the nearest float
     if _bits(number) > MAX_BITS:
         raise ArithmeticFault("the number is too large")
     return number

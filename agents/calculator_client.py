@@ -1,8 +1,8 @@
-"""The calculator's MCP server: one process that all rollouts of an event loop share.
+"""Client of the calculator's MCP server, one process shared by all rollouts of an event loop.
 
-A rollout never waits for a start but the first. A server that dies, hangs or writes what is not MCP
-is killed and another one serves the next calls; the calls that were under way are tried again, each
-on a server of its own, so that only a call which breaks its server by itself fails.
+Only the first rollout waits for a start. A server that dies, hangs or breaks MCP is killed, and a
+new one serves the next calls. Calls in progress are retried, each on a separate server, so only a
+call that breaks its own server fails.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ from mcp.types import CONNECTION_CLOSED, CallToolResult, JSONRPCMessage, TextCon
 COMMAND = (sys.executable, str(Path(__file__).with_name("calculator_server.py")))
 START_LIMIT_S = 30.0
 CALL_LIMIT_S = 5.0
-END_LIMIT_S = 2.0  # for the remains of a killed server
-MAX_LINE_BYTES = 65_536  # of one message of the server's
+END_LIMIT_S = 2.0  # for a killed server to exit
+MAX_LINE_BYTES = 65_536  # per message from the server
 _REQUEST_TIMEOUT = 408
 
 
 class CalculatorBroken(ConnectionError):
-    """The server died, hung, did not start or wrote what is not MCP; the message says which."""
+    """Server that died, hung, did not start or broke MCP. The message has the details."""
 
 
 @dataclass
 class Usage:
-    """What the calculators of this process did so far."""
+    """Counters of this process's calculators."""
 
     starts: int = 0
-    start_s: float = 0.0  # spent on starting servers
+    start_s: float = 0.0  # total time to start servers
     calls: int = 0
-    call_s: float = 0.0  # spent on calls, added up over rollouts that wait at once
+    call_s: float = 0.0  # total time in calls; concurrent calls add up
     broken: int = 0  # servers that had to be replaced
 
 
@@ -52,19 +52,19 @@ USAGE = Usage()
 
 
 class Server:
-    """One server process and its MCP session, which one task opens and closes, as anyio asks."""
+    """One server process and its MCP session. One task opens and closes both, as anyio requires."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
         self._closing = asyncio.Event()
         self._opened: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
-        self._fault = ""  # why the server's output ended
+        self._fault = ""  # reason for the end of the server's output
         self.tools: list[Tool] = []
-        self.pid = 0  # of its process, which leads a process group of that number
+        self.pid = 0  # of the process, also its process group
         self._keeper = asyncio.create_task(self._keep())
 
     async def open(self) -> None:
-        """Waits for the tools. Raises CalculatorBroken."""
+        """Wait for the server's tools. Raises CalculatorBroken."""
         started = time.monotonic()
         try:
             async with asyncio.timeout(START_LIMIT_S):
@@ -77,9 +77,9 @@ class Server:
             USAGE.start_s += time.monotonic() - started
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Return the tool's answer, errors of the tool included. Raises CalculatorBroken.
+        """Return the tool's answer, including errors of the tool. Raises CalculatorBroken.
 
-        Half a character, which a model may write and MCP cannot carry, becomes a question mark.
+        A lone surrogate, which a model may write and MCP cannot carry, becomes a question mark.
         """
         if self._fault:
             raise CalculatorBroken(self._fault)
@@ -112,11 +112,11 @@ class Server:
                 self.tools = (await session.list_tools()).tools
                 self._opened.set_result(session)
                 await self._closing.wait()
-        except Exception as error:  # noqa: BLE001  (whatever a foreign program makes of MCP)
+        except Exception as error:  # noqa: BLE001  (a foreign program may break MCP in any way)
             self._fault = self._fault or f"{type(error).__name__}: {error}"
         if not self._opened.done():
             self._opened.set_exception(CalculatorBroken(f"did not start: {self._fault}"))
-            self._opened.exception()  # seen, though nobody may wait for it any more
+            self._opened.exception()  # mark it as retrieved, because no caller may be waiting
 
     @asynccontextmanager
     async def _session(self, process: asyncio.subprocess.Process) -> AsyncIterator[ClientSession]:
@@ -131,9 +131,9 @@ class Server:
             group.cancel_scope.cancel()
 
     async def _receive(self, process: asyncio.subprocess.Process, incoming: Any) -> None:
-        """Passes the server's lines on; its end, or the first one that is no message, is the last.
+        """Forward the server's lines until its output ends or a line is not a message.
 
-        Closing the stream is what tells the session, and with it all who wait for an answer.
+        Closing the stream tells the session, and so fails all pending calls.
         """
         assert process.stdout is not None
         async with incoming:
@@ -149,14 +149,14 @@ class Server:
         assert process.stdin is not None
         async for item in outgoing:
             line = item.message.model_dump_json(by_alias=True, exclude_none=True)
-            with contextlib.suppress(ConnectionError):  # then its output ends, too
+            with contextlib.suppress(ConnectionError):  # its output ends then, too
                 process.stdin.write(line.encode() + b"\n")
                 await process.stdin.drain()
 
 
 @asynccontextmanager
 async def _process(command: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The program in a process group of its own, all of which is killed at the end."""
+    """Run the program in its own process group, and kill the whole group at the end."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -171,30 +171,30 @@ async def _process(command: Sequence[str]) -> AsyncIterator[asyncio.subprocess.P
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # Reads what it had written, too: asyncio waits for the end of an output that it stopped
-        # reading, which a child in another group could keep open.
+        # communicate() also reads leftover output. asyncio waits until an output it stopped
+        # reading closes, and a child in another group could keep it open.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.communicate(), END_LIMIT_S)
 
 
 class Calculator:
-    """The server that all rollouts of one event loop share, replaced when it breaks."""
+    """Server shared by all rollouts of one event loop, replaced when it breaks."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
         self.server: Server | None = None
         self._starting: asyncio.Task[Server] | None = None
-        self._ending: set[asyncio.Task[None]] = set()  # of servers that were replaced
+        self._ending: set[asyncio.Task[None]] = set()  # closing the replaced servers
 
     async def tool(self) -> Tool:
-        """What the server offers first. Raises CalculatorBroken."""
+        """Return the server's first tool. Raises CalculatorBroken."""
         server = await self._shared()
         if not server.tools:
             raise CalculatorBroken("the server offers no tool")
         return server.tools[0]
 
     async def call_tool(self, name: str, arguments: dict[str, Any] | None = None) -> CallToolResult:
-        """The tool's answer. Raises CalculatorBroken when this call breaks its server."""
+        """Return the tool's answer. Raises CalculatorBroken if this call breaks its server."""
         started = time.monotonic()
         try:
             server = await self._shared()
@@ -208,7 +208,7 @@ class Calculator:
             USAGE.call_s += time.monotonic() - started
 
     async def close(self) -> None:
-        """Ends the server; the next call would start another."""
+        """End the server. The next call would start another one."""
         if self._starting is not None:
             await asyncio.wait([self._starting])
         if self.server is not None:
@@ -245,7 +245,7 @@ class Calculator:
             self.server = None
             USAGE.broken += 1
             task = asyncio.create_task(broken.close())
-            self._ending.add(task)  # the loop itself keeps no task alive
+            self._ending.add(task)  # asyncio keeps no strong reference to tasks
             task.add_done_callback(self._ending.discard)
 
 
@@ -253,8 +253,9 @@ _CALCULATORS: WeakKeyDictionary[asyncio.AbstractEventLoop, Calculator] = WeakKey
 
 
 def shared_calculator() -> Calculator:
-    """The running event loop's calculator; its server starts with the first use of it, and ends
-    with the loop.
+    """Return the running event loop's calculator.
+
+    Its server starts at the first use and ends with the loop.
     """
     loop = asyncio.get_running_loop()
     if loop not in _CALCULATORS:

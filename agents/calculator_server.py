@@ -1,8 +1,8 @@
-"""A calculator as an MCP server over stdio; it ends when its input does.
+"""MCP server over stdio with a calculator. It ends when its input closes.
 
     python agents/calculator_server.py
 
-One tool, `calculator(expression)`: arithmetic within the bounds of arithmetic.py.
+It has one tool, `calculator(expression)`: arithmetic within the bounds of arithmetic.py.
 """
 
 import sys
@@ -28,7 +28,7 @@ TOOL = Tool(
 
 
 def answer(arguments: dict[str, object]) -> CallToolResult:
-    """The value as text, or what is wrong with the expression."""
+    """Return the value as text, or the error in the expression."""
     try:
         text, wrong = calculate(str(arguments["expression"])), False
     except ArithmeticFault as fault:

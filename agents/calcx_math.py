@@ -1,13 +1,13 @@
-"""A word-problem solver: AutoGen's AssistantAgent with a calculator, which is an MCP server.
+"""Word-problem solver: AutoGen's AssistantAgent with a calculator from an MCP server.
 
-An ordinary AutoGen program for any OpenAI-compatible server; it knows nothing of training. The
-calculator is one process for all problems that are solved at once. The task is the calculator
-agent's of arXiv 2508.03680, on the data of Calc-X (Kadlcik et al., EMNLP 2023).
+This is an ordinary AutoGen program for any OpenAI-compatible server, and has no code for training.
+All problems being solved share one calculator process. The task is that of the calculator agent in
+arXiv 2508.03680, on data from Calc-X (Kadlcik et al., EMNLP 2023).
 
     python agents/calcx_math.py --base-url http://127.0.0.1:8000/v1 --question "..."
 
-A task is a dict: `id`, `question`, `result` (the right number as text) and, where there is one,
-`chain`: a solution in Calc-X's markup, for demonstrations.
+A task is a dict with `id`, `question` and `result` (the right number as text). It may also have
+`chain`, a solution in Calc-X's markup, for demonstrations.
 """
 
 import argparse
@@ -43,16 +43,16 @@ except ImportError as error:
         sys.exit(message)
     raise ImportError(message, name=error.name) from error
 
-sys.path.insert(0, str(Path(__file__).parent))  # as `python FILE` does; a loader by path does not
+sys.path.insert(0, str(Path(__file__).parent))  # missing when this file is loaded by path
 import calculator_client
 from arithmetic import ArithmeticFault, calculate
 from calculator_client import Calculator, CalculatorBroken, shared_calculator
 from calculator_server import TOOL
 from number_answers import reward
 
-MAX_CALLS = 8  # of the model; a solution has as many calculations and one answer
-MAX_TOKENS = 128  # of one of its replies
-MAX_RESULT_CHARS = 200  # of what the calculator says
+MAX_CALLS = 8  # model calls: up to 7 calculations and one answer
+MAX_TOKENS = 128  # per reply
+MAX_RESULT_CHARS = 200  # per calculator result
 
 SYSTEM = "Solve the problem. Compute with the calculator. End with: The answer is NUMBER."
 SYSTEM_WITHOUT_TOOL = "Solve the problem. End with: The answer is NUMBER."
@@ -71,11 +71,12 @@ INFO = ModelInfo(
 
 
 class CalculatorTool(StdioMcpToolAdapter):
-    """AutoGen's adapter of an MCP tool over the shared session; it says in a few words what it has
-    to say, and keeps what broke.
+    """AutoGen adapter of an MCP tool that uses the shared session.
+
+    It shortens results and messages, and records a broken calculator.
     """
 
-    component_provider_override = None  # it is never written to a file
+    component_provider_override = None  # never serialized
 
     def __init__(self, tool: Tool, calculator: Calculator | None = None) -> None:
         parameters = StdioServerParams(command=calculator_client.COMMAND[0])
@@ -104,20 +105,21 @@ class CalculatorTool(StdioMcpToolAdapter):
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()  # 20 ms each, so one for all clients
+    return ssl.create_default_context()  # takes 20 ms, so all clients share one
 
 
 async def solve(task: Task, llm: Any, *, use_tool: bool = True) -> TaskResult:
-    """The finished conversation. `llm`: base_url, api_key and model.
+    """Return the finished conversation. `llm` has base_url, api_key and model.
 
-    Raises CalculatorBroken where the calculator failed a call: no answer could be trusted then.
+    Raises CalculatorBroken if the calculator failed a call, because no answer could be trusted
+    then.
     """
     tools: list[Any] = []
     if use_tool:
         calculator = shared_calculator()
         tools = [CalculatorTool(await calculator.tool(), calculator)]
     async with openai.DefaultAsyncHttpxClient(verify=_tls()) as http:
-        connection: dict[str, Any] = {"http_client": http}  # passed on, though its types omit it
+        connection: dict[str, Any] = {"http_client": http}  # accepted, but missing in its types
         client = OpenAIChatCompletionClient(
             model=llm.model,
             base_url=llm.base_url,
@@ -145,35 +147,35 @@ async def solve(task: Task, llm: Any, *, use_tool: bool = True) -> TaskResult:
 
 
 def final_reply(result: TaskResult) -> str:
-    """The agent's last words; empty where it was still calculating when its calls were used up."""
+    """Return the agent's last reply, or "" if it ran out of calls while still calculating."""
     last = result.messages[-1]
     return last.content if isinstance(last, TextMessage) else ""
 
 
 async def run(task: Task, llm: Any) -> float:
-    """The reward of one rollout: 1.0 if its answer is the task's number, else 0.0."""
+    """Return the reward of one rollout: 1.0 if its answer is the task's number, else 0.0."""
     return reward(task["result"], final_reply(await solve(task, llm)))
 
 
 async def run_without_tool(task: Task, llm: Any) -> float:
-    """The same without a calculator."""
+    """Return the same reward for a rollout without a calculator."""
     return reward(task["result"], final_reply(await solve(task, llm, use_tool=False)))
 
 
 def usage() -> calculator_client.Usage:
-    """What the calculators of this process did so far."""
+    """Return the counters of this process's calculators."""
     return calculator_client.USAGE
 
 
 # ---- Demonstrations ----------------------------------------------------------------------------
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
-_SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # of thousands, in Calc-X
+_SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # Calc-X's thousands separator
 _GADGET = re.compile(r'<gadget id="calculator">(.*?)</gadget>\s*(?:<output>(.*?)</output>)?', re.S)
 
 
 def steps_of(chain: str) -> tuple[list[tuple[str, str]], str]:
-    """(words before a calculation, its expression) of each one, and the words after the last."""
+    """Return (words before it, expression) for each calculation, and the words after the last."""
     text = re.sub(r"<result>.*?</result>", "", chain, flags=re.S)
     text = _SEPARATOR.sub("", text)
     parts = _GADGET.split(text)  # words, expression, output, words, ..., words
@@ -183,20 +185,21 @@ def steps_of(chain: str) -> tuple[list[tuple[str, str]], str]:
 
 @functools.cache
 def tool_schema() -> dict[str, Any]:
-    """The tool as AutoGen offers it to the model."""
+    """Return the tool as AutoGen offers it to the model."""
     return {"type": "function", "function": {**CalculatorTool(TOOL).schema}}
 
 
 def demonstrate(tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    """Conversations the agent should have, in OpenAI's fine-tuning form, one for each task whose
-    chain can be calculated; its assistant messages are what to learn.
+    """Return demonstrations in OpenAI's fine-tuning form, for tasks whose chain can be calculated.
+
+    The assistant messages are the ones to learn.
     """
     found = [_conversation(task) for task in tasks]
     return [{"messages": each, "tools": [tool_schema()]} for each in found if each]
 
 
 def _conversation(task: Task) -> list[Message]:
-    """The task solved with the calculator; empty where its chain does not say how."""
+    """Return the task solved with the calculator, or nothing if its chain does not show how."""
     steps, after = steps_of(task.get("chain") or "")
     if not 1 <= len(steps) < MAX_CALLS:
         return []
@@ -217,8 +220,9 @@ def _conversation(task: Task) -> list[Message]:
 
 
 def demonstrate_in_one_call(tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    """The same solutions as one calculation each, `(692 + 692) - 458`: nobody has to find out when
-    to stop.
+    """Return demonstrations with one calculation each, such as `(692 + 692) - 458`.
+
+    The model then does not have to learn when to stop.
     """
     nested = [
         task | {"chain": f'<gadget id="calculator">{expression}</gadget>'}
@@ -229,13 +233,13 @@ def demonstrate_in_one_call(tasks: Sequence[Task]) -> list[dict[str, Any]]:
 
 
 def in_one_expression(task: Task) -> str:
-    """The calculations of the task's chain, put into one another.
+    """Return the calculations of the task's chain, nested into one expression.
 
-    Empty where that is not certain: a result which no later calculation uses, or which is a number
-    of the question as well.
+    Return "" if this is ambiguous: no later calculation uses a result, or it is also a number in
+    the question.
     """
     given = set(_NUMBER.findall(task["question"]))
-    whole, expressions, used = "", dict[str, str](), set[str]()  # expressions by their results
+    whole, expressions, used = "", dict[str, str](), set[str]()  # expressions by result
     for _, expression in steps_of(task.get("chain") or "")[0]:
         if given & expressions.keys():
             return ""
@@ -252,7 +256,7 @@ def in_one_expression(task: Task) -> str:
 
 
 def demonstrate_without_tool(tasks: Sequence[Task]) -> list[list[Message]]:
-    """The same solutions with each calculation written out."""
+    """Return the same solutions with each calculation written out."""
     return [messages for task in tasks if (messages := _written_out(task))]
 
 
@@ -278,7 +282,7 @@ def _ending(words: str, task: Task) -> str:
     return f"{words}\nThe answer is {task['result']}.".strip()
 
 
-# ---- By hand -----------------------------------------------------------------------------------
+# ---- Command line ------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""An agent without a framework: a loop of its own around the plain `openai` client.
+"""Agent without a framework: a plain loop around the `openai` client.
 
-It asks for a sum. A reply that does not have the form that was asked for is told so, once.
+It asks for a sum. If the reply has the wrong form, it asks once more.
 
     python agents/from_scratch.py --base-url http://127.0.0.1:8000/v1 --question "What is 17 + 25?"
 """
@@ -14,14 +14,14 @@ from typing import Any
 
 import openai
 
-sys.path.insert(0, str(Path(__file__).parent))  # as `python FILE` does; a loader by path does not
+sys.path.insert(0, str(Path(__file__).parent))  # missing when this file is loaded by path
 from sum_answers import HINT, answer_of, first_messages, reward
 
 MAX_REPLIES = 2
 
 
 async def solve(task: dict[str, Any], llm: Any) -> list[str]:
-    """What the model replied, in order. `llm`: base_url, api_key and model."""
+    """Return the model's replies in order. `llm` has base_url, api_key and model."""
     messages: list[Any] = first_messages(task["question"])
     replies: list[str] = []
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
@@ -38,7 +38,7 @@ async def solve(task: dict[str, Any], llm: Any) -> list[str]:
 
 
 async def run(task: dict[str, Any], llm: Any) -> dict[str, float]:
-    """The last reply's reward, shared out among all that it took."""
+    """Return the last reply's reward, divided by the number of replies."""
     replies = await solve(task, llm)
     return {"reward": reward(task, replies[-1]) / len(replies), "replies": len(replies)}
 

@@ -1,17 +1,18 @@
-"""A question-answering agent: it searches paragraphs as often as it likes, then answers.
+"""Question-answering agent that searches paragraphs several times, then answers.
 
-An ordinary program on the OpenAI Agents SDK, with its default model class, for any server that has
-OpenAI's Responses API; it knows nothing of training. The questions need several facts, each of
-which stands in another paragraph, as in MuSiQue (Trivedi et al., TACL 2022), so a search shows none
-twice; the agent and its reward follow the one of arXiv 2508.03680.
+This is an ordinary program on the OpenAI Agents SDK, with its default model class, for any server
+with OpenAI's Responses API. It has no code for training. Like in MuSiQue (Trivedi et al., TACL
+2022), a question needs several facts, each from a different paragraph, so a search shows no
+paragraph twice. The agent and its reward follow arXiv 2508.03680.
 
     python agents/paragraph_search.py --corpus corpus.jsonl.gz --index runs/index --port 8100
     python agents/musique_rag.py --base-url http://127.0.0.1:8000/v1 \\
         --search-url http://127.0.0.1:8100 --question "..."
 
-A task is a dict: `id`, `question`, `answer`, `answer_aliases`, `supporting` (pids of the paragraphs
-that hold the facts), `search_url`; for a demonstration also `decomposition`, for each fact in order
-`question` (with `#1` for the answer of the first), `answer` and `paragraph` (pid, title, text).
+A task is a dict with `id`, `question`, `answer`, `answer_aliases`, `supporting` (pids of the
+paragraphs that hold the facts) and `search_url`. A demonstration also needs `decomposition`. It
+lists for each fact, in order, `question` (with `#1` for the first answer), `answer` and `paragraph`
+(pid, title, text).
 """
 
 import argparse
@@ -44,17 +45,17 @@ try:
         UserError,
         function_tool,
     )
-except ImportError as error:  # without the SDK, `agents` may be a folder of that name
+except ImportError as error:  # without the SDK, `agents` may be this directory
     raise ImportError(
         "agents/musique_rag.py needs openai-agents; install the extra: "
         "pip install 'lightning-jax[musique]'"
     ) from error
 
-sys.path.insert(0, str(Path(__file__).parent))  # as `python FILE` does; a loader by path does not
+sys.path.insert(0, str(Path(__file__).parent))  # missing when this file is loaded by path
 from answer_score import score
 
 MAX_SEARCHES = 6
-MAX_TOKENS = 80  # of one reply; one that is cut there ends the run with ModelBehaviorError
+MAX_TOKENS = 80  # per reply; a longer one ends the run with ModelBehaviorError
 SEARCH_TIMEOUT_S = 20.0
 
 SYSTEM = (
@@ -63,8 +64,8 @@ SYSTEM = (
 )
 NOTHING_FOUND = "Nothing found."
 NO_MORE = "No more searches. Reply with the answer."
-logging.getLogger("openai.agents").setLevel(logging.CRITICAL)  # what fails is raised as well
-QUIET = RunConfig(tracing_disabled=True)  # nothing goes to OpenAI, whatever the environment says
+logging.getLogger("openai.agents").setLevel(logging.CRITICAL)  # failures are also raised
+QUIET = RunConfig(tracing_disabled=True)  # send nothing to OpenAI, regardless of the environment
 
 Task = dict[str, Any]
 Message = dict[str, Any]
@@ -73,7 +74,7 @@ Paragraph = dict[str, Any]  # pid, title, text
 
 @dataclass
 class Library:
-    """Where the agent searches, and what it has found."""
+    """Search service and the paragraphs found so far."""
 
     search_url: str
     session: aiohttp.ClientSession
@@ -81,9 +82,9 @@ class Library:
     seen: set[str] = field(default_factory=set)  # pids
 
     async def find(self, query: str) -> str:
-        """What the model is told of a query: paragraphs it has not been shown.
+        """Return the text that the model gets for a query: paragraphs that it has not seen.
 
-        Raises ConnectionError if nothing answers.
+        Raises ConnectionError if the search service does not answer.
         """
         if self.num_searches >= MAX_SEARCHES:
             return NO_MORE
@@ -95,7 +96,7 @@ class Library:
                 response.raise_for_status()
                 paragraphs = (await response.json())["paragraphs"]
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-            # Not the agent's doing: a built-in ConnectionError tells its runner so.
+            # Not the agent's fault: a built-in ConnectionError counts as infrastructure.
             raise ConnectionError(
                 f"the search at {self.search_url} gave no answer ({type(error).__name__}: {error})"
             ) from error
@@ -104,13 +105,13 @@ class Library:
 
 
 def show(paragraphs: Sequence[Paragraph]) -> str:
-    """Paragraphs as the model reads them, a line each."""
+    """Format paragraphs for the model, one per line."""
     lines = [f"{each['title']}: {' '.join(each['text'].split())}" for each in paragraphs]
     return "\n".join(lines) or NOTHING_FOUND
 
 
 def _on_failure(_: RunContextWrapper[Any], error: Exception) -> str:
-    """What the model is told of a call with wrong arguments; a search that is down is no such."""
+    """Return the message for a call with wrong arguments. Raise it again if the search is down."""
     if isinstance(error, ConnectionError):
         raise error
     return 'Error: expected {"query": "..."}.'
@@ -124,24 +125,24 @@ async def search(context: RunContextWrapper[Library], query: str) -> str:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()  # 20 ms each, so one for all clients
+    return ssl.create_default_context()  # takes 20 ms, so all clients share one
 
 
 @dataclass(frozen=True)
 class Answered:
-    """The last reply, the searches before it, and the pids of what they found."""
+    """Last reply, number of searches, and the pids of the paragraphs found."""
 
     reply: str
     num_searches: int
     seen: frozenset[str]
-    items: list[Any]  # the conversation, as the SDK gives it
+    items: list[Any]  # the conversation in the SDK's form
 
 
 async def answer(task: Task, llm: Any) -> Answered:
-    """Answers `question` with the help of `search_url`. `llm`: base_url, api_key and model.
+    """Answer `question` with searches at `search_url`. `llm` has base_url, api_key and model.
 
     Raises AgentsException if the model's replies cannot be used, ConnectionError if the search is
-    down, openai.OpenAIError if the model's server fails.
+    down, and openai.OpenAIError if the model's server fails.
     """
     timeout = aiohttp.ClientTimeout(total=SEARCH_TIMEOUT_S)
     async with (
@@ -162,10 +163,10 @@ async def answer(task: Task, llm: Any) -> Answered:
                 agent,
                 task["question"],
                 context=library,
-                max_turns=MAX_SEARCHES + 2,  # one more to be told so, one to answer
+                max_turns=MAX_SEARCHES + 2,  # one over the limit, one for the answer
                 run_config=QUIET,
             )
-        except UserError as error:  # the SDK's name for whatever a tool raises
+        except UserError as error:  # the SDK wraps a tool's exceptions in this
             if isinstance(error.__cause__, ConnectionError):
                 raise error.__cause__ from None
             raise
@@ -178,10 +179,10 @@ async def answer(task: Task, llm: Any) -> Answered:
 
 
 async def run(task: Task, llm: Any) -> dict[str, float]:
-    """One rollout's `reward`, 0.9 * F1 + 0.1 * format, and what else is worth a curve.
+    """Return one rollout's `reward`, 0.9 * F1 + 0.1 * format, and metrics worth plotting.
 
-    `em`, `f1` and `format` are parts of it; `recall` is the share of the supporting paragraphs that
-    the searches found.
+    `em`, `f1` and `format` are parts of the reward. `recall` is the share of supporting paragraphs
+    that the searches found.
     """
     answered = await answer(task, llm)
     supporting = set(task["supporting"])
@@ -195,17 +196,17 @@ async def run(task: Task, llm: Any) -> dict[str, float]:
 
 
 def demonstrate(tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    """Conversations the agent should have: a search for each fact, then the answer.
+    """Return demonstrations: a search for each fact, then the answer.
 
-    Each is a dict of `messages` and `tools`, in the form of OpenAI's chat. What a search finds is
-    asked of the tasks' own search; where it misses the paragraph, that takes the last one's place.
-    Raises ConnectionError if the search is down.
+    Each is a dict of `messages` and `tools` in OpenAI's chat form. The tasks' search service runs
+    the queries. If it misses a paragraph, that paragraph replaces the last result. Raises
+    ConnectionError if the search is down.
     """
     return [{"messages": _conversation(task), "tools": [offered()]} for task in tasks]
 
 
 def offered() -> dict[str, Any]:
-    """The tool as a chat request would offer it."""
+    """Return the tool as a chat request would offer it."""
     function = {
         "name": search.name,
         "description": search.description,
@@ -236,7 +237,7 @@ def _conversation(task: Task) -> list[Message]:
 
 
 def queries(decomposition: Sequence[dict[str, Any]]) -> list[str]:
-    """The question of each fact, with the answers it refers to (`#1`) in their places."""
+    """Return the question of each fact, with references such as `#1` replaced by those answers."""
     answers = [step["answer"] for step in decomposition]
 
     def known(match: re.Match[str]) -> str:
@@ -266,7 +267,7 @@ def _find(search_url: str, query: str, without: Collection[str]) -> list[Paragra
         raise ConnectionError(f"the search at {search_url} gave no answer ({error})") from error
 
 
-# ---- By hand -----------------------------------------------------------------------------------
+# ---- Command line ------------------------------------------------------------------------------
 
 
 def main() -> None:

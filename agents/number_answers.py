@@ -1,4 +1,4 @@
-"""A number in a reply, and whether it is the right one."""
+"""Extraction of the number that a reply gives as its answer, and comparison with the gold one."""
 
 import re
 from fractions import Fraction
@@ -17,12 +17,12 @@ _MARK = re.compile(r"(?:answer|result)\b[\s*:]*(?:is|are|was|equals|=|:)?|<resul
 _BARE_MARK = re.compile(r"(?:answer|result)[\s*]*", re.I)
 _VERB = re.compile(r"\b(?:is|are|was|equals)\b|[=:]", re.I)
 _EXACT = Fraction(1, 10_000)  # relative
-_MAX_DIGITS = 1000  # of a number in a reply; Python refuses to read more than 4300
-_INTEGER = Fraction(1, 100)  # absolute, at most, where the right number is an integer
+_MAX_DIGITS = 1000  # longest number in a reply; Python refuses to parse more than 4300
+_INTEGER = Fraction(1, 100)  # absolute limit, if the right number is an integer
 
 
 def reward(gold: str, reply: str) -> float:
-    """1.0 if the number that the reply ends on is the gold one, else 0.0."""
+    """Return 1.0 if the answer of the reply is the gold number, else 0.0."""
     found, right = last_number(reply), _parse(_SEPARATOR.sub("", gold))
     if right is None:
         raise ValueError(f"the task's result is {gold!r}; expected a number.")
@@ -30,9 +30,11 @@ def reward(gold: str, reply: str) -> float:
 
 
 def last_number(reply: str) -> re.Match[str] | None:
-    """The number that a reply gives as its answer: the first one after its last "answer is" (of an
-    equation there, the one after the last "="), else the last one in the reply. Between "answer"
-    and "is" others may stand, as in "the answer for 5 children is 40".
+    """Return the number that a reply gives as its answer.
+
+    It is the first number after the last "answer is", or, in an equation there, the one after the
+    last "=". Without such words it is the last number of the reply. Other numbers may come between
+    "answer" and "is", as in "the answer for 5 children is 40".
     """
     reply = _SEPARATOR.sub("", reply)
     last_digit = max((digit.start() for digit in _DIGIT.finditer(reply)), default=-1)
@@ -47,7 +49,7 @@ def last_number(reply: str) -> re.Match[str] | None:
 
 
 def _parse(text: str) -> re.Match[str] | None:
-    """The number that a task's `result` begins with: `72`, `2/3 = around 0.666667`, `12 km`."""
+    """Return the number at the start of a task's `result`: `72`, `2/3 = around 0.67`, `12 km`."""
     return _NUMBER.search(text)
 
 
@@ -59,7 +61,7 @@ def _same(gold: re.Match[str], found: re.Match[str]) -> bool:
         return True
     if bool(gold["percent"]) == bool(found["percent"]):
         return False
-    # 25% may stand for 25 or for 0.25.
+    # 25% may mean 25 or 0.25.
     if found["percent"]:
         return _close(gold, right, found, value / 100)
     return _close(gold, right / 100, found, value)
@@ -70,15 +72,15 @@ def _close(gold: re.Match[str], right: Fraction, found: re.Match[str], value: Fr
     tolerance = _EXACT * abs(right)
     if right.denominator == 1:
         return difference <= min(tolerance, _INTEGER)
-    # Two decimals or more are taken for a rounded number.
+    # A number with two or more decimals may be rounded.
     places = min(_decimals(gold), _decimals(found))
     return difference <= max(tolerance, Fraction(1, 2 * 10**places) if places >= 2 else 0)
 
 
 def value_of(number: re.Match[str]) -> Fraction | None:
-    """Return the number's value, a percentage by its digits.
+    """Return the number's value, taking 25% as 25.
 
-    A division by zero and a number of over _MAX_DIGITS have no value.
+    Return None for a division by zero and for a number longer than _MAX_DIGITS.
     """
     if len(number[0]) > _MAX_DIGITS:
         return None
@@ -92,6 +94,6 @@ def value_of(number: re.Match[str]) -> Fraction | None:
 
 
 def _decimals(number: re.Match[str]) -> int:
-    """Decimals as written; a fraction is exact and has as many as anyone."""
+    """Return the number of decimals as written. A fraction is exact, so it has 99."""
     digits = number["digits"]
     return 99 if digits is None else len(digits.partition(".")[2])

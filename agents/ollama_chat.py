@@ -1,6 +1,6 @@
-"""An agent on the `ollama` client, which knows nothing of OpenAI: it asks for a sum.
+"""Agent on the `ollama` client, without OpenAI's API: it asks for a sum.
 
-A reply that does not have the form that was asked for is told so, once.
+If the reply has the wrong form, it asks once more.
 
     python agents/ollama_chat.py --host http://127.0.0.1:11434 --model llama3.2 \
         --question "What is 17 + 25?"
@@ -23,14 +23,14 @@ except ImportError as error:
         sys.exit(message)
     raise ImportError(message, name=error.name) from error
 
-sys.path.insert(0, str(Path(__file__).parent))  # as `python FILE` does; a loader by path does not
+sys.path.insert(0, str(Path(__file__).parent))  # missing when this file is loaded by path
 from sum_answers import HINT, answer_of, first_messages, reward
 
 MAX_REPLIES = 2
 
 
 async def solve(task: dict[str, Any], host: str, model: str) -> list[str]:
-    """What the model replied, in order."""
+    """Return the model's replies in order."""
     messages = first_messages(task["question"])
     replies: list[str] = []
     async with ollama.AsyncClient(host=host) as client:
@@ -45,8 +45,9 @@ async def solve(task: dict[str, Any], host: str, model: str) -> list[str]:
 
 
 async def run(task: dict[str, Any], llm: Any) -> dict[str, float]:
-    """The last reply's reward, shared out among all that it took. The client adds /api/chat to its
-    host, where OpenAI's adds /chat/completions to a base URL that ends in /v1.
+    """Return the last reply's reward, divided by the number of replies.
+
+    The client adds /api/chat to its host, so the /v1 of OpenAI's base URL is removed.
     """
     replies = await solve(task, llm.base_url.removesuffix("/v1"), llm.model)
     return {"reward": reward(task, replies[-1]) / len(replies), "replies": len(replies)}

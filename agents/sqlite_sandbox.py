@@ -1,7 +1,7 @@
-"""A model's SQL: extracted from its reply, run read-only within limits, compared with gold SQL.
+"""Sandbox for a model's SQL: extract it, run it read-only within limits, compare with gold SQL.
 
-Queries run in processes of sqlite_worker.py, which stay for the next query. A query that exceeds
-its time or breaks SQLite takes only its own process with it.
+Queries run in processes of sqlite_worker.py, which are reused. A query that exceeds its time or
+crashes SQLite ends only its own process.
 """
 
 import atexit
@@ -19,52 +19,52 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAX_ROWS = 1000  # read of a result that is only shown
+MAX_ROWS = 1000  # per result that is only shown
 MAX_GOLD_ROWS = 100_000
-TIME_LIMIT_S = 3.0  # of one query
+TIME_LIMIT_S = 3.0  # per query
 GOLD_TIME_LIMIT_S = 60.0
-MEMORY_BYTES = 2**29  # of one worker process; SQLite may use half of it
-MAX_WORKERS = max(4, os.cpu_count() or 1)  # queries that run at once
-MAX_LINE_BYTES = 2**28  # of a worker's output: several times what sqlite_worker.py writes
+MEMORY_BYTES = 2**29  # per worker process; SQLite may use half of it
+MAX_WORKERS = max(4, os.cpu_count() or 1)  # concurrent queries
+MAX_LINE_BYTES = 2**28  # per line of a worker's output, several times the longest possible one
 
 
 class QueryError(Exception):
-    """The query was refused, failed or took too long; the text is for the model."""
+    """Query that was refused, failed or took too long. The message is for the model."""
 
 
 @dataclass(frozen=True)
 class Result:
     rows: list[tuple[Any, ...]]
     num_columns: int
-    cut: bool  # there were more rows than were read
+    cut: bool  # True if there were more rows
 
 
 def extract_sql(text: str) -> str:
-    """The query in a model's reply, without fence, label, prose around it or final semicolon."""
+    """Return the query in a model's reply, without fence, label, prose or final semicolon."""
     fence = re.search(r"```(?:sql(?:ite)?\b)?(.*?)(?:```|$)", text, re.S | re.I)
     body = fence[1] if fence else text
     start = re.search(r"(?:^|:)\s*(?:SELECT|WITH)\b", body, re.M | re.I)
     if start:
         body = body[start.start() :].removeprefix(":")
-    # SQLite's scanner refuses both of these.
+    # SQLite's scanner accepts neither lone surrogates nor null characters.
     scanned = body.encode("utf-8", "replace").decode().replace("\0", " ")
     for end in re.finditer(r";[ \t]*(?=\n|$)", body):
-        if sqlite3.complete_statement(scanned[: end.start() + 1]):  # not within a string
+        if sqlite3.complete_statement(scanned[: end.start() + 1]):  # not inside a string
             body = body[: end.start()]
             break
     return body.strip().rstrip("; \t\n")
 
 
 class SandboxBroken(ConnectionError):
-    """The database or a worker process cannot be used, which is no fault of the query."""
+    """Database or worker process that cannot be used, through no fault of the query."""
 
 
 class Worker:
-    """A process that runs one query at a time."""
+    """Process that runs one query at a time."""
 
     def __init__(self) -> None:
         program = str(Path(__file__).with_name("sqlite_worker.py"))
-        # It needs the standard library alone, and gets none of our environment.
+        # It needs only the standard library, and inherits none of our environment.
         words = [sys.executable, "-I", "-S", program, str(MEMORY_BYTES)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
@@ -76,7 +76,7 @@ class Worker:
         return self._process.poll() is None
 
     def run(self, query: dict[str, Any]) -> Result | None:
-        """Return the result, or None if the process ends instead.
+        """Return the result, or None if the process ended without one.
 
         Raises QueryError, and SandboxBroken if the database cannot be opened.
         """
@@ -93,7 +93,7 @@ class Worker:
         finally:
             timer.cancel()
         if time.monotonic() >= deadline:
-            self.close()  # the timer may do so at any time
+            self.close()  # the timer may kill it at any time
         if "error" in answer:
             raise QueryError(clip(answer["error"], 100))
         if "fault" in answer:
@@ -111,10 +111,10 @@ class Worker:
             self._process.communicate()
 
     def _exchange(self, query: dict[str, Any]) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
-        """Return the rows and the last line of the answer, which is empty if none came."""
+        """Return the rows and the last line of the answer, or an empty dict if none came."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        with suppress(BrokenPipeError):  # then its output ends, too
+        with suppress(BrokenPipeError):  # its output ends then, too
             stdin.write(json.dumps(query).encode() + b"\n")
             stdin.flush()
         rows: list[tuple[Any, ...]] = []
@@ -132,12 +132,12 @@ def _cell(value: Any) -> Any:
 
 _SLOTS = threading.BoundedSemaphore(MAX_WORKERS)
 _IDLE: list[Worker] = []
-os.register_at_fork(after_in_child=_IDLE.clear)  # two readers of one pipe would mix answers
+os.register_at_fork(after_in_child=_IDLE.clear)  # two processes must not read from one pipe
 
 
 @atexit.register
 def close_workers() -> None:
-    """End the processes that wait for queries."""
+    """End the idle worker processes."""
     while _IDLE:
         _IDLE.pop().close()
 
@@ -145,10 +145,10 @@ def close_workers() -> None:
 def run_query(
     db_path: str, sql: str, *, max_rows: int = MAX_ROWS, time_limit_s: float = TIME_LIMIT_S
 ) -> Result:
-    """Return at most `max_rows` rows of one SELECT. Raises QueryError for the query's own faults.
+    """Return at most `max_rows` rows of one SELECT.
 
-    A missing database is not the query's fault and raises FileNotFoundError; a database or a worker
-    process that cannot be used raises SandboxBroken.
+    Raises QueryError for faults of the query, FileNotFoundError for a missing database, and
+    SandboxBroken if the database or a worker process cannot be used.
     """
     if not re.match(r"\s*(?:SELECT|WITH)\b", sql, re.I):
         raise QueryError("only one SELECT query is allowed")
@@ -156,7 +156,7 @@ def run_query(
         raise FileNotFoundError(f"database {db_path} does not exist; expected a SQLite file.")
     query = {"db_path": db_path, "sql": sql, "max_rows": max_rows, "time_limit_s": time_limit_s}
     with _SLOTS:
-        for _ in range(2):  # the system may have ended the first process
+        for _ in range(2):  # the kernel may have killed the first process
             worker = _idle_worker()
             try:
                 result = worker.run(query)
@@ -183,10 +183,10 @@ def _idle_worker() -> Worker:
 
 
 def reward(task: dict[str, Any], sql: str) -> float:
-    """1.0 if `sql` gives what the gold query gives on the task's database, else 0.0.
+    """Return 1.0 if `sql` gives the gold query's result on the task's database, else 0.0.
 
-    Rows are a multiset, or a sequence where the gold query orders its result. Columns stay in
-    place, numbers agree to six digits. Raises ValueError if the gold query itself fails.
+    Row order counts only if the gold query orders its result. Column order always counts. Numbers
+    must agree to six digits. Raises ValueError if the gold query itself fails.
     """
     try:
         gold = run_query(
@@ -213,7 +213,10 @@ _TOKEN = re.compile(
 
 
 def orders_result(sql: str) -> bool:
-    """Whether the outermost query has an ORDER BY: one outside strings, comments, parentheses."""
+    """Return True if the outermost query has an ORDER BY.
+
+    One inside a string, a comment or parentheses does not count.
+    """
     depth = 0
     for token in _TOKEN.findall(sql):
         depth += (token == "(") - (token == ")")
@@ -238,7 +241,7 @@ def _same_cell(a: Any, b: Any) -> bool:
 
 
 def _sort_key(row: tuple) -> tuple[list, list]:
-    """Exact cells first, rounded numbers after: sums that differ by rounding sort alike."""
+    """Return exact cells first, then rounded numbers, so that rounding cannot change the order."""
     numbers = [(i, cell) for i, cell in enumerate(row) if isinstance(cell, int | float)]
     others = [(i, repr(cell)) for i, cell in enumerate(row) if not isinstance(cell, int | float)]
     return others, [
@@ -247,5 +250,5 @@ def _sort_key(row: tuple) -> tuple[list, list]:
 
 
 def clip(text: str, size: int) -> str:
-    """The text, or its beginning and three dots, in at most `size` characters."""
+    """Return the text, or its start and three dots, in at most `size` characters."""
     return text if len(text) <= size else text[: size - 3] + "..."

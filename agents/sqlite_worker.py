@@ -1,10 +1,11 @@
-"""A process that runs SQL queries for sqlite_sandbox.py, under limits that SQLite lacks.
+"""Worker process of sqlite_sandbox.py: run SQL queries under limits that SQLite lacks.
 
     python -I -S agents/sqlite_worker.py MEMORY_BYTES
 
-A query is one line of JSON on standard input. Its answer is lines of JSON on standard output: any
-number with `rows`, then one with `num_columns` and `cut`, with the query's `error`, or with the
-database's `fault`. The process ends with its standard input, or after a query's time limit.
+A query is one line of JSON on standard input. Its answer is several lines of JSON on standard
+output. Any number of lines have `rows`. The last one has `num_columns` and `cut`, the query's
+`error`, or the database's `fault`. The process ends when standard input closes or a query exceeds
+its time limit.
 """
 
 import json
@@ -16,17 +17,17 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-MAX_RESULT_BYTES = 32_000_000  # of one result: texts by their length, any other cell for 8
-ROWS_BYTES = 500_000  # of the rows in one line, so that the reader never decodes much at once
-GRACE_S = 1.0  # after the time limit, when the reader should have ended this process
+MAX_RESULT_BYTES = 32_000_000  # per result: texts and blobs count their length, other cells 8
+ROWS_BYTES = 500_000  # per line, so that the reader never decodes much at once
+GRACE_S = 1.0  # after the time limit, in case the reader has not killed this process
 
-# What SQL may do. The rest is refused: writes, ATTACH, PRAGMA, transactions.
+# Allowed actions. All others are denied: writes, ATTACH, PRAGMA, transactions.
 READS = {
     sqlite3.SQLITE_SELECT,
     sqlite3.SQLITE_READ,
     sqlite3.SQLITE_RECURSIVE,
 }
-# Functions that compute a value from values. The rest is refused: fts3_tokenizer writes pointers,
+# Functions that only compute a value. All others are denied: fts3_tokenizer writes pointers,
 # load_extension loads code.
 FUNCTIONS = frozenset(
     """
@@ -52,7 +53,7 @@ FUNCTIONS = frozenset(
 
 
 def authorize(action: int, _: str | None, name: str | None, *__: str | None) -> int:
-    """Allow reads and the functions of the list."""
+    """Allow reads and the listed functions."""
     allowed = action in READS or (
         action == sqlite3.SQLITE_FUNCTION and (name or "").lower() in FUNCTIONS
     )
@@ -63,7 +64,7 @@ def answers(query: dict[str, Any], memory_bytes: int) -> Iterator[dict[str, Any]
     """Run one query and yield the lines of its answer."""
     uri = f"{Path(query['db_path']).absolute().as_uri()}?mode=ro"
     with closing(sqlite3.connect(uri, uri=True)) as connection:
-        # SQLite bounds its own memory on systems that do not bound a process's.
+        # This also limits memory on systems without a limit per process.
         connection.execute(f"PRAGMA hard_heap_limit = {memory_bytes // 2}")
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
@@ -79,7 +80,7 @@ def answers(query: dict[str, Any], memory_bytes: int) -> Iterator[dict[str, Any]
 
 
 def results(cursor: sqlite3.Cursor, max_rows: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows in several parts, then the number of columns and whether rows are missing."""
+    """Yield the rows in parts, then the number of columns and a flag for missing rows."""
     part: list[list[Any]] = []
     part_bytes = result_bytes = 0
     end = {"num_columns": len(cursor.description or ()), "cut": False}
@@ -102,12 +103,12 @@ def results(cursor: sqlite3.Cursor, max_rows: int) -> Iterator[dict[str, Any]]:
 
 
 def limit_process(memory_bytes: int) -> None:
-    """Bound memory and written files, and be the first that a system short of memory ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the reader, who then ends us
+    """Limit memory and written files, and be the first process killed when memory runs out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the reader, which then ends us
     import resource
 
-    # Darwin accepts no limit of the address space. SQLite writes a small index beside a database
-    # with a write-ahead log to read it.
+    # Darwin does not support a limit on the address space. To read a database with a write-ahead
+    # log, SQLite writes a small index next to it.
     for name, size in (("AS", memory_bytes), ("FSIZE", 2**20), ("CORE", 0)):
         with suppress(AttributeError, ValueError, OSError):
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (size, size))

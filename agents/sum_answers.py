@@ -1,4 +1,4 @@
-"""Sums of small numbers: how one is asked for, and what a reply earns.
+"""Sums of small numbers: the prompt and the reward.
 
 A task is a dict with `question`, such as "What is 17 + 25?", and `answer`, the right number.
 """
@@ -12,7 +12,7 @@ _ANSWER = re.compile(r"^\W*Answer\W*:\W*?(-?\d+)(?![\d.,]*\d)", re.I | re.M)
 
 
 def first_messages(question: str) -> list[dict[str, Any]]:
-    """A conversation with an example, up to the question."""
+    """Return a conversation with an example, up to the question."""
     return [
         {"role": "system", "content": "You add numbers. Reply with one line: Answer: NUMBER"},
         {"role": "user", "content": "What is 2 + 3?"},
@@ -22,13 +22,13 @@ def first_messages(question: str) -> list[dict[str, Any]]:
 
 
 def answer_of(reply: str) -> int | None:
-    """The number of the reply's last line `Answer: NUMBER`; None where there is none."""
+    """Return the number of the reply's last line `Answer: NUMBER`, or None if there is none."""
     found = _ANSWER.findall(reply)
     return int(found[-1]) if found and len(found[-1]) < 20 else None
 
 
 def reward(task: dict[str, Any], output: str) -> float:
-    """1.0 for the right number, 0.1 for another one, 0.0 for a reply without one."""
+    """Return 1.0 for the right number, 0.1 for a wrong one, 0.0 for a reply without one."""
     answer = answer_of(output)
     if answer is None:
         return 0.0

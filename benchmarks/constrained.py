@@ -1,10 +1,10 @@
-"""Measure what one constrained request costs the requests beside it.
+"""Measure how much one constrained request slows the other requests.
 
     python benchmarks/constrained.py [--model smollm2-135m-instruct] [--slots 8] [--tokens 96]
 
-All slots but one generate plain text, first alone and then beside one response that follows a JSON
-schema. Printed are the decode steps per second of the plain requests and the tokens per second of
-the constrained one, by turns, with the medians at the end.
+All slots but one generate plain text, first alone and then next to one response that follows a JSON
+schema. The output has decode steps per second of the plain requests, and tokens per second of the
+constrained one. Each is given as a median over rounds.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import SamplingParams
 
-# Strings without an end keep the response constrained for as long as the others run.
+# Strings of unlimited length keep the response constrained while the others run.
 SCHEMA = {"type": "array", "items": {"type": "string", "minLength": 20}, "minItems": 200}
 
 
 async def follow(generation: Generation) -> list[float]:
-    """Return the arrival of each token."""
+    """Return the arrival time of each token."""
     return [time.perf_counter() async for _ in generation]
 
 
@@ -42,7 +42,7 @@ async def measure(loop: EngineLoop, num_plain: int, tokens: int, constrained: bo
     generation = loop.submit([7] * 32, with_schema) if constrained else None
     beside = asyncio.create_task(follow(generation)) if generation else None
     if beside:
-        await asyncio.sleep(0.2)  # it has begun
+        await asyncio.sleep(0.2)  # until it has started
     running = [follow(loop.submit([5 + i] * 32, plain)) for i in range(num_plain)]
     arrivals = await asyncio.gather(*running)
     steps_s = statistics.median(map(rate, arrivals))
@@ -57,7 +57,7 @@ async def measure(loop: EngineLoop, num_plain: int, tokens: int, constrained: bo
 async def run(loop: EngineLoop, slots: int, tokens: int, rounds: int) -> None:
     await loop.prepare(json_grammar(SCHEMA))
     found: dict[bool, list[list[float]]] = {False: [], True: []}
-    for constrained in (False, True) * (rounds + 1):  # the first ones warm up
+    for constrained in (False, True) * (rounds + 1):  # the first round is a warm-up
         found[constrained].append(await measure(loop, slots - 1, tokens, constrained))
     for constrained, rows in found.items():
         steps, others = zip(*rows[1:], strict=True)

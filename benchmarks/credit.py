@@ -1,14 +1,15 @@
-"""How many steps an agent of many calls needs, by the way its calls get their credit.
+"""Compare credit schemes by the steps that an agent with many calls needs to learn.
 
     python benchmarks/credit.py [--seeds 20] [--max-steps 100] [--plot docs/credit.png]
 
-An agent answers NUM_CALLS questions in a row. A call's prompt says which question it is, how many
-answers were right so far, and the question, which has one right answer at every place. The return
-of a rollout is the share of right answers, earned either at the end, which is all that most agents
-report, or call by call. It succeeds if all answers are right. Runs differ in how credit is given
-and in nothing else; credit, advantages, forest batches, loss and optimizer are those of a training
-run, the model is a decoder of one layer, and rollouts are sampled here because a server would take
-most of the time.
+An agent answers NUM_CALLS questions in a row. The prompt of a call has its position, the number of
+right answers so far, and the question. Each question has one right answer at every position. The
+return of a rollout is the share of right answers. It is earned at the end, which is all that most
+agents report, or call by call. A rollout succeeds if all answers are right.
+
+Runs differ only in how credit is assigned. Credit, advantages, forest batches, loss and optimizer
+are those of a training run. The model is a decoder with one layer. Rollouts are sampled here,
+because a server would take most of the time.
 """
 
 import argparse
@@ -32,10 +33,10 @@ from lightning_jax.types import Trajectory, Transition
 
 NUM_CALLS = 16
 NUM_ANSWERS = 4  # tokens 0 to 3; question k has the right answer k + 1, question 3 has 0
-FIRST_COUNT = NUM_ANSWERS  # the token for 0 right answers so far, and those for more
-FIRST_TURN = FIRST_COUNT + NUM_CALLS  # the token of the first call, and those of later ones
+FIRST_COUNT = NUM_ANSWERS  # token for 0 right answers so far; more follow
+FIRST_TURN = FIRST_COUNT + NUM_CALLS  # token of the first call; later ones follow
 NUM_GROUPS, GROUP_SIZE = 2, 8
-WINDOW = 4  # steps over whose rollouts success is counted
+WINDOW = 4  # steps over which success is averaged
 TARGET = 0.9
 MODEL = DecoderConfig(
     vocab_size=FIRST_TURN + NUM_CALLS, embed_dim=32, mlp_dim=64, num_layers=1, num_heads=4,
@@ -52,12 +53,13 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "learned, lambda 0.9": {"credit": "learned", "gae_lambda": 0.9},
     "learned, lambda 0.5": {"credit": "learned", "gae_lambda": 0.5},
 }
-ONLY_WITH_CALL_REWARDS = ("per step",)  # with one reward at the end it is identical credit
+ONLY_WITH_CALL_REWARDS = ("per step",)  # with one reward at the end it equals "identical"
 
 
 def first_params(key: Array) -> Params:
-    """Random weights as large as a trained model's, so that hidden states keep still while they
-    are learned from, under an output that begins uniform.
+    """Return random weights as large as a trained model's, with an output that starts uniform.
+
+    With large weights, hidden states change little while the output learns from them.
     """
     params = init_params(MODEL, key)
     grown = jax.tree.map(lambda w: w * (50 / MODEL.embed_dim**0.5) if w.ndim == 2 else w, params)
@@ -68,7 +70,7 @@ def first_params(key: Array) -> Params:
 def sample(
     params: Params, key: Array, questions: Int[Array, "N T"]
 ) -> tuple[Int[Array, "N T P"], Int[Array, "N T"], Float[Array, "N T"]]:
-    """(prompts of turn, count and question, answers, their log-probs) of each call."""
+    """Return (prompts of turn, count and question, answers, their log-probs) for each call."""
     num, calls = questions.shape
     positions = jnp.broadcast_to(jnp.arange(3), (num, 3))
 
@@ -98,7 +100,7 @@ def to_trajectories(
     *,
     reward_per_call: bool,
 ) -> list[Trajectory]:
-    """The records that a run would have read from its store."""
+    """Return the records that a run would read from its store."""
     earned = is_right(prompts[:, :, -1], answers) / NUM_CALLS
     trajectories = []
     for i in range(len(prompts)):
@@ -124,8 +126,9 @@ def to_trajectories(
 def run(
     learner: Learner, algorithm: AlgorithmConfig, seed: int, *, reward_per_call: bool, steps: int
 ) -> tuple[list[float], list[float]]:
-    """(share of successful rollouts, explained variance) of each step, until WINDOW steps together
-    reach TARGET.
+    """Return (share of successful rollouts, explained variance) for each step.
+
+    Stop when the mean of WINDOW steps reaches TARGET.
     """
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
     state = learner.init(first_params(key))
@@ -164,7 +167,7 @@ def make(
 def bootstrap(
     samples: Float[np.ndarray, "N T"], rng: np.random.Generator
 ) -> tuple[Float[np.ndarray, " T"], Float[np.ndarray, " T"], Float[np.ndarray, " T"]]:
-    """(mean, lower, upper end of its 95 % interval) over the first axis, from 2,000 resamples."""
+    """Return the mean over the first axis and its 95 % interval, from 2,000 resamples."""
     drawn = rng.integers(0, len(samples), (2000, len(samples)))
     means = np.asarray([samples[rows].mean(axis=0) for rows in drawn])
     low, high = np.percentile(means, [2.5, 97.5], axis=0)
@@ -172,13 +175,13 @@ def bootstrap(
 
 
 def curve(successes: Sequence[float], steps: int) -> list[float]:
-    """Running means over WINDOW steps; the last one is held to the end."""
+    """Return running means over WINDOW steps. The last one is repeated to the end."""
     ends = [min(t, len(successes) - 1) + 1 for t in range(steps)]
     return [float(np.mean(successes[max(0, end - WINDOW) : end])) for end in ends]
 
 
 def report(rewards: str, results: dict[str, list[list[float]]], steps: int, axes: Any) -> None:
-    """Prints a line for each scheme, and draws its curve."""
+    """Print a line for each scheme, and draw its curve."""
     rng = np.random.default_rng(0)
     for scheme, runs in results.items():
         mean, low, high = bootstrap(np.asarray([[len(each)] for each in runs], float), rng)

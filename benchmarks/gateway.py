@@ -1,12 +1,12 @@
-"""What does the gateway cost a request, and a token, beside the engine?
+"""Measure the gateway's cost per request and per token, without the engine.
 
     python benchmarks/gateway.py [--model smollm2-135m-instruct] [--requests 200]
 
-The gateway runs here, over a loop that answers with ready-made tokens as fast as they are taken,
-and records every call in a store. The client is another process, with 8 calls at a time; 8 share a
-prompt of about 300 tokens, as the rollouts of a group do. What counts is the CPU time of this
-process: per request with one token in the response, and per token from what 101 tokens cost more
-than one. The aim is 1 ms a request and 50 us a token.
+The gateway runs in this process, over a loop that returns ready-made tokens at once, and records
+every call in a store. The client is another process with 8 concurrent calls. Each 8 calls share a
+prompt of about 300 tokens, like the rollouts of a group. The result is CPU time of this process.
+The cost per request is that of a response with one token. The cost per token comes from the
+difference to 101 tokens. The goal is 1 ms per request and 50 us per token.
 """
 
 import argparse
@@ -50,7 +50,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] ==
 
 
 class ReadyMade:
-    """Answers every request with the same tokens, one a turn of the event loop."""
+    """Loop that answers every request with the same tokens, one per turn of the event loop."""
 
     status = "ok"
     version = 0
@@ -61,7 +61,7 @@ class ReadyMade:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def prepare(self, grammar: str, owner: str = "") -> None:
-        """Every grammar is fine."""
+        """Accept every grammar."""
 
     def submit(
         self,
@@ -70,7 +70,7 @@ class ReadyMade:
         adapter: int | None = None,
         tenant: str | None = None,
     ) -> Generation:
-        """A generation of `sampling.max_tokens` tokens."""
+        """Return a generation of `sampling.max_tokens` tokens."""
         generation = Generation(lambda _: None)
         task = asyncio.create_task(self._answer(generation, sampling.max_tokens))
         self._tasks.add(task)
@@ -78,7 +78,7 @@ class ReadyMade:
         return generation
 
     def stats(self) -> dict[str, float]:
-        """Nothing is counted."""
+        """Return no counters."""
         return {}
 
     async def _answer(self, generation: Generation, number: int) -> None:
@@ -92,7 +92,7 @@ class ReadyMade:
 
 
 async def cpu_s(gateway: Gateway, requests: int, tokens: int, *, stream: bool) -> float:
-    """CPU seconds of this process for one call, in a rollout of its own."""
+    """Return this process's CPU seconds per request, for requests in a new rollout."""
     name = f"{tokens}-{stream}-{time.monotonic_ns()}"
     llm = gateway.open_rollout(RolloutSettings(name, 0))
     before = time.process_time()
@@ -133,7 +133,7 @@ async def main() -> None:
             with lasting_objects():
                 print("CPU of the gateway   a request    a token")
                 for stream in (False, True):
-                    await cpu_s(gateway, 20, MANY, stream=stream)  # what is loaded at first use
+                    await cpu_s(gateway, 20, MANY, stream=stream)  # warm-up
                     few = await cpu_s(gateway, args.requests, FEW, stream=stream)
                     many = await cpu_s(gateway, args.requests, MANY, stream=stream)
                     a_token = (many - few) / (MANY - FEW)

@@ -1,8 +1,8 @@
-"""llama.cpp's own server as a peer of serve.py: started here, asked over HTTP.
+"""Peer of serve.py: llama.cpp's own server, started here and called over HTTP.
 
-It is asked without streaming, because a stream leaves out tokens that end inside a character, and
-the next turn of an agent needs them all. So when the tokens of a response came is its own account:
-the first one when the prompt was computed, the others evenly after it.
+Calls do not stream, because a stream omits tokens that end inside a character, and an agent's next
+turn needs all tokens. So token times come from the server: the first token when the prompt was
+computed, the others evenly spaced after it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ START_S = 60.0
 
 @dataclass(frozen=True)
 class LlamaServer:
-    """A running one."""
+    """Running server."""
 
     url: str
     process: int
@@ -34,7 +34,10 @@ class LlamaServer:
 async def running(
     http: aiohttp.ClientSession, binary: str, weights: Path
 ) -> AsyncIterator[LlamaServer]:
-    """The server, once it answers. RuntimeError where it does not within a minute."""
+    """Start the server and yield it once it answers.
+
+    Raises RuntimeError if it does not in a minute.
+    """
     port = free_port()
     command = [binary, "--model", str(weights), "--port", str(port), "--threads", str(THREADS)]
     command += ["--parallel", str(SLOTS), "--ctx-size", str(SLOTS * MAX_LEN)]
@@ -64,7 +67,7 @@ async def _wait(http: aiohttp.ClientSession, url: str, child: subprocess.Popen) 
 async def ask(
     http: aiohttp.ClientSession, server: LlamaServer, prompt: Sequence[int], new: int
 ) -> Reply:
-    """One completion of exactly `new` tokens. Raises RuntimeError where it fails."""
+    """Return a completion of exactly `new` tokens. Raises RuntimeError if it fails."""
     body = {
         **{"prompt": list(prompt), "n_predict": new, "ignore_eos": True, "return_tokens": True},
         **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
@@ -81,7 +84,7 @@ async def ask(
 
 
 async def measure(binary: str, weights: Path, workload: str) -> Result:
-    """One workload, on a server of its own."""
+    """Measure one workload on a new server."""
     timeout = aiohttp.ClientTimeout(total=1800)
     async with (
         aiohttp.ClientSession(timeout=timeout) as http,

@@ -1,16 +1,16 @@
-"""Two policies that must agree on a code: one of them frozen, both learning apart, or both as one.
+"""Compare ways to train two policies that must agree on a code: one frozen, separate, or joint.
 
     python benchmarks/policies.py [--seeds 10] [--steps 120] [--plot docs/policies.png]
 
-In each of NUM_ROUNDS rounds a speaker sees one of NUM_SYMBOLS symbols and says one token, of which
-a listener has to guess the symbol. Neither sees what the other saw; both see which round it is and
-how many guesses were right so far. The return, common to both, is the share of right guesses, known
-at the end. At first they say any of all tokens, so a code has to be agreed on, and one who does not
-learn leaves the other nothing to win but its whims.
+In each of NUM_ROUNDS rounds a speaker sees one of NUM_SYMBOLS symbols and says one token. A
+listener must guess the symbol from that token. Neither sees the other's input. Both see the round
+and the number of right guesses so far. The common return is the share of right guesses, known at
+the end. At first they say any of all tokens, so they must agree on a code. If one of them does not
+learn, the other can only adapt to its random choices.
 
-Each policy is an adapter on one random base that stays as it is. Runs differ in who learns and how
-credit is given, and in nothing else; credit, advantages, forest batches, loss and optimizer are
-those of a training run, and rollouts are sampled here because a server would take most of the time.
+Each policy is an adapter on the same frozen random base. Runs differ only in who learns and how
+credit is assigned. Credit, advantages, forest batches, loss and optimizer are those of a training
+run. Rollouts are sampled here, because a server would take most of the time.
 """
 
 import argparse
@@ -52,8 +52,8 @@ from lightning_jax.types import Trajectory, Transition
 ROLES = ("speaker", "listener")
 NUM_ROUNDS = 3
 NUM_SYMBOLS = 4  # tokens 0 to 3
-FIRST_COUNT = NUM_SYMBOLS  # the token for 0 right guesses so far, and those for more
-FIRST_ROUND = FIRST_COUNT + NUM_ROUNDS  # the token of the first round, and those of later ones
+FIRST_COUNT = NUM_SYMBOLS  # token for 0 right guesses so far; more follow
+FIRST_ROUND = FIRST_COUNT + NUM_ROUNDS  # token of the first round; later ones follow
 NUM_GROUPS, GROUP_SIZE = 4, 8
 LORA = LoraConfig(rank=8, alpha=16.0)
 MODEL = adapted_shape(
@@ -66,10 +66,10 @@ MODEL = adapted_shape(
 )  # fmt: skip
 BATCH = BatchConfig(rows=2, row_len=128, max_targets=128, head_chunk=128)
 LEARNING_RATE, VALUE_LEARNING_RATE, NUM_EPOCHS = 3e-3, 3e-3, 2
-LAST = 10  # steps over which a run's end is measured
+LAST = 10  # final steps that a run's result is averaged over
 HALF, FULL = ({"credit": "learned", "gae_lambda": each} for each in (0.5, 1.0))
 JOINT, SHARED = {"policy_updates": "joint"}, {"value_heads": "shared"}
-# Each with who does not learn, and how the others do.
+# For each name: the frozen policy, if any, and changes to the algorithm.
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "frozen listener": ("listener", {}),
     "frozen speaker": ("speaker", {}),
@@ -85,8 +85,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def first_params(key: Array) -> Params:
-    """A random base whose states and logits are as large as a trained model's, and adapters that
-    do nothing yet.
+    """Return a random base and adapters that do nothing yet.
+
+    Its states and logits are as large as a trained model's.
     """
     params = init_params(MODEL, key)
     grown = jax.tree.map(lambda w: w * (50 / MODEL.embed_dim**0.5) if w.ndim == 2 else w, params)
@@ -98,8 +99,9 @@ def first_params(key: Array) -> Params:
 def sample(
     params: Params, key: Array, symbols: Int[Array, "N T"]
 ) -> tuple[Int[Array, "N T P"], Int[Array, "N T"], Float[Array, "N T"]]:
-    """(prompts, tokens said, their log-probs) of the calls of each rollout: the speaker's and the
-    listener's of the first round, of the second, and so on.
+    """Return (prompts, tokens said, their log-probs) of the calls of each rollout.
+
+    The order is speaker and listener of the first round, of the second, and so on.
     """
     num, rounds = symbols.shape
     positions = jnp.broadcast_to(jnp.arange(3), (num, 3))
@@ -131,7 +133,7 @@ def sample(
 def to_trajectories(
     symbols: Int[np.ndarray, "N T"], made: tuple[Any, Any, Any], frozen: str
 ) -> list[Trajectory]:
-    """The records that a run would have read from its store."""
+    """Return the records that a run would read from its store."""
     prompts, said, logprobs = map(np.asarray, made)
     returns = (said[:, 1::2] == symbols).mean(axis=1)
     trajectories = []
@@ -171,7 +173,7 @@ def make(frozen: str, algorithm: AlgorithmConfig, learning_rate: float) -> tuple
 
 
 def run(learner: Learner, config: Config, frozen: str, seed: int, steps: int) -> list[float]:
-    """The mean return of each step."""
+    """Return the mean return of each step."""
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
     state, returns = learner.init(first_params(key)), []
     for step in range(steps):
@@ -189,7 +191,7 @@ def run(learner: Learner, config: Config, frozen: str, seed: int, steps: int) ->
 
 
 def report(name: str, runs: list[list[float]], axes: Any) -> None:
-    """Prints the returns of the last steps and of all, and draws the curve."""
+    """Print the returns of the last steps and of all steps, and draw the curve."""
     rng, curves = np.random.default_rng(0), np.asarray(runs)
     ends, whole = curves[:, -LAST:].mean(axis=1), curves.mean(axis=1)
     mean, low, high = bootstrap(np.stack([ends, whole], axis=1), rng)

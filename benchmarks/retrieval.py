@@ -1,12 +1,12 @@
-"""How many of the paragraphs that a question needs does a search find? No model is involved.
+"""Measure the recall of paragraph search on the paragraphs that questions need.
 
     python benchmarks/retrieval.py --root DIR [--paragraphs 1500]
 
-DIR is a folder that lightning_jax/datasets/musique.py reads; left out, the generated set. The
-searches of the agent in agents/musique_rag.py are asked in two ways: the whole question once, and
-each hop's own question with the earlier answers filled in, which is what a perfect agent would ask.
-`--paragraphs` keeps the paragraphs that the dev questions need and draws others up to that number,
-because embedding a whole corpus on a CPU takes long. Recall is over the dev questions' hops.
+No model is involved. DIR is a directory that lightning_jax/datasets/musique.py reads. Without it
+the data is generated. The search of agents/musique_rag.py gets two kinds of queries: the whole
+question, or each hop's own question with the earlier answers filled in, as a perfect agent would
+ask. `--paragraphs` keeps the paragraphs that the dev questions need and adds random ones up to that
+number. Embedding a whole corpus on a CPU takes long. Recall is over the dev questions' hops.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from sentence_encoder import PACKAGED
 
 COUNTS = (1, 2, 3, 5, 10)
 
-# The queries of a task, each with the pids that it should find.
+# Queries of a task, each with the pids that it should find.
 Asked = list[tuple[str, list[str]]]
 
 
@@ -44,7 +44,7 @@ def hop_questions(task: Task) -> Asked:
 def recall(
     index: ParagraphIndex, tasks: Sequence[Task], ask: Callable[[Task], Asked]
 ) -> dict[int, float]:
-    """For each number of paragraphs a search gives: the share of the needed ones that is found."""
+    """Return the share of needed paragraphs found, for each number of results per search."""
     hits = dict.fromkeys(COUNTS, 0)
     needed = 0
     for query, pids in (pair for task in tasks for pair in ask(task)):
@@ -56,7 +56,7 @@ def recall(
 
 
 def write_subset(corpus: Path, tasks: Sequence[Task], number: int, target: Path) -> None:
-    """A corpus of the paragraphs that the tasks need, and others up to that number."""
+    """Write a corpus of the paragraphs that the tasks need, with random others up to `number`."""
     paragraphs = read_corpus(corpus).by_pid
     needed = {pid for task in tasks for pid in task["supporting"]}
     others = sorted(paragraphs.keys() - needed)

@@ -1,28 +1,29 @@
-"""How fast is the server on the work that agents give it, next to others in the same run?
+"""Measure the server's speed on agent workloads, next to other servers in the same run.
 
     python benchmarks/serve.py [--model NAME] [--only W1 W2] [--ours bfloat16 float32]
                                [--peers vllm llama_cpp transformers] [--peer NAME=URL ...]
                                [--llama-server BINARY FILE.gguf]
 
-Without peers only our server is measured, over HTTP, in a process of its own: with bfloat16 weights
-beside float32 activations, which is its fastest on a CPU, and all in float32. `--peers` are engines
-that `peers/run_NAME.py` calls inside its own process, without HTTP, so the comparison leans to
-their side; each has an environment of its own in `peers/.venvs/`, made once from
-`requirements-NAME.txt` (llama.cpp is compiled, which takes minutes). They read the same weights
-from a Hugging Face directory that is written once to `.cache/`; delete it when the model behind a
-name changes. `--peer` is a server that runs already and speaks OpenAI's completions with token ids
-as prompts and `ignore_eos`. `--llama-server` starts llama.cpp's own (llama_server.py); its
+Without peers only our server is measured, over HTTP and in a separate process. It runs with
+bfloat16 weights and float32 activations, its fastest setting on a CPU, and again all in float32.
+
+`--peers` are engines that `peers/run_NAME.py` calls inside its own process, without HTTP, which
+favors them. Each has its own environment in `peers/.venvs/`, made once from `requirements-NAME.txt`
+(compiling llama.cpp takes minutes). They read the same weights from a Hugging Face directory that
+is written once to `.cache/`. Delete it when the model behind a name changes.
+
+`--peer` is a server that is already running. It must support OpenAI's completions with token ids as
+prompts, and `ignore_eos`. `--llama-server` starts llama.cpp's own server (llama_server.py). Its
 convert_hf_to_gguf.py writes the file from that directory, with `--outtype bf16`.
 
-All get the same prompts, the same numbers of tokens and temperature 1; workloads.py says which. At
-most 16 requests run at once, of at most 1,024 tokens, with a prefix cache where there is one. One
-is measured after another. Each workload is run twice and the second time is reported, so that what
-is compiled or loaded at first use does not count; prompts differ between the two, so that nothing
-of them is cached.
+All get the same prompts, the same numbers of tokens and temperature 1, as workloads.py defines. At
+most 16 requests run at once, each of at most 1,024 tokens, with a prefix cache if there is one.
+Servers are measured one after another. Each workload runs twice and the second run is reported, so
+compiling and loading do not count. The two runs have different prompts, so that none is cached.
 
-In the table `ratio` is a peer's seconds to those of ours that comes first, `ms/token` the median
-time between two tokens of a response, and `prefill/s` how many prompt tokens were computed a second
-until every request had its first token, where all requests fit in at once.
+In the table, `ratio` is a peer's time divided by that of our first setting. `ms/token` is the
+median time between two tokens of a response. `prefill/s` is the prompt tokens computed per second
+until every request had its first token. It needs a workload whose requests all fit in at once.
 """
 
 import argparse
@@ -60,7 +61,7 @@ from lightning_jax.models.load import load_model, save_hf
 from lightning_jax.testing.environments import environment
 
 HERE = Path(__file__).parent
-# What our server is told: the types of its weights, and of its activations beside them.
+# Arguments of our server: the types of its weights and activations.
 OURS = {
     "bfloat16": ("--dtype", "bfloat16", "--activation-dtype", "float32"),
     "float32": ("--dtype", "float32"),
@@ -74,18 +75,18 @@ COLUMNS = ("seconds", "ratio", "tokens/s", "ttft p50", "p99", "ms/token", "prefi
 
 
 class PeerError(RuntimeError):
-    """A peer could not be measured."""
+    """Peer that could not be measured."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server that is measured."""
+    """Server to measure."""
 
     name: str
     url: str  # with /v1
     key: str
     model: str
-    process: int | None = None  # where we started it
+    process: int | None = None  # its id, if we started it
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Row:
 async def request(
     http: aiohttp.ClientSession, target: Target, prompt: Sequence[int], new: int
 ) -> Reply:
-    """One completion of exactly `new` tokens, streamed. Raises RuntimeError where it fails."""
+    """Stream a completion of exactly `new` tokens. Raises RuntimeError if it fails."""
     body = {
         **{"model": target.model, "prompt": list(prompt), "max_tokens": new, "temperature": 1.0},
         **{"stream": True, "ignore_eos": True, "return_token_ids": True},
@@ -126,7 +127,7 @@ async def request(
 
 
 async def measure_server(target: Target, name: str) -> Row:
-    """One workload over HTTP."""
+    """Measure one workload over HTTP."""
     timeout = aiohttp.ClientTimeout(total=1800)
     async with aiohttp.ClientSession(timeout=timeout, read_bufsize=2**20) as http:
         found = await measure_twice(partial(request, http, target), name, target.process)
@@ -134,7 +135,7 @@ async def measure_server(target: Target, name: str) -> Row:
 
 
 def start_ours(model: str, dtype: str) -> tuple[Target, subprocess.Popen]:
-    """Our own server, once it answers."""
+    """Start our own server, and return it once it answers."""
     command = [sys.executable, "-m", "lightning_jax", "serve", "--model", model, "--port", "0"]
     command += ["--slots", str(SLOTS), "--max-len", str(MAX_LEN), "--api-key", "bench"]
     command += OURS[dtype]
@@ -149,7 +150,7 @@ def start_ours(model: str, dtype: str) -> tuple[Target, subprocess.Popen]:
 
 
 def measure_ours(model: str, dtype: str, names: Sequence[str]) -> Iterator[Row]:
-    """Our server, which runs only while it is measured."""
+    """Measure our server, which runs only meanwhile."""
     target, child = start_ours(model, dtype)
     try:
         for name in names:
@@ -162,7 +163,7 @@ def measure_ours(model: str, dtype: str, names: Sequence[str]) -> Iterator[Row]:
 def measure_peer(
     peer: str, dtype: str, directory: Path, names: Sequence[str], python: Path
 ) -> Iterator[Row]:
-    """An engine in its own process, which prints a line a workload. Raises PeerError."""
+    """Measure an engine in its own process, which prints a line per workload. Raises PeerError."""
     command = [python, HERE / f"peers/run_{peer}.py", directory, "--dtype", dtype, "--only", *names]
     for event in events(f"{peer} {dtype}", command):
         if "versions" in event:
@@ -172,7 +173,7 @@ def measure_peer(
 
 
 def measure_llama_server(binary: str, weights: str, names: Sequence[str]) -> Iterator[Row]:
-    """Raises PeerError."""
+    """Measure llama.cpp's server. Raises PeerError."""
     for name in names:
         try:
             found = asyncio.run(llama_server.measure(binary, Path(weights), name))
@@ -182,7 +183,7 @@ def measure_llama_server(binary: str, weights: str, names: Sequence[str]) -> Ite
 
 
 def events(name: str, command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
-    """The JSON lines that a program prints as it runs. Raises PeerError where it fails."""
+    """Yield the JSON lines that a program prints. Raises PeerError if it fails."""
     log = HERE / f".cache/{name.replace(' ', '-')}.log"
     log.parent.mkdir(exist_ok=True)
     with (
@@ -191,14 +192,17 @@ def events(name: str, command: Sequence[str | Path]) -> Iterator[dict[str, Any]]
     ):
         assert child.stdout is not None, "its output is piped"
         for line in child.stdout:
-            if line.startswith('{"'):  # else a library prints
+            if line.startswith('{"'):  # other lines come from libraries
                 yield json.loads(line)
     if child.returncode != 0:
         raise PeerError(f"{name} ended with {child.returncode}; see {log.relative_to(HERE)}")
 
 
 def hf_directory(model: str) -> Path:
-    """A Hugging Face directory with the model's weights, float32; written where there is none."""
+    """Return a Hugging Face directory with the model's float32 weights.
+
+    Write it if there is none.
+    """
     if Path(model).is_dir():
         return Path(model)
     directory = HERE / ".cache" / Path(model).name
@@ -216,7 +220,7 @@ def as_words(versions: dict[str, str]) -> str:
 
 
 def print_machine() -> None:
-    """What all that is measured here runs on."""
+    """Print the machine's CPU, load and measured speed, and our package versions."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "?")
@@ -238,7 +242,7 @@ def head() -> str:
 
 
 def as_line(row: Row, ours: float | None) -> str:
-    """One line of the table; `ours` are our seconds for the same workload."""
+    """Format one line of the table. `ours` is our time in seconds for the same workload."""
     found, first = row.found, row.found.first_token_s
     prefilled = PREFILLED.get(row.workload)
     cells = [
@@ -256,8 +260,11 @@ def as_line(row: Row, ours: float | None) -> str:
 
 
 def compare(args: argparse.Namespace, servers: Sequence[Target]) -> int:
-    """Prints every line as soon as it is there, then the table; returns how many peers failed."""
-    # Nothing is installed, written or loaded while something is measured.
+    """Print every line as soon as it is measured, then the table.
+
+    Return the number of failed peers.
+    """
+    # Install, write and load everything before the first measurement.
     pythons = {
         peer: environment(HERE / f"peers/requirements-{peer}.txt", HERE / "peers/.venvs")
         for peer in args.peers

@@ -1,7 +1,8 @@
-"""How fast are a decode step, a prefill and a gradient, next to the matrix products they must do?
+"""Measure a decode step, a prefill and a gradient against the matrix products that they need.
 
-Each figure is the median of several runs. The limit is measured in the same process: the same
-number of floating-point operations as one large float32 (or bfloat16) matrix product takes.
+Each figure is the median of several runs. The limit is measured in the same process: the time that
+one large float32 (or bfloat16) matrix product takes for the same number of floating-point
+operations.
 
     python benchmarks/speed.py [--model smollm2-135m-instruct] [--slots 16] [--context 256]
 """
@@ -29,7 +30,7 @@ from lightning_jax.types import SamplingParams, TrainingSequence
 
 
 def median_s(run: Callable[[], Any], repeats: int) -> float:
-    """Median seconds of `run` after one run that compiles."""
+    """Return the median seconds of `run` after one run that compiles."""
     jax.block_until_ready(run())
     times = []
     for _ in range(repeats):
@@ -40,7 +41,7 @@ def median_s(run: Callable[[], Any], repeats: int) -> float:
 
 
 def flops_per_s(dtype: Any) -> float:
-    """Of one product of two 2048 x 2048 matrices, with float32 sums."""
+    """Return the FLOP/s of a product of two 2048 x 2048 matrices, with float32 sums."""
     x = jax.random.normal(jax.random.key(0), (2048, 2048), dtype)
     product = jax.jit(functools.partial(jnp.dot, preferred_element_type=jnp.float32))
     return 2 * 2048**3 / median_s(lambda: product(x, x), 5)
@@ -84,7 +85,7 @@ def main() -> None:
 
     seconds = median_s(step, 20)
     report(f"decode step of {args.slots} slots", seconds, args.slots, 2 * size * args.slots, rate)
-    # Sixteen responses of 32 tokens to one prompt: a group as GRPO trains on it.
+    # Sixteen responses of 32 tokens to one prompt, like a GRPO group.
     sequences = [
         TrainingSequence(tuple(ids), tuple(range(9 + k, 41 + k)), (-1.0,) * 32, 1.0, 1 / 512)
         for k in range(16)

@@ -1,12 +1,12 @@
-"""What do new weights cost the requests that run?
+"""Measure how much new weights slow the running requests.
 
     python benchmarks/swap.py [--model smollm2-135m-instruct] [--slots 16] [--swaps 8]
 
-All slots generate while a thread publishes weights again and again, as a trainer does. A token's
-gap is the time since the one before it, the median over slots, so there is one gap a decode step.
-The exchange itself is the gap in which the version changes; the copy, which the publishing thread
-makes beside the decode steps, is told by how much longer all gaps of a publication are than the
-median gap of steps without one. The aim is less than one decode step for the exchange.
+All slots generate while a thread keeps publishing weights, like a trainer. A token's gap is the
+time since the previous one, as the median over slots, so there is one gap per decode step. The cost
+of the exchange is the gap in which the version changes. The publishing thread makes the copy during
+decode steps. Its cost is the sum of all gaps of a publication, each less the median gap without
+one. The goal is less than one decode step for the exchange.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from lightning_jax.serve.generation import Generation
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.types import SamplingParams
 
-PROMPT_LEN, STEPS_BETWEEN = 128, 12  # decode steps from one publication's end to the next
+PROMPT_LEN, STEPS_BETWEEN = 128, 12  # decode steps between two publications
 
 
 @dataclass(frozen=True)
 class Gap:
-    """One decode step: when it was over, how long after the last, and whose weights it used."""
+    """One decode step: its end, its duration, and the version of the weights it used."""
 
     end: float
     seconds: float
@@ -37,12 +37,15 @@ class Gap:
 
 
 async def follow(generation: Generation) -> list[tuple[float, int]]:
-    """(arrival, version) of each token."""
+    """Return (arrival time, version) of each token."""
     return [(time.perf_counter(), chunk.policy_versions[0]) async for chunk in generation]
 
 
 async def publish(loop: EngineLoop, params: object, number: int, pause_s: float) -> list[float]:
-    """When each call of `load_weights` began; it returns once the weights are copied."""
+    """Return the start time of each `load_weights` call.
+
+    A call returns once the weights are copied.
+    """
     begun = []
     for version in range(1, number + 1):
         await asyncio.sleep(pause_s)
@@ -53,7 +56,7 @@ async def publish(loop: EngineLoop, params: object, number: int, pause_s: float)
 
 
 def gaps_of(arrivals: list[list[tuple[float, int]]]) -> list[Gap]:
-    """The steps in order, over slots that all took part in all of them."""
+    """Return the steps in order, for slots that all took part in all of them."""
     ends = [statistics.median(time for time, _ in step) for step in zip(*arrivals, strict=True)]
     versions = [step[0][1] for step in zip(*arrivals, strict=True)]
     return [

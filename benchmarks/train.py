@@ -1,24 +1,24 @@
-"""How fast and how large is an update of the trainer, next to others in the same run?
+"""Measure the speed and memory of a trainer's update, next to other trainers in the same run.
 
     python benchmarks/train.py [--only a b] [--peers torch trl] [--steps N] [--rounds N]
     python benchmarks/train.py --loop RUN_DIR
 
-Each trainer runs in a process of its own, one after another, so that the peak of memory is its own.
-All get the same calls, the same weights from a Hugging Face directory (written once to `.cache/`),
-float32 unless the name says otherwise (ours then reads weights as bfloat16, beside float32
-activations), and 2 threads; updates.py says what the calls are, and the scripts in `peers/` what
-each trainer is told. Peers share an environment, made once in `peers/.venvs/`. With `--rounds 3`
-each has three turns, so that a machine which is faster at one time than at another favours none.
-With `--shrink 8` all lengths are an eighth: a quick trial of the command.
+Each trainer runs in a separate process, one after another, so that each peak of memory is its own.
+All get the same calls, 2 threads, and the same weights from a Hugging Face directory (written once
+to `.cache/`). They use float32 unless the name says otherwise; ours then has bfloat16 weights and
+float32 activations. updates.py defines the calls, and the scripts in `peers/` define each trainer's
+settings. Peers share an environment, made once in `peers/.venvs/`. With `--rounds 3` each trainer
+has three turns, so that a change in the machine's speed favors none. With `--shrink 8` all lengths
+are an eighth, for a quick trial of the command.
 
-In the table `seconds` is the median of the updates after each turn's first, `ratio` a peer's to
-ours, `tokens/s` counts the tokens of the calls one by one and without padding, `computed` those
-that went through the model, `first s` is the first update less the median (ours compiles in it),
-and `x MiB` a peer's peak memory to ours. `norm` is that of the first gradient: the same work, the
-same norm.
+In the table, `seconds` is the median of the updates after each turn's first, and `ratio` a peer's
+divided by ours. `tokens/s` counts the tokens of the calls one by one and without padding.
+`computed` counts the tokens that went through the model. `first s` is the first update less the
+median (ours compiles in it). `x MiB` is a peer's peak memory divided by ours. `norm` is the norm of
+the first gradient: the same work gives the same norm.
 
-`--loop` reads `metrics.jsonl` of a run and prints which part of a step takes what share of it; the
-first step of the policy phase, which compiles, does not count.
+`--loop` reads `metrics.jsonl` of a run and prints the share of each part of a step. The first step
+of the policy phase compiles, so it does not count.
 """
 
 import argparse
@@ -41,10 +41,10 @@ OURS, OURS_BF16 = "lightning_jax", "lightning_jax bf16"
 
 @dataclass(frozen=True)
 class Trainer:
-    """What is measured: a script, and what it is told beside the workload."""
+    """Trainer to measure: a script and its arguments besides the workload."""
 
     name: str
-    peer: str | None  # whose script it is; None: ours
+    peer: str | None  # name of the peer's script; None: ours
     arguments: tuple[str, ...] = ()
     workloads: tuple[str, ...] = ("a", "b")
 
@@ -52,12 +52,12 @@ class Trainer:
 TRAINERS = (
     Trainer(OURS, None),
     Trainer(OURS_BF16, None, ("--dtype", "bfloat16")),
-    Trainer("torch", "torch", (), ("a",)),  # in b it takes minutes and no target is about it
+    Trainer("torch", "torch", (), ("a",)),  # b takes minutes and has no target for it
     Trainer("torch all logits", "torch", ("--logits", "all"), ("a",)),
     Trainer("torch bf16 autocast", "torch", ("--dtype", "bfloat16"), ("a",)),
     Trainer("trl", "trl"),
 )
-# (workload, peer, column, the peer's at least this many times ours)
+# (workload, peer, column, smallest ratio of the peer's value to ours)
 TARGETS = (
     ("a", "torch", "seconds", 1.5),
     ("a", "torch bf16 autocast", "seconds", 1.0),
@@ -65,9 +65,9 @@ TARGETS = (
     ("b", "trl", "seconds", 6.0),
     ("b", "trl", "peak_mib", 2.0),
 )
-NAIVE_TO_FOREST = 4.0  # at least, in workload b
+NAIVE_TO_FOREST = 4.0  # lower limit in workload b
 
-# Of a step of the loop: metrics that are added, those that are taken off, the most it should be.
+# Parts of a step: metrics to add, metrics to subtract, the largest share it should have.
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], float | None]] = {
     "rollout": (("time/rollout_s",), (), None),
     "critic's values": (("time/values_s",), (), None),
@@ -84,7 +84,7 @@ def median_s(found: Result) -> float:
 
 
 def merged(before: Result | None, found: Result) -> Result:
-    """Two turns of a trainer as one: all updates but the second's first, and the higher peak."""
+    """Merge two turns of a trainer: all updates but the second turn's first, the higher peak."""
     if before is None:
         return found
     return replace(
@@ -96,7 +96,7 @@ def merged(before: Result | None, found: Result) -> Result:
 
 
 def measure(trainer: Trainer, workload: str, args: argparse.Namespace, python: Path) -> Result:
-    """One trainer on one workload, in a process of its own. Raises PeerError."""
+    """Measure one trainer on one workload in a separate process. Raises PeerError."""
     script = HERE / (f"peers/run_{trainer.peer}.py" if trainer.peer else "train_ours.py")
     told = ["--workload", workload, "--steps", str(args.steps), "--shrink", str(args.shrink)]
     found = None
@@ -118,7 +118,7 @@ def head() -> str:
 
 
 def as_line(workload: str, name: str, found: Result, ours: Result | None, tokens: int) -> str:
-    """One line of the table; `ours` is our result for the same workload, None if there is none."""
+    """Format one line of the table. `ours` is our result for the same workload, or None."""
     seconds, ratio, more = median_s(found), "-", "-"
     if ours is not None:
         ratio = f"{seconds / median_s(ours):.2f}"
@@ -138,7 +138,7 @@ def as_line(workload: str, name: str, found: Result, ours: Result | None, tokens
 
 
 def print_targets(results: dict[tuple[str, str], Result]) -> None:
-    """What the issue asks for, met or missed, as far as it was measured."""
+    """Print each target as met or missed, as far as it was measured."""
     for workload, peer, column, wanted in TARGETS:
         for name in (OURS, OURS_BF16):
             ours, theirs = results.get((workload, name)), results.get((workload, peer))
@@ -172,7 +172,7 @@ def verdict(held: bool) -> str:
 
 
 def print_norms(results: dict[tuple[str, str], Result]) -> None:
-    """Says where a trainer did other work than ours, by the norm of its first gradient."""
+    """Report trainers that did different work from ours, by the norm of the first gradient."""
     for (workload, name), found in results.items():
         ours = results.get((workload, OURS))
         tolerance = 0.1 if "bf16" in name else 0.01
@@ -184,8 +184,11 @@ def print_norms(results: dict[tuple[str, str], Result]) -> None:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Prints every line as soon as it is there, then the targets; returns how many runs failed."""
-    # Nothing is installed, written or fetched while something is measured.
+    """Print every line as soon as it is measured, then the targets.
+
+    Return the number of failed runs.
+    """
+    # Install, write and fetch everything before the first measurement.
     python = Path(sys.executable)
     peers = python
     if args.peers:
@@ -221,7 +224,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def shares(rows: Sequence[Row]) -> list[str]:
-    """Lines with each part's share of the time of the steps. Raises ValueError without a step."""
+    """Return lines with each part's share of the step time. Raises ValueError without a step."""
     steps = [row for row in rows if "time/rollout_s" in row and "time/step_s" in row][1:]
     if not steps:
         raise ValueError(

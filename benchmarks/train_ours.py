@@ -1,4 +1,4 @@
-"""Our update of a train state, in this process; updates.py says how to call this."""
+"""Our update of a train state, in this process. See updates.py for the command line."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ from lightning_jax.learner import make_learner
 from lightning_jax.models.load import load_model
 from lightning_jax.types import TrainingSequence
 
-# Rows as somebody would choose them who knows how long the calls are.
+# Row sizes chosen for the known lengths of the calls.
 BATCHES = {
     "a": BatchConfig(rows=1, row_len=512, max_targets=128, head_chunk=128),
     "b": BatchConfig(rows=1, row_len=1536, max_targets=640, head_chunk=128),
@@ -28,7 +28,7 @@ BATCHES = {
 
 
 def batch_config(args: argparse.Namespace) -> BatchConfig:
-    """The rows of the workload; what the command line says replaces some of it."""
+    """Return the row sizes of the workload, with overrides from the command line."""
     full = BATCHES[args.workload]
     size = {"row_len": full.row_len // args.shrink} if args.shrink > 1 else {}
     asked = {"rows": args.rows, "row_len": args.row_len}
@@ -44,7 +44,7 @@ def measure(args: argparse.Namespace, calls: Sequence[Call]) -> Result:
     model = load_model(args.model, activation_dtype=precision.activation_dtype)
     config = Config(
         model=precision,
-        # The log-probs of the policy before the update are its own: the ratio is 1.
+        # The old log-probs are the policy's own, so the ratio is 1.
         algorithm=AlgorithmConfig(proximal="old"),
         batch=batch_config(args),
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM),
@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace, calls: Sequence[Call]) -> Result:
     computed = int(metrics["train/num_batches"]) * batch.rows * batch.row_len
     found = clock.result(grad_norm=norms[0], computed=computed)
     rate = flops_per_s(args.dtype)
-    # Only nodes that are read count, so that padding is no excuse.
+    # Only used nodes count, so that padding does not raise the limit.
     nodes = metrics["train/tokens_forest"]
     flops = 6 * ((total - embedding) * nodes + embedding * num_targets)
     return dataclasses.replace(

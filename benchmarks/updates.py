@@ -1,14 +1,14 @@
-"""The updates that a trainer is asked for, and how they are timed.
+"""Updates that trainers are measured on, and their timing.
 
-The peers' scripts run in other environments: only Python's standard library is imported here.
+The peers' scripts run in other environments, so only Python's standard library is imported here.
 
     a  4 calls of 384 prompt and 128 response tokens that share nothing: a flat batch of 4 x 512
     b  a recorded group of 4 rollouts of 4 turns: 256 tokens first, the same for all; a prompt is
        the one before, its response of 24 to 48 tokens and an observation of 32 to 72
 
-Every response token weighs the same, and the policy that sampled is the one that is trained: all
+Every response token has the same weight, and the sampling policy is the one being trained. So all
 trainers minimize the sum of -advantage * log-probability over the number of response tokens. The
-norm of that gradient, before it is clipped to 1, says whether they did the same work.
+norm of that gradient, before clipping to 1, shows whether they did the same work.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LEARNING_RATE, MAX_GRAD_NORM = 1e-6, 1.0
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an agent: what the model read, what it answered and how good that was."""
+    """One call of an agent: prompt, response and advantage."""
 
     prompt: tuple[int, ...]
     response: tuple[int, ...]
@@ -36,20 +36,20 @@ class Call:
 
 @dataclass(frozen=True)
 class Result:
-    """What the updates on one workload took, the first update included, which may compile."""
+    """Cost of the updates on one workload, including the first update, which may compile."""
 
     seconds: tuple[float, ...]
     cpu_s: tuple[float, ...]
     peak_mib: float | None
-    grad_norm: float  # of the first update
-    computed: int  # tokens that went through the model in an update, padding included
-    limit_s: float | None = None  # what the update's matrix products alone would take
-    gflops: float | None = None  # of a large float32 product, from which the limit is
-    naive_to_forest: float | None = None  # tokens of the calls to those of their forest
+    grad_norm: float  # at the first update
+    computed: int  # tokens through the model per update, including padding
+    limit_s: float | None = None  # time of the update's matrix products alone
+    gflops: float | None = None  # speed of a large matrix product, which gives the limit
+    naive_to_forest: float | None = None  # tokens of the calls divided by tokens of their forest
 
 
 def flat(shrink: int) -> list[Call]:
-    """Workload a, its lengths divided by `shrink`."""
+    """Return workload a, with its lengths divided by `shrink`."""
     rng = random.Random("flat")
     return [
         Call(tuple(tokens(rng, 384 // shrink)), tuple(tokens(rng, 128 // shrink)), advantage)
@@ -58,7 +58,7 @@ def flat(shrink: int) -> list[Call]:
 
 
 def group(shrink: int) -> list[Call]:
-    """Workload b, its lengths divided by `shrink`."""
+    """Return workload b, with its lengths divided by `shrink`."""
     rng, calls = random.Random("group"), []
     first = tokens(rng, 256 // shrink)
     for advantage in (1.0, -1.0, 1.0, -1.0):
@@ -74,12 +74,12 @@ WORKLOADS = {"a": flat, "b": group}
 
 
 def num_tokens(calls: Sequence[Call]) -> int:
-    """Tokens of the calls one by one, without padding."""
+    """Return the number of tokens of the calls one by one, without padding."""
     return sum(len(call.prompt) + len(call.response) for call in calls)
 
 
 class Clock:
-    """Measures what runs between `start` and `stop`, each time."""
+    """Timer that records each interval between `start` and `stop`."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -93,7 +93,10 @@ class Clock:
         self.cpu_s.append((cpu_s(os.getpid()) or 0.0) - self._cpu_s)
 
     def result(self, *, grad_norm: float, computed: int) -> Result:
-        """Of all updates so far; call it before anything else takes memory."""
+        """Return the result of all updates so far.
+
+        Call it before anything else allocates memory.
+        """
         return Result(
             tuple(self.seconds), tuple(self.cpu_s), peak_mib(os.getpid()), grad_norm, computed
         )
@@ -104,7 +107,7 @@ def main(
     packages: Sequence[str],
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> None:
-    """Runs one trainer's script: a JSON line with versions, and one with what `measure` found."""
+    """Run one trainer's script: print a JSON line with versions, then one with the result."""
     parser = argparse.ArgumentParser(description="Measure the updates of a trainer.")
     parser.add_argument("model", help="a Hugging Face directory")
     parser.add_argument("--workload", choices=WORKLOADS, required=True)

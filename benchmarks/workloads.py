@@ -1,7 +1,7 @@
-"""The work that agents give a server: what is asked, what came back and how long it took.
+"""Agent workloads for a server: requests, replies and timing.
 
-Whatever answers is an `Ask`: a prompt of token ids and a number of new tokens in, a `Reply` out.
-The peers' scripts run in other environments: only Python's standard library is imported here.
+A server is called through an `Ask`, from token ids and a number of new tokens to a `Reply`. The
+peers' scripts run in other environments, so only Python's standard library is imported here.
 
     W1  16 requests at once: 512-token prompts of which 384 are shared, 128 new tokens
     W2  8 agents at once, 4 turns each: 400 tokens first, 120 more a turn, 60 new tokens a turn
@@ -17,13 +17,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FIRST_ID, LAST_ID = 100, 20_000  # ordinary tokens in every vocabulary of the model families
+FIRST_ID, LAST_ID = 100, 20_000  # ordinary tokens in the vocabularies of all model families
 SLOTS, MAX_LEN, THREADS = 16, 1024, 2
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One response: when each of its tokens came, in seconds after the request."""
+    """One response and the time of each token, in seconds after the request."""
 
     token_ids: tuple[int, ...]
     times: tuple[float, ...]
@@ -31,12 +31,12 @@ class Reply:
 
 @dataclass(frozen=True)
 class Result:
-    """What one workload took."""
+    """Cost of one workload."""
 
     seconds: float
     new_tokens: int
     first_token_s: tuple[float, ...]
-    decode_s: float  # median over requests, from the first token to the last, of one token
+    decode_s: float  # per token after the first, median over requests
     cpu_s: float | None
     peak_mib: float | None
 
@@ -82,13 +82,13 @@ async def short_requests(ask: Ask, rng: random.Random) -> list[Reply]:
 
 WORKLOADS = {"W1": group_sampling, "W2": agents, "W3": one_stream, "W4": short_requests}
 
-# Prompt tokens that are to be computed before the last request can have its first token, where all
-# requests fit in at once and what they share is computed once.
+# Prompt tokens to compute before the last request gets its first token. Only for workloads whose
+# requests all fit in at once. A shared prefix is computed once.
 PREFILLED = {"W1": 384 + 16 * 128, "W3": 64}
 
 
 async def measure(ask: Ask, name: str, seed: int, process: int | None) -> Result:
-    """One run of a workload; `process` is that of whatever answers, where it is on this machine."""
+    """Run a workload once. `process` is the server's process id if it is on this machine."""
     before = cpu_s(process)
     started = time.perf_counter()
     replies = await WORKLOADS[name](ask, random.Random(f"{name} {seed}"))
@@ -106,13 +106,13 @@ async def measure(ask: Ask, name: str, seed: int, process: int | None) -> Result
 
 
 async def measure_twice(ask: Ask, name: str, process: int | None) -> Result:
-    """The second of two runs, with other prompts than the first."""
+    """Run a workload twice with different prompts, and return the second result."""
     await measure(ask, name, 0, process)
     return await measure(ask, name, 1, process)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which that share of them lies, between neighbours in proportion."""
+    """Return the quantile of the values for this share, with linear interpolation."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -121,17 +121,17 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def cpu_s(process: int | None) -> float | None:
-    """CPU time of all threads of a process so far; Linux only."""
+    """Return the CPU time of all threads of a process so far. Linux only."""
     place = Path(f"/proc/{process}/stat")
     if process is None or not place.exists():
         return None
-    # The name of the program, in parentheses, may hold spaces.
+    # The program name in parentheses may contain spaces.
     fields = place.read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_mib(process: int | None) -> float | None:
-    """The most memory of a process that was resident; Linux only."""
+    """Return the peak resident memory of a process. Linux only."""
     place = Path(f"/proc/{process}/status")
     if process is None or not place.exists():
         return None

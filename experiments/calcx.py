@@ -1,16 +1,16 @@
-"""Does reinforcement learning teach a small model to solve word problems with a calculator?
+"""Train a small model by RL to solve word problems with a calculator.
 
-The agent is agents/calcx_math.py: AutoGen's AssistantAgent, whose calculator is an MCP server. Its
-calls go to the policy in this process. First some supervised steps on solutions (a 135M model makes
-no well-formed call by itself), then GRPO on whether the answer is the right number.
+The agent is agents/calcx_math.py: AutoGen's AssistantAgent with a calculator from an MCP server. It
+calls the policy in this process. Training starts with supervised steps on solutions, because a 135M
+model makes no well-formed call at first. Then GRPO rewards the right number as the answer.
 
     python experiments/calcx.py --config experiments/configs/calcx_cpu.yaml [key=value ...]
 
-With no `data.root` the problems are made here; see docs/results.md for what comes out.
-`data.root=DIR` reads Calc-X as published. Without the calculator:
+Without `data.root` the problems are generated; docs/results.md has the results. `data.root=DIR`
+reads Calc-X as published. To train without the calculator, set
 `agent.function=agents/calcx_math.py:run_without_tool`
-`warmup.demonstrations=agents/calcx_math.py:demonstrate_without_tool`. The same command goes on
-after a crash; `run_dir=DIR` starts another run.
+`warmup.demonstrations=agents/calcx_math.py:demonstrate_without_tool`. The same command resumes
+after a crash, and `run_dir=DIR` starts another run.
 """
 
 import time
@@ -24,7 +24,7 @@ from lightning_jax.runner import load_agent, load_function
 
 
 def calculator_usage(agent: str) -> Callable[[], Any] | None:
-    """What tells how much the agent's calculators did, where its file has a function for that."""
+    """Return the `usage` function of the agent's file, or None if it has none."""
     try:
         return load_function(f"{agent.rpartition(':')[0]}:usage")
     except ConfigError:
@@ -35,14 +35,14 @@ def main(config: Config) -> None:
     agent = config.agent
     usage = None
     if agent.command is None and agent.python is None:
-        load_agent(agent.function)  # says first what is not installed
+        load_agent(agent.function)  # fails early if a package is missing
         usage = calculator_usage(agent.function)
     train_tasks, dev_tasks = load_splits(config, load_calcx)
     print(f"{sum('chain' in task for task in train_tasks)} train tasks come with a solution")
     started = time.monotonic()
     train_and_report(config, train_tasks, dev_tasks)
     if usage is None:
-        return  # each rollout has a process and a calculator of its own, which count for themselves
+        return  # each rollout has its own process, whose counters are not visible here
     used, seconds = usage(), time.monotonic() - started
     print(
         f"calculator: {used.calls} calls of {1000 * used.call_s / max(used.calls, 1):.1f} ms, "

@@ -1,16 +1,16 @@
-"""Does reinforcement learning teach a small model to search for facts before it answers?
+"""Train a small model by RL to search for facts before it answers.
 
-The agent is agents/musique_rag.py, on the OpenAI Agents SDK: it searches paragraphs, one fact after
-the other, and answers. Its calls go to the policy in this process; its searches to
-agents/paragraph_search.py, a process of its own that ends with this one. First some supervised
-steps on demonstrated searches, then GRPO on 0.9 * answer F1 + 0.1 * format.
+The agent is agents/musique_rag.py, on the OpenAI Agents SDK. It searches paragraphs for one fact
+after another, then answers. It calls the policy in this process. Its searches go to
+agents/paragraph_search.py, a separate process that ends with this one. Training starts with
+supervised steps on demonstrated searches, then runs GRPO on 0.9 * answer F1 + 0.1 * format.
 
     python experiments/musique.py --config experiments/configs/musique_cpu.yaml [key=value ...]
 
-With no `data.root` the questions and their paragraphs are made here, about an invented world.
+Without `data.root` the questions and their paragraphs are generated, about an invented world.
 `data.root=DIR` reads MuSiQue as released (musique_ans_v1.0_train.jsonl and _dev.jsonl).
-`search.retriever=dense` searches by meaning instead of words. docs/results.md has the figures. The
-same command goes on after a crash; `run_dir=DIR` starts another run.
+`search.retriever=dense` searches by meaning instead of words. docs/results.md has the results. The
+same command resumes after a crash, and `run_dir=DIR` starts another run.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def main(config: Config) -> None:
 
 
 def search_command(search: SearchConfig, corpus: Path, cache: Path) -> list[str]:
-    """The search program and its arguments; an index that is not named lies beside the data."""
+    """Return the search program and its arguments. By default the index is next to the data."""
     encoder = [Path(search.encoder).name] if search.retriever == "dense" else []
     name = "-".join(["index", corpus.parent.name, search.retriever, *encoder])
     index = search.index or cache / name

@@ -1,14 +1,14 @@
-"""Does reinforcement learning teach a small model to answer questions with SQL, in an agent's loop?
+"""Train a small model by RL to answer questions with SQL in an agent's loop.
 
-The agent is agents/spider_sql.py: LangGraph, up to three queries, a checker. Its calls go to the
-policy in this process. First some supervised steps on gold queries (a 135M model never finds a
-reward by itself), then GRPO on execution accuracy.
+The agent is agents/spider_sql.py: LangGraph with up to three queries and a checker. It calls the
+policy in this process. Training starts with supervised steps on gold queries, because a 135M model
+never finds a reward at first. Then it runs GRPO on execution accuracy.
 
     python experiments/spider.py --config experiments/configs/spider_cpu.yaml [key=value ...]
 
-With no `data.root` the tasks are made here; README.md says what a few minutes of training on 2 CPU
-cores do for the greedy reward on unseen databases. `data.root=DIR` reads Spider as published. The
-same command goes on after a crash; `run_dir=DIR` starts another run.
+Without `data.root` the tasks are generated. README.md has the greedy reward on unseen databases
+after a few minutes of training on 2 CPU cores. `data.root=DIR` reads Spider as published. The same
+command resumes after a crash, and `run_dir=DIR` starts another run.
 """
 
 from lightning_jax.config import Config

@@ -1,20 +1,19 @@
-"""Does GRPO alone teach a small model to add, whatever its agent is written in?
+"""Train a small model to add with GRPO alone, with agents in several languages.
 
-The agents have no framework: agents/from_scratch.py is a loop around the plain openai client,
-others use the ollama client or are not in Python. There are no demonstrations. docs/agents.md says
-what a program gets.
+The agents use no framework: agents/from_scratch.py is a loop around the plain openai client. Others
+use the ollama client or are not in Python. There are no demonstrations. docs/agents.md describes
+the inputs of such a program.
 
     python experiments/sums.py --config experiments/configs/sums_cpu.yaml [key=value ...]
 
-Other agents for the same task, as settings (the last one in an environment that has openai and
-nothing else):
+Settings for other agents on the same task (the last one runs in an environment with only openai):
 
     agent.function=agents/ollama_chat.py:run
     agent.command='node agents/any_program/ask.mjs' agent.reward=agents/sum_answers.py:reward
     agent.command='sh agents/any_program/ask.sh' agent.reward=agents/sum_answers.py:reward
     agent.python=OTHER/bin/python
 
-The same command goes on after a crash; `run_dir=DIR` starts another run.
+The same command resumes after a crash, and `run_dir=DIR` starts another run.
 """
 
 from lightning_jax.config import Config

@@ -1,10 +1,10 @@
-"""A bfloat16 GGUF file from a Hugging Face directory of a Llama model, without its vocabulary.
+"""Conversion of a Llama model from a Hugging Face directory to bfloat16 GGUF without vocabulary.
 
-Only token ids go in and out here, so no tokenizer is needed; norms stay float32.
+Only token ids go in and out, so no tokenizer is needed. Norms stay in float32.
 """
 
 # pyright: reportMissingImports=false
-# It runs in an environment of its own.
+# It runs in a separate environment.
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ NAMES = {
 
 
 def gguf_of(directory: Path) -> Path:
-    """The file inside the directory; written where it is missing or older than the weights."""
+    """Return the file in the directory. Write it if it is missing or older than the weights."""
     target, weights = directory / "model-bf16.gguf", directory / "model.safetensors"
     if not target.exists() or target.stat().st_mtime < weights.stat().st_mtime:
         draft = target.with_suffix(".draft")
@@ -75,7 +75,7 @@ def write(target: Path, config: dict[str, Any], weights: Path) -> None:
 
 
 def gguf_name(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` is `blk.3.ffn_up.weight` there."""
+    """Return the GGUF name: `model.layers.3.mlp.up_proj.weight` becomes `blk.3.ffn_up.weight`."""
     parts = name.removeprefix("model.").removesuffix(".weight").split(".")
     if parts[0] == "layers":
         return f"blk.{parts[1]}.{NAMES['.'.join(parts[2:])]}.weight"
@@ -83,12 +83,15 @@ def gguf_name(name: str) -> str:
 
 
 def halves_interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Each head's rows 0 1 2 3 as 0 2 1 3: llama.cpp rotates neighbours, Hugging Face halves."""
+    """Reorder each head's rows 0 1 2 3 to 0 2 1 3.
+
+    llama.cpp rotates neighbors, Hugging Face rotates halves.
+    """
     return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def tensors(weights: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of a safetensors file in float32."""
+    """Yield every tensor of a safetensors file in float32."""
     with weights.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

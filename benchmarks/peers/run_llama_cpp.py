@@ -1,11 +1,13 @@
-"""llama.cpp in this process, many sequences in one batch; stepping.py says how to call this.
+"""llama.cpp in this process, with many sequences in one batch.
 
-Prompts and responses stay in the sequences' caches. A request starts from the one that begins like
-it for longest, and waits a step where that beginning is just being computed for another request.
+See stepping.py for the command line.
+
+Prompts and responses stay in the sequences' caches. A request starts from the sequence with the
+longest common prefix. It waits a step if that prefix is being computed for another request.
 """
 
 # pyright: reportMissingImports=false
-# llama.cpp lives in an environment of its own.
+# llama.cpp is in a separate environment.
 
 import ctypes
 from collections import deque
@@ -19,23 +21,23 @@ from gguf_file import gguf_of
 from stepping import Report, Stepper, main
 from workloads import MAX_LEN, SLOTS, THREADS
 
-BATCH = 2048  # tokens a step, as in llama.cpp's own server
+BATCH = 2048  # tokens per step, as in llama.cpp's own server
 
 
 @dataclass
 class Slot:
-    """One sequence: what is in its cache and what it works on."""
+    """One sequence: the contents of its cache and its request."""
 
-    token_ids: list[int] = field(default_factory=list)  # a sampled token is added at once
-    cached: int = 0  # of these, keys and values are there
-    number: int | None = None  # of its request
+    token_ids: list[int] = field(default_factory=list)  # includes sampled tokens at once
+    cached: int = 0  # how many of them have keys and values
+    number: int | None = None  # its request
     left: int = 0  # tokens to sample
-    used: int = 0  # step in which it last worked
+    used: int = 0  # last step that used it
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request without a slot."""
+    """Request without a slot."""
 
     number: int
     prompt: list[int]
@@ -43,14 +45,14 @@ class Waiting:
 
 
 class Engine:
-    """llama.cpp's model and context, and who uses which sequence."""
+    """llama.cpp's model and context, and the use of its sequences."""
 
     def __init__(self, model: str, dtype: str) -> None:
         if dtype != "bfloat16":
             raise ValueError(f"dtype is {dtype!r}; expected bfloat16, the file's.")
         quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(quiet, None)
-        self._quiet = quiet  # C holds no reference to it
+        self._quiet = quiet  # C keeps no reference to it
         llama_cpp.llama_backend_init()
         path = str(gguf_of(Path(model))).encode()
         loaded = llama_cpp.llama_model_load_from_file(path, llama_cpp.llama_model_default_params())
@@ -59,7 +61,7 @@ class Engine:
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_seq_max = SLOTS * MAX_LEN, BATCH, SLOTS
         settings.n_threads = settings.n_threads_batch = THREADS
-        # A cache per sequence: in one for all, every token would read those of the others too.
+        # One cache per sequence. In a common cache, every token would read other sequences, too.
         settings.kv_unified = False
         self._context = llama_cpp.llama_init_from_model(loaded, settings)
         self._memory = llama_cpp.llama_get_memory(self._context)
@@ -75,7 +77,7 @@ class Engine:
         self._waiting.append(Waiting(number, list(prompt), new))
 
     def step(self, report: Report) -> None:
-        """One batch: a token of every running sequence, and as many prompt tokens as still fit."""
+        """Run one batch: a token of every running sequence, and as many prompt tokens as fit."""
         self._steps += 1
         self._admit()
         rows = self._fill()
@@ -95,7 +97,10 @@ class Engine:
             report(number, [token_id])
 
     def _admit(self) -> None:
-        """Gives slots to requests; those that can share what this step computes wait for it."""
+        """Assign slots to requests.
+
+        A request waits if it can share a prefix computed in this step.
+        """
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
             if not self._place(request):
@@ -111,7 +116,7 @@ class Engine:
         best = max(range(SLOTS), key=lambda i: (ready[i], i in free))
         if max(known) > ready[best] + 32:
             return False
-        # At least the last token is computed, for its logits.
+        # Compute at least the last token, for its logits.
         shared = min(ready[best], len(prompt) - 1)
         target = best if best in free and shared else min(free, key=lambda i: self._slots[i].used)
         if target != best:
@@ -123,10 +128,10 @@ class Engine:
         return True
 
     def _fill(self) -> dict[int, int]:
-        """Puts tokens into the batch; slot -> index in the batch of what is to be sampled from."""
+        """Put tokens into the batch. Return the batch index to sample from, by slot."""
         batch, rows, size = self._batch, {}, 0
         running = [i for i, slot in enumerate(self._slots) if slot.number is not None]
-        # Who decodes needs one token each and goes first.
+        # Decoding sequences need one token each and go first.
         running.sort(key=lambda i: len(self._slots[i].token_ids) - self._slots[i].cached)
         for i in running:
             slot = self._slots[i]
@@ -144,7 +149,7 @@ class Engine:
         return rows
 
     def _sample(self, rows: list[int]) -> list[int]:
-        """One token of each row at temperature 1."""
+        """Sample one token per row at temperature 1."""
         logits = np.empty((len(rows), self._num_tokens), np.float32)
         for place, row in enumerate(rows):
             found = llama_cpp.llama_get_logits_ith(self._context, row)
@@ -160,7 +165,7 @@ class Engine:
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix."""
     size = min(len(left), len(right))
     return next((i for i in range(size) if left[i] != right[i]), size)
 

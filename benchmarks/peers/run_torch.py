@@ -1,11 +1,11 @@
-"""A plain loop of torch: forward, backward and AdamW; ../updates.py says how to call this.
+"""Plain torch loop of forward, backward and AdamW. See ../updates.py for the command line.
 
-Calls of the same lengths are one batch, others go one by one, so nothing is padded. Logits are made
-at response tokens alone, or with `--logits all` at every token, as `model(input_ids)` does.
+Calls of equal lengths form one batch and others run one by one, so nothing is padded. Logits are
+computed only at response tokens, or at every token with `--logits all`, like `model(input_ids)`.
 """
 
 # pyright: reportMissingImports=false
-# transformers lives in an environment of its own.
+# transformers is in a separate environment.
 
 import argparse
 import itertools
@@ -28,7 +28,7 @@ def lengths(call: Call) -> tuple[int, int]:
 
 
 def loss_sum(model: Any, calls: Sequence[Call], *, all_logits: bool) -> torch.Tensor:
-    """-advantage * log-probability, summed over the responses of calls of the same lengths."""
+    """Return -advantage * log-probability, summed over the responses of calls of equal lengths."""
     ids = torch.tensor([call.prompt + call.response for call in calls])
     size = len(calls[0].response)
     kept = 0 if all_logits else size + 1

@@ -1,11 +1,11 @@
-"""transformers' `generate` on what is pending at the moment; stepping.py says how to call this.
+"""transformers' `generate` on the pending requests. See stepping.py for the command line.
 
-Prompts are padded on the left. What comes while a batch is generated waits for the next one, and no
-keys and values outlive a batch: `generate` has neither continuous batching nor a prefix cache.
+Prompts are padded on the left. Requests that arrive during a batch wait for the next one. No keys
+and values outlive a batch, because `generate` has neither continuous batching nor a prefix cache.
 """
 
 # pyright: reportMissingImports=false
-# transformers lives in an environment of its own.
+# transformers is in a separate environment.
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +18,11 @@ from workloads import SLOTS, THREADS
 
 
 class Rows(BaseStreamer):
-    """Hands on the new tokens of every row of a batch."""
+    """Streamer that reports the new tokens of every row of a batch."""
 
     def __init__(self, numbers: Sequence[int], report: Report) -> None:
         self._numbers, self._report = numbers, report
-        self._prompt = True  # comes first, and is not handed on
+        self._prompt = True  # the prompt comes first and is not reported
 
     def put(self, value: Any) -> None:
         if not self._prompt:
@@ -35,7 +35,7 @@ class Rows(BaseStreamer):
 
 
 class Engine:
-    """A model and the requests that wait for it."""
+    """Model and the requests that wait for it."""
 
     def __init__(self, model: str, dtype: str) -> None:
         torch.set_num_threads(THREADS)
@@ -48,7 +48,7 @@ class Engine:
         self._waiting.append((number, list(prompt), new))
 
     def step(self, report: Report) -> None:
-        """A whole batch of requests for the same number of tokens."""
+        """Run a whole batch of requests with the same number of new tokens."""
         new = self._waiting[0][2]
         batch = [waiting for waiting in self._waiting if waiting[2] == new][:SLOTS]
         self._waiting = [waiting for waiting in self._waiting if waiting not in batch]

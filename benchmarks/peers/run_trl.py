@@ -1,13 +1,13 @@
-"""The updates of TRL's GRPOTrainer; ../updates.py says how to call this.
+"""Updates of TRL's GRPOTrainer. See ../updates.py for the command line.
 
-Its own loop trains: accelerate, gradient accumulation, its loss (dapo, the default; no KL term),
-its chunked head, clipping and fused AdamW. Only what it would sample and score is given instead:
-every call is a prompt and a completion, padded to the longest of the step as it pads them. Of its
-defaults, bfloat16 and gradient checkpointing are off unless asked for.
+TRL's own loop trains: accelerate, gradient accumulation, its loss (dapo, the default, without a KL
+term), its chunked head, clipping and fused AdamW. Only sampled and scored data is replaced. Every
+call is a prompt and a completion, padded to the longest of the step like TRL does. Two of its
+defaults, bfloat16 and gradient checkpointing, are off unless requested.
 """
 
 # pyright: reportMissingImports=false
-# TRL lives in an environment of its own.
+# TRL is in a separate environment.
 
 import argparse
 import sys
@@ -28,7 +28,7 @@ from workloads import THREADS
 
 
 def padded(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, mask) of rows of one length."""
+    """Return (ids, mask) of rows padded to one length."""
     width = max(map(len, rows))
     ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width)
     for i, row in enumerate(rows):
@@ -38,7 +38,7 @@ def padded(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[torch.Tensor, 
 
 
 class Recorded(GRPOTrainer):
-    """A trainer whose step is always the same calls, already scored."""
+    """Trainer whose every step has the same calls, already scored."""
 
     def __init__(self, calls: Sequence[Call], **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -58,7 +58,7 @@ class Recorded(GRPOTrainer):
 
 
 class Timer(TrainerCallback):
-    """From before the first microbatch of an update to after its optimizer's step."""
+    """Callback that times each update, from its first microbatch to the optimizer's step."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,7 +1,7 @@
-"""vLLM's engine for CPUs, in this process; stepping.py says how to call this."""
+"""vLLM's CPU engine in this process. See stepping.py for the command line."""
 
 # pyright: reportMissingImports=false
-# vLLM lives in an environment of its own.
+# vLLM is in a separate environment.
 
 import os
 import sys
@@ -57,7 +57,7 @@ class Engine:
 
 
 def preloaded() -> None:
-    """Starts this program again with the libraries that vLLM's guide for CPUs has preloaded."""
+    """Restart this program with the preloaded libraries that vLLM's CPU guide asks for."""
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return
     packages = Path(sysconfig.get_paths()["purelib"])

@@ -1,9 +1,9 @@
-"""What the peers' scripts share: requests that come from coroutines, engines that take steps.
+"""Common code of the peers' scripts: requests from coroutines, engines that run in steps.
 
     PYTHON run_X.py MODEL [--dtype float32|bfloat16] [--only W1 W2]
 
-MODEL is a Hugging Face directory. The engine lives in the script's own process; no server, no HTTP.
-One JSON line a workload is printed, and before them one with the versions of what is measured.
+MODEL is a Hugging Face directory. The engine runs in the script's own process, without server or
+HTTP. The script prints one JSON line with versions, then one per workload.
 """
 
 import argparse
@@ -22,23 +22,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from workloads import WORKLOADS, Reply, measure_twice
 
-Report = Callable[[int, Sequence[int]], None]  # new tokens of a request, as soon as they are there
+Report = Callable[[int, Sequence[int]], None]  # new tokens of a request, as soon as sampled
 
 
 class Stepper(Protocol):
-    """An engine that does some work for the requests it has when it is told to."""
+    """Engine that works on its requests only when `step` is called."""
 
     def add(self, number: int, prompt: Sequence[int], new: int) -> None:
-        """Takes a request for exactly `new` tokens, sampled at temperature 1."""
+        """Add a request for exactly `new` tokens, sampled at temperature 1."""
         ...
 
     def step(self, report: Report) -> None:
-        """Works until at least one token was reported, or a little less."""
+        """Run one unit of work, which usually reports at least one token."""
         ...
 
 
 class Requests:
-    """Coroutines wait here for their tokens while one of them makes the engine step."""
+    """Requests of coroutines, which wait for their tokens while one task steps the engine."""
 
     def __init__(self, engine: Stepper) -> None:
         self._engine = engine
@@ -47,7 +47,7 @@ class Requests:
         self._steps: asyncio.Task[None] | None = None
 
     async def ask(self, prompt: Sequence[int], new: int) -> Reply:
-        """One response of exactly `new` tokens."""
+        """Return a response of exactly `new` tokens."""
         started, number = time.perf_counter(), len(self._found)
         self._found[number] = []
         done = asyncio.get_running_loop().create_future()
@@ -67,7 +67,7 @@ class Requests:
                 for _, done in self._wanted.values():
                     done.set_exception(error)
                 raise
-            await asyncio.sleep(0)  # who has a reply now may ask again before the next step
+            await asyncio.sleep(0)  # finished callers may ask again before the next step
 
     def _report(self, number: int, token_ids: Sequence[int]) -> None:
         now = time.perf_counter()
@@ -80,7 +80,7 @@ class Requests:
 
 
 def main(make: Callable[[str, str], Stepper], packages: Sequence[str]) -> None:
-    """Measures the engine that is made from a model's directory and the name of a dtype."""
+    """Measure the engine that `make` builds from a model's directory and the name of a dtype."""
     parser = argparse.ArgumentParser(description="Measure an engine in this process.")
     parser.add_argument("model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

@@ -1,6 +1,6 @@
-"""Changes that one request makes to its logits: bias, penalties, and its grammar's mask.
+"""Logit changes for one request: bias, penalties and the grammar's mask.
 
-No JAX, no threads. Biases and penalties are added up on the host. Masks stay packed.
+No JAX, no threads. Biases and penalties are summed on the host. Masks stay packed.
 """
 
 from collections import Counter, defaultdict
@@ -14,12 +14,12 @@ from lightning_jax.types import SamplingParams
 
 
 def needs_adjusting(sampling: SamplingParams) -> bool:
-    """Return whether the request's steps change the logits, or give the likeliest tokens."""
+    """Return True if the request changes its logits or asks for the likeliest tokens."""
     return moves_logits(sampling) or sampling.top_logprobs > 0
 
 
 def moves_logits(sampling: SamplingParams) -> bool:
-    """Whether the request draws from other logits than the policy's."""
+    """Return True if the request samples from logits other than the policy's."""
     return bool(
         sampling.logit_bias
         or sampling.presence_penalty
@@ -30,16 +30,16 @@ def moves_logits(sampling: SamplingParams) -> bool:
 
 @dataclass
 class LogitAdjuster:
-    """One request's response so far, as far as it changes what is drawn next.
+    """Logit changes for the next token of one request, given its response so far.
 
-    A request with a grammar has its matcher from `begin` on. Raises ValueError for a bias of a
-    token that the vocabulary lacks.
+    `begin` opens the matcher of a request with a grammar. Raises ValueError if a bias names a token
+    outside the vocabulary.
     """
 
     sampling: SamplingParams
     vocab_size: int
     matcher: Matcher | None = None
-    counts: Counter[int] = field(default_factory=Counter)  # response tokens so far
+    counts: Counter[int] = field(default_factory=Counter)  # of the response's tokens so far
 
     def __post_init__(self) -> None:
         biases: defaultdict[int, float] = defaultdict(float)
@@ -54,7 +54,10 @@ class LogitAdjuster:
         self._biases = np.fromiter(biases.values(), np.float32, len(biases))
 
     def begin(self, grammars: GrammarCompiler) -> None:
-        """Open a matcher if the request has a grammar. Raises as `GrammarCompiler.open`."""
+        """Open a matcher if the request has a grammar.
+
+        Raises the errors of `GrammarCompiler.open`.
+        """
         if self.sampling.grammar is not None:
             self.matcher = grammars.open(self.sampling.grammar)
 
@@ -65,35 +68,38 @@ class LogitAdjuster:
             self.matcher = None
 
     def look(self) -> None:
-        """Take the mask of the next token if it has come. Raises as `Matcher.allowed`."""
+        """Take the mask of the next token if it has arrived.
+
+        Raises the errors of `Matcher.allowed`.
+        """
         if self.matcher:
             self.matcher.look()
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next token can be sampled: its mask has come, or it needs none."""
+        """True if the next token can be sampled: its mask has arrived, or it needs none."""
         return self.matcher is None or self.matcher.has_mask
 
     @property
     def depends_on_tokens(self) -> bool:
-        """Whether the next token's logits depend on the response so far."""
+        """True if the next token's logits depend on the response so far."""
         sampling = self.sampling
         penalties = sampling.presence_penalty or sampling.frequency_penalty
         return bool(penalties) or sampling.grammar is not None
 
     @property
     def has_bias(self) -> bool:
-        """Whether `add_to` changes anything at the next token."""
+        """True if `add_to` changes anything at the next token."""
         penalties = self.sampling.presence_penalty or self.sampling.frequency_penalty
         return bool(len(self._biased_ids) or (self.counts and penalties))
 
     @property
     def forced(self) -> bool:
-        """Whether the next token is the only one that the grammar allows."""
+        """True if the grammar allows only one next token."""
         return self.matcher is not None and self.matcher.forced is not None
 
     def add_to(self, row: Float32[np.ndarray, " V"]) -> None:
-        """Add biases and penalties to the row, which is added to the next token's logits."""
+        """Add biases and penalties to `row`, the bias of the next token's logits."""
         row[self._biased_ids] += self._biases
         frequency, presence = self.sampling.frequency_penalty, self.sampling.presence_penalty
         if self.counts and (frequency or presence):
@@ -102,8 +108,9 @@ class LogitAdjuster:
             row[ids] -= times * np.float32(frequency) + np.float32(presence)
 
     def push(self, token_id: int) -> None:
-        """Take a sampled token that does not end the response. `look` tells if the grammar cannot
-        go on from it.
+        """Record a sampled token that does not end the response.
+
+        If the grammar does not allow it, the next `look` raises.
         """
         self.counts[token_id] += 1
         if self.matcher:

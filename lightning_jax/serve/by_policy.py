@@ -1,4 +1,4 @@
-"""Loops of policies that have weights of their own, as one that knows each policy by its place."""
+"""One loop over several policies, each with weights of its own."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,14 @@ from lightning_jax.serve.intake import LoopStatus, together
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.types import SamplingParams
 
-SHARED = ("serve/compiles",)  # counts of the engine, whose programs all loops run
+SHARED = ("serve/compiles",)  # counted by the engine, which all loops share
 
 
 class LoopsByPolicy:
-    """Hands each request to its policy's loop, which has slots, a prefix cache and weights of its
-    own: nothing that one policy computed can reach another. Starting and ending the loops, and
-    their weights, are the business of who made them.
+    """Router from each request to the loop of its policy.
+
+    Each loop has its own slots, prefix cache and weights, so no cached state crosses policies. The
+    caller starts and closes the loops and loads their weights.
     """
 
     def __init__(self, loops: Sequence[EngineLoop]) -> None:
@@ -21,16 +22,16 @@ class LoopsByPolicy:
 
     @property
     def status(self) -> LoopStatus:
-        """As `EngineLoop.status`; not ok as soon as one loop is not."""
+        """Status like `EngineLoop.status`: the first loop status that is not ok, if any."""
         return together(loop.status for loop in self._loops)
 
     @property
     def num_slots(self) -> int:
-        """Return how many requests all loops decode at once."""
+        """Number of requests that all loops together decode at once."""
         return sum(loop.num_slots for loop in self._loops)
 
     async def prepare(self, grammar: str, owner: str = "") -> None:
-        """As `EngineLoop.prepare`, for all loops."""
+        """Compile a grammar for all loops. See `EngineLoop.prepare`."""
         await self._loops[0].prepare(grammar, owner)
 
     def submit(
@@ -40,8 +41,9 @@ class LoopsByPolicy:
         adapter: int | None = None,
         tenant: str | None = None,
     ) -> Generation:
-        """As `EngineLoop.submit`; `adapter` is the policy's place. ValueError where there is none
-        of it.
+        """Queue a request on the loop with index `adapter`. See `EngineLoop.submit`.
+
+        Raises ValueError if there is no such loop.
         """
         if adapter is None or not 0 <= adapter < len(self._loops):
             raise ValueError(
@@ -50,7 +52,7 @@ class LoopsByPolicy:
         return self._loops[adapter].submit(prompt_ids, sampling, tenant=tenant)
 
     def stats(self) -> dict[str, float]:
-        """The counters of all loops together."""
+        """Return the counters, summed over all loops."""
         found = [loop.stats() for loop in self._loops]
         together = {name: sum(stats[name] for stats in found) for name in found[0]}
         return together | {name: found[0][name] for name in SHARED}

@@ -1,20 +1,21 @@
-"""Grammars that a response must follow: which tokens may come next, and which one must. No JAX.
+"""Grammars that constrain a response: masks of allowed next tokens and forced tokens. No JAX.
 
-A grammar is text in llguidance's dialect of Lark. The functions at the end write it: each gives an
-expression, `grammar` makes the whole of one. An expression is plain text, so `/[a-z]+/` and other
-pieces of Lark may stand among them.
+A grammar is text in llguidance's dialect of Lark. The functions at the end of this module build it:
+`grammar` returns a whole grammar, the others return expressions. An expression is plain text, so
+`/[a-z]+/` and other pieces of Lark can be mixed in.
 
     grammar(sequence(literal("<tool_call>\\n"), json_schema(schema), literal("\\n</tool_call>")))
 
-llguidance itself runs in processes of its own (grammar_process.py), one for each grammar. With
-llguidance 1.9.1 the first of these grammars ends its process by a segmentation fault, and the
-second allocates memory until the allocation fails:
+llguidance runs in separate processes (grammar_process.py), one per grammar. With llguidance 1.9.1
+the first grammar below ends its process with a segmentation fault. The second allocates memory
+until the allocation fails:
 
     start: %json {"const": -9223372036854775808}
     start: %json {"allOf": [{"type": "string", "pattern": "a0.*b"}, ..., {"pattern": "a39.*b"}]}
 
-The first negates the smallest int64 while it writes the number as a regular expression, without
-end. The second builds the automaton of an intersection, which has a state for each set of patterns.
+The first recurses forever: it negates the smallest int64 to write the number as a regular
+expression. The second builds the automaton of an intersection, with a state for each set of
+patterns.
 """
 
 import asyncio
@@ -42,18 +43,18 @@ from lightning_jax.serve.grammar_process import (
     patience_s,
 )
 
-# As Python's json.dumps and the chat templates write it. With one spelling the punctuation is
-# forced, and no model can go on with white space for ever.
+# The style of Python's json.dumps and of the chat templates. With a single spelling, punctuation
+# is forced and a model cannot emit white space forever.
 _JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
-MAX_VERDICTS = 4096  # grammars remembered as good or refused
+MAX_VERDICTS = 4096  # grammars remembered as accepted or rejected
 
 
 class GrammarCompiler:
-    """Makes matchers for one vocabulary. Every method may be called from any thread.
+    """Factory of matchers for one vocabulary. Every method may be called from any thread.
 
-    `vocab_size` is the model's, where it differs from the tokenizer's. At the first grammar a
-    process starts that makes the tokenizer's tables, which takes 0.3 s for 49,152 tokens.
+    `vocab_size` is the model's, if it differs from the tokenizer's. The first grammar starts a
+    process that builds the tokenizer's tables, which takes 0.3 s for 49,152 tokens.
     """
 
     def __init__(
@@ -72,17 +73,17 @@ class GrammarCompiler:
         self._processes: OrderedDict[bytes, GrammarProcess] = OrderedDict()
         self._verdicts: OrderedDict[bytes, GrammarError | None] = OrderedDict()
         self._lock = threading.Lock()
-        # One grammar that is new is tried at a time, and each owner has one in the queue.
+        # One new grammar is tried at a time, and each owner has at most one in the queue.
         self._trials = ThreadPoolExecutor(1, "grammar")
         self._turns: weakref.WeakValueDictionary[tuple[int, str], asyncio.Lock]
         self._turns = weakref.WeakValueDictionary()
-        self.counts: Counter[str] = Counter()  # "accepted", or why grammars were refused
+        self.counts: Counter[str] = Counter()  # by "accepted" or the reason of a rejection
 
     @classmethod
     def shared(
         cls, tokenizer: Tokenizer, vocab_size: int, limits: GrammarLimits
     ) -> "GrammarCompiler":
-        """Return the compiler of this tokenizer, one for all engines that have it."""
+        """Return the compiler for this tokenizer. Engines with the same tokenizer share it."""
         key = (id(tokenizer), vocab_size, limits)
         with _SHARED_LOCK:
             compiler = _SHARED.get(key)
@@ -91,10 +92,10 @@ class GrammarCompiler:
             return compiler
 
     async def prepare(self, grammar: str, owner: str = "") -> None:
-        """Find out whether the grammar compiles, off the event loop, and remember the answer.
+        """Check that the grammar compiles, off the event loop, and remember the result.
 
-        Owners, such as rollouts, take turns. Raises GrammarError, and GrammarProcessLost if the
-        processes of grammars do not start.
+        Owners, such as rollouts, take turns. Raises GrammarError if it does not compile, and
+        GrammarProcessLost if the grammar processes do not start.
         """
         if not self._is_known(grammar):
             event_loop = asyncio.get_running_loop()
@@ -104,7 +105,7 @@ class GrammarCompiler:
         self.check(grammar)
 
     def check(self, grammar: str) -> None:
-        """As `prepare`, but wait in this thread."""
+        """Check that the grammar compiles, like `prepare`, but block this thread."""
         if not self._is_known(grammar):
             verdict = self._try(grammar)
             with self._lock:
@@ -118,9 +119,9 @@ class GrammarCompiler:
             raise GrammarError(str(verdict), verdict.reason)
 
     def open(self, grammar: str) -> "Matcher":
-        """Return a matcher at the grammar's beginning, without waiting for its first mask.
+        """Return a matcher at the start of the grammar, without waiting for its first mask.
 
-        Raises GrammarError, GrammarProcessLost, and OSError if no descriptor is left.
+        Raises GrammarError, GrammarProcessLost, and OSError if no file descriptor is left.
         """
         digest = _digest(grammar)
         with self._lock:
@@ -129,7 +130,7 @@ class GrammarCompiler:
                 process = self._start_server().start(grammar)
             self._processes[digest] = process
             while len(self._processes) > self._max_cached:
-                self._processes.popitem(last=False)  # it ends when its last response does
+                self._processes.popitem(last=False)  # ends with its last response
         return Matcher(Replies(process, patience_s(self._limits)), self._vocab_size)
 
     def matcher(self, grammar: str) -> "Matcher":
@@ -142,7 +143,7 @@ class GrammarCompiler:
             return _digest(grammar) in self._verdicts
 
     def _try(self, grammar: str) -> GrammarError | None:
-        # The texts around the schemas are small, which alone are known before.
+        # max_grammar_kib was checked for the schemas alone. The text around them is small.
         most, length = 2 * self._limits.max_kib * 1024, len(grammar)
         if length > most:
             return GrammarError(
@@ -184,7 +185,7 @@ def _digest(grammar: str) -> bytes:
 
 
 class Matcher:
-    """How far one response has come in its grammar. For one thread at a time."""
+    """Position of one response in its grammar. Not thread-safe."""
 
     def __init__(self, replies: Replies, vocab_size: int) -> None:
         self._replies, self._vocab_size = replies, vocab_size
@@ -194,61 +195,67 @@ class Matcher:
         self._error: GrammarError | GrammarProcessLost | None = None
 
     def packed(self) -> UInt8[np.ndarray, " V8"]:
-        """Return the mask of the next token with 8 tokens a byte, the first one lowest.
+        """Return the packed mask of the next token: 8 tokens a byte, lowest bit first.
 
-        Wait for it. Raises as `allowed`.
+        Blocks until the mask arrives. Raises the errors of `allowed`.
         """
         self._look(None)
         assert self._packed is not None, "without a time-out a reply has come"
         return self._packed
 
     def look(self) -> None:
-        """Take the mask of the next token if it has come. Raises as `allowed`."""
+        """Take the mask of the next token if it has arrived. Raises the errors of `allowed`."""
         self._look(0.0)
 
     @property
     def has_mask(self) -> bool:
-        """Whether the mask of the next token is here."""
+        """True if the mask of the next token has arrived."""
         return self._packed is not None
 
     def fileno(self) -> int:
-        """Return the descriptor on which the next mask comes."""
+        """Return the file descriptor that becomes readable when the next mask arrives."""
         return self._replies.fileno()
 
     def allowed(self) -> Bool[np.ndarray, " V"]:
-        """True for the tokens that may come next, at least one.
+        """Return True for each token that may come next, which is at least one.
 
-        Where the grammar fixes the text that follows, that is only the token with which the
-        tokenizer itself would go on. Raises GrammarError if the grammar leads nowhere or is too
-        complex here, GrammarProcessLost if its process was lost.
+        If the grammar fixes the next text, only the token that the tokenizer would use is allowed.
+        Raises GrammarError if the grammar allows no token or is too complex, and GrammarProcessLost
+        if its process was lost.
         """
         bits = np.unpackbits(self.packed(), bitorder="little", count=self._vocab_size)
         return bits.astype(bool)
 
     @property
     def forced(self) -> int | None:
-        """The one token that is allowed; None if there is a choice. Raises as `allowed`."""
+        """Only token that is allowed, or None if there is a choice.
+
+        Raises the errors of `allowed`.
+        """
         self.packed()
         return self._forced
 
     @property
     def finished(self) -> bool:
-        """Whether the text is complete and nothing but the end-of-turn token may follow."""
+        """True if the text is complete and only the end-of-turn token may follow."""
         self.packed()
         return self._finished
 
     def push(self, token_id: int) -> None:
-        """Take the token that was sampled. The next mask raises GrammarError if it did not fit."""
+        """Advance by a sampled token.
+
+        The next mask raises GrammarError if the token is not allowed.
+        """
         self.packed()
         self._replies.send(token_id)
         self._packed = self._forced = None
 
     def close(self) -> None:
-        """Let the process forget this response."""
+        """Release this response's matcher in the grammar process."""
         self._replies.close()
 
     def _look(self, timeout_s: float | None) -> bool:
-        """Take the reply if it comes in time. An error stays."""
+        """Take the reply if it arrives in time. An error is raised again on every later call."""
         if self._error is not None:
             raise self._error
         if self._packed is None:
@@ -287,10 +294,10 @@ class Matcher:
 
 
 def literal(text: str, tokenizer: Tokenizer | None = None) -> str:
-    """Exactly this text.
+    """Return an expression for exactly this text.
 
-    With a tokenizer, an added token in it, such as Qwen's "<tool_call>", must come as that token.
-    Without one, a special token's text is ordinary characters.
+    With a tokenizer, an added token in the text, such as Qwen's "<tool_call>", must be sampled as
+    that token. Without one, a special token's text is ordinary characters.
     """
     parts, rest = [], text
     added = [i for i in tokenizer.encode(text) if i in tokenizer.added_ids] if tokenizer else []
@@ -304,43 +311,43 @@ def literal(text: str, tokenizer: Tokenizer | None = None) -> str:
 
 
 def json_schema(schema: Mapping[str, Any] | None = None) -> str:
-    """JSON that fits the schema, or any object, spelled as Python's json.dumps does.
+    """Return an expression for JSON that fits the schema, or for any object if it is None.
 
-    Properties come in the schema's order.
+    The JSON is spelled like Python's json.dumps output. Properties come in the schema's order.
     """
     settled = {"type": "object"} if schema is None else schema
     return f"%json {json.dumps({**settled, 'x-guidance': _JSON_STYLE})}"
 
 
 def sequence(*parts: str) -> str:
-    """One part after another."""
+    """Return an expression for the parts in order."""
     return f"({' '.join(parts)})"
 
 
 def one_of(*parts: str) -> str:
-    """Any one of the parts."""
+    """Return an expression for any one of the parts."""
     return f"({' | '.join(parts)})"
 
 
 def repeat(part: str, separator: str = "", *, at_least: int = 1, at_most: int | None = None) -> str:
-    """The part again and again, with the separator, an expression too, between two of it."""
+    """Return an expression for repetitions of `part`, with `separator` between them."""
     if at_most == 0:
         return _quoted("")
     least, most = max(at_least - 1, 0), "" if at_most is None else at_most - 1
-    more = "" if at_most == 1 else f" ({separator} {part}){{{least},{most}}}"  # {0,0} is refused
+    more = "" if at_most == 1 else f" ({separator} {part}){{{least},{most}}}"  # {0,0} is invalid
     some = f"({part}{more})"
     return some if at_least else f"{some}?"
 
 
 def grammar(expression: str) -> str:
-    """The grammar whose language is the expression's."""
+    """Return a grammar that accepts exactly the expression."""
     return f"start: {expression}"
 
 
 def json_grammar(schema: Mapping[str, Any] | None = None) -> str:
-    """The grammar of `json_schema`."""
+    """Return a grammar that accepts exactly the JSON of `json_schema`."""
     return grammar(json_schema(schema))
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text)  # Lark's strings have JSON's escapes
+    return json.dumps(text)  # Lark strings use JSON's escapes

@@ -1,12 +1,12 @@
-"""The policy as prefill, activate and generate over slots; the only holder of the KV cache.
+"""Prefill, activate and generate over the slots of a KV cache.
 
-A slot is one row of the decode batch. `prefill` writes the keys and values of prompts, but for
-their last tokens, to rows of the cache, several at once; the last prompt token rides the next
-`generate` step, as every token does. So there is one place that samples, and requests with the
-same prompt share all of its prefill. A row is its slot's; what outlives it is copied to `pages`.
+A slot is one row of the decode batch. `prefill` writes the keys and values of all but the last
+token of each prompt, several prompts at once. The next `generate` step feeds that last token, like
+any other token. So there is one place that samples, and requests with the same prompt share all of
+its prefill. A row lasts as long as its slot is in use. Anything kept longer is copied to `pages`.
 
-All functions take the state and return the new one; what they say they donate, the caller may not
-touch again. What they compile is in programs.py.
+All functions take the state and return the new one. Donated arguments may not be used again. The
+compiled programs are in programs.py.
 """
 
 import bisect
@@ -39,21 +39,21 @@ from lightning_jax.types import SamplingParams
 Params = Any
 
 
-PREFILL_TOKENS = 512  # of one program; larger products are hardly faster on two CPU cores
+PREFILL_TOKENS = 512  # per program; larger matrices are hardly faster on two CPU cores
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Tokens for a row of the cache, which holds those before them."""
+    """Tokens to write to a row of the cache, after the tokens that it already holds."""
 
     row: int
-    start: int  # position of the first
+    start: int  # position of the first token
     ids: Sequence[int]
-    adapter: int | None = None  # of a model with several adapters, the one to read with
+    adapter: int | None = None  # index, for a model with several adapters
 
 
 class Engine:
-    """Compiled functions for one model shape and one slot layout. Holds no weights and no state."""
+    """Compiled functions for one model shape and slot layout. Holds no weights and no state."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Engine:
         tokens = max(PREFILL_TOKENS, self.buckets[-1])
         self._chunks_at_once = {b: row_counts(b, tokens, serve.slots) for b in self.buckets}
         self._platform = platform_of(self._plain)
-        # Kernels read a row as far as it goes, whatever the program, so they need just one.
+        # Kernels read only the used part of a row, so one program serves all lengths.
         whole = is_whole(self._platform)
         segments = (serve.max_len,) if whole else segment_lengths(serve.max_len)
         self.capacities = tuple(itertools.accumulate(segments))
@@ -120,7 +120,7 @@ class Engine:
             donate_argnums=1,
             out_shardings=(state, plain),
         )
-        # Its own program, because most steps need neither masks nor the likeliest tokens.
+        # A separate program, because most steps need neither masks nor the likeliest tokens.
         self._generate_adjusted = jit(
             partial(generate, rows=self.num_slots),
             static_argnames="segments",
@@ -129,8 +129,10 @@ class Engine:
         )
 
     def place(self, params: Params | Spread) -> Params:
-        """Return a copy of the weights, or of some of them, as the engine computes with them, once
-        it is there. The originals may be donated. What `spread` made is shared where it can be.
+        """Return a copy of the weights, or of some of them, in the engine's layout and dtype.
+
+        Blocks until the copy is complete. The originals may be donated. Weights from `spread` are
+        shared where possible.
         """
         if isinstance(params, Spread):
             placed = take(params, self._targets(params.params))
@@ -142,9 +144,9 @@ class Engine:
         """Gather the weights once for `place` of all engines like this one.
 
         With `share_base` the caller promises never to donate the frozen weights of a model with
-        adapters. Engines then use them where they lie, if place and dtype allow it.
+        adapters. Engines then use those weights in place, if layout and dtype match.
         """
-        if jax.process_count() > 1:  # there is one engine, and all processes take part in `place`
+        if jax.process_count() > 1:  # there is one engine, and `place` runs in all processes
             return params
         frozen = frozen_part(params) if share_base else None
         shared = () if frozen is None else flatten(frozen)
@@ -156,18 +158,19 @@ class Engine:
         return pick(param_shardings(replace(self.config, turned=False), self.mesh), params)
 
     def init_state(self) -> DecodeState:
-        """All slots empty and inactive."""
+        """Return a state with all slots empty and inactive."""
         return self._init()
 
     def init_row(self) -> KVCache:
-        """An empty cache of one row, for a prompt that is prefilled before it has a slot."""
+        """Return an empty one-row cache, for a prompt that is prefilled before it has a slot."""
         return self._init_row()
 
     def prefill(self, params: Params, cache: KVCache, fills: Sequence[Fill]) -> KVCache:
-        """The cache with all of these tokens in their rows; what follows in a row is garbage.
+        """Return the cache with the tokens of all `fills` in their rows. Donates `cache`.
 
-        In chunks of bucket lengths, those of different rows together, so a row may occur once in
-        `fills`. Donates `cache`. ValueError if a row would get longer than `max_len`.
+        The rest of each row is garbage. Prompts are cut into chunks of bucket lengths, and chunks
+        of different rows run together, so `fills` may name a row only once. Raises ValueError if a
+        row would be longer than `max_len`.
         """
         for fill in fills:
             if (total := fill.start + len(fill.ids)) > self.max_len:
@@ -198,11 +201,17 @@ class Engine:
         return np.array(chosen, np.int32) if several else None
 
     def insert(self, row: KVCache, state: DecodeState, slot: int, start: Start) -> DecodeState:
-        """The state with a cache of one row in the slot, and the slot active. Donates `state`."""
+        """Return the state with a one-row cache in the slot, and the slot active.
+
+        Donates `state`.
+        """
         return self._insert(state, row, np.int32(slot), start)
 
     def activate(self, state: DecodeState, slot: int, start: Start) -> DecodeState:
-        """The state with the slot active; its row holds what is before `start`. Donates `state`."""
+        """Return the state with the slot active. Donates `state`.
+
+        The slot's row holds the tokens before `start`.
+        """
         return self._activate(state, np.int32(slot), start)
 
     def generate(
@@ -214,15 +223,15 @@ class Engine:
         slots: Sequence[int] | None = None,
         steps: int = 1,
     ) -> tuple[DecodeState, Sampled]:
-        """Sample one token for every active slot, or for those of `slots`. Donates `state`.
+        """Sample one token for each active slot, or for each one among `slots`. Donates `state`.
 
-        The other rows stay as they are. With `steps`, which is 1 or `steps_per_dispatch`, as many
-        tokens are sampled, and each array of the result has a leading axis for them. That excludes
-        an `adjustment`, and slots whose row would end before.
+        Other rows do not change. `steps` is 1 or `steps_per_dispatch`. If it is above 1, each array
+        of the result has a leading axis for the steps. Then `adjustment` must be None, and every
+        row must have room for all steps.
 
-        `longest` bounds the number of tokens of any row in `slots`, the new ones included. Less of
-        the cache is read then. The result ends with the last slot of `slots` or later. With an
-        `adjustment` every step takes all rows; with its bias it reads all of the cache, too. The
+        `longest` bounds the tokens in any row of `slots`, including the new ones, so that less of
+        the cache is read. The result covers rows up to the last of `slots`, or more. With an
+        `adjustment`, every step runs all rows, and with a bias it also reads the whole cache. The
         arrays of an `adjustment` must not change before the step is done.
         """
         length = self.max_len if longest is None else longest
@@ -239,7 +248,7 @@ class Engine:
         return program(params, state, slot_mask, segments=segments, rows=rows)
 
     def adjustment(self, has_bias: bool = False, has_likeliest: bool = False) -> Adjustment:
-        """Return a new adjustment that changes no logits yet: all ones, and a bias of zeros."""
+        """Return a new adjustment that changes no logits: mask bits all 1, bias (if any) all 0."""
         shape = self.num_slots, self.config.vocab_size
         return Adjustment(
             allowed=np.full((shape[0], (shape[1] + 7) // 8), 0xFF, np.uint8),
@@ -248,22 +257,23 @@ class Engine:
         )
 
     def retire(self, state: DecodeState, slots: Iterable[int]) -> DecodeState:
-        """The state with these slots inactive; their rows stay readable. Donates `state`."""
+        """Return the state with these slots inactive. Their rows stay readable. Donates `state`."""
         keep = np.ones(self.num_slots, bool)
         keep[list(slots)] = False
         return self._retire(state, keep)
 
     @property
     def compiles(self) -> int:
-        """How many programs were compiled so far."""
+        """Number of programs compiled so far."""
         functions = (self._init, self._init_row, self._prefill, self._insert, self._activate)
         functions += (self._retire, self._generate, self._generate_several, self._generate_adjusted)
         compiled: Any = functions
         return self.pages.compiles + sum(function._cache_size() for function in compiled)
 
     def warmup(self, params: Params, state: DecodeState) -> DecodeState:
-        """Compiles every program that serves slots, but `pages`'s, by running it; no slot is active
-        afterwards. Donates `state`.
+        """Compile every program that serves slots, except those of `pages`, by running it.
+
+        No slot is active afterwards. Donates `state`.
         """
         adapter = None if self.config.num_adapters is None else 0
         cache = state.cache
@@ -284,10 +294,11 @@ class Engine:
 
 
 def _slot_counts(slots: int, fewest: int) -> tuple[int, ...]:
-    """How many slots decode programs are compiled for: 16 gives 1, 4, 8, 16.
+    """Return the slot counts that decode programs are compiled for: 16 gives 1, 4, 8, 16.
 
-    Up to four the weights are what a step waits for, so that one program serves 2 to 4; on a TPU up
-    to eight, where its compiler would not even use the matrix units for one (`fewest`).
+    Up to four slots, or eight on a TPU, a step is bound by reading the weights, so one program
+    serves all of them. A TPU's compiler also does not use the matrix units for a single row, hence
+    `fewest`.
     """
     counts = [1, *(2**power for power in range(2, slots.bit_length()))]
     return (*(count for count in counts if fewest <= count < slots), slots)
@@ -298,8 +309,10 @@ def _on_one_cpu(place: jax.sharding.Sharding) -> bool:
 
 
 def _compiler_options(dtype: jnp.dtype) -> dict[str, str] | None:
-    """To write a token to a cache of bfloat16, the XLA of JAX 0.10 makes float32 of all of it on a
-    CPU, and back, unless it is told that the CPU knows bfloat16. Later ones need no telling.
+    """Return options that keep a bfloat16 cache in bfloat16 on a CPU.
+
+    To write one token, XLA in JAX 0.10 converts the whole cache to float32 and back unless this
+    pass is disabled. Later versions do not need it.
     """
     if dtype != jnp.bfloat16:
         return None
@@ -307,9 +320,9 @@ def _compiler_options(dtype: jnp.dtype) -> dict[str, str] | None:
 
 
 def _shardings(mesh: jax.sharding.Mesh | None, config: DecoderConfig) -> tuple[Any, Any]:
-    """Where small arrays and where the cache lives.
+    """Return the shardings of small arrays and of the cache.
 
-    Everything is placed on purpose: a program compiles again for an array that JAX may move.
+    Every array is committed to one, because an uncommitted array makes JAX compile a program again.
     """
     if mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -1,4 +1,4 @@
-"""The asyncio side of one request: an iterator of chunks, a result, a way to cancel it, errors."""
+"""Asyncio handle of one request (chunks, result, cancellation) and the errors of serving."""
 
 import asyncio
 from collections import defaultdict, deque
@@ -11,25 +11,25 @@ from lightning_jax.types import Completion
 
 
 class EngineError(RuntimeError):
-    """The engine failed or was closed; the request got no full response."""
+    """Failure or shutdown of the engine before the response was complete."""
 
 
 class PromptTooLong(ValueError):
-    """The prompt leaves no room for a response in a slot."""
+    """Prompt that leaves no room for a response in a slot."""
 
 
 class QueueFull(RuntimeError):
-    """Too many requests wait already."""
+    """Refusal of a request because too many are waiting."""
 
 
 class Draining(RuntimeError):
-    """The engine finishes what it has and takes no more."""
+    """Refusal of a request because the engine only finishes the ones it has."""
 
 
 class Generation:
-    """One request that runs. Only `cancel` may be called off the event loop's thread.
+    """Handle of one running request. Only `cancel` may be called off the event loop's thread.
 
-    Iterate over it for chunks, or await `result()`, or both.
+    Iterate over it for chunks, await `result()`, or do both.
     """
 
     def __init__(self, cancel: "Callable[[Generation], None]") -> None:
@@ -44,7 +44,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Chunk:
-        """The next chunk. Raises EngineError after the last one if the engine failed."""
+        """Return the next chunk. Raises EngineError after the last one if the engine failed."""
         while not self._chunks:
             if isinstance(self._outcome, EngineError):
                 raise self._outcome
@@ -55,7 +55,7 @@ class Generation:
         return self._chunks.popleft()
 
     async def result(self) -> Completion:
-        """The whole response, when it is finished. Raises EngineError if the engine failed."""
+        """Wait for the whole response and return it. Raises EngineError if the engine failed."""
         await self._finished.wait()
         if isinstance(self._outcome, Completion):
             return self._outcome
@@ -63,11 +63,14 @@ class Generation:
         raise self._outcome
 
     def cancel(self) -> None:
-        """Stops the request within a step; `result()` then gives what there is. From any thread."""
+        """Stop the request within a step. May be called from any thread.
+
+        `result()` then returns the partial response.
+        """
         self._cancel(self)
 
     def receive(self, chunk: Chunk | None, outcome: Completion | EngineError | None) -> None:
-        """For the engine's side: what a step added, and how it ended. The first outcome counts."""
+        """Record a step's chunk and the outcome, for the engine. The first outcome counts."""
         if self._outcome is not None:
             return
         if chunk is not None:
@@ -80,7 +83,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Delivery:
-    """One call of `Generation.receive`, on its way to the event loop's thread."""
+    """Arguments of one `Generation.receive` call, on its way to the event loop's thread."""
 
     generation: Generation
     chunk: Chunk | None
@@ -88,12 +91,12 @@ class Delivery:
 
 
 def deliver(deliveries: Iterable[Delivery]) -> None:
-    """Hands all of them over with one wake-up per event loop, whichever thread this is."""
+    """Deliver all of them with one wake-up per event loop. May be called from any thread."""
     by_loop: defaultdict[asyncio.AbstractEventLoop, list[Delivery]] = defaultdict(list)
     for delivery in deliveries:
         by_loop[delivery.generation.event_loop].append(delivery)
     for event_loop, batch in by_loop.items():
-        # RuntimeError: the loop is closed, so nobody waits on it any more.
+        # RuntimeError: the event loop is closed, so nothing is waiting on it.
         with suppress(RuntimeError):
             event_loop.call_soon_threadsafe(_receive_all, batch)
 

@@ -1,13 +1,13 @@
-"""Fork server for grammars: one process for each grammar, with limits of time and memory.
+"""Fork server for grammars: one process per grammar, with limits on time and memory.
 
-`grammar_process.py` runs this file as a script. A schema that an agent wrote can crash llguidance
-or make it allocate gigabytes, so llguidance runs in these processes only. The script imports no
+`grammar_process.py` runs this file as a script. A schema written by an agent can crash llguidance
+or make it allocate gigabytes, so llguidance runs only in these processes. The script imports no
 module of the package, because most of them import JAX.
 
-Standard input is the control socket. Its first message holds the settings, and each later message
-a grammar together with a socket for that grammar's process. The server forks, and the child
-compiles the grammar. On its socket the child receives one more socket for each response, answers
-there with the first mask, and then with a mask for each token.
+Standard input is the control socket. Its first message holds the settings. Each later message holds
+a grammar and a socket for that grammar's process. The server forks, and the child compiles the
+grammar. The child then receives a socket for each response. It sends the first mask on that socket,
+and another mask after each token.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from typing import Any
 import llguidance
 import tokenizers
 
-LENGTH = struct.Struct("<I")  # also of a token id
-MASK, FORCED, FAILED = b"m", b"f", b"e"  # how a reply begins
-TOKEN_SECONDS = 0.01  # CPU time of a mask that a response does not pay for
-WALL_FACTOR = 20.0  # wall-clock seconds for each second of CPU time, on a machine with other work
+LENGTH = struct.Struct("<I")  # of a message length or a token id
+MASK, FORCED, FAILED = b"m", b"f", b"e"  # first byte of a reply
+TOKEN_SECONDS = 0.01  # CPU time of each mask that does not count against the response
+WALL_FACTOR = 20.0  # wall-clock seconds per second of CPU time, on a busy machine
 
 
 class Vocabulary:
-    """The tokenizer in the shape that llguidance expects of a foreign one.
+    """Tokenizer in the form that llguidance expects of an external one.
 
-    llguidance can read the tokenizer's JSON by itself. It would then split fixed text as if
-    "<|im_end|>" in it meant the special token, which its own grammar refuses.
+    llguidance can read the tokenizer's JSON itself. It would then tokenize "<|im_end|>" in fixed
+    text as the special token, which its own grammar rejects.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -58,12 +58,12 @@ class Vocabulary:
         ids = self._plain.encode(text, add_special_tokens=False).ids
         if b"".join(self.tokens[token_id] for token_id in ids) == text.encode():
             return ids
-        # The tokenizer changes the text, for example by a space before its first word.
+        # The tokenizer changes the text, for example by adding a space before the first word.
         return self._from_json.greedy_tokenize(text)
 
 
 def make_tables(settings: dict[str, Any]) -> llguidance.LLTokenizer | str:
-    """Return llguidance's tables of the vocabulary, or why it has none."""
+    """Return llguidance's tables for the vocabulary, or a message if it cannot build them."""
     try:
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Vocabulary(settings)))
     except ValueError as error:
@@ -74,7 +74,7 @@ def make_tables(settings: dict[str, Any]) -> llguidance.LLTokenizer | str:
 
 
 def brief(message: str) -> str:
-    """Return llguidance's message on one line, without its position, the text and the state."""
+    """Return llguidance's message on one line, without the position, the text and the state."""
     message = re.split(r"\n<state>|\n\s*\d+ \| ", message)[0]
     message = re.sub(r"^at \d+\(\d+\): ", "", message)
     message = re.sub(r"(regex parse error):.*\nerror: ", r"\1: ", message, flags=re.DOTALL)
@@ -82,8 +82,8 @@ def brief(message: str) -> str:
 
 
 def look(matcher: llguidance.LLMatcher) -> bytes:
-    """Return the reply that says which tokens may come next."""
-    ahead = matcher.compute_ff_tokens()  # does not say that the end of turn is forced
+    """Return a reply with the tokens that may come next."""
+    ahead = matcher.compute_ff_tokens()  # never includes a forced end of turn
     mask = b"" if ahead else matcher.compute_bitmask()
     if matcher.is_error():
         return failed(
@@ -95,7 +95,7 @@ def look(matcher: llguidance.LLMatcher) -> bytes:
 
 
 def push(matcher: llguidance.LLMatcher, token_id: int) -> bytes:
-    """Take a sampled token, and return the reply for the token after it."""
+    """Consume a sampled token, and return the reply for the next one."""
     if matcher.consume_token(token_id):
         return look(matcher)
     return failed(
@@ -109,9 +109,9 @@ def failed(message: str) -> bytes:
 
 
 def limited(seconds: float, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `work`; the system ends this process if the call takes more CPU time.
+    """Call `work`. The kernel ends this process if the call takes more than `seconds` of CPU time.
 
-    The signals keep their default action, which also ends a process inside of native code.
+    The signals keep their default action, which ends a process even inside native code.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * seconds)
@@ -123,7 +123,7 @@ def limited(seconds: float, work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def limit_memory(mib: float) -> None:
-    """Let this process take so much memory beyond what it has; Linux only."""
+    """Limit this process to `mib` MiB above its current memory. Linux only."""
     if sys.platform != "linux":
         return  # macOS does not enforce the limit
     with open("/proc/self/statm", encoding="ascii") as file:
@@ -134,15 +134,15 @@ def limit_memory(mib: float) -> None:
 
 @dataclass
 class Response:
-    """One response's matcher, None if the grammar failed, and the CPU seconds that it may take."""
+    """Matcher of one response, or None if the grammar failed, and the CPU seconds left."""
 
     matcher: llguidance.LLMatcher | None
     seconds_left: float
 
     def push(self, token_id: int) -> bytes:
-        """Take a sampled token, and return the reply for the token after it.
+        """Consume a sampled token, and return the reply for the next one.
 
-        The engine waits for each mask, so all masks of a response share one allowance.
+        The engine waits for each mask, so all masks of a response share one time budget.
         """
         assert self.matcher is not None, "a failed response samples nothing"
         start = time.process_time()
@@ -154,18 +154,18 @@ class Response:
 
 
 class GrammarProcess:
-    """The process of one grammar: the compiled grammar and a matcher for each open response."""
+    """Process of one grammar: the compiled grammar and a matcher for each open response."""
 
     def __init__(self, connection: socket.socket, grammar: str, settings: dict[str, Any]) -> None:
         self._connection, self._grammar = connection, grammar
         self._seconds = settings["timeout_s"]
         self._compiled: llguidance.LLMatcher | None = None
-        self._first = b""  # reply to every new response
+        self._first = b""  # first reply to every response
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ, None)
 
     def run(self, tables: llguidance.LLTokenizer | str) -> None:
-        """Compile the grammar, and answer until the server closes the socket."""
+        """Compile the grammar, then answer until the server closes the socket."""
         if isinstance(tables, str):
             self._first = failed(tables)
         else:
@@ -188,7 +188,10 @@ class GrammarProcess:
             self._compiled, self._first = compiled, look(compiled)
 
     def _adopt(self) -> bool:
-        """Take the socket of a new response, and answer with the first mask."""
+        """Accept the socket of a new response and send the first mask.
+
+        Return False if the server closed.
+        """
         message, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1)
         if not message:
             return False
@@ -218,7 +221,7 @@ class GrammarProcess:
 
 
 def receive(connection: socket.socket, length: int) -> bytes | None:
-    """Return so many bytes, or None if the other side has closed."""
+    """Return `length` bytes, or None if the other side closed the connection."""
     parts = bytearray()
     while len(parts) < length:
         try:
@@ -232,7 +235,7 @@ def receive(connection: socket.socket, length: int) -> bytes | None:
 
 
 def receive_message(control: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Return a message with its length before it and the descriptors that came along."""
+    """Return a length-prefixed message and the file descriptors sent with it, or None if closed."""
     header, descriptors, _, _ = socket.recv_fds(control, LENGTH.size, 1)
     rest = receive(control, LENGTH.size - len(header)) if header else None
     if rest is None:
@@ -242,7 +245,7 @@ def receive_message(control: socket.socket) -> tuple[bytes, list[int]] | None:
 
 
 class ForkServer:
-    """The process that forks. It keeps each child's socket, to say on it how the child ended."""
+    """Process that forks one child per grammar and reports on the child's socket how it ended."""
 
     def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
         self._control, self._settings = control, settings
@@ -280,19 +283,19 @@ class ForkServer:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance's last words
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide llguidance's crash messages
             self._selector.close()
             for inherited in (self._control, self._woken, self._wake, *self._children.values()):
                 inherited.close()
             limit_memory(self._settings["memory_mib"])
             GrammarProcess(connection, grammar, self._settings).run(self._tables)
         except MemoryError:
-            os.abort()  # as llguidance does
+            os.abort()  # llguidance also aborts when memory runs out
         finally:
             os._exit(0)
 
     def _reap(self) -> None:
-        """Say of each child that has ended which signal ended it, 0 for none."""
+        """Send each ended child's signal number on its socket, or 0 if it exited normally."""
         while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
@@ -306,7 +309,7 @@ class ForkServer:
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # the kernel ends these processes before the trainer
+        file.write("1000")  # out of memory, the kernel kills these before the trainer
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # children must not hold the control socket
     message = receive_message(control)

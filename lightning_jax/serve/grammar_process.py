@@ -1,4 +1,4 @@
-"""Handles of the processes that follow grammars; grammar_child.py is what runs there. No JAX."""
+"""Handles of the grammar processes, which run grammar_child.py. No JAX."""
 
 import contextlib
 import json
@@ -22,9 +22,9 @@ END_TIMEOUT_S = 5.0
 
 
 class GrammarError(ValueError):
-    """A grammar or JSON schema that cannot be followed.
+    """Grammar or JSON schema that cannot be used.
 
-    `reason` is "invalid", or "size", "time", "memory" or "crash" if it passed a limit.
+    `reason` is "invalid", or "size", "time", "memory" or "crash" if it exceeded a limit.
     """
 
     def __init__(self, message: str, reason: str = "invalid") -> None:
@@ -33,12 +33,12 @@ class GrammarError(ValueError):
 
 
 class GrammarProcessLost(RuntimeError):
-    """The processes of grammars ended for no reason that lies in a grammar."""
+    """Loss of a grammar process for a reason other than its grammar."""
 
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """Bounds of one grammar; `ServeConfig` has the defaults and says what they mean."""
+    """Limits for one grammar. `ServeConfig` documents them and has the defaults."""
 
     timeout_s: float = 2.0
     memory_mib: float = 512.0
@@ -46,7 +46,7 @@ class GrammarLimits:
 
 
 class GrammarProcess:
-    """One grammar's process. Every method may be called from any thread."""
+    """Handle of one grammar's process. Every method may be called from any thread."""
 
     def __init__(self, connection: socket.socket, limits: GrammarLimits) -> None:
         self._connection, self._limits = connection, limits
@@ -55,22 +55,22 @@ class GrammarProcess:
         weakref.finalize(self, connection.close)  # which ends the process
 
     def open(self) -> socket.socket:
-        """Return a socket on which the process answers one response, first with its first mask.
+        """Return a socket for one response, on which the process first sends the first mask.
 
-        Raises OSError if this process has no descriptor left.
+        Raises OSError if this process has no file descriptor left.
         """
         ours, theirs = socket.socketpair()
-        with theirs, contextlib.suppress(ConnectionError):  # if it has ended, reading tells
+        with theirs, contextlib.suppress(ConnectionError):  # if it has ended, the next read fails
             socket.send_fds(self._connection, [b"r"], [theirs.fileno()])
         return ours
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended, as far as the system knows."""
+        """True if the process has not reported its end."""
         return self._why is None and not wait_readable([self._connection.fileno()], 0.0)
 
     def why(self) -> GrammarError | GrammarProcessLost:
-        """Return why the process has ended. Wait for that if it is still alive."""
+        """Return the error that ended the process. Waits for it if the process is still alive."""
         with self._lock:
             if self._why is None:
                 self._why = self._ask()
@@ -98,7 +98,7 @@ class GrammarProcess:
 
 
 class GrammarServer:
-    """The fork server of one tokenizer. It starts with the first grammar, and again if lost."""
+    """Fork server of one tokenizer. It starts at the first grammar, and again if it was lost."""
 
     def __init__(self, tokenizer: Tokenizer, end_of_turn_id: int, limits: GrammarLimits) -> None:
         self._limits = limits
@@ -111,7 +111,7 @@ class GrammarServer:
 
     @property
     def pid(self) -> int | None:
-        """The fork server's process id, None before the first grammar."""
+        """Process id of the fork server, or None before the first grammar."""
         return self._process.pid if self._process else None
 
     def start(self, grammar: str) -> GrammarProcess:
@@ -134,12 +134,12 @@ class GrammarServer:
     def _launch(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         with theirs:
-            # -P: modules beside the script must not stand in for others of the same name.
+            # -P: modules next to the script must not shadow others of the same name.
             process = subprocess.Popen(
                 [sys.executable, "-P", str(CHILD)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the server, which then ends it
+                start_new_session=True,  # Ctrl-C goes to the server, which then ends it
             )
         self._control, self._process = ours, process
         self._end = weakref.finalize(self, _end, process, ours)
@@ -151,7 +151,7 @@ class GrammarServer:
             "timeout_s": self._limits.timeout_s,
             "memory_mib": self._limits.memory_mib,
         }
-        with contextlib.suppress(ConnectionError):  # the caller's own message tells
+        with contextlib.suppress(ConnectionError):  # sending the grammar then fails, too
             _send(ours, json.dumps(settings).encode())
         return ours
 
@@ -166,7 +166,7 @@ def _send(control: socket.socket, message: bytes, passed: socket.socket | None =
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """Close the control socket, and kill the process if that does not end it."""
+    """Close the control socket, and kill the process if it does not exit then."""
     control.close()
     try:
         process.wait(END_TIMEOUT_S)
@@ -176,30 +176,30 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 class Replies:
-    """One response's socket: token ids go out, and a reply comes back for each."""
+    """Socket of one response: sends token ids and receives one reply for each."""
 
     def __init__(self, process: GrammarProcess, patience_s: float) -> None:
         self._process, self._connection = process, process.open()
         self._connection.setblocking(False)
         self._received = bytearray()
         self._patience_s = patience_s
-        self._deadline = time.monotonic() + patience_s  # of the next reply
+        self._deadline = time.monotonic() + patience_s  # for the next reply
         weakref.finalize(self, self._connection.close)
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
     def send(self, token_id: int) -> None:
-        """Ask for the mask after this token."""
+        """Request the mask after this token."""
         self._deadline = time.monotonic() + self._patience_s
-        with contextlib.suppress(ConnectionError):  # reading tells
+        with contextlib.suppress(ConnectionError):  # the next read fails
             self._connection.send(LENGTH.pack(token_id))
 
     def receive(self, timeout_s: float | None = 0.0) -> bytes | None:
-        """Return the next reply, or None if it takes longer; without a time-out wait for it.
+        """Return the next reply, or None on a timeout. With `timeout_s=None`, wait for it.
 
-        Raises GrammarError or GrammarProcessLost if the process has ended, GrammarProcessLost if
-        the reply is overdue.
+        Raises GrammarError or GrammarProcessLost if the process has ended, and GrammarProcessLost
+        if the reply is overdue.
         """
         until = self._deadline if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -226,7 +226,7 @@ class Replies:
 
 
 def wait_readable(descriptors: Sequence[int], timeout_s: float) -> bool:
-    """Wait until one of the descriptors can be read; False if the time was over before."""
+    """Wait until one of the descriptors is readable. Return False on a timeout."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -234,5 +234,5 @@ def wait_readable(descriptors: Sequence[int], timeout_s: float) -> bool:
 
 
 def patience_s(limits: GrammarLimits) -> float:
-    """Return the seconds after which a process that has a time limit must have ended."""
+    """Return the number of seconds to wait for a process before it counts as lost."""
     return WALL_FACTOR * limits.timeout_s + END_TIMEOUT_S

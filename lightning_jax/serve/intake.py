@@ -1,4 +1,4 @@
-"""Which requests are open and whether more are taken: what the asyncio faces share."""
+"""Bookkeeping of open requests and admission checks, shared by the asyncio loops."""
 
 import asyncio
 import threading
@@ -17,11 +17,11 @@ from lightning_jax.serve.generation import (
 )
 
 Request = TypeVar("Request")
-LoopStatus = Literal["ok", "draining", "failed"]  # failed: closed, too
+LoopStatus = Literal["ok", "draining", "failed"]  # a closed loop is "failed", too
 
 
 def together(statuses: Iterable[LoopStatus]) -> LoopStatus:
-    """That of several loops, as of the first that is not ok: then some requests are refused."""
+    """Return "ok" if all statuses are, else the first other one: then some requests are refused."""
     for status in statuses:
         if status != "ok":
             return status
@@ -47,18 +47,22 @@ class Intake(Generic[Request]):
         return len(self._open)
 
     def get(self, generation: Generation) -> Request | None:
-        """The open request, or None if it has ended."""
+        """Return the open request, or None if it has ended."""
         return self._open.get(generation)
 
     @property
     def status(self) -> LoopStatus:
-        """Whether new requests are taken, a full queue aside."""
+        """Status, which is "ok" if new requests are accepted, regardless of a full queue."""
         if self.failure:
             return "failed"
         return "draining" if self._draining else "ok"
 
     def check_prompt(self, prompt: tuple[int, ...]) -> None:
-        """Raises PromptTooLong if no room is left for a response, ValueError if it is no prompt."""
+        """Check that the prompt is valid and leaves room for a response.
+
+        Raises PromptTooLong if it leaves no room, and ValueError if it is empty or has an unknown
+        token.
+        """
         if not prompt:
             raise ValueError("the prompt has 0 tokens; expected at least 1.")
         if len(prompt) >= self._max_len:
@@ -73,10 +77,10 @@ class Intake(Generic[Request]):
             )
 
     def add(self, generation: Generation, request: Request, tenant: str | None = None) -> None:
-        """Open a request. Raises EngineError after a failure, Draining, QueueFull.
+        """Open a request. Raises EngineError after a failure, Draining or QueueFull.
 
-        A full queue refuses the tenants that have their share of it already. So one tenant's flood
-        refuses nobody else, and at most twice as many requests wait as the queue is meant to hold.
+        A full queue refuses only tenants that already have their share of it. So one tenant's flood
+        never blocks the others, and at most twice `max_queue` requests wait.
         """
         with self._lock:
             self.check_failure()
@@ -96,12 +100,12 @@ class Intake(Generic[Request]):
             self._empty.clear()
 
     def check_failure(self) -> None:
-        """Raises EngineError if the engine has failed or was closed."""
+        """Raise EngineError if the engine has failed or was closed."""
         if self.failure:
             raise EngineError(str(self.failure)) from self.failure
 
     def remove(self, generations: Iterable[Generation]) -> None:
-        """These have ended."""
+        """Remove requests that have ended."""
         with self._lock:
             for generation in generations:
                 if self._open.pop(generation, None) is None:
@@ -114,7 +118,7 @@ class Intake(Generic[Request]):
                 self._empty.set()
 
     def fail(self, error: EngineError) -> None:
-        """Every open request gets `error`, and so does every later one. The first failure stays."""
+        """End every open request with `error`, and refuse later ones. The first failure stays."""
         with self._lock:
             self.failure = self.failure or error
             failed = [Delivery(generation, None, self.failure) for generation in self._open]
@@ -122,7 +126,7 @@ class Intake(Generic[Request]):
         deliver(failed)
 
     async def drain(self) -> None:
-        """Takes no more requests, and returns when none is open."""
+        """Refuse new requests, and return when none is open."""
         with self._lock:
             self._draining = True
         await asyncio.to_thread(self._empty.wait)

@@ -1,9 +1,9 @@
-"""The same engine as a literal JetStream engine, which JetStream's unmodified Driver runs.
+"""Adapter that lets JetStream's unmodified Driver run our `Engine`.
 
-What JetStream's requests have no field for travels inside values that the Driver passes on
-untouched: sampling settings in the prompt string, log-probabilities in the token ids. JetStream is
-installed without its dependencies and was archived at 0.2.2; `_importing_jetstream` does what that
-takes.
+JetStream's requests have no field for some of our data, so it travels inside values that the Driver
+passes on untouched: sampling settings in the prompt string, log-probabilities in the token ids.
+JetStream was archived at 0.2.2 and is installed without its dependencies. `_importing_jetstream`
+works around both.
 """
 
 import importlib.util
@@ -34,11 +34,10 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def _importing_jetstream() -> Iterator[None]:
-    """Undoes what importing the orchestrator does to the process, and stands in for what it only
-    names.
+    """Import the orchestrator without its side effects, and stub out seqio.
 
-    It sets the root logger to DEBUG with a handler on stdout, and imports two class names of seqio,
-    whose dependencies include TensorFlow.
+    The import sets the root logger to DEBUG with a handler on stdout. It also needs two class names
+    of seqio, whose dependencies include TensorFlow.
     """
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
@@ -80,13 +79,13 @@ def _delete_arrays(tree: Any) -> None:
 
 
 orchestrator.delete_pytree = (
-    _delete_arrays  # the original calls jax.tree_map, which JAX has removed
+    _delete_arrays  # the original calls jax.tree_map, which no longer exists
 )
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids and how to sample what follows."""
+    """Token ids of a prompt and the sampling settings of its response."""
 
     ids: tuple[int, ...]
     sampling: SamplingParams
@@ -94,27 +93,27 @@ class Prompt:
 
 
 class PromptText(str):
-    """A string to the Driver, which hands it to the tokenizer; the prompt rides along."""
+    """String that carries a prompt through the Driver to the tokenizer."""
 
     prompt: Prompt
 
 
 class RecordedToken(int):
-    """A token id that knows its log-probabilities."""
+    """Token id with its log-probabilities."""
 
     behavior_logprob: float
     sampling_logprob: float
     tempered_logprob: float
 
     def item(self) -> "RecordedToken":
-        """Itself, as the Driver asks of an array's element."""
+        """Return itself. The Driver calls this on array elements."""
         return self
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PrefilledPrompt:
-    """What prefill hands to insert."""
+    """Result of `prefill`, and the input of `insert`."""
 
     row: KVCache  # of one row
     start: Start
@@ -122,14 +121,17 @@ class PrefilledPrompt:
 
 @struct.dataclass
 class RecordedTokens(engine_api.ResultTokens):
-    """Columns of `data`: token, valid, length, then the bits of its log-probabilities."""
+    """Result of a step.
+
+    Columns of `data`: token, valid, length, then bits of the log-probabilities.
+    """
 
     def convert_to_numpy(self) -> "RecordedTokens":
-        """Itself on the host; waits for the step."""
+        """Return a copy on the host. Waits for the step."""
         return recorded_tokens(np.asarray(self.data))
 
     def get_result_at_slot(self, slot: int) -> engine_api.SlotData:
-        """One RecordedToken. After `convert_to_numpy`."""
+        """Return the slot's single RecordedToken. Call after `convert_to_numpy`."""
         row = np.asarray(self.data)[slot]
         token = RecordedToken(row[0])
         logprobs = row[3:6].view(np.float32).tolist()
@@ -140,7 +142,7 @@ class RecordedTokens(engine_api.ResultTokens):
 
 
 def recorded_tokens(columns: Any) -> RecordedTokens:
-    """Wraps int32 [S, 6]."""
+    """Wrap an int32 array of shape [S, 6]."""
     return RecordedTokens(
         data=columns, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
     )
@@ -157,7 +159,7 @@ def _columns(state: DecodeState, sampled: Sampled) -> Any:
 
 
 class _PromptTokenizer(tokenizer_api.Tokenizer):
-    """Passes prompts through; text is made from ids elsewhere, and nothing stops here."""
+    """Tokenizer that passes prompts through. Decoding and stop tokens are handled elsewhere."""
 
     @property
     def pad_id(self) -> int:
@@ -184,7 +186,10 @@ class _PromptTokenizer(tokenizer_api.Tokenizer):
 
 
 def _spares_the_process(method: Any) -> Any:
-    """Ends only the thread by SystemExit; for an Exception the Driver kills the process."""
+    """Turn an Exception into SystemExit, which ends the thread.
+
+    The Driver would kill the process.
+    """
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +204,7 @@ def _spares_the_process(method: Any) -> Any:
 
 
 class JetStreamEngine(engine_api.Engine):
-    """`Engine` behind JetStream's interface. A prompt given as plain ids is continued greedily."""
+    """`Engine` behind JetStream's interface. A prompt given as plain ids is decoded greedily."""
 
     def __init__(self, engine: Engine, params: Any) -> None:
         self._engine, self._params = engine, params

@@ -1,7 +1,6 @@
-"""JetStream's own Driver, unmodified, with the asyncio face of `EngineLoop`.
+"""JetStream's unmodified Driver behind the asyncio interface of `EngineLoop`.
 
-Weights stay what they were at the start, because the Driver takes them once: this mode serves, it
-cannot train.
+The Driver reads the weights once, at the start, so this mode can serve but not train.
 """
 
 import secrets
@@ -26,7 +25,7 @@ from lightning_jax.types import FinishReason, SamplingParams
 
 
 class _Channel:
-    """Where the Driver puts a request's tokens; it ends the request, which the Driver cannot."""
+    """Destination of a request's tokens. It also ends the request, which the Driver cannot do."""
 
     def __init__(self, owner: "JetStreamLoop", generation: Generation, response: Response) -> None:
         self._owner, self._generation, self._response = owner, generation, response
@@ -34,7 +33,7 @@ class _Channel:
         self.cancelled = False
 
     def add_result(self, samples: Sequence[Any]) -> None:
-        """The Driver calls it after each step, then looks whether `active.complete` is all true."""
+        """Receive the tokens of a step. The Driver calls this, then checks `active.complete`."""
         for token in samples[0].token_ids:
             if not self.cancelled and not self.active.complete.all():
                 self._push(token)
@@ -42,7 +41,7 @@ class _Channel:
             self._end("cancelled")
 
     def close(self) -> None:
-        """The Driver has given the slot back."""
+        """Do nothing. The Driver calls this when it has freed the slot."""
 
     def _push(self, token: RecordedToken) -> None:
         version = self._owner.version
@@ -66,7 +65,7 @@ class _Channel:
 
 
 class JetStreamLoop:
-    """JetStream's Driver with the face of `EngineLoop`. Serves only: `load_weights` raises."""
+    """JetStream's Driver with the interface of `EngineLoop`. Serves only: `load_weights` raises."""
 
     def __init__(
         self, engine: Engine, params: Any, version: int, tokenizer: Tokenizer, serve: ServeConfig
@@ -86,25 +85,25 @@ class JetStreamLoop:
 
     @property
     def status(self) -> LoopStatus:
-        """As `EngineLoop.status`."""
+        """Status like `EngineLoop.status`."""
         return self._intake.status
 
     @property
     def num_slots(self) -> int:
-        """Return how many requests are decoded at once."""
+        """Number of requests decoded at once."""
         return self._engine.num_slots
 
     @property
     def num_open(self) -> int:
-        """As `EngineLoop.num_open`."""
+        """Number of requests running or waiting."""
         return len(self._intake)
 
     def warmup(self) -> None:
-        """Compiles all programs. Before `start`."""
+        """Compile all programs. Call before `start`."""
         self._engine.warmup(self._params, self._engine.init_state())
 
     def start(self) -> None:
-        """Starts the Driver's threads."""
+        """Start the Driver's threads."""
         self._driver = orchestrator.Driver(
             prefill_engines=[self._adapter],
             generate_engines=[self._adapter],
@@ -124,7 +123,10 @@ class JetStreamLoop:
         adapter: int | None = None,
         tenant: str | None = None,
     ) -> Generation:
-        """As `EngineLoop.submit`, but ValueError for what JetStream's Driver has no place for."""
+        """Queue a request. See `EngineLoop.submit`.
+
+        Raises ValueError for options that JetStream's Driver does not support.
+        """
         if self._driver is None:
             raise EngineError("the engine loop does not run; expected start() before submit().")
         if adapter is not None:
@@ -157,24 +159,24 @@ class JetStreamLoop:
         return generation
 
     def load_weights(self, params: Any, version: int) -> None:
-        """Raises EngineError: JetStream's Driver reads the weights once, when it starts."""
+        """Raise EngineError: JetStream's Driver reads the weights only when it starts."""
         raise EngineError(
             f"weights version {version} cannot be loaded: serve.orchestrator is jetstream, which "
             "only serves. Set serve.orchestrator=native to train."
         )
 
     async def drain(self) -> None:
-        """Takes no more requests, and returns when none is left."""
+        """Refuse new requests, and return when none is open."""
         await self._intake.drain()
 
     def close(self) -> None:
-        """Stops the Driver; requests that are not finished fail with EngineError."""
+        """Stop the Driver. Unfinished requests fail with EngineError."""
         self._intake.fail(EngineError("the engine was closed before the response was finished."))
         if self._driver is not None:
             self._driver.stop()
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and how many requests are open now."""
+        """Return counters since the start and the number of open requests."""
         return {
             "serve/requests": float(self._num_requests),
             "serve/tokens_generated": float(self._num_tokens),
@@ -187,10 +189,10 @@ class JetStreamLoop:
             channel.cancelled = True
 
     def count_token(self) -> None:
-        """For the channels: one more token was sampled."""
+        """Count one sampled token. Called by the channels."""
         self._num_tokens += 1
 
     def finish(self, delivery: Delivery) -> None:
-        """For the channels: a request has ended."""
+        """Deliver the end of a request and close it. Called by the channels."""
         deliver([delivery])
         self._intake.remove([delivery.generation])

@@ -1,7 +1,7 @@
-"""Continuous batching: one thread that admits, decodes and swaps weights, with an asyncio face.
+"""Continuous batching: one thread admits, decodes and swaps weights behind an asyncio interface.
 
-All JAX work happens on that thread. Other threads talk to it through one inbox under one lock;
-results go back to the event loops in one batch a step.
+All JAX work happens on that thread. Other threads post to one inbox under one lock. Results return
+to the event loops in one batch per step.
 """
 
 import logging
@@ -30,29 +30,29 @@ from lightning_jax.types import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
 
-PROMPT_TOKENS = 4096  # of requests that begin in one turn; the last of them may exceed it
-MASK_TIMEOUT_S = 0.02  # how long a step waits for masks where all requests need the last token
+PROMPT_TOKENS = 4096  # per turn, for requests that start; the last one may exceed it
+MASK_TIMEOUT_S = 0.02  # longest wait for masks if all requests are sequential
 
 
 @dataclass
 class _Inbox:
-    """What other threads ask for. Emptied at the start of every turn."""
+    """Work posted by other threads. Emptied at the start of every turn."""
 
     submitted: list[Request] = field(default_factory=list)
     cancelled: list[Generation] = field(default_factory=list)
-    weights: Any = None  # None: those of before
-    version: int | None = None  # of the weights from now on
+    weights: Any = None  # None: unchanged
+    version: int | None = None  # new weights version, None: unchanged
 
     def __bool__(self) -> bool:
         return bool(self.submitted or self.cancelled or self.version is not None)
 
 
 class EngineLoop:
-    """The engine, running. `start` it, `submit` from an event loop, `close` it.
+    """Running engine: `start` it, `submit` from an event loop, then `close` it.
 
-    Copies `params`, here and in `load_weights`: the caller may donate them to the next train step.
-    Either may be what `Engine.spread` made of them, which is shared instead. Of a model with
-    adapters, `load_weights` takes the adapters alone.
+    Copies `params`, here and in `load_weights`, so the caller may donate them to the next train
+    step. Params from `Engine.spread` are shared instead. For a model with adapters, `load_weights`
+    takes only the adapters.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class EngineLoop:
         )
         self._grammars = GrammarCompiler.shared(tokenizer, engine.config.vocab_size, limits)
         self._params, self._version, self._published = engine.place(params), version, version
-        self._base = frozen_part(self._params)  # None: all weights come anew
+        self._base = frozen_part(self._params)  # None: each update replaces all weights
         self._state = engine.init_state()
         self._prefixes = PrefixCache(engine, version)
         self._prompts = Prompts(engine, self._prefixes)
         self._scheduler: Scheduler[Request] = Scheduler(engine.num_slots)
         self._stepper = Stepper(engine)
-        self._ahead: Steps | None = None  # its results are still to be handed out
+        self._ahead: Steps | None = None  # started, but its tokens are not handed out yet
         self._retiring: list[Request] = []
         self._outgoing: list[Delivery] = []
         self._counts = dict.fromkeys(_COUNTERS, 0)
-        # Below: shared between threads, under the lock.
+        # Shared between threads, under the lock:
         self._changed = threading.Condition()
         self._inbox = _Inbox()
         self._intake: Intake[Request] = Intake(
@@ -85,46 +85,49 @@ class EngineLoop:
         )
         self._thread: threading.Thread | None = None
 
-    # The face: any thread.
+    # Public methods, for any thread.
 
     @property
     def version(self) -> int:
-        """The version that the next request is answered with."""
+        """Weights version that will answer the next request."""
         return self._published
 
     @property
     def status(self) -> LoopStatus:
-        """Whether new requests are taken, a full queue aside; those before `start` wait for it."""
+        """Status, which is "ok" if new requests are accepted, regardless of a full queue.
+
+        Requests submitted before `start` wait for it.
+        """
         return self._intake.status
 
     @property
     def num_slots(self) -> int:
-        """Return how many requests are decoded at once."""
+        """Number of requests decoded at once."""
         return self._engine.num_slots
 
     @property
     def num_open(self) -> int:
-        """Requests that run or wait."""
+        """Number of requests running or waiting."""
         return len(self._intake)
 
     def warmup(self) -> None:
-        """Compiles all programs. Before `start`."""
+        """Compile all programs. Call before `start`."""
         if self._thread is not None:
             raise EngineError("the engine loop runs already; expected warmup() before start().")
         self._state = self._prefixes.warmup(self._engine.warmup(self._params, self._state))
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the engine's thread."""
         if self._thread is not None:
             raise EngineError("the engine loop was started before; make a new one.")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     async def prepare(self, grammar: str, owner: str = "") -> None:
-        """Compile a grammar in a process of its own before it is submitted.
+        """Compile a grammar in a separate process, before `submit` uses it.
 
-        `owner`, such as a rollout, has one new grammar tried at a time. Raises GrammarError for a
-        grammar that does not compile or passes a limit.
+        Each `owner`, such as a rollout, has one new grammar tried at a time. Raises GrammarError if
+        the grammar does not compile or exceeds a limit.
         """
         await self._grammars.prepare(grammar, owner)
 
@@ -135,13 +138,14 @@ class EngineLoop:
         adapter: int | None = None,
         tenant: str | None = None,
     ) -> Generation:
-        """Queues a request; call it on an event loop's thread. `adapter` is the one that answers of
-        a model that has several, None of another. `tenant` is whose request it is: tenants share
-        the slots fairly.
+        """Queue a request. Call it on an event loop's thread.
 
-        Raises PromptTooLong, QueueFull, Draining, EngineError after a failure, ValueError for an
-        empty prompt or a bias of an unknown token. A grammar that does not compile ends its
-        response as "error"; `prepare` says so before.
+        `adapter` selects one of a model's several adapters, and is None for other models. `tenant`
+        is the owner of the request: tenants share the slots fairly.
+
+        Raises PromptTooLong, QueueFull, Draining, EngineError after a failure, and ValueError for
+        an empty prompt or a bias on an unknown token. If a grammar does not compile, the response
+        ends as "error". Call `prepare` first to catch that.
         """
         prompt = tuple(prompt_ids)
         self._intake.check_prompt(prompt)
@@ -160,14 +164,15 @@ class EngineLoop:
         return generation
 
     def spread(self, params: Any) -> Any:
-        """`Engine.spread` of weights that are trained, for all loops like this one."""
+        """Gather trained weights once for all loops like this one. See `Engine.spread`."""
         return self._engine.spread(params)
 
     def load_weights(self, params: Any | None, version: int) -> None:
-        """Requests submitted from now on use these; running ones go on with them from their next
-        token. None: the last ones have this version, too, and what they computed stays cached.
+        """Use these weights for new requests, and for running ones from their next token on.
 
-        Raises ValueError unless the version is above the last one, EngineError after a failure.
+        With `params=None` the weights stay the same under a new version, and the prefix cache stays
+        valid. Raises ValueError unless `version` is above the last one, and EngineError after a
+        failure.
         """
         placed = None if params is None else overlay(self._base, self._engine.place(params))
         with self._changed:
@@ -182,17 +187,17 @@ class EngineLoop:
             self._changed.notify()
 
     async def drain(self) -> None:
-        """Takes no more requests, and returns when none is left."""
+        """Refuse new requests, and return when none is open."""
         await self._intake.drain()
 
     def close(self) -> None:
-        """Stops the thread; requests that are not finished fail with EngineError."""
+        """Stop the thread. Unfinished requests fail with EngineError."""
         self._fail(EngineError("the engine was closed before the response was finished."))
         if self._thread is not None:
             self._thread.join()
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and how many requests run and wait now."""
+        """Return counters since the start and the numbers of running and waiting requests."""
         running = len(self._scheduler.running)
         counted = self._counts | self._prompts.counts | self._stepper.counts
         counts = {f"serve/{name}": float(count) for name, count in counted.items()}
@@ -225,7 +230,7 @@ class EngineLoop:
             self._intake.fail(error)
             self._changed.notify()
 
-    # The rest: the engine's thread only.
+    # Private methods, for the engine's thread only.
 
     def _run(self) -> None:
         try:
@@ -238,7 +243,7 @@ class EngineLoop:
             )
 
     def _turn(self) -> bool:
-        """Takes what came in, decodes one step, sends what came out. False when closed."""
+        """Process the inbox, decode one step, and send the results. Return False when closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -272,8 +277,10 @@ class EngineLoop:
         return True
 
     def _begin(self) -> None:
-        """Gives the free slots to those who wait. Long prompts begin over several turns, so that
-        running requests go on in between.
+        """Assign free slots to waiting requests.
+
+        Long prompts are spread over several turns, so that running requests keep decoding in
+        between.
         """
         admissions: list[Admission[Request]] = []
         num_tokens = 0
@@ -288,12 +295,12 @@ class EngineLoop:
                 self._try(admission.request, lambda begin=adjuster.begin: begin(self._grammars))
 
     def _step(self) -> None:
-        """Start a step, or several, and hand out the tokens sampled before, which are ready.
+        """Start one or more steps, then hand out the tokens of the previous ones, which are ready.
 
-        So the device never waits for the host. A request that has just ended takes part once more
-        for nothing. A sequential request, such as one with a grammar, needs its last token first.
-        It is held for a step while others run ahead. Where all are sequential, each step's
-        tokens are handed out first, and one step serves all.
+        So the device never waits for the host. A request that has just ended runs once more in
+        vain. A sequential request, such as one with a grammar, needs its last token first. It is
+        held for a step while others run ahead. If all are sequential, each step's tokens are handed
+        out first, and one step serves all.
         """
         running = self._scheduler.running
         before, self._ahead = self._ahead, None
@@ -308,7 +315,7 @@ class EngineLoop:
         self._hand_out(before)
 
     def _take_masks(self, is_over: Callable[[], bool]) -> None:
-        """Take the masks of the requests that may be in the next step, until `is_over`."""
+        """Take the masks of requests that may join the next step, until `is_over` returns True."""
         while True:
             late = []
             for request in list(self._scheduler.running.values()):
@@ -328,7 +335,7 @@ class EngineLoop:
         return steps
 
     def _hand_out(self, steps: Steps | None) -> None:
-        """Gives each request that still runs what was sampled for it."""
+        """Give each request that is still running its sampled tokens."""
         if steps is not None:
             for request, token in self._stepper.read(steps):
                 self._push(request, token)
@@ -343,7 +350,7 @@ class EngineLoop:
             self._try(request, lambda push=request.adjuster.push: push(token.token_id))
 
     def _try(self, request: Request, work: Callable[[], None]) -> None:
-        """Call what concerns one request's grammar; an error ends that request alone."""
+        """Run grammar work for one request. An error ends only that request."""
         try:
             work()
         except (GrammarError, GrammarProcessLost, OSError) as error:
@@ -352,7 +359,7 @@ class EngineLoop:
             self._finish(request, "error")
 
     def _finish(self, request: Request | None, reason: FinishReason) -> None:
-        """Ends a request that waits or runs; one that has ended already is left alone."""
+        """End a waiting or running request. Do nothing if it has already ended."""
         if request is None or request.finished:
             return
         request.finished = True
@@ -370,14 +377,14 @@ class EngineLoop:
         self._outgoing.append(Delivery(request.generation, None, completion))
 
     def _retire(self) -> None:
-        """Caches what the ended requests computed, for the next turns, and stops their slots.
+        """Cache the keys and values of ended requests, and stop their slots.
 
-        A turn late, so that nobody waits for it to get a response.
+        This happens one turn late, so that no response waits for it.
         """
         ended, self._retiring = self._retiring, []
         slots = [request.slot for request in ended if request.slot is not None]
         for slot, request in zip(slots, ended, strict=True):
-            # The last token was sampled and never fed: the row has one less.
+            # The last token was sampled but never fed, so the row does not hold it.
             ids = [*request.prompt, *(token.token_id for token in request.response.tokens)][:-1]
             self._prefixes.keep(self._state, slot, ids, request.version, request.adapter)
         if slots:

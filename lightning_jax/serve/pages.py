@@ -1,4 +1,4 @@
-"""A pool of pages of keys and values, copied to slot rows and back. Holds no state itself.
+"""Copies between slot rows and a pool of key/value pages. Holds no state.
 
 A pool is a cache with P rows of PAGE tokens.
 """
@@ -27,12 +27,14 @@ from lightning_jax.models.sharding import platform_of
 from lightning_jax.models.transformer import DecoderConfig, init_cache
 from lightning_jax.serve.radix import PAGE
 
-MOST_PAGES = 8  # times what the slots hold: a tiny model takes no memory that it cannot use
+MOST_PAGES = 8  # times the slots' own capacity: a tiny model takes no memory that it cannot use
 
 
 class PageCopier:
-    """Compiled copies for one slot layout; `place` is where the slots' cache and the pool lie, and
-    `jit` is `jax.jit` with the engine's options.
+    """Compiled copies for one slot layout.
+
+    `place` is the sharding of the slots' cache and of the pool. `jit` is `jax.jit` with the
+    engine's options.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class PageCopier:
         place: jax.sharding.Sharding,
         jit: Callable[..., Any] = jax.jit,
     ) -> None:
-        self.num_blocks = serve.max_len // PAGE  # whole pages of a row; its last tokens stay out
+        self.num_blocks = serve.max_len // PAGE  # per row; a partial last page is not cached
         platform = platform_of(place)
         wanted = int(serve.prefix_cache_mib * 2**20) // page_bytes(config, dtype, platform)
         self.num_pages = min(wanted, MOST_PAGES * serve.slots * self.num_blocks)
@@ -54,25 +56,28 @@ class PageCopier:
         self._store = jit(store, donate_argnums=0, out_shardings=place)
 
     def init_pool(self) -> KVCache:
-        """All pages empty. They take the memory at once."""
+        """Allocate a pool of empty pages. All of its memory is taken at once."""
         return self._init()
 
     def restore(self, cache: KVCache, slot: int, pool: KVCache, page_ids: Sequence[int]) -> KVCache:
-        """The slots' cache with these pages, in order, at the row's beginning. Donates `cache`."""
+        """Return the slots' cache with these pages in order at the start of the row.
+
+        Donates `cache`.
+        """
         return self._restore(cache, pool, np.int32(slot), *self._padded(0, page_ids))
 
     def store(
         self, pool: KVCache, page_ids: Sequence[int], cache: KVCache, slot: int, first: int
     ) -> KVCache:
-        """The pool with the row's blocks `first`, `first + 1`, ... in these pages. Donates `pool`.
+        """Return the pool with the row's blocks from `first` on in these pages. Donates `pool`.
 
-        Block i is the tokens from i * PAGE on.
+        Block i holds the tokens from i * PAGE on.
         """
         padded, count = self._padded(first, page_ids)
         return self._store(pool, cache, np.int32(slot), np.int32(first), padded, count)
 
     def warmup(self, cache: KVCache, pool: KVCache) -> tuple[KVCache, KVCache]:
-        """Compiles both copies, by copying nothing. Donates `cache` and `pool`."""
+        """Compile both copies by copying nothing. Donates `cache` and `pool`."""
         if not self.num_pages:
             return cache, pool
         pool = self.store(pool, (), cache, 0, 0)
@@ -80,12 +85,12 @@ class PageCopier:
 
     @property
     def compiles(self) -> int:
-        """How many programs were compiled so far."""
+        """Number of programs compiled so far."""
         functions: Any = (self._init, self._restore, self._store)
         return sum(function._cache_size() for function in functions)
 
     def _padded(self, first: int, page_ids: Sequence[int]) -> tuple[Any, Any]:
-        # JAX would move a block that sticks out back into the row, silently.
+        # JAX would silently clamp a block that extends past the row.
         assert first + len(page_ids) <= self.num_blocks, "a row has no more blocks"
         padded = np.zeros(self.num_blocks, np.int32)
         padded[: len(page_ids)] = page_ids
@@ -93,14 +98,17 @@ class PageCopier:
 
 
 def page_bytes(config: DecoderConfig, dtype: Any, platform: str = "cpu") -> int:
-    """Memory of one page, all layers, on all devices that share it."""
+    """Return the bytes of one page for all layers, summed over the devices that share it."""
     width = kernel_width(platform, config.head_dim)
     numbers = 2 * config.num_layers * PAGE * config.num_kv_heads * width
     return numbers * np.dtype(dtype).itemsize
 
 
 def _copies(place: jax.sharding.Sharding) -> tuple[Callable[..., KVCache], ...]:
-    """How pages are restored and stored. A GPU's host would wait at every turn of a loop."""
+    """Return the functions that restore and store pages.
+
+    On a GPU the host would wait at each iteration of a loop, so whole rows are copied.
+    """
     at_once = platform_of(place) == "gpu"
     return (_restore_at_once, _store_at_once) if at_once else (_restore, _store)
 
@@ -114,7 +122,7 @@ def _restore(
 ) -> KVCache:
     segments = []
     for segment, first, end in _blocks_of_segments(cache, len(page_ids)):
-        if first >= end:  # a row's last tokens, fewer than a page
+        if first >= end:  # the end of a row, shorter than a page
             segments.append(segment)
             continue
 
@@ -152,7 +160,7 @@ def _restore_at_once(
     page_ids: Int32[Array, " N"],
     count: Int32[Array, ""],
 ) -> KVCache:
-    """`_restore` in the time of a whole row, however few its pages."""
+    """Restore like `_restore`, but always in the time of a whole row."""
     segments = []
     for segment, first, end in _blocks_of_segments(cache, len(page_ids)):
         chosen, wanted = page_ids[first:end], jnp.arange(first, end) < count
@@ -177,7 +185,7 @@ def _store_at_once(
     page_ids: Int32[Array, " N"],
     count: Int32[Array, ""],
 ) -> KVCache:
-    """`_store` in the time of a whole row, however few its pages."""
+    """Store like `_store`, but always in the time of a whole row."""
     for segment, begin, end in _blocks_of_segments(cache, len(page_ids)):
         place = jnp.arange(begin, end) - first
         wanted = (place >= 0) & (place < count)
@@ -192,7 +200,7 @@ def _store_at_once(
 
 
 def _map_sides(put: Callable[..., Any], source: KVCache, target: KVCache) -> KVCache:
-    """`put` of the keys, and of the values, of each layer, with the axis of their tokens."""
+    """Apply `put` to the keys and values of each layer, passing the axis of their tokens."""
 
     def put_sides(source: LayerCache, target: LayerCache) -> LayerCache:
         keys = jax.tree.map(partial(put, axis=target.key_axis), source.keys, target.keys)
@@ -204,7 +212,7 @@ def _map_sides(put: Callable[..., Any], source: KVCache, target: KVCache) -> KVC
 
 
 def _blocks_of_row(rows: Any, slot: Any, axis: int, number: int) -> Any:
-    """The first blocks of a row, shaped as pages are, one behind the other on the first axis."""
+    """Return a row's first `number` blocks, shaped like pages and stacked on the first axis."""
     row = jax.lax.dynamic_index_in_dim(rows, slot, keepdims=False)
     taken = jax.lax.slice_in_dim(row, 0, number * PAGE, axis=axis - 1)
     shape = (*row.shape[: axis - 1], number, PAGE, *row.shape[axis:])
@@ -212,7 +220,7 @@ def _blocks_of_row(rows: Any, slot: Any, axis: int, number: int) -> Any:
 
 
 def _blocks_of_segments(cache: KVCache, number: int) -> list[tuple[KVCache, int, int]]:
-    """Each segment and which of a row's so many blocks it holds, first and end."""
+    """Return each segment with its first and end block, for a row of `number` blocks."""
     starts = segment_starts(cache.layers[0].values)
     assert not any(start % PAGE for start in starts), "a page lies in one segment"
     spans = itertools.pairwise((*(start // PAGE for start in starts), number))
@@ -220,10 +228,10 @@ def _blocks_of_segments(cache: KVCache, number: int) -> list[tuple[KVCache, int,
 
 
 def _copy_page(source: KVCache, at: Any, target: KVCache, to: Any) -> KVCache:
-    """`target` with PAGE tokens of `source`; places are (row, token), of one segment each.
+    """Return `target` with PAGE tokens of `source`. Positions are (row, token) in a single segment.
 
-    A loop of these runs in place and takes the time of the pages there are. A gather or scatter
-    of a padded list takes that of a whole row, and one program a row length.
+    A loop of these runs in place, and its time is in proportion to the pages copied. A gather or
+    scatter of a padded list takes the time of a whole row and needs one program per row length.
     """
 
     def copy(from_: Any, into: Any, axis: int) -> Any:

@@ -1,6 +1,6 @@
-"""What the engine compiles: pure functions of weights and decode state, and that state.
+"""Pure functions that the engine compiles, and the decode state.
 
-`engine.Engine` says which are jitted how; what they take over (donate) is written there.
+`engine.Engine` decides how each one is jitted and which arguments it donates.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from lightning_jax.types import Leaf, SamplingParams
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Start:
-    """A slot's next token, where it goes, and how to sample what follows it."""
+    """Next token of a slot, its position, and the sampling settings."""
 
     token: Leaf  # int32
     position: Leaf  # int32
@@ -29,13 +29,13 @@ class Start:
     top_p: Leaf  # float32
     top_k: Leaf  # int32
     min_p: Leaf  # float32
-    adapter: Leaf = None  # int32, of several which one; None: the model has at most one
+    adapter: Leaf = None  # int32, adapter index; None: the model has at most one
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """All that a generate step reads and changes besides the weights."""
+    """State that a generate step reads and changes, besides the weights."""
 
     cache: Leaf  # KVCache of S rows
     slots: Leaf  # Start, the next token of every slot; each field has a leading axis S
@@ -46,7 +46,10 @@ class DecodeState:
 def start_of(
     token: int, position: int, sampling: SamplingParams, seed: int, adapter: int | None = None
 ) -> Start:
-    """One request's host scalars. Response token k is drawn with the seed's key folded with k."""
+    """Return a request's scalars on the host.
+
+    Response token k uses the seed's key folded with k.
+    """
     return Start(
         token=np.int32(token),
         position=np.int32(position),
@@ -83,7 +86,7 @@ def prefill(
     *,
     config: DecoderConfig,
 ) -> KVCache:
-    """The cache with the first `lengths` tokens written to `rows`, from positions `starts` on."""
+    """Return the cache with the first `lengths` tokens written to `rows`, starting at `starts`."""
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     # A position past the end writes nothing.
     positions = jnp.where(index < lengths[:, None], starts[:, None] + index, cache.length)
@@ -97,7 +100,7 @@ def prefill(
 def insert_row(
     state: DecodeState, row: KVCache, slot: Int32[Array, ""], start: Start
 ) -> DecodeState:
-    """The state with a cache of one row in the slot, and the slot active."""
+    """Return the state with a one-row cache in the slot, and the slot active."""
 
     def put(rows: Any, row: Any) -> Any:
         return jax.lax.dynamic_update_slice(rows, row, (slot, 0, 0, 0))
@@ -128,14 +131,14 @@ def generate(
     segments: int,
     rows: int,
 ) -> tuple[DecodeState, Sampled]:
-    """Feed the next token of each active slot among the first `rows`, and sample the one after it.
+    """Feed the next token of each active slot in the first `rows`, and sample one token after it.
 
-    Slots outside of `slot_mask` stay as they are, even if they are active.
+    Slots outside `slot_mask` do not change, even if they are active.
     """
     first = (state.slots, state.active, state.counts)
     slots, active, counts = jax.tree.map(lambda leaf: leaf[:rows], first)
     active &= slot_mask[:rows]
-    # An inactive slot writes past the end, that is nowhere: other requests may copy its row.
+    # An inactive slot writes past the end, which is dropped: other requests may copy its row.
     positions = jnp.where(active, slots.position, state.cache.length)
     parts = state.cache.split()
     hidden, written = forward(
@@ -173,7 +176,7 @@ def generate_several(
     rows: int,
     steps: int,
 ) -> tuple[DecodeState, Sampled]:
-    """As many generate steps one after another; what they sampled has a leading axis for them."""
+    """Run `steps` generate steps. The sampled arrays have a leading axis for them."""
 
     def step(state: DecodeState, _: None) -> tuple[DecodeState, Sampled]:
         return generate(params, state, slot_mask, config=config, segments=segments, rows=rows)

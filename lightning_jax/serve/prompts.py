@@ -1,7 +1,7 @@
-"""Prompts of the requests that get a slot: what is cached is copied to its row, the rest computed.
+"""Prefill of the requests that get a slot: copy the cached prefix, compute the rest.
 
-Requests that begin in one turn of the loop are prefilled together, except that what several of them
-begin with is computed for one, cached, and copied to the others.
+Requests admitted in one turn of the loop are prefilled in one batch. A prefix that several of them
+share is computed once, cached, and copied to the others.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,10 @@ _COUNTERS = ("requests", "prefill_tokens", "prefix_hit_tokens")
 
 
 class Prompts:
-    """Begins requests. The engine's thread only; the state of the slots is the caller's."""
+    """Prefill of admitted requests, on the engine's thread only.
+
+    The caller holds the decode state.
+    """
 
     def __init__(self, engine: Engine, prefixes: PrefixCache) -> None:
         self._engine, self._prefixes = engine, prefixes
@@ -27,11 +30,11 @@ class Prompts:
         self.counts = dict.fromkeys(_COUNTERS, 0)
 
     def hold(self, request: Request) -> None:
-        """Keeps what is cached of the prompt for as long as the request waits."""
+        """Pin the cached prefix of the prompt while the request waits."""
         request.held = self._prefixes.hold(request.prompt[:-1], request.adapter)
 
     def let_go(self, request: Request) -> None:
-        """Ends a `hold`, if there is one."""
+        """Release a `hold`, if there is one."""
         if request.held is not None:
             self._prefixes.let_go(request.held)
             request.held = None
@@ -43,8 +46,9 @@ class Prompts:
         state: DecodeState,
         admissions: Sequence[Admission[Request]],
     ) -> DecodeState:
-        """The state with each request's prompt, but for its last token, in its slot's row, and the
-        slot set to decode that token. Donates `state`.
+        """Fill each slot's row with its prompt except the last token, which the slot decodes next.
+
+        Returns the new state. Donates `state`.
         """
         while admissions:
             now: list[Admission[Request]] = []
@@ -62,12 +66,12 @@ class Prompts:
         return state
 
     def _repeats(self, admission: Admission[Request], others: Sequence[Admission[Request]]) -> bool:
-        """Whether one of the others computes what the prompt begins with and the cache lacks."""
-        if not others or not self._prefixes.keeps:  # most requests begin alone: no look-up for them
+        """Return True if another request is computing an uncached prefix of this prompt."""
+        if not others or not self._prefixes.keeps:  # skip the lookup: most requests start alone
             return False
         prompt, adapter = admission.request.prompt, admission.request.adapter
         head = prompt[: self._prefixes.match(prompt[:-1], adapter) + MIN_REUSE]
-        if len(head) == len(prompt):  # too little is left of it
+        if len(head) == len(prompt):  # the uncached rest is too short to wait for
             return False
         requests = [other.request for other in others]
         return any(o.adapter == adapter and o.prompt[: len(head)] == head for o in requests)
@@ -75,7 +79,10 @@ class Prompts:
     def _restore(
         self, state: DecodeState, admission: Admission[Request]
     ) -> tuple[DecodeState, Fill]:
-        """Copies what is cached of the prompt to the slot's row; what is left to compute."""
+        """Copy the cached prefix to the slot's row.
+
+        Return the state and the tokens left to compute.
+        """
         request, slot = admission.request, admission.slot
         context = request.prompt[:-1]
         state, reuse = self._prefixes.restore(state, slot, context, request.adapter)
@@ -90,7 +97,7 @@ class Prompts:
     ) -> DecodeState:
         request, slot = admission.request, admission.slot
         *context, last = request.prompt
-        # Now, not when the response is there: the siblings come next.
+        # Cache it now, not at the end of the response: other rollouts of the group come next.
         self._prefixes.keep(state, slot, context, version, request.adapter)
         if request.sampling.score_prompt:
             scores = self._scorer(params, request.prompt, request.adapter)

@@ -1,8 +1,8 @@
-"""Which page holds the keys and values of which token ids: a radix tree. Host side, no JAX.
+"""Radix tree from token ids to the pages with their keys and values. Host side, no JAX.
 
-A path from the root spells token ids, PAGE of them to a node, and a node owns one page. Leaves may
-hold fewer; such a page fills up when a longer sequence comes along its path. Matching is by token,
-not by page: of a page whose first tokens agree, just those are used.
+A path from the root spells token ids, up to PAGE per node, and each node owns one page. A leaf may
+hold fewer than PAGE tokens, and it fills up when a longer sequence follows its path. Matching is by
+token, not by page: if only the first tokens of a page agree, only those are used.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,15 @@ import numpy as np
 PAGE = 16  # tokens
 
 
-@dataclass(eq=False)  # one is another only if it is the same node
+@dataclass(eq=False)  # compare by identity
 class Node:
-    """One page. No child's tokens begin another child's, and only a full page has children."""
+    """One page.
+
+    No child's tokens are a prefix of another child's. Only a full page has children.
+    """
 
     parent: "Node | None"
-    page: int  # -1: the root's
+    page: int  # -1 for the root
     tokens: tuple[int, ...] = ()
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
     pins: int = 0
@@ -26,32 +29,35 @@ class Node:
 
 @dataclass(frozen=True)
 class Match:
-    """The first `length` tokens lie in `pages`, of the last one perhaps only the beginning."""
+    """Cached prefix: its first `length` tokens are in `pages`.
+
+    The last page may be used only in part.
+    """
 
     length: int
     pages: tuple[int, ...]
-    node: Node  # the last page's; the root if there is none
+    node: Node  # node of the last page, or the root if there is none
 
 
 @dataclass(frozen=True)
 class Insertion:
-    """Blocks `first`, `first + 1`, ... of the sequence, PAGE tokens each, belong into `pages`."""
+    """Pages to fill with the blocks of PAGE tokens of a sequence, from block `first` on."""
 
     first: int
     pages: tuple[int, ...]
 
 
 class PageTree:
-    """Pages 0..num_pages-1, written by one version of the weights.
+    """Tree over pages 0..num_pages-1, all written by one version of the weights.
 
-    A page is free or owned by one node. For room, the leaf that was not used for longest is
-    evicted; a pinned one stays. Each adapter has a root of its own: what one computed, no other may
-    read. None is that of a model without several.
+    A page is free or owned by one node. To make room, the least recently used unpinned leaf is
+    evicted. Each adapter has its own root, so that no adapter reads pages of another one. Adapter
+    None is for a model without several adapters.
     """
 
     def __init__(self, num_pages: int, version: int) -> None:
         self.version = version
-        self.num_evicted = 0  # pages, since the start
+        self.num_evicted = 0  # pages evicted since the start
         self._num_pages = num_pages
         self._clock = 0
         self._clear()
@@ -65,16 +71,16 @@ class PageTree:
 
     @property
     def num_used(self) -> int:
-        """How many pages hold something."""
+        """Number of pages in use."""
         return self._num_pages - len(self._free)
 
     def reset(self, version: int) -> None:
-        """New weights: nothing is cached any more. Pins of before may still be taken off."""
+        """Drop all pages for a new weights version. Earlier pins may still be released."""
         self.version = version
         self._clear()
 
     def match(self, ids: Sequence[int], adapter: int | None = None) -> Match:
-        """The longest beginning of `ids` that is cached; its pages count as used now."""
+        """Return the longest cached prefix of `ids`. Marks its pages as used now."""
         ids = tuple(ids)
         self._clock += 1
         node, pages, length = self._root(adapter), [], 0
@@ -90,10 +96,12 @@ class PageTree:
         return Match(length, tuple(pages), node)
 
     def insert(self, ids: Sequence[int], version: int, adapter: int | None = None) -> Insertion:
-        """Gives pages to what of `ids` is not cached, as far as there is room; all count as used.
+        """Assign pages to the uncached part of `ids`, as far as there is room.
 
-        The caller fills them before it does anything else here. `version` is of the weights that
-        computed all of `ids`; unless it is the tree's, nothing is given.
+        Marks all pages as used now.
+
+        The caller must fill the pages before its next call. `version` is the version of the weights
+        that computed all of `ids`. If it is not the tree's version, no page is assigned.
         """
         if version != self.version:
             return Insertion(0, ())
@@ -112,12 +120,12 @@ class PageTree:
         return Insertion(known, tuple(pages))
 
     def pin(self, node: Node) -> None:
-        """Keeps the node's page and those before it, until `unpin`."""
+        """Keep the node's page and those of its ancestors until `unpin`."""
         node.pins += 1
         self._update(node)
 
     def unpin(self, node: Node) -> None:
-        """Takes one pin off."""
+        """Release one pin."""
         assert node.pins > 0, "a pin is taken off once"
         node.pins -= 1
         self._update(node)
@@ -126,9 +134,11 @@ class PageTree:
         return self._roots.setdefault(adapter, Node(None, -1))
 
     def _child(self, node: Node, tokens: tuple[int, ...]) -> tuple[Node | None, bool]:
-        """The child that holds `tokens`, made if need be, and whether its page does; None: no room.
+        """Return the child for `tokens`, and True if its page holds them already.
 
-        With children (1 2 3) and (5 6): 1 2 is cached, 5 6 7 lengthens the second, 1 9 is new.
+        None: no room for a child.
+
+        With children (1 2 3) and (5 6): 1 2 is cached, 5 6 7 extends the second child, 1 9 is new.
         """
         if child := node.children.get(tokens):
             return child, True
@@ -144,7 +154,7 @@ class PageTree:
         return self._new_child(node, tokens), False
 
     def _new_child(self, node: Node, tokens: tuple[int, ...]) -> Node | None:
-        self.pin(node)  # making room must not take away the path itself
+        self.pin(node)  # eviction must not remove this path
         if not self._free and self._evictable.any():
             never = np.iinfo(np.int64).max
             self._evict(int(np.where(self._evictable, self._last_used, never).argmin()))
@@ -171,12 +181,12 @@ class PageTree:
         return node
 
     def _update(self, node: Node) -> None:
-        # The root has no page, and a node of before a reset has none any more.
+        # The root has no page, and neither does a node from before a reset.
         if node.page >= 0 and self._nodes[node.page] is node:
             self._evictable[node.page] = not node.children and node.pins == 0
 
 
 def num_shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     differs = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differs, min(len(a), len(b)))

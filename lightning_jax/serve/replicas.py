@@ -1,8 +1,8 @@
-"""Engines with the same weights, each on devices of its own, as one loop.
+"""Engine replicas: the same weights on separate devices, behind the interface of one loop.
 
-A mesh's `data` axis counts them. They share nothing: each has slots, a prefix cache and a thread,
-so none waits for another's prompts. What they lack is each other's cache, so a request goes where
-the beginning of its prompt was read before.
+A mesh's `data` axis gives their number. They share nothing: each has its own slots, prefix cache
+and thread, so none waits for another's prompts. Their caches are separate, too, so a request goes
+to the replica that has read the start of its prompt before.
 """
 
 import asyncio
@@ -23,14 +23,16 @@ from lightning_jax.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
-BLOCK = 64  # tokens; beginnings are known in multiples of it
-FAILED = 2**31  # the load of an engine that answers no more
-MOST_BLOCKS = 2**16  # remembered, those used last; 4 million tokens
+BLOCK = 64  # tokens; prefixes are remembered in multiples of it
+FAILED = 2**31  # load reported for a failed engine
+MOST_BLOCKS = 2**16  # remembered, least recently used dropped first; 4 million tokens
 
 
 def split_by_data(mesh: Mesh) -> list[Mesh]:
-    """The meshes of a serving mesh's copies of the weights. Of several processes the mesh itself,
-    whose devices then do the same: all processes take part each time that weights are published.
+    """Return one mesh for each copy of the weights on a serving mesh.
+
+    With several processes, return the mesh itself. Its devices then do the same work, because all
+    processes take part whenever weights are published.
     """
     if jax.process_count() > 1:
         return [mesh]
@@ -41,7 +43,7 @@ def split_by_data(mesh: Mesh) -> list[Mesh]:
 
 
 def replicate(make: Callable[[Any], Any], engines: Sequence[Any], slots: int) -> Any:
-    """One loop over all engines, each of which `make` gives one of its own."""
+    """Make a loop for each engine, and return one loop over all of them."""
     loops = [make(engine) for engine in engines]
     if len(loops) == 1:
         return loops[0]
@@ -50,7 +52,7 @@ def replicate(make: Callable[[Any], Any], engines: Sequence[Any], slots: int) ->
 
 
 class Router:
-    """Which of several caches to ask, by what each was asked before. Any thread."""
+    """Choice of a replica by the prompts that each one has read. Every method is thread-safe."""
 
     def __init__(self, number: int, slots: int) -> None:
         self._slack = max(1, slots // 4)
@@ -58,8 +60,10 @@ class Router:
         self._lock = threading.Lock()
 
     def choose(self, prompt: Sequence[int], loads: Sequence[int]) -> int:
-        """A place in `loads`, the numbers of open requests: that which read more than half of the
-        prompt last, unless it has a quarter of its slots more to do than the one with least.
+        """Return the index of the replica to use. `loads` has each one's number of open requests.
+
+        Prefer the replica that last read more than half of the prompt. If its load exceeds the
+        smallest one by more than a quarter of its slots, use the least loaded replica.
         """
         beginnings = _beginnings(prompt)
         least = min(range(len(loads)), key=loads.__getitem__)
@@ -79,13 +83,13 @@ class Router:
         return chosen
 
     def forget(self) -> None:
-        """The caches were emptied."""
+        """Forget all prompts, because the caches were emptied."""
         with self._lock:
             self._readers.clear()
 
 
 def _beginnings(prompt: Sequence[int]) -> list[int]:
-    """Hashes of the prompt's first block, its first two, ..."""
+    """Return hashes of the prompt's first block, its first two blocks, and so on."""
     found, last = [], 0
     for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
         last = hash((last, *prompt[start : start + BLOCK]))
@@ -94,43 +98,43 @@ def _beginnings(prompt: Sequence[int]) -> list[int]:
 
 
 class ReplicatedLoop:
-    """Loops of the same weights, with the methods of one `EngineLoop`."""
+    """Loops with the same weights behind the methods of one `EngineLoop`."""
 
     def __init__(self, loops: Sequence[EngineLoop], slots: int) -> None:
         self._loops, self._router = tuple(loops), Router(len(loops), slots)
 
     @property
     def version(self) -> int:
-        """The version that the next request is answered with."""
+        """Weights version that will answer the next request."""
         return self._loops[-1].version
 
     @property
     def status(self) -> LoopStatus:
-        """As `EngineLoop.status`; not ok as soon as one loop is not."""
+        """Status like `EngineLoop.status`: the first loop status that is not ok, if any."""
         return together(loop.status for loop in self._loops)
 
     @property
     def num_slots(self) -> int:
-        """Return how many requests all loops decode at once."""
+        """Number of requests that all loops together decode at once."""
         return sum(loop.num_slots for loop in self._loops)
 
     @property
     def num_open(self) -> int:
-        """Requests that run or wait."""
+        """Number of requests running or waiting."""
         return sum(loop.num_open for loop in self._loops)
 
     def warmup(self) -> None:
-        """Compiles all programs, those of different devices side by side. Before `start`."""
+        """Compile all programs, for all replicas in parallel. Call before `start`."""
         with ThreadPoolExecutor(len(self._loops)) as pool:
             list(pool.map(lambda loop: loop.warmup(), self._loops))
 
     def start(self) -> None:
-        """Starts the threads."""
+        """Start the threads."""
         for loop in self._loops:
             loop.start()
 
     async def prepare(self, grammar: str, owner: str = "") -> None:
-        """As `EngineLoop.prepare`; all loops share the answer."""
+        """Compile a grammar for all loops. See `EngineLoop.prepare`."""
         await self._loops[0].prepare(grammar, owner)
 
     def submit(
@@ -140,14 +144,14 @@ class ReplicatedLoop:
         adapter: int | None = None,
         tenant: str | None = None,
     ) -> Generation:
-        """As `EngineLoop.submit`."""
-        # One that has failed has nothing to do, and would get all.
+        """Queue a request on one replica. See `EngineLoop.submit`."""
+        # A failed loop is idle, so without this it would get every request.
         loads = [loop.num_open if loop.status != "failed" else FAILED for loop in self._loops]
         chosen = self._loops[self._router.choose(prompt_ids, loads)]
         return chosen.submit(prompt_ids, sampling, adapter, tenant)
 
     def load_weights(self, params: Any | None, version: int) -> None:
-        """As `EngineLoop.load_weights`, of one loop after the other. Weights are gathered once."""
+        """Gather the weights once, and load them into one loop after another. See `EngineLoop`."""
         if params is not None:
             params = self._loops[0].spread(params)
         for loop in self._loops:
@@ -156,15 +160,15 @@ class ReplicatedLoop:
             self._router.forget()
 
     async def drain(self) -> None:
-        """Takes no more requests, and returns when none is left."""
+        """Refuse new requests, and return when none is open."""
         await asyncio.gather(*(loop.drain() for loop in self._loops))
 
     def close(self) -> None:
-        """Stops the threads; requests that are not finished fail with EngineError."""
+        """Stop the threads. Unfinished requests fail with EngineError."""
         for loop in self._loops:
             loop.close()
 
     def stats(self) -> dict[str, float]:
-        """The counters of all loops together."""
+        """Return the counters, summed over all loops."""
         found = [loop.stats() for loop in self._loops]
         return {name: sum(stats[name] for stats in found) for name in found[0]}

@@ -1,4 +1,7 @@
-"""One response on the host: sampled tokens in, text and the end of it out. No JAX, no threads."""
+"""Assembly of one response on the host: tokens in, text and finish reason out.
+
+No JAX, no threads.
+"""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +11,7 @@ from lightning_jax.types import Completion, FinishReason, PromptScores, Sampling
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step added to a response. `text` may be empty, or lag behind the tokens."""
+    """Tokens that one step added to a response. `text` may be empty, or lag behind the tokens."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -21,7 +24,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """One token as the engine gave it."""
+    """One token as the engine sampled it."""
 
     token_id: int
     behavior_logprob: float
@@ -33,17 +36,20 @@ class SampledToken:
 
 
 class StopStrings:
-    """Text that streams through until a stop string appears; what may begin one is held back."""
+    """Filter that passes text on until a stop string appears.
+
+    It holds back a possible start of one.
+    """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._held = ""
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, bool]:
-        """The text that is safe to show, and whether a stop string ended it. `final`: nothing
-        follows.
+        """Return the text that is safe to show, and True if a stop string ended it.
 
-        With "END", pushing "aE" gives "a", then "ND" gives "" and True.
+        `final` means that no text follows. With "END", pushing "aE" gives "a", then "ND" gives ""
+        and True.
         """
         self._held += text
         found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
@@ -56,7 +62,7 @@ class StopStrings:
         return shown, False
 
     def _overlap(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Return the length of the longest suffix of the held text that starts a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         lengths = range(min(longest, len(self._held)), 0, -1)
         return next((n for n in lengths if self._begins_stop(self._held[-n:])), 0)
@@ -67,7 +73,7 @@ class StopStrings:
 
 @dataclass
 class Response:
-    """Tokens and text so far of one request. At most `limit` tokens."""
+    """Tokens and text of one request so far, at most `limit` tokens."""
 
     decoder: StreamDecoder
     eos_ids: frozenset[int]
@@ -81,7 +87,7 @@ class Response:
         self._stops = StopStrings(self.sampling.stop)
 
     def push(self, token: SampledToken) -> tuple[Chunk, FinishReason | None]:
-        """What the token adds, and why the response ends with it if it does."""
+        """Add a token. Return its chunk, and the finish reason if the response ends with it."""
         self.tokens.append(token)
         text = self.decoder.push(token.token_id)
         reason: FinishReason | None = None
@@ -96,7 +102,7 @@ class Response:
         return _chunk(shown, token), "stop" if stopped else reason
 
     def completion(self, reason: FinishReason) -> Completion:
-        """The whole response."""
+        """Return the whole response."""
         return Completion(
             token_ids=tuple(token.token_id for token in self.tokens),
             text=self.text,

@@ -1,8 +1,7 @@
-"""Logits to sampled tokens, with the log-probabilities of what was drawn.
+"""Sampling of tokens from logits, with their log-probabilities.
 
-Nothing here sorts: sorting 16 x 49,152 logits takes longer than the whole forward pass on a CPU. A
-filter keeps the logits above a threshold, and the threshold is found by bisection on the bits of
-the float.
+Nothing here sorts: on a CPU, sorting 16 x 49,152 logits takes longer than the whole forward pass. A
+filter keeps the logits above a threshold, which is found by bisection on the bits of the float.
 """
 
 from dataclasses import dataclass
@@ -13,14 +12,15 @@ from jaxtyping import Array, Bool, Float, Int32, Key, UInt8, UInt32
 
 from lightning_jax.types import MAX_TOP_LOGPROBS, Leaf
 
-BLOCK = 256  # tokens of one block of the two-level draw
+BLOCK = 256  # tokens per block of the two-level draw
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Likeliest:
-    """The tokens that the policy finds likeliest at temperature 1, best first; N is at most
-    MAX_TOP_LOGPROBS.
+    """Most likely tokens of the policy at temperature 1, best first.
+
+    N is at most MAX_TOP_LOGPROBS.
     """
 
     ids: Leaf  # int32 [S, N]
@@ -34,30 +34,30 @@ class Sampled:
 
     tokens: Leaf  # int32 [S]
     behavior_logprobs: Leaf  # float32 [S], of the policy at temperature 1, unfiltered and unbiased
-    sampling_logprobs: Leaf  # float32 [S], of the distribution drawn from; 0 where greedy
-    # float32 [S], of the policy at the row's own temperature, 1 where greedy, and else as it is
+    sampling_logprobs: Leaf  # float32 [S], of the sampling distribution; 0 if greedy
+    # float32 [S], of the policy at the row's temperature (1 if greedy), unfiltered and unbiased
     tempered_logprobs: Leaf
-    likeliest: Likeliest | None = None  # of adjusted steps; zeros where no request asks for it
+    likeliest: Likeliest | None = None  # adjusted steps only; zeros if no request asks for it
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Adjustment:
-    """Changes to one step's logits, for the rows that ask for them."""
+    """Changes to the logits of one step, for the rows that need them."""
 
-    allowed: Leaf  # uint8 [S, V/8], 8 tokens a byte, the first one lowest; all ones: no mask
-    has_likeliest: Leaf  # bool, whether the result holds the likeliest tokens
+    allowed: Leaf  # uint8 [S, V/8], 8 tokens a byte, lowest bit first; all ones: no mask
+    has_likeliest: Leaf  # bool, True to return the likeliest tokens
     bias: Leaf = None  # float32 [S, V], added before the mask; None: no row has one
 
 
 def unpack_mask(packed: UInt8[Array, "S V8"], vocab_size: int) -> Bool[Array, "S V"]:
-    """Return the mask of packed bits, as NumPy's `unpackbits` in little-endian order."""
+    """Return the mask of packed bits, like NumPy's `unpackbits` in little-endian order."""
     bits = packed[:, :, None] >> jnp.arange(8, dtype=jnp.uint8)[None, None] & 1
     return bits.reshape(len(packed), -1)[:, :vocab_size].astype(bool)
 
 
 def likeliest(logits: Float[Array, "S V"]) -> Likeliest:
-    """The best tokens and log-probabilities of each row; equal ones in order of id."""
+    """Return the best tokens of each row and their log-probabilities. Ties are in order of id."""
     logits = logits.astype(jnp.float32)
     values, ids = jax.lax.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
     return Likeliest(ids, values - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
@@ -72,12 +72,12 @@ def sample(
     min_p: Float[Array, " S"],
     adjustment: Adjustment | None = None,
 ) -> Sampled:
-    """Sample one token per row with the row's own key, so that other rows change nothing.
+    """Sample one token per row with the row's own key, so that no row affects another.
 
-    Filters apply in the order bias, mask, temperature, top_k, top_p, min_p. Logits equal to the
-    last one kept are kept too. Each row must have one token that neither a bias of -inf nor the
-    mask forbids. Work that no row asks for is skipped: the draw if all are greedy, the thresholds
-    if none filters, the likeliest tokens.
+    Filters apply in this order: bias, mask, temperature, top_k, top_p, min_p. Logits equal to the
+    last one kept are kept, too. Each row must have a token that neither a bias of -inf nor the mask
+    forbids. Work that no row needs is skipped: the draw if all rows are greedy, the thresholds if
+    no row filters, and the likeliest tokens.
     """
     logits = logits.astype(jnp.float32)
     biased = logits
@@ -87,7 +87,7 @@ def sample(
         allowed = unpack_mask(adjustment.allowed, logits.shape[-1])
         biased = jnp.where(allowed, biased, -jnp.inf)
     greedy = temperature == 0
-    # Below 1e-5 the quotient could overflow, and the draw is as good as greedy.
+    # Below 1e-5 the quotient could overflow, and the draw is practically greedy.
     divisor = jnp.where(greedy, 1.0, jnp.maximum(temperature, 1e-5))[:, None]
     scaled = biased / divisor
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
@@ -137,7 +137,7 @@ def _logprobs(logits: Float[Array, "S V"], tokens: Int32[Array, " S"]) -> Float[
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-SMALLEST_TOP_P = 1e-7  # below it a float32 product would become 0, which no token reaches
+SMALLEST_TOP_P = 1e-7  # below it the target could round to 0, and no token would be kept
 
 
 def keep_mask(
@@ -146,14 +146,17 @@ def keep_mask(
     top_k: Int32[Array, " S"],
     min_p: Float[Array, " S"],
 ) -> Bool[Array, "S V"]:
-    """True for what top_k, then top_p of the rest, then min_p keep. At least one a row."""
+    """Return True for tokens kept by top_k, then top_p of the rest, then min_p.
+
+    At least one per row.
+    """
     ranks = _sortable(scaled)
     vocab = scaled.shape[-1]
     k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab).astype(jnp.float32)
     keep = ranks >= _threshold(ranks, jnp.ones_like(scaled), k)[:, None]
     weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
     kept_weights = jnp.where(keep, weights, 0.0)
-    # At top_p 1 the sum may miss the target by rounding, so such rows are left alone.
+    # At top_p 1 the sum may miss the target because of rounding, so such rows skip this filter.
     top_p = jnp.maximum(top_p, SMALLEST_TOP_P)
     nucleus = _threshold(ranks, kept_weights, top_p * jnp.sum(kept_weights, axis=-1))
     keep &= (ranks >= nucleus[:, None]) | (top_p >= 1)[:, None]
@@ -161,7 +164,10 @@ def keep_mask(
 
 
 def _sortable(values: Float[Array, "S V"]) -> UInt32[Array, "S V"]:
-    """Integers that order as the floats do: all bits of negative ones flip, of others the sign."""
+    """Return integers in the same order as the floats.
+
+    All bits of negative floats are flipped. For other floats, only the sign bit is flipped.
+    """
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -169,10 +175,10 @@ def _sortable(values: Float[Array, "S V"]) -> UInt32[Array, "S V"]:
 def _threshold(
     ranks: UInt32[Array, "S V"], weights: Float[Array, "S V"], target: Float[Array, " S"]
 ) -> UInt32[Array, " S"]:
-    """The largest rank whose holders and betters weigh at least `target` together, bit by bit from
-    the top.
+    """Return the largest rank such that the tokens at or above it weigh at least `target` in total.
 
-    Ranks 7 5 5 2 of weights 1 1 1 1 and target 2 give 5, which keeps three.
+    It is found bit by bit from the top. Ranks 7 5 5 2 with weights 1 1 1 1 and target 2 give 5,
+    which keeps three tokens.
     """
 
     def try_bit(index: Int32[Array, ""], found: UInt32[Array, " S"]) -> UInt32[Array, " S"]:
@@ -186,11 +192,10 @@ def _threshold(
 def _draw(
     scaled: Float[Array, "S V"], uniform: Float[Array, "S 2"]
 ) -> tuple[Int32[Array, " S"], Float[Array, " S"]]:
-    """Tokens by inverse transform, first a block and then a token of it, and their log-
-    probabilities.
+    """Return tokens drawn by inverse transform, and their log-probabilities.
 
-    Two uniform numbers a row are much cheaper than one Gumbel number a logit. A uniform number has
-    23 bits, so a probability is met to 1e-7.
+    A block is drawn first, then a token in it. Two uniform numbers per row are much cheaper than
+    one Gumbel number per logit. A uniform number has 23 bits, so probabilities are exact to 1e-7.
     """
     highest = jnp.max(scaled, axis=-1, keepdims=True)
     weights = jnp.exp(scaled - highest)
@@ -204,9 +209,9 @@ def _draw(
 
 
 def _pick(weights: Float[Array, "S N"], uniform: Float[Array, " S"]) -> Int32[Array, " S"]:
-    """An index per row with probability in proportion to its weight; never one of weight 0."""
+    """Return an index per row with probability in proportion to its weight, never a weight of 0."""
     cumulative = jnp.cumsum(weights, axis=-1)
     reached = (cumulative > (uniform * cumulative[:, -1])[:, None]) & (weights > 0)
-    # Rounding can leave nothing reached when `uniform` is next to 1.
+    # If `uniform` is close to 1, rounding can leave no index reached.
     index = jnp.where(reached.any(axis=-1), jnp.argmax(reached, -1), jnp.argmax(weights, -1))
     return index.astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Who gets which slot when, and how prompts are cut into batches of chunks. No JAX in here."""
+"""Assignment of slots to requests, and of prompt chunks to prefill batches. No JAX."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,31 +8,31 @@ from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
 
-CHUNK_OVERHEAD = 32  # what starting one more chunk costs, in tokens of work
+CHUNK_OVERHEAD = 32  # cost of one more chunk, in tokens of work
 
 
 @dataclass(frozen=True)
 class Admission(Generic[Request]):
-    """A request that now owns `slot`."""
+    """Request that now holds `slot`."""
 
     request: Request
     slot: int
 
 
 class Scheduler(Generic[Request]):
-    """Fair queues over a fixed number of slots, one queue for each tenant.
+    """Fair queues over a fixed number of slots, one queue per tenant.
 
-    A tenant is whoever its requests belong to: a rollout, or None for calls of no rollout. Its own
-    requests are served in order of arrival. A free slot goes to the tenant that holds the fewest
-    slots; among equals, to the one served least recently. A rollout that holds half of the slots
-    leaves the last free slot to the others, so that their next request need not wait for one of its
-    responses to end.
+    A tenant is a rollout, or None for calls outside of rollouts. A tenant's requests are served in
+    order of arrival. A free slot goes to the tenant that holds the fewest slots, and among equals
+    to the one served least recently. A rollout that holds half of the slots leaves the last free
+    slot to the others. So their next request does not wait for one of that rollout's responses to
+    end.
     """
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._free = set(range(slots))
-        # The tenants with waiting requests, the one served least recently first.
+        # Tenants with waiting requests, least recently served first.
         self._queues: dict[str | None, deque[Request]] = {}
         self._held: Counter[str | None] = Counter()  # slots by tenant
         self._tenants: dict[int, str | None] = {}  # by slot
@@ -43,11 +43,11 @@ class Scheduler(Generic[Request]):
         return sum(map(len, self._queues.values()))
 
     def enqueue(self, request: Request, tenant: str | None = None) -> None:
-        """Put a request at the end of its tenant's queue."""
+        """Add a request to the end of its tenant's queue."""
         self._queues.setdefault(tenant, deque()).append(request)
 
     def remove(self, request: Request) -> bool:
-        """Take a waiting request out of the queue; False if it does not wait."""
+        """Remove a waiting request from its queue. Return False if it is not waiting."""
         for tenant, queue in self._queues.items():
             for item in queue:
                 if item is request:
@@ -58,7 +58,7 @@ class Scheduler(Generic[Request]):
         return False
 
     def admit(self) -> Admission[Request] | None:
-        """Return the next request and its slot, or None if nobody may have a slot now."""
+        """Return the next request and its slot, or None if no tenant may have a slot now."""
         tenants = [tenant for tenant in self._queues if self._may_run(tenant)]
         if not tenants:
             return None
@@ -79,14 +79,14 @@ class Scheduler(Generic[Request]):
         return bool(self._free) and 2 * self._held[tenant] < self._slots
 
     def release(self, slot: int) -> None:
-        """Free the slot of a request that is done."""
+        """Free the slot of a finished request."""
         del self.running[slot]
         self._held[self._tenants.pop(slot)] -= 1
-        self._held += Counter()  # without the tenants that hold none
+        self._held += Counter()  # drops tenants that hold none
         self._free.add(slot)
 
     def clear(self) -> list[Request]:
-        """Return every waiting or running request, after a failure, and forget them."""
+        """Remove and return every waiting or running request, after a failure."""
         requests = [item for queue in self._queues.values() for item in queue]
         requests += self.running.values()
         self._queues.clear()
@@ -97,10 +97,9 @@ class Scheduler(Generic[Request]):
 
 @lru_cache(maxsize=4096)
 def plan_chunks(num_tokens: int, buckets: tuple[int, ...]) -> tuple[int, ...]:
-    """Bucket lengths that cover `num_tokens` with little padding: 100 with (64, 256) gives (64,
-    64).
+    """Return bucket lengths that cover `num_tokens` with little padding.
 
-    All chunks are full but the last. Empty for 0 tokens.
+    For 100 tokens, (64, 256) gives (64, 64). All chunks but the last are full. Empty for 0 tokens.
     """
     if num_tokens <= 0:
         return ()
@@ -116,14 +115,14 @@ def plan_chunks(num_tokens: int, buckets: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ChunkBatch:
-    """Chunks that one program computes: tokens `first` to `end` of each of these prompts."""
+    """Chunks that one program computes: tokens `first` to `end` of each prompt."""
 
-    bucket: int  # the length that they are padded to
+    bucket: int  # length that they are padded to
     chunks: tuple[tuple[int, int, int], ...]  # (prompt, first, end)
 
 
 def row_counts(bucket: int, tokens: int, most: int) -> tuple[int, ...]:
-    """How many chunks of this bucket a program takes: 32 gives 1, 4, 16 for up to 512 tokens."""
+    """Return the batch sizes for chunks of this bucket: 32 gives 1, 4, 16 for up to 512 tokens."""
     counts = [1]
     while (more := 4 * counts[-1]) <= most and more * bucket <= tokens:
         counts.append(more)
@@ -133,12 +132,13 @@ def row_counts(bucket: int, tokens: int, most: int) -> tuple[int, ...]:
 def plan_prefill(
     lengths: Sequence[int], buckets: tuple[int, ...], counts: Mapping[int, tuple[int, ...]]
 ) -> Iterator[ChunkBatch]:
-    """All chunks of prompts of these lengths, a prompt's own in order. `counts` says of each
-    bucket how many chunks a batch may have.
+    """Yield batches with all chunks of prompts of these lengths. A prompt's chunks stay in order.
+
+    `counts` maps each bucket to the batch sizes it may have.
     """
     plans = [deque(plan_chunks(length, buckets)) for length in lengths]
     done = [0] * len(lengths)
-    for bucket in sorted(buckets, reverse=True):  # as a prompt's own chunks, the large ones first
+    for bucket in sorted(buckets, reverse=True):  # a prompt's chunks start with the large ones, too
         while due := [i for i, plan in enumerate(plans) if plan and plan[0] == bucket]:
             batch = []
             for i in due[: max(count for count in counts[bucket] if count <= len(due))]:

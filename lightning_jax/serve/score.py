@@ -1,4 +1,4 @@
-"""What the policy thinks of a prompt's own tokens: log-probabilities, and the likeliest ones."""
+"""Log-probabilities and likeliest tokens of a prompt's own tokens."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -17,8 +17,9 @@ ROWS = 64  # positions whose logits are in memory at once
 
 
 class Scorer:
-    """Scores whole prompts. It compiles at the first prompt of a length, not in the warm-up:
-    training never asks.
+    """Scorer of whole prompts.
+
+    It compiles at the first prompt of each length, not at warm-up, because training never uses it.
     """
 
     def __init__(self, config: DecoderConfig, lengths: Sequence[int]) -> None:
@@ -26,8 +27,9 @@ class Scorer:
         self._score = jax.jit(partial(_score, config=config))
 
     def __call__(self, params: Any, ids: Sequence[int], adapter: int | None = None) -> PromptScores:
-        """The scores of each of `ids` after the first, at temperature 1. Waits for them. `adapter`
-        is the one of several to read with.
+        """Return the scores of each token of `ids` after the first, at temperature 1.
+
+        Waits for the device. `adapter` is an index, for a model with several adapters.
         """
         length = next(n for n in self._lengths if n >= len(ids))
         tokens = np.zeros(length, np.int32)
@@ -46,7 +48,10 @@ def _score(
     *,
     config: DecoderConfig,
 ) -> tuple[Float[Array, " T"], Likeliest]:
-    """Row i is about token i + 1, given the tokens up to i; the last row means nothing."""
+    """Return scores, one row per position.
+
+    Row i scores token i + 1; the last row is meaningless.
+    """
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     hidden, _ = forward(params, config, tokens[None], positions[None], adapters=adapters)
 

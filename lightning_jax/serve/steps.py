@@ -1,4 +1,4 @@
-"""Decode steps of the requests that run: started on the device, and read when it has made them."""
+"""Decode steps of the running requests: start them on the device, then read the sampled tokens."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,74 +19,73 @@ from lightning_jax.types import SamplingParams, TopLogprobs
 _COUNTERS = ("steps", "adjusted_steps", "tokens_generated", "tokens_past_end")
 
 
-@dataclass(eq=False)  # one is another only if it is the same request
+@dataclass(eq=False)  # compare by identity
 class Request:
-    """A request as the engine's thread knows it."""
+    """Request as seen by the engine's thread."""
 
     generation: Generation
     prompt: tuple[int, ...]
     sampling: SamplingParams
     seed: int
     response: Response
-    adjuster: LogitAdjuster | None  # None: drawn from the policy's own logits
-    adapter: int | None = None  # of several, which one answers
-    tenant: str | None = None  # whose it is; see Scheduler
-    held: Node | None = None  # what is cached of the prompt, while it waits
+    adjuster: LogitAdjuster | None  # None: sample from the policy's own logits
+    adapter: int | None = None  # index, for a model with several adapters
+    tenant: str | None = None  # see Scheduler
+    held: Node | None = None  # cached prefix of the prompt, pinned while waiting
     slot: int | None = None  # None: waiting
-    version: int = -1  # of the weights that it began with
-    num_due: int = 0  # steps it needs yet, if nothing ends it before its limit
+    version: int = -1  # weights version at its start
+    num_due: int = 0  # steps left until its limit
     finished: bool = False
-    is_unread: bool = False  # its last token was sampled, and its next one depends on it
+    is_unread: bool = False  # its next token depends on a sampled token not read yet
 
     @property
     def is_sequential(self) -> bool:
-        """Whether its next step needs the token of the last one."""
+        """True if its next step needs the token of the last one."""
         return self.adjuster is not None and self.adjuster.depends_on_tokens
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can take part in the next step."""
+        """True if it can take part in the next step."""
         waits = self.adjuster is not None and not self.adjuster.is_ready
         return self.num_due > 0 and not self.is_unread and not waits
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Decode steps that the device was told to make in one go, and for whom."""
+    """Decode steps started on the device in one dispatch, and their requests."""
 
     requests: Mapping[int, Request]  # by slot
-    sampled: Sampled  # on the device; where there are several steps, with one axis more in front
+    sampled: Sampled  # on the device; several steps add a leading axis
     version: int  # of the weights
     number: int
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has made them."""
+        """True if the device has finished them."""
         return self.sampled.tokens.is_ready()
 
 
 class Stepper:
-    """Starts steps and reads them. The state of the slots is the caller's."""
+    """Runner that starts decode steps and reads their tokens. The caller holds the decode state."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._positions = np.zeros(engine.num_slots, np.int64)  # of the token decoded next
+        self._positions = np.zeros(engine.num_slots, np.int64)  # of the next token
         self.counts = dict.fromkeys(_COUNTERS, 0)
 
     def begin(self, request: Request, position: int) -> None:
-        """The request has a slot now, and its next token goes to `position`."""
+        """Register a request that now has a slot. Its next token is at `position`."""
         request.num_due = request.response.limit
         self._positions[request.slot] = position
 
     def start(
         self, params: Any, state: DecodeState, version: int, running: Mapping[int, Request]
     ) -> tuple[DecodeState, Steps | None]:
-        """Start a step for every running request that is ready; None if there is none.
+        """Start a step for every running request that is ready, or return None if there is none.
 
-        The others are held: their slots stay as they are, and what they sample later is the same.
-        Several steps are started at once where the engine has a program for it, if no request
-        reaches its limit before and none is sequential. A request that ends before is given the
-        rest for nothing. Donates `state`.
+        The other requests are held: their slots do not change, and their later samples stay the
+        same. Several steps start in one dispatch if no request reaches its limit in them and none
+        is sequential. If a request ends earlier, its remaining steps are wasted. Donates `state`.
         """
         requests = {slot: request for slot, request in running.items() if request.is_ready}
         if not requests:
@@ -110,13 +109,14 @@ class Stepper:
         return state, Steps(requests, sampled, version, number)
 
     def read(self, steps: Steps) -> Iterator[tuple[Request, SampledToken]]:
-        """The tokens in the order they were sampled; none for a request that is finished, which
-        it may be by what was read before. Waits for the device.
+        """Yield the tokens in the order they were sampled. Waits for the device.
+
+        A request that has finished gets none. An earlier token of these steps may have finished it.
         """
         if all(request.finished for request in steps.requests.values()):
             self.counts["tokens_past_end"] += steps.number * len(steps.requests)
             return
-        sampled = jax.device_get(steps.sampled)  # the only transfer
+        sampled = jax.device_get(steps.sampled)  # the only device transfer
         if steps.number == 1:
             sampled = jax.tree.map(lambda leaf: leaf[None], sampled)
         tokens, behavior = sampled.tokens.tolist(), sampled.behavior_logprobs.tolist()
@@ -142,7 +142,7 @@ class Stepper:
                 )
 
     def _adjustment(self, requests: Mapping[int, Request]) -> Adjustment | None:
-        """Return the changes to the slots' logits, new every step; None if there is none."""
+        """Return new changes to the slots' logits for this step, or None if there are none."""
         adjusters = {slot: r.adjuster for slot, r in requests.items() if r.adjuster}
         biases = {slot: adjuster for slot, adjuster in adjusters.items() if adjuster.has_bias}
         masks = {slot: adjuster.matcher for slot, adjuster in adjusters.items() if adjuster.matcher}

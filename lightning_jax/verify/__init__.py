@@ -1,4 +1,4 @@
-"""Checks a run's record: weights must give the tokens they sampled the stored log-probabilities."""
+"""Check of a run's record against log-probabilities recomputed with the weights that sampled it."""
 
 from lightning_jax.verify.check import VerifyError, verify
 from lightning_jax.verify.report import Report, as_text

@@ -1,4 +1,4 @@
-"""The calls of a run as its store holds them, and which of them can be compared."""
+"""Stored calls of a run, and the selection of those that can be compared."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -12,19 +12,19 @@ from lightning_jax.types import Span, Transition
 
 @dataclass(frozen=True)
 class StoredCall:
-    """One call, and whether it drew from the policy as it is: temperature 1, nothing filtered."""
+    """One call. `is_plain` is True if it was sampled at temperature 1 and without filters."""
 
     transition: Transition
     is_plain: bool
 
     @property
     def version(self) -> int:
-        """Of the weights that made its tokens; they are all of one."""
+        """Version of the weights that sampled its tokens, the same for all of them."""
         return self.transition.policy_versions[0]
 
 
 def stored_calls(store: Store) -> tuple[list[StoredCall], dict[str, int]]:
-    """The calls that hold tokens, by rollout; and how many do not, by reason."""
+    """Return the calls that hold tokens, by rollout, and the number of other calls by reason."""
     calls: list[StoredCall] = []
     left_out: Counter[str] = Counter()
     rollouts = store.rollouts()
@@ -32,7 +32,7 @@ def stored_calls(store: Store) -> tuple[list[StoredCall], dict[str, int]]:
     for rollout_id in (*(rollout.rollout_id for rollout in rollouts), None):
         spans = store.spans(rollout_id)
         transitions, reasons = spans_to_transitions(spans)
-        if rollout_id in superseded:  # of weights that the run has thrown away since
+        if rollout_id in superseded:  # sampled by weights that the run has discarded
             left_out["superseded"] += len(transitions)
             continue
         left_out.update(reasons)
@@ -42,9 +42,9 @@ def stored_calls(store: Store) -> tuple[list[StoredCall], dict[str, int]]:
 
 
 def _is_plain(call_id: str, spans: Mapping[str, Span]) -> bool:
-    """Whether tokens were drawn from the policy's own distribution.
+    """Return True if tokens were drawn from the policy's own distribution.
 
-    The span of one of several choices leaves it to its parent to say.
+    The span of one of several choices has no settings, so its parent's are used.
     """
     span = spans[call_id]
     if names.CHOICE_INDEX in span.attributes:
@@ -63,10 +63,10 @@ def _is_plain(call_id: str, spans: Mapping[str, Span]) -> bool:
 def with_known_weights(
     calls: Sequence[StoredCall], known: Set[int]
 ) -> tuple[list[StoredCall], dict[str, int]]:
-    """The calls whose weights are of a known version; and how many others there are, by reason.
+    """Return the calls whose weights version is known, and the number of other calls by reason.
 
-    The cache of a call during which the weights changed held keys of several versions, so no one
-    version gives its numbers.
+    If the weights changed during a call, its KV cache held keys of several versions. No single
+    version reproduces its numbers.
     """
     kept: list[StoredCall] = []
     reasons: Counter[str] = Counter()

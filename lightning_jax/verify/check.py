@@ -1,4 +1,4 @@
-"""`verify`: a run's stored calls against the weights that made them."""
+"""Comparison of a run's stored calls with the weights that made them."""
 
 import contextlib
 from pathlib import Path
@@ -12,16 +12,16 @@ from lightning_jax.verify.compare import compare_all
 from lightning_jax.verify.report import Report
 from lightning_jax.verify.weights import find_sources
 
-# Nats by which an honest log-prob may be off, for sampler and trainer round differently. Of
-# SmolLM2-135M on a CPU: up to 3.4e-5 in float32, and up to 0.32, 0.035 on average, in bfloat16.
+# Allowed difference in nats, because sampler and trainer round differently. Measured for
+# SmolLM2-135M on a CPU: up to 3.4e-5 in float32, and up to 0.32 (0.035 on average) in bfloat16.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}
 
 
 class VerifyError(UserError, ValueError):
-    """There is nothing to compare; the message says why."""
+    """Run with nothing to compare. The message gives the reason."""
 
 
-# Of the settings, what says which weights answered; others may be those of an older release.
+# Settings that determine which weights answered. The others may be from an older release.
 SECTIONS = (
     *("model", "mesh", "seed", "policies", "roles", "algorithm", "warmup", "num_steps"),
     "checkpoint",
@@ -29,9 +29,9 @@ SECTIONS = (
 
 
 def verify(run_dir: Path, *, limit: int | None = None, tolerance: float | None = None) -> Report:
-    """Compares the run's stored calls, at most `limit`, with what their weights say.
+    """Compare the run's stored calls, at most `limit`, with the output of their weights.
 
-    Raises UserError where this is no run directory, or no call's weights can be had.
+    Raises UserError if this is not a run directory, or if no call's weights are available.
     """
     for name in ("config.yaml", "store.sqlite"):
         if not (run_dir / name).is_file():
@@ -43,7 +43,7 @@ def verify(run_dir: Path, *, limit: int | None = None, tolerance: float | None =
     with contextlib.closing(Store(run_dir / "store.sqlite")) as store:
         calls, not_compared = stored_calls(store)
         last_version = max((version.version for version in store.versions()), default=0)
-    # The initial weights may have answered, too: they are those of no policy.
+    # The initial weights may have answered, too. They are not any policy's, hence "".
     sources = {
         policy: find_sources(run_dir, config, last_version, policy)
         for policy in dict.fromkeys((*config.weights, ""))

@@ -1,4 +1,4 @@
-"""Stored log-probabilities next to those that the weights give, by the trainer's own function."""
+"""Comparison of stored log-probabilities with recomputed ones, using the trainer's own function."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from lightning_jax.verify.calls import StoredCall
 from lightning_jax.verify.report import Comparison, VersionReport
 from lightning_jax.verify.weights import Source
 
-SHORTEST_ROW = 64  # tokens; rows are padded to this times a power of two, one compile each
+SHORTEST_ROW = 64  # tokens; rows are padded to this times a power of 2, one compile each
 TOKENS_A_BATCH = 2048
 HEAD_CHUNK = 64  # response tokens whose logits are in memory at once
 
@@ -32,8 +32,9 @@ HEAD_CHUNK = 64  # response tokens whose logits are in memory at once
 def compare_all(
     calls: Sequence[StoredCall], config: Config, sources: Mapping[str, Mapping[int, Source]]
 ) -> tuple[VersionReport, ...]:
-    """One report a version, of each policy that has weights of its own, by whose name the sources
-    are. The numbers are the trainer's: its own function, dtype and mesh.
+    """Return one report for each version of each policy with its own weights.
+
+    `sources` is keyed by policy name. The numbers come from the trainer's function, dtype and mesh.
     """
     named, mesh = config.model, make_mesh(config.mesh)
     model = load_model(named.name, named.dtype, named.activation_dtype)
@@ -56,7 +57,7 @@ def compare_all(
             for some, shape in _batches(group, num_row_shards(mesh)):
                 batch = jax.device_put(_batch(some, *shape, config.adapters), batch_sharding(mesh))
                 logprobs = np.asarray(measure(params, batch=batch)[0], np.float64)
-                for call, row in zip(some, logprobs, strict=False):  # rows of padding follow
+                for call, row in zip(some, logprobs, strict=False):  # padding rows follow
                     comparisons += _comparisons(call, row)
                 bar.update(len(some))
             reports.append(VersionReport(version, source.label, tuple(comparisons)))
@@ -66,7 +67,7 @@ def compare_all(
 def _batches(
     calls: Sequence[StoredCall], row_shards: int
 ) -> Iterator[tuple[list[StoredCall], tuple[int, int]]]:
-    """Calls of about one length, and the (rows, row length) that they are padded to."""
+    """Yield calls of similar length with the (rows, row length) that they are padded to."""
     by_length: defaultdict[int, list[StoredCall]] = defaultdict(list)
     for call in calls:
         by_length[_row_len(call)].append(call)
@@ -77,7 +78,7 @@ def _batches(
 
 
 def _row_len(stored: StoredCall) -> int:
-    """The padded length of prompt and response together."""
+    """Return the padded length of prompt and response together."""
     length, call = SHORTEST_ROW, stored.transition
     while length < len(call.prompt_token_ids) + len(call.response_token_ids):
         length *= 2
@@ -90,8 +91,9 @@ def _batch(
     row_len: int,
     adapters: Mapping[str, int] | None = None,
 ) -> Batch:
-    """One call a row, each of its response tokens a target. `adapters` are those of several
-    policies.
+    """Build a batch with one call per row and its response tokens as targets.
+
+    `adapters` gives the adapter index of each policy, if there are several.
     """
     shape = (num_rows, row_len)
     ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "target_nodes", "target_ids")}
@@ -104,12 +106,12 @@ def _batch(
         length, targets = len(prompt) + len(response), len(response)
         ints["tokens"][row, :length] = prompt + response
         ends[row, :length] = length
-        # With a prompt of 3 tokens, node 2 gives the first response token.
+        # With a prompt of 3 tokens, node 2 predicts the first response token.
         ints["target_nodes"][row, :targets] = len(prompt) - 1 + np.arange(targets)
         ints["target_ids"][row, :targets] = response
         mask[row, :targets] = True
         target_calls[row, :targets] = row
-        # Initial weights answered for no policy; there all adapters are alike.
+        # In the initial weights, which have no policy name, all adapters are equal.
         chosen[row] = (adapters or {}).get(call.transition.answered_by, 0)
     return Batch(
         **ints,
@@ -125,7 +127,7 @@ def _batch(
 
 
 def _comparisons(call: StoredCall, logprobs: Float64[np.ndarray, " T"]) -> Iterator[Comparison]:
-    """Of the call's behaviour log-probs, and of those it was drawn with where they are the same."""
+    """Yield a comparison of behavior log-probs, and of sampling log-probs if they must be equal."""
     transition = call.transition
     computed = logprobs[: len(transition.response_token_ids)]
     yield Comparison(transition, "behavior", np.asarray(transition.behavior_logprobs), computed)

@@ -1,4 +1,4 @@
-"""What came of comparing a run's calls with their weights, and how it reads as text."""
+"""Report of comparing a run's calls with their weights, and its text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from jaxtyping import Float64
 
 from lightning_jax.types import Transition
 
-NUM_NAMED = 10  # calls that the text names
+NUM_NAMED = 10  # calls listed in the text
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One call's stored log-probs and those computed anew, in nats."""
+    """Stored and recomputed log-probs of one call, in nats."""
 
     call: Transition
     kind: Literal["behavior", "sampling"]
@@ -23,42 +23,42 @@ class Comparison:
 
     @property
     def differences(self) -> Float64[np.ndarray, " T"]:
-        """Absolute ones, infinite where either number is none."""
+        """Absolute differences, infinite if either number is NaN."""
         return np.nan_to_num(np.abs(self.stored - self.computed), nan=np.inf)
 
 
 @dataclass(frozen=True)
 class VersionReport:
-    """What came of the compared calls of one weights version."""
+    """Comparisons of the calls of one weights version."""
 
     version: int
-    weights: str  # where they came from
+    weights: str  # their source
     comparisons: tuple[Comparison, ...]
 
     def differences(self, kind: str) -> Float64[np.ndarray, " T"]:
-        """Absolute ones of all tokens, in nats."""
+        """Return the absolute differences of all tokens, in nats."""
         found = [each.differences for each in self.comparisons if each.kind == kind]
         return np.concatenate(found) if found else np.zeros(0)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found."""
+    """Result of `verify`."""
 
     tolerance: float  # nats
     versions: tuple[VersionReport, ...]
-    not_compared: Mapping[str, int]  # calls by reason
+    not_compared: Mapping[str, int]  # number of calls by reason
 
     @property
     def off(self) -> list[Comparison]:
-        """The comparisons with a token beyond the tolerance, worst first."""
+        """Comparisons with a token beyond the tolerance, worst first."""
         found = [each for version in self.versions for each in version.comparisons]
         off = [each for each in found if each.differences.max() > self.tolerance]
         return sorted(off, key=lambda each: -each.differences.max())
 
 
 def as_text(report: Report) -> str:
-    """The report as a table, then the calls that are off."""
+    """Format the report as a table, then the calls that are off."""
     columns = ("version", "calls", "tokens", "max diff", "mean diff", "share off", "sampling max")
     lines = [" ".join(f"{name:>12}" for name in columns) + "  weights"]
     for found in report.versions:

@@ -1,7 +1,7 @@
-"""Where the weights of a run's versions can be had.
+"""Sources of the weights of a run's versions.
 
-Version s of the weights is what s trainer steps made. Those of 0 (the initial model), of the kept
-checkpoints and of the exported policy can be had again.
+Version s of the weights is the result of s trainer steps. Version 0 (the initial model), the kept
+checkpoints and the exported policy can be loaded.
 """
 
 import contextlib
@@ -21,17 +21,19 @@ from lightning_jax.models.transformer import Params
 
 @dataclass(frozen=True)
 class Source:
-    """Where one version of the weights can be had."""
+    """Source of one version of the weights."""
 
     label: str
-    load: Callable[[Params], Params]  # what comes out is shaped and placed like what goes in
+    load: Callable[[Params], Params]  # the result has the shapes and shardings of the argument
 
 
 def find_sources(
     run_dir: Path, config: Config, last_version: int, policy: str = ""
 ) -> dict[int, Source]:
-    """The versions that the run directory still holds; what they load from is given the weights of
-    `config.model`. `policy` is one that has weights of its own.
+    """Return the versions that the run directory still holds.
+
+    Each source's `load` takes the weights of `config.model`. `policy` names a policy with its own
+    weights.
     """
     label = f"{policy}: " if policy else ""
     base = config.policies[policy].base if policy else None
@@ -39,10 +41,10 @@ def find_sources(
         sources = {0: Source(label + config.model.name, lambda initial: initial)}
     else:
         sources = {0: Source(label + base, _loads(base, config))}
-    # Of several adapters each is merged apart: no one set of weights is all of them.
+    # Several adapters are each exported in a separate merged copy, so no export holds them all.
     exported = run_dir / "policy" / policy
     if _exported_step(run_dir) == last_version > 0 and not config.adapters and exported.is_dir():
-        # A single adapter is merged there, and one over it is zero.
+        # A single adapter is merged in the export, and the fresh adapter on top of it is zero.
         name = f"{label}policy{f'/{policy}' if policy else ''}"
         sources[last_version] = Source(name, _loads(str(exported), config))
     directory = run_dir / "checkpoints"
@@ -68,5 +70,5 @@ def _exported_step(run_dir: Path) -> int | None:
 
 
 def _loads(name: str, config: Config) -> Callable[[Params], Params]:
-    """What lays the named model's weights over those it is given."""
+    """Return a function that lays the named model's weights over its argument."""
     return lambda initial: overlay(initial, load_model(name, config.model.dtype).params)

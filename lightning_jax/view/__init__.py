@@ -1,4 +1,4 @@
-"""A run's rollouts, as a table and each as a waterfall."""
+"""Views of a run's rollouts: a table, and a waterfall for each rollout."""
 
-DEFAULT_LIMIT = 30  # rollouts of a table
-DEFAULT_CHARS = 2000  # of one text
+DEFAULT_LIMIT = 30  # rollouts in a table
+DEFAULT_CHARS = 2000  # characters of one text

@@ -1,4 +1,4 @@
-"""From a rollout and its spans to what a view shows of them. Pure functions."""
+"""Conversion of rollouts and spans to view records. Pure functions."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ from lightning_jax.view.tree import in_tree_order
 INPUTS = (names.TOOL_ARGUMENTS, names.INPUT, "tool.parameters", "gen_ai.input.messages")
 OUTPUTS = (names.TOOL_RESULT, names.OUTPUT, "gen_ai.output.messages")
 TOOL_NAMES = (names.TOOL_NAME, "tool.name")
-# Attributes with an item a token, and those that a view shows by themselves.
+# Attributes with one item per token, and attributes that a view shows separately.
 SHOWN_OTHERWISE = frozenset(
     {names.PROMPT_TOKEN_IDS, names.RESPONSE_TOKEN_IDS, names.BEHAVIOR_LOGPROBS}
     | {names.SAMPLING_LOGPROBS, names.TEMPERED_LOGPROBS, names.POLICY_VERSIONS}
@@ -51,12 +51,13 @@ def view_rollout(
     tokenizer: Tokenizer | None,
     credit: StepCredit,
 ) -> RolloutView:
-    """The rollout as a tree in time; `transitions` are those of its spans. Without a tokenizer
-    texts are empty.
+    """Return the rollout as a tree in time. `transitions` are from its spans.
+
+    Without a tokenizer, texts are empty.
     """
     ordered = in_tree_order(spans)
     calls = _calls(spans, {call.call_id: call for call in transitions}, tokenizer, credit)
-    # An agent's own instrumentation may send spans without times.
+    # An agent's instrumentation may send spans without times.
     origin = min((span.start_ns for span in spans if span.start_ns > 0), default=0)
     end = max((span.end_ns for span in spans), default=origin)
     return RolloutView(
@@ -72,8 +73,9 @@ def view_run(
     matching: Sequence[Rollout],
     shown: Sequence[tuple[Rollout, Sequence[Span]]],
 ) -> RunView:
-    """The table of the `shown` ones; counts and failures are of all `matching` rollouts, which come
-    newest first.
+    """Return the table of the `shown` rollouts. Counts and failures are of all `matching` ones.
+
+    `matching` is sorted newest first.
     """
     return RunView(
         name=name,
@@ -88,8 +90,9 @@ def view_run(
 
 
 def newest_first(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """By step from the last one, and of a step its training before the evaluation that preceded
-    it; else in their own order.
+    """Sort by step, last one first. Within a step, training comes before the evaluation.
+
+    An evaluation runs before the training of its step. Otherwise the order does not change.
     """
     return sorted(rollouts, key=lambda each: (-each.step, each.phase != "train"))
 
@@ -105,7 +108,7 @@ def _row(rollout: Rollout, spans: Sequence[Span]) -> RolloutRow:
 
 
 def _printable(rollout: Rollout) -> Rollout:
-    """The rollout with what tasks and agents wrote fit to print."""
+    """Return the rollout with text from tasks and agents made safe to print."""
     return replace(
         rollout,
         task_id=printable(rollout.task_id),
@@ -119,7 +122,7 @@ def _printable(rollout: Rollout) -> Rollout:
 
 
 def _holds_prompt(span: Span) -> bool:
-    """Whether it is a call that the policy read, or one of several choices that it gave."""
+    """Return True for a call that a policy answered, or for the span of one of its choices."""
     if not span.attributes.get(names.PROMPT_TOKEN_IDS):
         return False
     return not has_choice_spans(span) or span.error is not None
@@ -131,9 +134,9 @@ def _calls(
     tokenizer: Tokenizer | None,
     credit: StepCredit,
 ) -> dict[str, CallView]:
-    """The calls by span id."""
+    """Return the calls by span id."""
     holders = sorted((span for span in spans if _holds_prompt(span)), key=call_order)
-    paths: list[np.ndarray] = []  # what each call so far read and wrote
+    paths: list[np.ndarray] = []  # prompt and response of each call so far
     found = {}
     for span in holders:
         prompt = np.asarray(span.attributes[names.PROMPT_TOKEN_IDS], np.int64)
@@ -155,9 +158,9 @@ def _calls(
 
 @dataclass(frozen=True)
 class _Texts:
-    shared: str  # of the prompt, what an earlier call had
+    shared: str  # part of the prompt that an earlier call had, too
     new: str
-    tokens: tuple[str, ...]  # of the response
+    tokens: tuple[str, ...]  # of the response, one text per token
     tool_calls: tuple[tuple[str, str], ...]
 
 
@@ -174,7 +177,10 @@ def _texts(span: Span, num_shared: int, tokenizer: Tokenizer | None) -> _Texts:
 
 
 def _call(span: Span, number: int, texts: _Texts, transition: Transition | None) -> CallView:
-    """Without what it shares and its credit. `transition` is None where the call failed."""
+    """Build a call without its shared prefix and credit.
+
+    `transition` is None if the call failed.
+    """
     values = span.attributes
     logprobs = tuple(values.get(names.BEHAVIOR_LOGPROBS, ())) or (None,) * len(texts.tokens)
     forced = tuple(values.get(names.FORCED, ())) or (False,) * len(texts.tokens)
@@ -200,7 +206,7 @@ def _call(span: Span, number: int, texts: _Texts, transition: Transition | None)
 def _tool_calls(
     response: Sequence[int], tokenizer: Tokenizer | None
 ) -> tuple[tuple[str, str], ...]:
-    """Those that the gateway reads from such a response where the request offers tools."""
+    """Parse the tool calls that the gateway would read from the response if tools were offered."""
     if tokenizer is None:
         return ()
     parser = ToolCallParser(format_of(tokenizer))
@@ -267,7 +273,7 @@ def _label(span: Span, kind: Kind, call: CallView | None) -> str:
 
 
 def _error(span: Span) -> str | None:
-    """Its reason and what was said of it; None where nothing failed."""
+    """Return the error's reason and message, or None if nothing failed."""
     if span.error is None:
         return None
     reason = str(span.attributes.get(names.ERROR_TYPE, ""))

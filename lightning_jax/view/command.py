@@ -1,4 +1,4 @@
-"""`lightning-jax view`: reads a run, then prints or writes what it shows."""
+"""`lightning-jax view`: print a run's rollouts, or write them to a page."""
 
 from pathlib import Path
 
@@ -20,11 +20,11 @@ def show(
     chars: int,
     html: Path | None,
 ) -> None:
-    """Prints the run's table, or one rollout; with `html` writes a page instead.
+    """Print the run's table or one rollout. With `html`, write a page instead.
 
-    Raises UserError where there is nothing to show or the page cannot be written.
+    Raises UserError if there is nothing to show or the page cannot be written.
     """
-    if html is not None and html.suffix not in (".html", ".htm"):  # a run's store, say
+    if html is not None and html.suffix not in (".html", ".htm"):  # for example a run's store
         raise ViewError(f"--html is {str(html)!r}; expected a name that ends in .html.")
     console = Console(highlight=False)
     with open_run(run_dir) as reader:

@@ -1,7 +1,6 @@
-"""Credit and advantages of a step's calls, computed anew as `rl/prepare.py` does. Pure functions.
+"""Credit and advantages of a step's calls, recomputed as in `rl/prepare.py`. Pure functions.
 
-They are not stored. What comes out is what the trainer used, as long as the run's settings are
-those of that step.
+They are not stored. They match the trainer's as long as the run's settings are those of that step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,9 @@ EQUAL_GROUP = "not trained: the returns of its group are all equal"
 
 
 def trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Of all attempts at each rollout of a step the newest that has finished, else the newest; of
-    other settings' only where there is no other.
+    """Return one attempt for each rollout of a step: the newest finished one, else the newest.
+
+    Superseded attempts are used only if there are no others.
     """
 
     def rank(each: Rollout) -> tuple[bool, bool, int]:
@@ -38,9 +38,10 @@ def step_credit(
     step: int,
     policies: Mapping[str, PolicyConfig] | None = None,
 ) -> StepCredit:
-    """Of all trajectories of a training step, or of those that have ended so far.
+    """Return the credit of a training step's trajectories, or of those finished so far.
 
-    Nothing but a note where the credit is learned: it needs the values of a critic of that step.
+    With learned credit the result is only a note, because it needs the critic's values at that
+    step.
     """
     if algorithm.has_critic:
         return StepCredit(
@@ -79,7 +80,7 @@ def step_credit(
 def _punished(
     trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
 ) -> Sequence[Trajectory]:
-    """The trajectories with the rewards of long calls lowered, where the settings say so."""
+    """Return the trajectories with the rewards of long calls lowered, if the settings say so."""
     if algorithm.overlong_penalty == 0:
         return trajectories
     return punish_overlong(
@@ -97,7 +98,7 @@ def _of_calls(
     trained: set[str],
     otherwise: str,
 ) -> dict[str, CallCredit]:
-    """By call id; `otherwise` is the note of the calls that are not `trained`."""
+    """Return credit by call id. `otherwise` is the note for calls that are not in `trained`."""
     if algorithm.loss == "dpo":
         pairs, _ = make_pairs(trajectories, algorithm, policy_version=step)
         advantages = pair_signs(trajectories, pairs)

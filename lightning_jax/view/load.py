@@ -1,6 +1,6 @@
-"""Reads what a view needs from a run directory: its store, its settings and its tokenizer.
+"""Reader of a run directory for views: its store, settings and tokenizer.
 
-Nothing is written, and the run may go on meanwhile.
+Nothing is written, and the run may continue meanwhile.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from lightning_jax.view.records import RolloutView, RunView, StepCredit
 
 
 class ViewError(UserError, ValueError):
-    """There is nothing to show; the message says why."""
+    """Request for a view that has nothing to show. The message gives the reason."""
 
 
 @contextlib.contextmanager
 def open_run(directory: Path) -> Iterator["RunReader"]:
-    """The run in that directory. Raises ViewError or StoreError where there is none."""
+    """Open the run in that directory. Raises ViewError or StoreError if there is none."""
     path = directory / "store.sqlite"
     if not path.is_file():
         missing = "has no store.sqlite" if directory.is_dir() else "is no directory"
@@ -40,7 +40,7 @@ def open_run(directory: Path) -> Iterator["RunReader"]:
 
 
 class RunReader:
-    """An open run. What it cannot read, a view says in a note."""
+    """Open run. A view has a note for anything that cannot be read."""
 
     def __init__(self, directory: Path, store: Store) -> None:
         self._directory = directory
@@ -50,7 +50,7 @@ class RunReader:
     def run(
         self, *, phase: str | None = None, step: int | None = None, limit: int = DEFAULT_LIMIT
     ) -> RunView:
-        """The table of the newest rollouts that match. Raises ViewError where none does."""
+        """Return the table of the newest rollouts that match. Raises ViewError if none does."""
         matching = newest_first(self._store.rollouts(phase=phase, step=step))
         if not matching:
             raise ViewError(self._nothing_matches(phase, step))
@@ -58,7 +58,7 @@ class RunReader:
         return view_run(str(self._directory), matching, shown)
 
     def rollout(self, rollout_id: str) -> RolloutView:
-        """One rollout with its calls. Raises ViewError for an unknown id."""
+        """Return one rollout with its calls. Raises ViewError for an unknown id."""
         rollout = self._find(rollout_id)
         tokenizer, why_no_text = self._tokenizer
         credit = self._credit(rollout)
@@ -88,17 +88,17 @@ class RunReader:
             f"{max(steps)} in which there were some."
         )
 
-    # What a rollout's view needs besides
+    # Other inputs of a rollout's view
 
     @functools.cached_property
     def _tokenizer(self) -> tuple[Tokenizer | None, str]:
-        """(the tokenizer of the run's model, why there is none)."""
+        """Pair of the tokenizer of the run's model, or None, and the reason if there is none."""
         try:
             config = load_config(Config, [str(self._directory / "config.yaml")], only=["model"])
             return load_tokenizer(config.model.name), ""
         except (ConfigError, ModelError) as error:
             why = f"no text of prompts and responses: {error}"
-        # A relative name is seen from elsewhere; a run that has ended left the same tokenizer.
+        # A relative model path fails from another directory. A finished run exported its tokenizer.
         for exported in (self._directory / "policy").rglob("tokenizer.json"):
             with contextlib.suppress(ModelError):
                 return load_tokenizer(str(exported.parent)), ""
@@ -106,7 +106,7 @@ class RunReader:
 
     @functools.cached_property
     def _config(self) -> tuple[Config | None, str]:
-        """(the settings that shape credit, why they cannot be had)."""
+        """Pair of the settings that shape credit, or None, and the reason if it is None."""
         sections = ["algorithm", "model", "policies", "roles", "reward_rules"]
         try:
             config = load_config(Config, [str(self._directory / "config.yaml")], only=sections)
@@ -126,7 +126,7 @@ class RunReader:
         return Reading(config.roles, config.reward_rules, tokenizer.decode, config.policies)
 
     def _credit(self, rollout: Rollout) -> StepCredit:
-        """Of the calls of the rollout's step, or a note that says why it has none."""
+        """Return the credit of the calls of the rollout's step, or a note if there is none."""
         config, why_not = self._config
         if rollout.phase != "train":
             return StepCredit(notes=("an evaluation: it trains nothing, so no credit",))
@@ -144,7 +144,7 @@ class RunReader:
         return found
 
     def _of_step(self, step: int, config: Config) -> tuple[set[str], StepCredit]:
-        """(the ids of the rollouts that a step trained on, the credit of their calls)."""
+        """Return the ids of the rollouts that a step trained on, and the credit of their calls."""
         rollouts = trained_on(self._store.rollouts(phase="train", step=step))
         ids = {each.rollout_id for each in rollouts}
         trajectories, _ = to_trajectories(

@@ -1,4 +1,4 @@
-"""A view as one HTML page that needs no network and runs no script. Pure functions."""
+"""Rendering of a view as one HTML page without network access or scripts. Pure functions."""
 
 import functools
 import math
@@ -10,21 +10,21 @@ from lightning_jax.view.records import RolloutView, RunView, SpanView, TokenView
 from lightning_jax.view.terminal import facts
 from lightning_jax.view.text import cut
 
-MAX_CHARS = 20_000  # of one text
+MAX_CHARS = 20_000  # per text
 MAX_ATTRIBUTE_CHARS = 500
-MAX_TOKENS = 5_000  # of one response
-MAX_SPANS = 500  # of one rollout
+MAX_TOKENS = 5_000  # per response
+MAX_SPANS = 500  # per rollout
 
 
 def render_page(run: RunView | None, rollouts: Sequence[RolloutView]) -> str:
-    """The page of these rollouts, under the table of the run where one is given."""
+    """Render these rollouts as a page, below the table of the run if there is one."""
     name = run.name if run else rollouts[0].rollout.rollout_id
     return _template().render(run=run, rollouts=rollouts, title=f"{name} - lightning-jax")
 
 
 @functools.cache
 def _template() -> jinja2.Template:
-    """All that is put in is escaped."""
+    """Return the page's template. It escapes all values."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("lightning_jax.view", "."),
         autoescape=True,
@@ -45,12 +45,12 @@ def _template() -> jinja2.Template:
 
 
 def _percent(seconds: float, whole_s: float) -> str:
-    """The share of the rollout's time, for CSS."""
+    """Return the share of the rollout's time, for CSS."""
     return f"{100 * min(max(seconds / whole_s, 0.0), 1.0) if whole_s > 0 else 0.0:.3f}%"
 
 
 def _sign(span: SpanView) -> str:
-    """Whether the call's advantage is above or below zero."""
+    """Return a CSS name for the sign of the call's advantage."""
     credit = span.call.credit if span.call else None
     if credit is None or credit.advantage == 0:
         return "none"
@@ -58,5 +58,5 @@ def _sign(span: SpanView) -> str:
 
 
 def _surprise(token: TokenView) -> str:
-    """How unlikely the token was, 0 to 1, for CSS."""
+    """Return one minus the token's probability, for CSS."""
     return "0" if token.logprob is None else f"{1 - math.exp(min(token.logprob, 0.0)):.2f}"

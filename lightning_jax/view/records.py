@@ -1,4 +1,4 @@
-"""What a view shows, as frozen records. All text in them may be printed as it is."""
+"""Frozen records that views show. All text in them is safe to print."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ Kind = Literal["agent", "llm", "tool", "reward", "other"]
 
 @dataclass(frozen=True)
 class CallCredit:
-    """What the trainer holds one call responsible for."""
+    """Credit and advantage of one call, as the trainer computes them."""
 
     credit: float  # in reward units
     advantage: float
-    note: str = ""  # why the call is not trained all the same; "" if it is
+    note: str = ""  # reason if the call is not trained on, else ""
 
 
 @dataclass(frozen=True)
 class StepCredit:
-    """The credit of the calls of one step, by call id, and what has to be said of all of it."""
+    """Credit of the calls of one step by call id, and notes about all of it."""
 
     by_call: Mapping[str, CallCredit] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -31,30 +31,30 @@ class StepCredit:
 class TokenView:
     """One sampled token."""
 
-    text: str  # "" for one that only together with a later one makes a character
-    logprob: float | None  # nats, under the policy that sampled; None: not recorded
-    forced: bool = False  # a grammar left no choice
+    text: str  # "" if the token is only the start of a character
+    logprob: float | None  # nats, under the sampling policy; None: not recorded
+    forced: bool = False  # True if a grammar left no choice
 
 
 @dataclass(frozen=True)
 class CallView:
-    """One LLM call: what the policy read and what it answered."""
+    """One LLM call: the prompt that the policy read and its response."""
 
     number: int  # 1, 2, ... in order of start
     num_prompt_tokens: int
-    shared_text: str  # of the prompt, what an earlier call had read or written
-    new_text: str  # of the prompt, after what it shares
+    shared_text: str  # part of the prompt that an earlier call had read or written
+    new_text: str  # the rest of the prompt
     tokens: tuple[TokenView, ...]
     tool_calls: tuple[tuple[str, str], ...]  # (name, arguments as JSON) in the response
     finish_reason: str
-    mean_logprob: float | None  # nats a token
-    versions: tuple[int, ...]  # of the weights, each once
-    reward: float  # what the call earned by itself
-    agent: str = ""  # the sub-agent that called, where known
-    role: str = ""  # one of the config's `roles`; "" if none fits
-    answered_by: str = ""  # which of several policies; "": the only one, or none
-    trains: bool = True  # False: its role does not, or the call failed
-    shares_with: int | None = None  # the earlier call whose tokens this prompt begins with
+    mean_logprob: float | None  # nats per token
+    versions: tuple[int, ...]  # distinct weights versions
+    reward: float  # the call's own reward
+    agent: str = ""  # the calling sub-agent, if known
+    role: str = ""  # one of the config's `roles`; "" if none matches
+    answered_by: str = ""  # policy name, if there are several, else ""
+    trains: bool = True  # False if its role does not train or the call failed
+    shares_with: int | None = None  # the earlier call that this prompt shares a prefix with
     num_shared_tokens: int = 0
     credit: CallCredit | None = None
 
@@ -65,18 +65,18 @@ class CallView:
 
 @dataclass(frozen=True)
 class SpanView:
-    """One line of the waterfall and what belongs to it."""
+    """One line of the waterfall and its details."""
 
     kind: Kind
     label: str
-    depth: int  # 0: at the root
+    depth: int  # 0 at the root
     start_s: float  # after the rollout's first span
     duration_s: float
     error: str | None
     call: CallView | None
     input: str
     output: str
-    attributes: tuple[tuple[str, str], ...]  # the rest of them
+    attributes: tuple[tuple[str, str], ...]  # those not shown above
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class RolloutView:
 
     rollout: Rollout
     duration_s: float
-    spans: tuple[SpanView, ...]  # parents before children, siblings by start
+    spans: tuple[SpanView, ...]  # parents before children, siblings by start time
     notes: tuple[str, ...] = ()
 
     @property
@@ -104,7 +104,7 @@ class RolloutRow:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run's rollouts, newest step first, and how all that were asked for ended."""
+    """Rollouts of a run, newest step first, and the outcomes of all that match the query."""
 
     name: str
     rows: tuple[RolloutRow, ...]

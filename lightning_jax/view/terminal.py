@@ -1,6 +1,6 @@
-"""A view as text for a terminal, with rich. Pure functions.
+"""Rendering of a view as terminal text with rich. Pure functions.
 
-Whatever a model, a tool or a task wrote goes into `Text`, which reads no markup.
+Text from a model, a tool or a task is put into `Text`, which parses no markup.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,18 +15,18 @@ from lightning_jax.view import DEFAULT_CHARS
 from lightning_jax.view.records import CallView, RolloutView, RunView, SpanView
 from lightning_jax.view.text import cut
 
-MAX_SPANS = 200  # lines of a waterfall
-# Columns from which task and reason have columns of their own, and phase and step, which an id
-# tells too, have any.
+MAX_SPANS = 200  # lines in a waterfall
+# Terminal width from which phase, step, task and reason have their own columns. In narrower ones,
+# task and reason are below the id, and phase and step are omitted: the id contains them.
 WIDE = 100
 STYLES = {"agent": "magenta", "llm": "cyan", "tool": "yellow", "reward": "green", "other": ""}
 STATUS_STYLES = {"scored": "green", "agent_failure": "red", "infrastructure_failure": "red"}
 
 
 def render_run(view: RunView, width: int) -> RenderableType:
-    """The table of rollouts, what it leaves out, and the failures by reason.
+    """Render the table of rollouts, the number left out, and the failures by reason.
 
-    In a narrow terminal a rollout's task and reason lie below its id.
+    In a narrow terminal a rollout's task and reason are below its id.
     """
     wide = width >= WIDE
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
@@ -65,7 +65,10 @@ def _below(view: RunView) -> Iterator[Text]:
 
 
 def render_rollout(view: RolloutView, width: int, chars: int = DEFAULT_CHARS) -> RenderableType:
-    """The waterfall, then each call, tool run and error; texts cut to `chars`, 0: whole."""
+    """Render the waterfall, then each call, tool run and error.
+
+    Texts are cut to `chars` characters, or not at all if it is 0.
+    """
     parts: list[RenderableType] = [*_head(view), "", _waterfall(view, width)]
     shown = view.spans[:MAX_SPANS]
     if len(view.spans) > len(shown):
@@ -92,7 +95,7 @@ def _head(view: RolloutView) -> Iterator[Text]:
         yield _text(f"note: {note}", "yellow")
 
 
-# The waterfall
+# Waterfall
 
 
 def _waterfall(view: RolloutView, width: int) -> Table:
@@ -115,19 +118,20 @@ def _scale(duration_s: float, width: int) -> Text:
 
 
 def _bar(span: SpanView, duration_s: float, width: int) -> str:
-    """At least one cell, and never past the end: 2 s of 8 s from the fourth on, in 8 cells, is
-    `____##`, with blanks for the `_`.
+    """Draw a bar of at least one cell that never passes the end.
+
+    2 s of 8 s from the fourth on, in 8 cells, is `____##`, with blanks for the `_`.
     """
     cells_a_second = width / duration_s if duration_s > 0 else 0.0
     start = min(round(span.start_s * cells_a_second), width - 1)
     return " " * start + "█" * min(max(round(span.duration_s * cells_a_second), 1), width - start)
 
 
-# What belongs to a span
+# Details of a span
 
 
 def _details(span: SpanView, chars: int) -> Iterator[RenderableType]:
-    """Nothing for a span that has neither a call nor an error and is no tool's."""
+    """Render a call, a tool run or an error. Any other span gets nothing."""
     if not (span.call or span.kind == "tool" or span.error is not None):
         return
     yield ""
@@ -159,7 +163,7 @@ def _call(call: CallView, chars: int) -> Iterator[RenderableType]:
 
 
 def facts(call: CallView) -> list[str]:
-    """The numbers of a call, each in a few words."""
+    """Return the numbers of a call, each as a short phrase."""
     found = [f"{call.num_prompt_tokens} + {len(call.tokens)} tokens"]
     if call.finish_reason:
         found.append(f"finish {call.finish_reason}")

@@ -1,4 +1,4 @@
-"""Text of strangers, models and tools made fit to print. Pure functions."""
+"""Untrusted text of agents, models and tools made safe to print. Pure functions."""
 
 import json
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
-# Control characters move a terminal's cursor or write to its clipboard; those of writing direction
-# turn around what follows; half a surrogate pair cannot be written in UTF-8.
+# Control characters can move a terminal's cursor or write to its clipboard. Direction characters
+# reverse the text after them. Half a surrogate pair cannot be encoded in UTF-8.
 _DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _SURROGATES = range(0xD800, 0xE000)
 _SIGNS = (
@@ -18,24 +18,24 @@ _SIGNS = (
 
 
 def printable(text: str) -> str:
-    """The text with a visible sign in the place of each control character.
+    """Replace each control character by a visible sign.
 
-    "a\\x1b[2J" becomes "a␛[2J"; line ends become "\\n".
+    "a\\x1b[2J" becomes "a␛[2J", and line ends become "\\n".
     """
     return text.replace("\r\n", "\n").translate(_SIGNS)
 
 
 def as_text(value: Any) -> str:
-    """An attribute's value for people: text as it is, all else as JSON."""
+    """Format an attribute's value for people: text unchanged, anything else as JSON."""
     if isinstance(value, str):
         return printable(value)
     return printable(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def cut(text: str, limit: int) -> str:
-    """Beginning and end of a text that is too long, and how much is left out between them.
+    """Shorten a long text to its start and end, with the number of characters left out.
 
-    `limit` is in characters; 0: all.
+    `limit` is in characters, and 0 means no limit.
     """
     left_out = len(text) - limit
     if limit == 0 or left_out <= 0:
@@ -46,9 +46,9 @@ def cut(text: str, limit: int) -> str:
 
 
 def split_text(ids: Sequence[int], at: int, tokenizer: Tokenizer) -> tuple[str, str]:
-    """The text of the first `at` tokens and the rest of the whole text, with special tokens.
+    """Return the text of the first `at` tokens and the rest of the text, with special tokens.
 
-    A character whose bytes lie on both sides goes to the rest.
+    A character with bytes on both sides goes to the rest.
     """
     whole = tokenizer.decode(ids, skip_special=False)
     head = tokenizer.decode(ids[:at], skip_special=False)
@@ -62,7 +62,7 @@ def _common(a: str, b: str) -> int:
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
-    """What each token adds to the text; a character of several tokens is the last one's."""
+    """Return the text that each token adds. A character of several tokens goes to the last one."""
     decoder = StreamDecoder(tokenizer)
     texts = []
     for token_id in ids:

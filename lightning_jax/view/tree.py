@@ -1,4 +1,4 @@
-"""The spans of a rollout in the order of their tree. Pure functions."""
+"""Tree order of a rollout's spans. Pure functions."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,9 +7,10 @@ from lightning_jax.types import Span
 
 
 def in_tree_order(spans: Sequence[Span]) -> list[tuple[Span, int]]:
-    """(span, depth) with parents before children and siblings by start.
+    """Return (span, depth) pairs, parents before children and siblings by start time.
 
-    A span whose parent is not there, or is below itself, hangs at the root; each comes once.
+    A span goes to the root if its parent is missing or is below the span itself. Each span comes
+    once.
     """
     by_id = {(span.trace_id, span.span_id): span for span in spans}
     children: defaultdict[tuple[str, str] | None, list[Span]] = defaultdict(list)
@@ -21,7 +22,7 @@ def in_tree_order(spans: Sequence[Span]) -> list[tuple[Span, int]]:
     roots = children[None]
     while True:
         waiting = [(span, 0) for span in reversed(roots)]
-        while waiting:  # not recursive: an agent may nest spans as deep as it likes
+        while waiting:  # not recursive: agents may nest spans to any depth
             span, depth = waiting.pop()
             key = (span.trace_id, span.span_id)
             if key not in placed:

@@ -1,4 +1,4 @@
-"""The agents' folder on the path, as when one is started by hand, and a database to ask."""
+"""Fixtures: agents on the import path, like when started by hand, and a database."""
 
 import sqlite3
 import sys
@@ -14,7 +14,7 @@ sys.path.insert(0, str(AGENTS))
 
 @pytest.fixture
 def task(tmp_path: Path) -> dict[str, Any]:
-    path = tmp_path / "pets?.sqlite"  # a name that an URI must quote
+    path = tmp_path / "pets?.sqlite"  # a name that a URI must quote
     with closing(sqlite3.connect(path)) as db:
         db.executescript(
             """

@@ -1,4 +1,4 @@
-"""A double of an OpenAI-compatible server: it answers with the texts it was given, in order."""
+"""Test double of an OpenAI-compatible server that returns the given replies in order."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 @dataclass
 class Script:
-    # A text or a whole message, the HTTP status of a failure, or None: never.
+    # A text or whole message, the HTTP status of a failure, or None to never answer.
     replies: list[str | dict[str, Any] | int | None]
     base_url: str = ""
     api_key: str = "secret"
@@ -23,7 +23,7 @@ class Script:
 
     @property
     def agents(self) -> list[str]:
-        """Who called, in order."""
+        """Names of the calling agents, in order."""
         return [headers["x-agent-name"] for headers in self.headers]
 
     async def complete(self, request: web.Request) -> web.Response:
@@ -56,7 +56,7 @@ class Script:
 
 
 def calling(name: str, arguments: str, *, text: str | None = None) -> dict[str, Any]:
-    """An assistant's message with one tool call; `arguments` is what stands where JSON should."""
+    """Return an assistant message with one tool call. `arguments` may be invalid JSON."""
     function = {"name": name, "arguments": arguments}
     calls = [{"id": "call_1", "type": "function", "function": function}]
     return {"role": "assistant", "content": text, "tool_calls": calls}
@@ -66,7 +66,7 @@ def calling(name: str, arguments: str, *, text: str | None = None) -> dict[str, 
 async def serving(
     replies: Sequence[str | dict[str, Any] | int | None],
 ) -> AsyncIterator[Script]:
-    """A running server; what it yields can be given to an agent as its `llm`."""
+    """Run the server, and yield an object that agents accept as `llm`."""
     script = Script(list(replies))
     app = web.Application()
     app.router.add_post("/rollout/r1/v1/chat/completions", script.complete)

@@ -1,4 +1,4 @@
-"""The answer's score, against values worked by hand."""
+"""Tests of the answer score against values worked by hand."""
 
 import pytest
 from answer_score import exact_match, extract_answer, has_format, normalize, score, token_f1
@@ -11,7 +11,7 @@ from answer_score import exact_match, extract_answer, has_format, normalize, sco
         ("A man, an apple & the U.S.A.", "man apple usa"),
         ("another theme", "another theme"),  # articles are whole words
         ("$1.18 trillion", "118 trillion"),
-        ("«Åland»", "«åland»"),  # only ASCII punctuation goes, as in the official script
+        ("«Åland»", "«åland»"),  # only ASCII punctuation is removed, as in the official script
         ("the", ""),
     ],
 )
@@ -20,14 +20,14 @@ def test_normalize(text: str, expected: str) -> None:
 
 
 def test_f1_by_hand() -> None:
-    # 2 words of 3 said are among 4 gold ones: precision 2/3, recall 2/4, F1 = 2 * 2 / (3 + 4).
+    # 2 of 3 words are among 4 gold ones: precision 2/3, recall 2/4, F1 = 2 * 2 / (3 + 4).
     assert token_f1("University of Oslo", "Royal University of Glasgow") == pytest.approx(4 / 7)
-    # "new" occurs twice in one and once in the other: it is common once. 2 * 1 / (2 + 2)
+    # "new" is twice in one and once in the other, so it counts once: 2 * 1 / (2 + 2).
     assert token_f1("new new", "new york") == pytest.approx(0.5)
     assert token_f1("Chen Zheng", "chen zheng!") == 1.0
     assert token_f1("Oslo", "Rome") == 0.0
     assert token_f1("", "Rome") == token_f1("the", "Rome") == token_f1("Rome", "the") == 0.0
-    assert token_f1("a", "The") == 1.0  # neither has a word
+    assert token_f1("a", "The") == 1.0  # neither has any words
 
 
 def test_exact_match() -> None:
@@ -72,5 +72,5 @@ def test_the_reward_is_nine_parts_f1_and_one_part_format() -> None:
 def test_the_best_alias_counts() -> None:
     whole = score("<answer>Clinton</answer>", "Hillary Clinton", ["Clinton", "Hillary"])
     assert whole["em"] == whole["f1"] == 1.0
-    # 2 * 1 / (1 + 2) with the answer is more than with the alias.
+    # The answer gives 2 * 1 / (1 + 2), more than the alias.
     assert score("Clinton", "Hillary Clinton", ["Hillary"])["f1"] == pytest.approx(2 / 3)

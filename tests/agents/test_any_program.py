@@ -1,4 +1,4 @@
-"""Agents that are not Python, started like a rollout starts them, against a scripted server."""
+"""Tests of agents in other languages, started as in a rollout, against a scripted server."""
 
 import shutil
 import subprocess

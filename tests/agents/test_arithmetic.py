@@ -1,4 +1,4 @@
-"""Arithmetic on text: right values, fixed bounds, and nothing is ever executed."""
+"""Tests of arithmetic on text: right values, fixed bounds, and no code execution."""
 
 import ast
 import builtins

@@ -1,4 +1,4 @@
-"""The shared calculator, ours and broken ones: only a call that breaks its server fails."""
+"""Tests of the shared calculator, with real and broken servers: only the breaking call fails."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from calculator_client import COMMAND, Calculator, CalculatorBroken
 
 AGENTS = Path(str(calculator_client.__file__)).parent
 
-# A server that does what the expression says, on the real one's machinery.
+# A server that fails as the expression requests, built from the real one.
 WILD = f"""
 import os, sys, time
 sys.path.insert(0, {str(AGENTS)!r})
@@ -96,7 +96,7 @@ async def test_half_a_character_is_an_answer(ours: Calculator) -> None:
 
 @pytest.mark.parametrize("fault", ["crash", "hang", "shout", "child"])
 async def test_a_broken_call_fails_alone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if fault in ("hang", "child"):  # on a busy machine an honest call may take a second, too
+    if fault in ("hang", "child"):  # on a busy machine a normal call may take a second, too
         monkeypatch.setattr(calculator_client, "CALL_LIMIT_S", 1.0)
     calculator = Calculator([sys.executable, "-c", WILD])
     await calculator.tool()
@@ -137,7 +137,10 @@ async def test_a_caller_that_is_cancelled_leaves_the_others(ours: Calculator) ->
 
 
 def test_no_process_outlives_its_user() -> None:
-    """Users that return, are killed and leave: forks of one program, as importing takes longest."""
+    """Users return, are killed or exit.
+
+    They are forks of one program, because importing is slow.
+    """
     ends = {"pass": 0, "os.kill(os.getpid(), 9)": -9, "raise SystemExit(3)": 3}
     program = f"""
 import asyncio, os, sys

@@ -1,4 +1,4 @@
-"""The solver, against a scripted server and with the real calculator, and the demonstrations."""
+"""Tests of the solver with a scripted server and the real calculator, and of demonstrations."""
 
 import json
 import subprocess
@@ -62,7 +62,7 @@ async def test_a_solution_in_two_calculations() -> None:
     assert [body["messages"][-1]["content"] for body in server.bodies[1:]] == ["24", "72"]
     assert server.bodies[1]["messages"][:2] == FIRST
     assert server.bodies[0]["max_tokens"] == calcx_math.MAX_TOKENS
-    assert "temperature" not in server.bodies[0]  # the run decides, not the agent
+    assert "temperature" not in server.bodies[0]  # set by the run, not by the agent
     assert server.headers[0]["Authorization"] == "Bearer secret"
     assert server.other_paths == []
 
@@ -145,7 +145,7 @@ async def test_a_failing_server_fails_the_rollout() -> None:
 def test_a_demonstration_is_what_the_agent_would_send() -> None:
     (found,) = calcx_math.demonstrate([TASK])
     assert found["tools"] == [TOOL]
-    assert json.dumps(found["tools"]) == json.dumps([TOOL])  # the order of keys, too: it is read
+    assert json.dumps(found["tools"]) == json.dumps([TOOL])  # the model sees the order of keys
     system, user, first, output, second, total, answer = found["messages"]
     assert [system, user] == FIRST
     assert first["content"] == "In May she sold 48/2 ="
@@ -192,7 +192,7 @@ def test_a_demonstration_in_one_call() -> None:
         (["7 - 2", "7 + 2", "9 / 5"], "(7 + 2) / (7 - 2)"),
         (["7 - 2", "5 * 5"], "(7 - 2) * (7 - 2)"),
         (["7 - 2", "55 - 15"], ""),  # nothing uses the 5
-        (["7 - 4", "3 * 2"], ""),  # 3 is a number of the question too
+        (["7 - 4", "3 * 2"], ""),  # 3 is also in the question
         (["1 / 0"], ""),
         ([], ""),
     ],
@@ -213,7 +213,7 @@ def test_a_task_without_a_solution_shows_nothing(chain: str | None) -> None:
     assert calcx_math.demonstrate_in_one_call([task]) == []
 
 
-# ---- By hand -------------------------------------------------------------------------------------
+# ---- Command line --------------------------------------------------------------------------------
 
 
 async def test_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""The agent without a framework against a scripted server."""
+"""Tests of the agent without a framework against a scripted server."""
 
 import from_scratch
 import pytest

@@ -1,4 +1,4 @@
-"""The search agent, against a scripted model and a scripted search, and its demonstrations."""
+"""Tests of the search agent, with a scripted model and search, and of its demonstrations."""
 
 import asyncio
 import json
@@ -50,9 +50,9 @@ TASK: dict[str, Any] = {
 
 @dataclass
 class Search:
-    """A double of agents/paragraph_search.py with two paragraphs a search."""
+    """Test double of agents/paragraph_search.py with two paragraphs per search."""
 
-    answer: Any = "found"  # else a body, an HTTP status, or None: never
+    answer: Any = "found"  # or a body, an HTTP status, or None to never answer
     url: str = ""
     queries: list[Any] = field(default_factory=list)
 
@@ -71,10 +71,10 @@ class Search:
 
 @dataclass
 class Model:
-    """A double of a server with OpenAI's /v1/responses.
+    """Test double of a server with OpenAI's /v1/responses.
 
-    A reply is a text, ("search", arguments), ("cut", text) for one that the token limit cut, an
-    HTTP status, or None: never.
+    A reply is a text, ("search", arguments), ("cut", text) for a reply cut by the token limit, an
+    HTTP status, or None to never answer.
     """
 
     replies: list[Any]
@@ -128,7 +128,7 @@ def query(text: str) -> tuple[str, str]:
 async def serving(
     replies: Sequence[Any], search: Search | None = None
 ) -> AsyncIterator[tuple[Model, Search, dict[str, Any], Any]]:
-    """(model, search, task, llm), with both servers running."""
+    """Run both servers, and yield (model, search, task, llm)."""
     model, search = Model(list(replies)), search or Search()
     app = web.Application()
     app.router.add_post("/rollout/r1/v1/responses", model.respond)
@@ -155,18 +155,18 @@ async def test_it_searches_and_answers() -> None:
     assert first["instructions"] == musique_rag.SYSTEM
     assert first["input"] == [{"role": "user", "content": TASK["question"]}]
     assert (first["model"], first["max_output_tokens"]) == ("policy", musique_rag.MAX_TOKENS)
-    assert "temperature" not in first  # the run decides, not the agent
+    assert "temperature" not in first  # set by the run, not by the agent
     assert second["input"][-1]["output"] == (
         "Lap Engine: It was made by James Watt.\nRotative engine: A kind of engine."
     )
-    assert third["input"][-1]["output"] == "Governor: It keeps a speed."  # what is new
-    assert model.other_paths == []  # no traces are sent anywhere
+    assert third["input"][-1]["output"] == "Governor: It keeps a speed."  # only new ones
+    assert model.other_paths == []  # no traces are sent
 
 
 async def test_a_half_right_answer_without_tags() -> None:
     async with serving(["University of Oslo"]) as (_, _, task, llm):
         result = await musique_rag.run(task, llm)
-    # 2 of 3 words are among the 3 gold ones: F1 = 2 * 2 / 6, and no format.
+    # 2 of 3 words are among 3 gold ones: F1 = 2 * 2 / 6. The format is wrong.
     assert result["reward"] == pytest.approx(0.9 * 2 / 3)
     assert (result["em"], result["searches"], result["recall"]) == (0.0, 0.0, 0.0)
 
@@ -269,7 +269,7 @@ async def test_demonstrations_search_for_each_fact() -> None:
     }
     assert found["tool_call_id"] == call["tool_calls"][0]["id"]
     assert found["content"].splitlines()[1] == "Rotative engine: A kind of engine."
-    # The second search misses the paragraph, which takes the place of the last one found.
+    # The second search misses the paragraph, which then replaces the last one found.
     assert second["content"] == "James Watt: He went to Glasgow."
     assert last["content"] == "<answer>University of Glasgow</answer>"
 
@@ -332,5 +332,5 @@ async def test_by_hand() -> None:
         assert (code, err) == (0, "")
         assert out.splitlines()[0] == '[search] {"query": "Lap Engine"}'
         assert out.endswith("\n<answer>Glasgow</answer>\n")
-    code, _, err = await _by_hand(*where)  # nobody is there any more
+    code, _, err = await _by_hand(*where)  # the servers are closed
     assert code == 1 and err.startswith("no answer: APIConnectionError") and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The number in a reply, judged by hand-made cases."""
+"""Tests of number extraction and comparison on hand-made cases."""
 
 import pytest
 from number_answers import reward
@@ -22,7 +22,7 @@ from number_answers import reward
         ("36", "So the answer to 12 x 3 is 36."),
         ("40", "Result after 3 days: 40"),
         ("40", "5 + 35 = 40. The result of 5 + 35 is 40."),
-        # Calc-X writes thousands with "_", and mixed numbers too.
+        # Calc-X writes "_" in thousands and in mixed numbers.
         ("3_900", "3900"),
         ("3_900", "The answer is 3,900."),
         ("3900", "<result>3_900</result>"),
@@ -43,11 +43,11 @@ from number_answers import reward
         ("0.33333333333333334", "0.33"),
         ("3.5", "3 1/2 cups"),
         ("-1.5", "-1 1/2"),
-        # Percent: 50% may stand for 50 or for 0.5.
+        # Percent: 50% may mean 50 or 0.5.
         ("50", "50%"),
         ("0.5", "50 percent"),
         ("50%", "0.5"),
-        ("0.5", "0.5%"),  # "what percent" has 0.5 for its gold number
+        ("0.5", "0.5%"),  # a "what percent" question with the gold number 0.5
         ("50%", "50 %"),
         ("12 km", "12"),
     ],
@@ -78,7 +78,7 @@ def test_right_answers(gold: str, reply: str) -> None:
         ("5", "5/0"),
         ("3_900", "3"),
         ("900", "3_900"),
-        ("5", "9" * 5000),  # more digits than Python reads
+        ("5", "9" * 5000),  # more digits than Python parses
         ("5", "The answer is 1/" + "9" * 5000),
     ],
 )
@@ -93,4 +93,4 @@ def test_a_task_without_a_number_is_an_error() -> None:
 
 def test_a_long_reply_is_read_in_time() -> None:
     assert reward("7", "1" * 50_000 + " " * 50_000 + "answer " * 5_000 + "7") == 1.0
-    assert reward("7", "7 " + "answer " * 10_000) == 1.0  # took minutes
+    assert reward("7", "7 " + "answer " * 10_000) == 1.0  # once took minutes

@@ -1,4 +1,4 @@
-"""The agent on Ollama's client against a double of its API."""
+"""Tests of the agent on Ollama's client against a test double of its API."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ async def test_it_finds_the_api_beside_openais(
 
 
 class LLM:
-    """As the runner hands it over."""
+    """Argument that the runner passes to agents."""
 
     api_key = "secret"
     model = "policy"

@@ -1,4 +1,4 @@
-"""The index and its service: BM25 and dense on a few paragraphs, and what can go wrong."""
+"""Tests of the index and its service: BM25 and dense search on a few paragraphs, and errors."""
 
 import gzip
 import json
@@ -40,7 +40,7 @@ def _write(path: Path, texts: dict[str, str]) -> Path:
         for i, (title, text) in enumerate(texts.items())
     ]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    lines += "\n"  # nothing
+    lines += "\n"  # blank line
     path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
     return path
 
@@ -79,7 +79,7 @@ def test_bm25_finds_words(folders: Path, corpus: Path) -> None:
     # "Watt" is in two paragraphs, "beam" in one of them.
     assert _titles(index, "Which BEAM engine is by Watt?") == ["Lap Engine", "James Watt"]
     assert _titles(index, "Ålesund") == ["Signmark"]
-    assert _titles(index, "markka", count=99) == ["Finland"]  # the others share no word with it
+    assert _titles(index, "markka", count=99) == ["Finland"]  # no other shares a word with it
     assert index.search("zebra", 3) == index.search("", 3) == index.search("the of", 3) == []
     assert index.search("markka", 1) == [
         {"pid": "p3", "title": "Finland", "text": TEXTS["Finland"]}
@@ -200,7 +200,7 @@ def test_clip() -> None:
     assert paragraph_search.clip("steamengine", 5) == "steam ..."
 
 
-# ---- The service ---------------------------------------------------------------------------------
+# ---- Service -------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The workflow, against a scripted server, and the demonstrations."""
+"""Tests of the workflow, with a scripted server, and of its demonstrations."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ async def test_a_right_query_is_checked_and_kept(task: dict[str, Any]) -> None:
     )
     assert [body["max_completion_tokens"] for body in server.bodies] == [96, 8]
     assert {body["model"] for body in server.bodies} == {"policy"}
-    assert "temperature" not in server.bodies[0]  # the run decides, not the agent
+    assert "temperature" not in server.bodies[0]  # set by the run, not by the agent
     assert server.headers[0]["Authorization"] == "Bearer secret"
     assert server.other_paths == []
 
@@ -59,7 +59,7 @@ async def test_each_prompt_extends_the_one_before(task: dict[str, Any]) -> None:
         final = await spider_sql.answer(task, server)
     prompts = [body["messages"] for body in server.bodies]
     for earlier, later, reply in zip(prompts, prompts[1:], replies, strict=False):
-        # What was sampled comes back as it was, blanks and empty text included.
+        # Sampled text is sent back unchanged, including blanks and empty text.
         assert later[: len(earlier) + 1] == [*earlier, {"role": "assistant", "content": reply}]
         assert later[-1]["role"] == "user"
     assert final["messages"] == [*prompts[-1], {"role": "assistant", "content": ""}]
@@ -78,7 +78,7 @@ async def test_three_queries_are_the_limit(task: dict[str, Any]) -> None:
     wrong = "SELECT name FROM pet"
     async with serving([wrong, "WRONG", wrong, "WRONG", wrong]) as server:
         assert await spider_sql.run(task, server) == 0.0
-    # No verdict on the third query: nothing could follow from it.
+    # The third query gets no verdict, because no rewrite could follow.
     assert server.agents == ["writer", "checker", "rewriter", "checker", "rewriter"]
 
 
@@ -109,11 +109,11 @@ async def test_a_deadline_ends_a_rollout_that_waits(task: dict[str, Any]) -> Non
     async with serving([GOLD, None]) as server:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(spider_sql.run(task, server), timeout=1)
-    assert len(server.bodies) == 2  # not tried again; and no open connection makes a warning
+    assert len(server.bodies) == 2  # no retry, and no warning about open connections
 
 
 async def test_rollouts_run_side_by_side(task: dict[str, Any]) -> None:
-    async with serving([GOLD] * 24) as server:  # a query is no verdict, so it counts as content
+    async with serving([GOLD] * 24) as server:  # a query as verdict is no objection
         rewards = await asyncio.gather(*(spider_sql.run(task, server) for _ in range(12)))
     assert rewards == [1.0] * 12
     assert len(server.bodies) == 24
@@ -188,7 +188,7 @@ def test_a_wrong_query_is_context_and_its_verdict_is_learned(task: dict[str, Any
         first, *others = [m for m in conversation if m["role"] == "assistant"]
         assert first["train"] is False
         assert all(m.get("train", True) for m in others)
-        # The task of a conversation is known by its last query.
+        # The last query identifies the task of a conversation.
         mine = next(t for t in tasks if others[-2]["content"] == spider_sql.tidy(t["query"]))
         assert spider_sql.reward(mine, first["content"]) == 0.0
         failed = conversation[3]["content"].startswith("Error: ")
@@ -209,7 +209,7 @@ def test_tidy_keeps_strings() -> None:
     )
 
 
-# ---- By hand -------------------------------------------------------------------------------------
+# ---- Command line --------------------------------------------------------------------------------
 
 
 async def _python(*args: str, **env: str) -> tuple[int, str, str]:
@@ -230,7 +230,7 @@ async def test_it_works_by_hand(task: dict[str, Any]) -> None:
         code, out, err = await _python(PROGRAM, "--base-url", server.base_url, *ask)
         assert (code, err) == (0, "")
         assert out.endswith(f"{GOLD}\nResult, 2 rows:\nRex\nAce\n")
-        assert server.bodies[0]["messages"] == FIRST  # its own reading of the schema agrees
+        assert server.bodies[0]["messages"] == FIRST  # the schema it reads matches
         code, out, err = await _python(PROGRAM, "--base-url", server.base_url, *ask)
         assert (code, out) == (1, "") and "gave no answer" in err and "Traceback" not in err
 
@@ -253,7 +253,7 @@ wait_for_all_tracers()
 
 
 async def test_nothing_goes_to_langsmith(task: dict[str, Any]) -> None:
-    """Not even where the environment asks for it; in a new process, as settings are cached."""
+    """Not even if the environment asks for it. Settings are cached, so this uses a new process."""
     async with serving([GOLD, "CORRECT"]) as server:
         code, _, err = await _python(
             *("-c", TRACED, str(Path(PROGRAM).parent), server.base_url, json.dumps(task)),

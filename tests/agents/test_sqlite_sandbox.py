@@ -1,4 +1,4 @@
-"""What SQL may do, what a reply's query is, and when two results are the same."""
+"""Tests of allowed SQL, query extraction from replies, and comparison of results."""
 
 import os
 import resource
@@ -91,7 +91,7 @@ def test_everything_but_one_select_is_refused(task: dict[str, Any], sql: str) ->
 
 
 def test_deep_parentheses_are_refused_or_answered(task: dict[str, Any]) -> None:
-    """Newer releases of SQLite have a parser whose stack grows."""
+    """Newer SQLite releases have a parser with a growing stack."""
     sql = "SELECT " + "(" * 5000 + "1" + ")" * 5000
     try:
         assert run_query(task["db_path"], sql).rows == [(1,)]
@@ -145,7 +145,7 @@ def test_one_long_step_is_stopped(task: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("call", ["json_group_array({})", "group_concat({})", "max({})"])
 def test_memory_is_bounded(task: dict[str, Any], call: str) -> None:
-    """The worker's limit is met, and this process does not grow."""
+    """The worker hits its limit, and this process does not grow."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sql = ENDLESS.replace("max(x)", call.format("hex(zeroblob(50000 + x % 2))"))
     with pytest.raises(QueryError):
@@ -174,7 +174,7 @@ def test_a_killed_worker_is_replaced(task: dict[str, Any]) -> None:
 
 
 def test_queries_of_many_threads_keep_their_answers(task: dict[str, Any]) -> None:
-    """Workers answer one query each, and there are no more of them than allowed."""
+    """Each worker answers one query at a time, and there are no more workers than allowed."""
     close_workers()
     queries = [f"SELECT {n}" if n % 5 else ENDLESS for n in range(60)]
 
@@ -199,7 +199,7 @@ def test_a_worker_knows_no_secret_and_is_ended_first(task: dict[str, Any]) -> No
 
 
 def test_a_worker_ends_with_its_reader(task: dict[str, Any]) -> None:
-    """Killed in the middle of a query, the reader leaves a worker that ends itself."""
+    """If the reader is killed during a query, the worker ends by itself."""
     program = f"""
 import os, signal, sys, threading
 sys.path.insert(0, {str(Path(str(sqlite_sandbox.__file__)).parent)!r})
@@ -278,7 +278,7 @@ def test_text_that_is_not_utf8_is_read(tmp_path: Path) -> None:
         ("SELECT 1", "SELECT 1.0", 1.0),
         ("SELECT 1", "SELECT '1'", 0.0),
         ("SELECT 0.1 + 0.2", "SELECT 0.3", 1.0),
-        ("SELECT 1000001", "SELECT 1000002", 0.0),  # whole numbers are exact
+        ("SELECT 1000001", "SELECT 1000002", 0.0),  # integers must be equal
         ("SELECT age FROM pet WHERE pet_id = 4", "SELECT NULL", 1.0),
         ("SELECT age FROM pet WHERE pet_id = 4", "SELECT 0", 0.0),
         ("SELECT age FROM pet WHERE pet_id > 9", "SELECT name FROM pet WHERE 0", 1.0),

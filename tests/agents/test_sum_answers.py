@@ -1,4 +1,4 @@
-"""Which replies have the form that was asked for, and what they earn."""
+"""Tests of which replies have the right form, and of their rewards."""
 
 import pytest
 from sum_answers import answer_of, reward
@@ -14,7 +14,7 @@ from sum_answers import answer_of, reward
         ("Answer: 42.5", None),
         ("Answer: 1,000", None),
         ("Answer: NUMBER", None),
-        ("The answer: 42", None),  # not a line of its own
+        ("The answer: 42", None),  # not at the start of its line
         ("Answer: " + "9" * 5000, None),
         ("42", None),
         ("", None),

@@ -1,4 +1,4 @@
-"""A tiny model, one engine that is compiled once, and loops over it that end with the test."""
+"""Fixtures: a tiny model, one engine compiled once, and loops over it that close after the test."""
 
 import copy
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def engine(model: LoadedModel) -> Engine:
 
 
 def with_pages(engine: Engine, num_pages: int) -> Engine:
-    """The same compiled engine with another pool."""
+    """Return the same compiled engine with another page pool."""
     other = copy.copy(engine)
     mib = num_pages * page_bytes(engine.config, engine._dtype) / 2**20
     serve = replace(SERVE, prefix_cache_mib=mib)
@@ -44,7 +44,7 @@ def with_pages(engine: Engine, num_pages: int) -> Engine:
 
 @dataclass
 class Bench:
-    """A running loop and what it is made of."""
+    """Running loop with its model and engine."""
 
     model: LoadedModel
     engine: Engine

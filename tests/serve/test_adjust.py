@@ -1,4 +1,4 @@
-"""What a request adds to its logits, in numbers worked by hand."""
+"""Tests of logit changes against numbers worked by hand."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Two models behind one face: each request is answered by its policy's weights, and no other's."""
+"""Tests of two policies behind one loop: only a policy's own weights answer its requests."""
 
 import asyncio
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def loops() -> Iterator[list[EngineLoop]]:
 
 
 def test_neither_policy_reads_what_the_other_computed(loops: list[EngineLoop]) -> None:
-    """Both have the prompt in their prefix cache when it comes again."""
+    """Both have the prompt in their prefix cache when it is sent again."""
     front = LoopsByPolicy(loops)
 
     async def ask(place: int) -> Completion:

@@ -1,4 +1,4 @@
-"""Grammars: what may come next, what must, and that all that comes out is valid."""
+"""Tests of grammars: allowed tokens, forced tokens, and valid output."""
 
 import asyncio
 import enum
@@ -36,7 +36,7 @@ COMPILER = GrammarCompiler(TINY)
 
 
 def accepts(text: str, grammar_text: str) -> bool:
-    """Whether the whole text is of the language, token by token."""
+    """Return True if the grammar accepts the whole text, token by token."""
     matcher = COMPILER.matcher(grammar_text)
     for token_id in [*TINY.encode(text, special=False), EOS]:
         if not matcher.allowed()[token_id]:
@@ -50,7 +50,7 @@ def allowed_text(matcher: Matcher) -> set[str]:
 
 
 def merging_tokenizer() -> Tokenizer:
-    """Bytes, the merge "ab", and an added token that is not special."""
+    """Return a tokenizer with bytes, the merge "ab", and an added token that is not special."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*alphabet, "ab"])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b")]))
@@ -93,7 +93,7 @@ def test_an_added_token_in_a_literal_comes_as_that_token():
     choice = one_of(literal(text, tokenizer), literal("x"))
     matcher = compiler.matcher(grammar(choice))
     expected = [*tokenizer.encode("x"), 258]
-    assert np.flatnonzero(matcher.allowed()).tolist() == expected  # no "<" of its own
+    assert np.flatnonzero(matcher.allowed()).tolist() == expected  # no separate "<"
     special = literal("a<|im_start|>b<|im_end|>", TINY)
     assert special == '("a" <[257]> "b" <[258]>)'
     matcher = COMPILER.matcher(grammar(special))
@@ -115,7 +115,7 @@ def test_the_mask_has_the_models_width():
     wide = GrammarCompiler(TINY, 300).matcher("start: /[^a]/")
     assert wide.allowed().shape == (300,) and not wide.allowed()[259:].any()
     with pytest.raises(GrammarError, match="cannot go on: no token may come next"):
-        GrammarCompiler(TINY, 10).matcher('start: "a"').allowed()  # whose id is 64
+        GrammarCompiler(TINY, 10).matcher('start: "a"').allowed()  # "a" has id 64
 
 
 @pytest.mark.parametrize("text", ['a"b\\c', "\n\t\x00\x7f", "é€😀", "// no # comment", "", "{}|*"])
@@ -189,13 +189,13 @@ def test_grammars_are_compiled_once_and_the_oldest_forgotten():
     compiler = GrammarCompiler(TINY, max_cached=2)
     first = compiler.matcher('start: "a"')
     first.push(TINY.encode("a")[0])
-    assert compiler.matcher('start: "a"').forced == TINY.encode("a")[0]  # begins anew
+    assert compiler.matcher('start: "a"').forced == TINY.encode("a")[0]  # starts again
     matchers = [compiler.matcher(f'start: "{letter}"') for letter in "bac"]
     assert compiler.counts == {"accepted": 3} and len(compiler._processes) == 2
-    assert [matcher.forced for matcher in matchers] == TINY.encode("bac")  # still followed
+    assert [matcher.forced for matcher in matchers] == TINY.encode("bac")  # still usable
 
 
-# Valid JSON, from a model that knows nothing.
+# Valid JSON from an untrained model.
 
 
 class Color(enum.Enum):
@@ -258,7 +258,7 @@ async def test_thirty_seeds_give_valid_json_of_a_nested_schema(loop: EngineLoop)
 
 
 async def test_any_object_is_json(loop: EngineLoop):
-    # Quotes and braces are made likely, so that a random model comes to an end.
+    # Quotes and braces are made likely, so that a random model finishes.
     bias = tuple((token_id, 3.0) for token_id in TINY.encode('"}:,'))
     results = await asyncio.gather(
         *(

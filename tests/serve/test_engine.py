@@ -1,4 +1,4 @@
-"""The slots compute what one full forward pass computes, whatever else goes on."""
+"""Tests that slots compute the same as one full forward pass, regardless of other slots."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,8 +27,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def full_logprobs(model: Any, ids: list[int]) -> np.ndarray:
-    """Log-probabilities [T, V] of what follows each token, by one pass without a cache."""
-    padded = np.pad(ids, (0, -len(ids) % 128))  # what follows a token does not reach it
+    """Return log-probabilities [T, V] of the token after each one, from a pass without cache."""
+    padded = np.pad(ids, (0, -len(ids) % 128))  # later tokens do not affect earlier ones
     return np.asarray(_full_pass(model.params, model.config, padded))[: len(ids)]
 
 
@@ -40,7 +40,7 @@ def _full_pass(params: Any, config: Any, ids: Any) -> Any:
 
 
 def decode(engine: Engine, params: Any, state: Any, slots: list[int], steps: int):
-    """Tokens and behavior log-probabilities, [steps][slot], of these slots."""
+    """Decode these slots. Return the state, tokens and behavior log-probabilities [steps][slot]."""
     tokens, logprobs = [], []
     for _ in range(steps):
         state, sampled = engine.generate(params, state)
@@ -59,7 +59,7 @@ def fill(engine: Engine, params: Any, state: Any, fills: list[Fill]):
 
 
 def row_of(state: Any, slot: int, length: int) -> Any:
-    """Copies of the keys and values of a slot's first `length` tokens."""
+    """Return copies of the keys and values of a slot's first `length` tokens."""
     layers = state.cache.layers
     keys = [np.concatenate(layer.keys, 3)[slot, :, :, :length] for layer in layers]
     return keys, [np.concatenate(layer.values, 2)[slot, :, :length] for layer in layers]
@@ -92,12 +92,12 @@ def test_beside_bfloat16_weights_activations_may_be_float32():
     response = tokens[:, 0].tolist()
     padded = np.pad(ids + response, (0, 128 - len(ids) - 12))
     expected = _full_pass(params, config, padded)[len(ids) - 1 : len(ids) + 11]
-    # Keys and values are rounded in the cache, and sums in another order may round the other way.
+    # Keys and values are rounded in the cache, and sums in another order may round differently.
     np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(12), response], atol=5e-3)
 
 
 def test_one_cpu_writes_to_a_bfloat16_cache_where_it_lies(model):
-    """JAX 0.10's XLA would make float32 of all of it first."""
+    """XLA in JAX 0.10 would first convert the whole cache to float32."""
 
     def float32_of_the_cache(options):
         write = jax.jit(programs.prefill, static_argnames="config", compiler_options=options)
@@ -111,7 +111,7 @@ def test_one_cpu_writes_to_a_bfloat16_cache_where_it_lies(model):
 
     engine = Engine(model.config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
     assert not float32_of_the_cache(engine.compiler_options)
-    assert float32_of_the_cache(None) or jax.__version_info__ >= (0, 11)  # why it is told
+    assert float32_of_the_cache(None) or jax.__version_info__ >= (0, 11)  # hence the option
     assert Engine(model.config, ServeConfig(slots=4, max_len=96)).compiler_options is None
 
 
@@ -124,7 +124,7 @@ def test_one_cpu_serves_turned_kernels(model, engine):
 def test_prompts_filled_together_while_another_decodes_are_as_if_alone(model):
     engine = Engine(model.config, ServeConfig(slots=6, max_len=300, prefill_buckets=(8, 32)))
     params, rng = engine.place(model.params), np.random.default_rng(0)
-    rows = (4, 0, 5, 2, 3)  # five: a batch of four chunks, and others of one
+    rows = (4, 0, 5, 2, 3)  # five: one batch of four chunks and single ones
     prompts = {row: rng.integers(0, 256, n).tolist() for row, n in zip(rows, LENGTHS, strict=True)}
     state = begin(engine, params, engine.init_state(), 1, [7, 8, 9])
     state, first, _ = decode(engine, params, state, [1], 4)
@@ -139,7 +139,7 @@ def test_prompts_filled_together_while_another_decodes_are_as_if_alone(model):
         response = tokens[:, i].tolist()
         expected = full_logprobs(model, ids + response)[len(ids) - 1 : -1]
         np.testing.assert_allclose(logprobs[:, i], expected[np.arange(5), response], atol=1e-5)
-    # The slot that was running goes on as if nothing had happened.
+    # The running slot continues undisturbed.
     alone = begin(engine, params, engine.init_state(), 1, [7, 8, 9])
     _, undisturbed, _ = decode(engine, params, alone, [1], 9)
     assert undisturbed[:, 0].tolist() == [*first[:, 0], *tokens[:, len(rows)]]
@@ -298,7 +298,7 @@ def test_nothing_compiles_after_warmup():
         state = engine.activate(state, slot, start_of(1, 0, GREEDY, 0))
         state = engine.retire(state, [slot])
     assert engine.compiles == compiled
-    # One for each stretch of the cache that a step may read, and one with a bias.
+    # One for each number of cache segments that a step may read, and one with a bias.
     adjusted: Any = engine._generate_adjusted
     assert adjusted._cache_size() == len(engine.capacities) + 1 == 3
 
@@ -366,7 +366,7 @@ def test_what_does_not_fit_is_refused(model, engine):
 
 @pytest.fixture
 def no_kept_programs() -> Iterator[None]:
-    """JAX keeps programs for devices that are not here, and cannot read them again."""
+    """Disable JAX's compilation cache, which cannot reload programs for absent devices."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
@@ -381,11 +381,11 @@ def no_kept_programs() -> Iterator[None]:
     ("target", "package"), [("v5e:2x2", "libtpu"), ("h100:4", "jax_plugins.xla_cuda12")]
 )
 def test_no_accelerator_copies_the_cache(target: str, package: str, head_dim: int) -> None:
-    """As compiled by their compilers, which need no device."""
+    """The accelerators' compilers need no device."""
     pytest.importorskip(package)
     config = replace(tiny_model(0).config, head_dim=head_dim, max_positions=8192)
     mesh = make_mesh(MeshConfig(1, 2, 2), target_devices(target)[0])
-    serve = ServeConfig(slots=64, max_len=8192)  # too large for a TPU to take into its core
+    serve = ServeConfig(slots=64, max_len=8192)  # too large for a TPU's core memory
     engine = Engine(config, serve, dtype="bfloat16", mesh=mesh)
 
     def placed(tree: Any, places: Any) -> Any:

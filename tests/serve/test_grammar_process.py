@@ -1,4 +1,4 @@
-"""Processes of grammars: limits end one of them, and everyone else goes on."""
+"""Tests of grammar processes: a limit ends only the process that exceeds it."""
 
 import asyncio
 import os
@@ -32,14 +32,14 @@ HUGE = json_grammar(
 
 
 def refusal(compiler: GrammarCompiler, grammar: str) -> tuple[str, str]:
-    """Return the reason and the text with which the grammar is refused."""
+    """Return the reason and the message of the grammar's rejection."""
     with pytest.raises(GrammarError) as raised:
         compiler.matcher(grammar)
     return raised.value.reason, str(raised.value)
 
 
 def children_of(pid: int) -> set[int]:
-    """Return the process ids of the process's children."""
+    """Return the ids of the process's children."""
     return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
@@ -48,7 +48,7 @@ def test_crash_ends_one_grammar_only() -> None:
     matcher = compiler.matcher('start: "ab"')
     assert refusal(compiler, CRASH)[0] == "crash"
     assert refusal(compiler, CRASH)[0] == "crash"
-    assert compiler.counts == {"accepted": 1, "crash": 1}  # the second answer is remembered
+    assert compiler.counts == {"accepted": 1, "crash": 1}  # the verdict is remembered
     for token_id in TINY.encode("ab"):
         assert matcher.forced == token_id
         matcher.push(token_id)
@@ -84,7 +84,7 @@ def test_lost_fork_server_starts_again() -> None:
     os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
     assert compiler.matcher('start: "b"').forced == TINY.encode("b")[0]
     assert server.starts == 2
-    assert held.forced == TINY.encode("a")[0]  # its process lives on
+    assert held.forced == TINY.encode("a")[0]  # its process is still alive
 
 
 def test_fork_server_ends_with_its_compiler() -> None:
@@ -111,7 +111,7 @@ async def test_concurrent_callers_try_a_grammar_once() -> None:
 
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="looks into /proc")
 async def test_killed_grammar_process_fails_its_own_response(model, engine) -> None:
-    serve = replace(SERVE, grammar_timeout_s=2.5)  # a compiler that no other test shares
+    serve = replace(SERVE, grammar_timeout_s=2.5)  # gives a compiler of this test alone
     loop = EngineLoop(engine, model.params, 0, model.tokenizer, serve)
     loop.start()
     try:

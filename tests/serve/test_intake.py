@@ -1,4 +1,4 @@
-"""A full queue refuses whoever has a share of it already, and nobody else."""
+"""Tests of admission: a full queue refuses only tenants that already have their share."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ async def test_a_flood_refuses_only_its_tenant() -> None:
     flood = [_add(intake, "a") for _ in range(8)]
     with pytest.raises(QueueFull):
         _add(intake, "a")
-    for _ in range(4):  # half of the room
+    for _ in range(4):  # half of the capacity
         _add(intake, "b")
     with pytest.raises(QueueFull):
         _add(intake, "b")

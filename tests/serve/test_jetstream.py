@@ -1,4 +1,4 @@
-"""JetStream's own Driver over our engine: the same tokens, log-probabilities and manners."""
+"""Tests of JetStream's Driver over our engine: same tokens, log-probabilities and errors."""
 
 import asyncio
 import logging

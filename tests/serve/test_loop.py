@@ -1,6 +1,4 @@
-"""The running engine as its users see it: requests in, text and ids out, under load and under
-failure.
-"""
+"""Tests of the running engine through its public methods, under load and under failure."""
 
 import asyncio
 
@@ -128,7 +126,7 @@ async def test_siblings_and_next_turns_reuse_the_prompt_and_get_the_same_logprob
 
     turn = [*ids, *first.token_ids, *bench.ids(" next?")]
     second = await bench.loop.submit(turn, greedy(4)).result()
-    # All is reused but the last sampled token, which was never fed, and the new text.
+    # All is reused except the last sampled token, which was never fed, and the new text.
     assert bench.loop.stats()["serve/prefill_tokens"] - after["serve/prefill_tokens"] == 6
     expected = full_logprobs(bench.model, [*turn, *second.token_ids])[len(turn) - 1 : -1]
     picked = expected[np.arange(4), second.token_ids]
@@ -166,7 +164,7 @@ async def test_the_same_weights_under_a_new_version_keep_their_prefixes(bench: B
     again = await bench.loop.submit(ids, greedy(4)).result()
     assert again.policy_versions == (1,) * 4
     assert bench.loop.stats()["serve/prefix_hit_tokens"] == len(ids) - 1
-    # What the thread has not taken out yet is not lost by a version that follows.
+    # A following version must not lose weights that the thread has not loaded yet.
     with bench.loop._changed:
         bench.loop.load_weights(other_params, 2)
         bench.loop.load_weights(None, 3)
@@ -191,7 +189,7 @@ async def test_a_grammar_ends_its_response_and_forced_tokens_are_marked(bench: B
     expected = full_logprobs(bench.model, [*ids, *result.token_ids])[len(ids) - 1 : -1]
     picked = expected[np.arange(5), result.token_ids]
     np.testing.assert_allclose(result.behavior_logprobs, picked, atol=1e-5)
-    # What was drawn from: the only token, and of x and y by their odds.
+    # Sampling distributions: a single token, then x and y by their odds.
     drawn = picked[2] - np.logaddexp(*expected[2, bench.ids("xy")])
     np.testing.assert_allclose(result.sampling_logprobs, [0, 0, drawn, 0, 0], atol=1e-5)
     assert bench.loop.stats()["serve/tokens_forced"] == 4
@@ -218,7 +216,7 @@ async def test_a_plain_request_gets_the_same_beside_adjusted_ones(bench: Bench):
 
 
 async def test_penalties_count_the_response_as_openai_does(bench: Bench):
-    ids = bench.ids("aaaa")  # the prompt does not count
+    ids = bench.ids("aaaa")  # penalties ignore the prompt
     penalties = {"presence_penalty": 1.5, "frequency_penalty": -0.5}
     sampling = greedy(12, top_logprobs=20, **penalties)
     result = await bench.loop.submit(ids, sampling).result()
@@ -322,7 +320,7 @@ async def test_no_compile_after_warmup():
     settings = [greedy(4), SamplingParams(max_tokens=4, top_p=0.5), SamplingParams(max_tokens=4)]
     settings += [greedy(4, top_logprobs=3), greedy(4, grammar='start: "a"', presence_penalty=1.0)]
     for sampling in settings:
-        for ids in (*prompts[::-1], [*prompts[3], 1, 2, 3]):  # one by one, then all together
+        for ids in (*prompts[::-1], [*prompts[3], 1, 2, 3]):  # one by one, then all at once
             await loop.submit(ids, sampling).result()
         await asyncio.gather(*(loop.submit(ids, sampling).result() for ids in prompts))
         loop.load_weights(model.params, loop.version + 1)
@@ -333,7 +331,7 @@ async def test_no_compile_after_warmup():
 
 
 async def test_long_prompts_begin_over_several_turns(bench: Bench, monkeypatch):
-    """A request that runs already gets tokens in between."""
+    """A running request gets tokens in between."""
     monkeypatch.setattr(serve_loop, "PROMPT_TOKENS", 60)
     begun: list[int] = []
     begin = bench.loop._prompts.begin
@@ -343,7 +341,7 @@ async def test_long_prompts_begin_over_several_turns(bench: Bench, monkeypatch):
         return begin(params, version, state, admissions)
 
     monkeypatch.setattr(bench.loop._prompts, "begin", counting)
-    with bench.loop._changed:  # all come in one turn
+    with bench.loop._changed:  # all arrive in one turn
         open_ = [bench.loop.submit([number] * 40, greedy(4)) for number in range(1, 5)]
     for generation in open_:
         assert (await generation.result()).finish_reason == "length"

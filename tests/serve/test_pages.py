@@ -1,4 +1,4 @@
-"""Copies between rows and pages: the right tokens, nothing else, and in place."""
+"""Tests of copies between rows and pages: the right tokens, nothing else, and in place."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ SERVE = ServeConfig(slots=3, max_len=100)  # six whole pages and four tokens
 
 @pytest.fixture(params=["cpu", "gpu", "tpu"])
 def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whose way of keeping and copying is tried; all on a CPU."""
+    """Select the platform whose cache layout and copies are tested, always on a CPU."""
     monkeypatch.setattr(pages_module, "platform_of", lambda place: request.param)
     return request.param
 
@@ -33,7 +33,7 @@ def copier(serve: ServeConfig = SERVE, place: Any = None) -> PageCopier:
 
 
 def numbers(slots: int, length: int, place: Any, platform: str = "cpu") -> KVCache:
-    """A cache in which every number is another."""
+    """Return a cache in which every number is different."""
     zeros = init_cache(CONFIG, slots, length, platform=platform)
     return jax.device_put(
         jax.tree.map(lambda leaf: leaf + np.arange(leaf.size).reshape(leaf.shape), zeros), place
@@ -41,7 +41,7 @@ def numbers(slots: int, length: int, place: Any, platform: str = "cpu") -> KVCac
 
 
 def token_rows(cache: KVCache) -> np.ndarray:
-    """Keys and values of layer 1 as [S, C, 2 * K * D], a token's numbers together."""
+    """Return keys and values of layer 1 as [S, C, 2 * K * D], with a token's numbers together."""
     layer = cache.layers[1]
     keys = np.moveaxis(np.concatenate(layer.keys, axis=layer.key_axis), layer.key_axis, 1)
     values = np.concatenate(layer.values, axis=2).transpose(0, 2, 1, 3)

@@ -1,4 +1,4 @@
-"""What is cached changes how much is computed, and nothing else."""
+"""Tests that caching changes only how much is computed."""
 
 import asyncio
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def running(model, engine: Engine, *, start: bool = True) -> Iterator[EngineLoop
 
 
 def check(model, ids: list[int], result: Completion) -> None:
-    """The result is what one pass over all tokens without any cache gives."""
+    """Check the result against one pass over all tokens without a cache."""
     expected = full_logprobs(model, [*ids, *result.token_ids])[len(ids) - 1 : -1]
     assert result.token_ids == tuple(expected.argmax(axis=1).tolist())
     np.testing.assert_allclose(result.behavior_logprobs, expected.max(axis=1), atol=1e-5)
@@ -41,11 +41,11 @@ def random_ids(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, length).tolist()
 
 
-# No cache; room for all; and so little that every conversation evicts another's pages.
+# No cache; room for all; so little room that every conversation evicts another's pages.
 @pytest.mark.parametrize("num_pages", [0, 60, 7])
 async def test_a_request_gets_the_same_whatever_is_cached(model, engine, num_pages):
     history = random_ids(0, 88)
-    # Every prompt finds pages that prompts of other lengths, thus in other chunks, have made.
+    # Every prompt reuses pages from prompts of other lengths, and so from other chunks.
     lengths = (40, 9, 70, 17, 33, 88, 16, 41, 71, 88, 2, 40)
     with running(model, with_pages(engine, num_pages)) as loop:
         for turn, length in enumerate(lengths):
@@ -62,7 +62,7 @@ async def test_a_request_gets_the_same_whatever_is_cached(model, engine, num_pag
 
 
 async def test_siblings_that_come_together_compute_their_prompt_once(model, engine):
-    ids = random_ids(1, 75)  # no whole number of pages
+    ids = random_ids(1, 75)  # not a whole number of pages
     with running(model, with_pages(engine, 60)) as loop:
         generations = [loop.submit(ids, greedy(6)) for _ in range(16)]
         for generation in generations:
@@ -75,14 +75,14 @@ async def test_siblings_that_come_together_compute_their_prompt_once(model, engi
 async def test_groups_that_come_mixed_compute_each_prompt_once_and_the_rest_together(model, engine):
     shared = [random_ids(i, 50) for i in (1, 2)]
     prompts = [[*shared[i % 2], *random_ids(10 + i // 4, 5 + i)] for i in range(16)]
-    prompts += [shared[0][:3], [9], shared[0][:3]]  # too short to be worth a copy
+    prompts += [shared[0][:3], [9], shared[0][:3]]  # too short for a copy
     with running(model, with_pages(engine, 60), start=False) as loop:
         generations = [loop.submit(ids, greedy(6)) for ids in prompts]
         loop.start()
         for ids, generation in zip(prompts, generations, strict=True):
             check(model, ids, await generation.result())
         stats = loop.stats()
-    own = sum(len(ids) - 1 for ids in prompts) - 14 * 50  # 50 tokens once for each group
+    own = sum(len(ids) - 1 for ids in prompts) - 14 * 50  # 50 shared tokens once per group
     assert stats["serve/prefill_tokens"] <= own
     assert stats["serve/prefill_tokens"] + stats["serve/prefix_hit_tokens"] == own + 14 * 50
 
@@ -96,7 +96,7 @@ async def test_turns_find_their_history_though_others_had_the_rows(model, engine
                 *(loop.submit(ids, greedy(8)).result() for ids in conversations)
             )
             computed = loop.stats()["serve/prefill_tokens"] - before
-            # After the first turn only the last response's last token and the new three.
+            # After the first turn, only the last token of the last response and three new ones.
             assert computed == 12 * (4 if turn else 19) - (12 if turn else 0)
             for i, result in enumerate(results):
                 check(model, conversations[i], result)
@@ -105,10 +105,10 @@ async def test_turns_find_their_history_though_others_had_the_rows(model, engine
 
 async def test_waiting_conversations_keep_their_pages_in_a_pool_too_small_for_all(model, engine):
     conversations = [random_ids(i, 40) for i in range(12)]
-    with running(model, with_pages(engine, 18)) as loop:  # half of what all need
+    with running(model, with_pages(engine, 18)) as loop:  # half of the pages needed
         for turn in range(2):
             before = loop.stats()["serve/prefix_hit_tokens"]
-            with loop._changed:  # the engine's thread sees all of them at once
+            with loop._changed:  # all arrive in one turn
                 generations = [loop.submit(ids, greedy(2)) for ids in conversations]
             for generation in generations:
                 await generation.result()
@@ -142,7 +142,7 @@ async def test_the_next_turn_of_a_request_that_saw_new_weights_computes_all(
         await loop.submit(ids, greedy(2)).result()
         assert loop.stats()["serve/prefix_cache_pages_used"] > 0
         generation = loop.submit(ids, greedy(30))
-        # They hold pages of before. Some run before the swap, the others after it.
+        # They pin pages of the old weights. Some run before the swap, others after it.
         waiting = [loop.submit([*ids[:30], 256], greedy(2)) for _ in range(8)]
         async for _ in generation:
             break
@@ -154,7 +154,7 @@ async def test_the_next_turn_of_a_request_that_saw_new_weights_computes_all(
         before = loop.stats()["serve/prefix_hit_tokens"]
         turn = [*ids, *result.token_ids]
         fresh = await loop.submit(turn, greedy(4)).result()
-        # Only what the others have computed under the new weights.
+        # Only pages computed by the others with the new weights.
         assert loop.stats()["serve/prefix_hit_tokens"] - before == 30
     check(replace(model, params=other_params), turn, fresh)
 

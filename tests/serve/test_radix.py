@@ -1,4 +1,4 @@
-"""The tree against a plain dictionary of what was written to each page."""
+"""Tests of the tree against a plain dictionary of each page's contents."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_jax.serve.radix import PAGE, Insertion, Node, PageTree, num_shared
 
-# Sequences that share beginnings of all kinds: within a page, at its end, over several.
+# Sequences with shared prefixes that end within a page, at its end, or after several pages.
 PIECES = [(1,) * 5, (2,) * 3, (1,) * PAGE, (2,) * (PAGE - 5), (3,) * (2 * PAGE + 1), (4,)]
 sequences = st.lists(st.sampled_from(PIECES), max_size=6).map(lambda parts: sum(parts, ()))
 places = st.integers(0, 9)
@@ -23,14 +23,14 @@ operations = st.lists(
 
 
 class Checked:
-    """A tree, what its pages hold, and what must stay."""
+    """Tree with a record of its pages' contents and of pinned nodes."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.tree = PageTree(num_pages, 0)
-        self.written: dict[int, tuple[int, ...]] = {}  # page: all ids up to the page's last
-        self.pinned: list[tuple[Node, tuple[int, ...], int]] = []  # with the ids, and the version
-        self.inserted: list[tuple[int, ...]] = []  # by the current version
+        self.written: dict[int, tuple[int, ...]] = {}  # by page: all ids up to its last one
+        self.pinned: list[tuple[Node, tuple[int, ...], int]] = []  # (node, ids, version)
+        self.inserted: list[tuple[int, ...]] = []  # under the current version
 
     def insert(self, ids: tuple[int, ...]) -> None:
         new = self.tree.insert(ids, self.tree.version)
@@ -96,7 +96,7 @@ def test_no_page_is_lost_shared_or_taken_while_pinned(num_pages, steps):
     room = tuple(range(100, 100 + num_pages * PAGE))
     assert checked.tree.insert(room, checked.tree.version).first == 0
     checked.written = {}
-    assert checked.tree.num_used == num_pages  # nothing is stuck: all went to the new sequence
+    assert checked.tree.num_used == num_pages  # no page leaked: the new sequence has all
     assert checked.tree.match(room).length == len(room)
 
 
@@ -111,7 +111,7 @@ def test_siblings_share_and_the_last_page_fills_up():
     assert tree.match(prompt).length == len(prompt)
     assert tree.match(prompt[: PAGE + 2]).length == PAGE + 2
     assert tree.insert(prompt[: PAGE + 2], 0).pages == ()
-    # One response goes on in the prompt's last page, the other gets a page of its own.
+    # One response continues in the prompt's last page, the other gets a new page.
     assert tree.insert((*prompt, *tokens(50, PAGE)), 0) == Insertion(1, (1, 2))
     assert tree.insert((*prompt, *tokens(90, 3)), 0) == Insertion(1, (3,))
     assert tree.num_used == 4
@@ -168,7 +168,7 @@ def test_what_one_adapter_computed_no_other_finds():
     assert tree.insert(tokens(0, PAGE), 0, adapter=1).pages == (1,)
     assert tree.match(tokens(0, PAGE), 0).pages == (0,)
     assert tree.match(tokens(0, PAGE), 1).pages == (1,)
-    # All of them share the pages: the one unused for longest goes, whoever's it is.
+    # All adapters share the pages: the least recently used one is evicted.
     assert tree.insert(tokens(50, 2 * PAGE), 0, adapter=1).pages == (2, 0)
     assert tree.match(tokens(0, PAGE), 0).length == 0
     tree.reset(1)

@@ -1,4 +1,4 @@
-"""Copies of the engine on devices of their own: who answers, and that the answer is the same."""
+"""Tests of engine replicas on separate devices: routing, and equal results."""
 
 import asyncio
 from collections.abc import Iterator
@@ -32,8 +32,10 @@ def make(config: MeshConfig) -> Any:
 
 @pytest.fixture(scope="module")
 def loops() -> Iterator[tuple[ReplicatedLoop, EngineLoop]]:
-    """Three copies, and an engine by itself. On one device each: XLA's CPU compiler may wait for
-    ever where several programs talk between simulated devices at once.
+    """Yield three replicas and a single engine.
+
+    Each has one device, because XLA's CPU compiler may deadlock if several programs communicate
+    between simulated devices at once.
     """
     made = make(MeshConfig(data=3, fsdp=1)), make(MeshConfig(data=1, fsdp=1))
     for loop in made:
@@ -110,7 +112,7 @@ def test_a_copy_that_fails_shows_and_all_can_be_closed() -> None:
         each.start()
     copies._loops[1].close()
     assert copies.status == "failed"
-    for first in range(3):  # the one that is well answers
+    for first in range(3):  # the healthy one answers
         assert len(ask(copies, [(first, 2)])) == 1
     copies.close()
     with pytest.raises(EngineError, match="closed"):
@@ -131,10 +133,10 @@ def test_warming_up_compiles_what_serving_needs() -> None:
 def test_a_prompt_goes_where_its_beginning_was_read() -> None:
     router, (first, second) = Router(2, slots=8), prompts(2, 3 * BLOCK)
     assert router.choose(first, [0, 0]) == 0 and router.choose(second, [1, 0]) == 1
-    assert router.choose(first, [2, 1]) == 0  # though it has more to do
+    assert router.choose(first, [2, 1]) == 0  # though its load is higher
     assert router.choose((*second, *range(40)), [0, 1]) == 1
-    assert router.choose(first, [4, 1]) == 1  # 8 slots: up to 2 requests more
-    assert router.choose(first, [0, 2]) == 1  # which has it now, too
+    assert router.choose(first, [4, 1]) == 1  # 8 slots: at most 2 more requests
+    assert router.choose(first, [0, 2]) == 1  # which now has it, too
     assert router.choose(first[:BLOCK], [3, 1]) == 1
 
 
@@ -154,7 +156,7 @@ def test_what_was_read_long_ago_or_with_other_weights_is_forgotten(
     monkeypatch.setattr(replicas, "MOST_BLOCKS", 4)
     router, (first, second, third) = Router(2, slots=8), prompts(3, 2 * BLOCK)
     assert [router.choose(first, [0, 0]), router.choose(second, [0, 1])] == [0, 0]
-    router.choose(first, [1, 0])  # used again, so it stays
+    router.choose(first, [1, 0])  # used again, so it is kept
     router.choose(third, [0, 1])
     assert router.choose(first, [1, 0]) == 0 and router.choose(second, [1, 0]) == 1
     router.forget()

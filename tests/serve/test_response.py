@@ -1,4 +1,4 @@
-"""Where a response ends, and what of its text is shown."""
+"""Tests of the end of a response and of the text shown."""
 
 import pytest
 
@@ -27,9 +27,9 @@ def test_a_stop_string_across_tokens_is_cut_and_its_tokens_are_kept():
     ids = TOKENIZER.encode("one;END two")
     completion, shown = respond(ids, stop=("END", "zzz"))
     assert (completion.text, completion.finish_reason) == ("one;", "stop")
-    assert completion.token_ids == tuple(ids[:7])  # all that were sampled
+    assert completion.token_ids == tuple(ids[:7])  # all sampled ones
     assert "".join(shown) == completion.text
-    assert shown[4] == "" and shown[5] == ""  # E and N may begin END
+    assert shown[4] == "" and shown[5] == ""  # E and N may start END
 
 
 def test_forced_tokens_and_alternatives_stay_with_their_tokens():
@@ -77,7 +77,7 @@ def test_characters_of_several_bytes_are_shown_whole():
     ("pushed", "shown"),
     [
         (["abc"], "abc"),
-        (["xaab"], "x"),  # of "aab" and "b", the one that begins first
+        (["xaab"], "x"),  # of "aab" and "b", the one that starts first
         (["xa", "ay"], "xaay"),
         (["a", "a", "a", "b"], "a"),
     ],

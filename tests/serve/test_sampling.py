@@ -1,4 +1,4 @@
-"""Draws match the filtered distribution, and no row hears of another."""
+"""Tests of sampling: draws match the filtered distribution, and rows are independent."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def draw(
 
 
 def adjusted(bias: jax.Array) -> Adjustment:
-    """Add this bias and mask nothing."""
+    """Return an adjustment with this bias and no mask."""
     allowed = np.full((bias.shape[0], (bias.shape[1] + 7) // 8), 0xFF, np.uint8)
     return Adjustment(allowed, np.bool_(False), bias)
 
@@ -88,7 +88,7 @@ def test_filters_agree_with_sorting_on_a_large_vocabulary():
         weights[top_k[row] or 5000 :] = 0
         before = (np.cumsum(weights) - weights) / weights.sum()
         keep = (weights > 0) & (before < top_p[row]) & (weights >= min_p[row])
-        # The float32 sums of the device may put the edge one token off.
+        # The device's float32 sums may move the edge by one token.
         assert abs(int(kept[row].sum()) - int(keep.sum())) <= 1
         assert set(np.flatnonzero(kept[row])) >= set(order[keep][:-1])
 
@@ -99,7 +99,7 @@ def test_a_row_does_not_depend_on_the_others():
     ones, zeros = jnp.ones(8), jnp.zeros(8)
     none = jnp.zeros(8, jnp.int32)
     plain = jax.jit(sample)(logits, jax.random.split(jax.random.key(1), 8), ones, ones, none, zeros)
-    # Row 0 as before among rows that filter or are greedy, which takes another branch.
+    # Row 0 does not change among filtered or greedy rows, which use another branch.
     mixed = jax.jit(sample)(
         logits,
         jax.random.split(jax.random.key(1), 8),
@@ -149,7 +149,7 @@ def test_a_bias_changes_the_draw_and_not_the_policys_logprobs():
     none, ones = jnp.zeros(N, jnp.int32), jnp.ones(N)
     sampled = jax.jit(sample)(logits, keys, temperature, ones, none, jnp.zeros(N), adjusted(bias))
     tokens = np.asarray(sampled.tokens)
-    # 0.25 and 0.125 * 2 are drawn alike; their own log-probabilities stay apart.
+    # 0.25 and 0.125 * 2 are equally likely to be drawn; the policy's log-probabilities differ.
     assert set(tokens.tolist()) == {1, 2}
     assert abs(np.mean(tokens == 1) - 0.5) < 0.035
     np.testing.assert_allclose(sampled.sampling_logprobs[1:], np.log(0.5), atol=1e-6)
@@ -172,7 +172,7 @@ def test_packed_masks_forbid_tokens_whatever_the_bias():
         assert allowed[np.arange(3), tokens].all()
         np.testing.assert_allclose(sampled.sampling_logprobs, -np.log(allowed.sum(1)), atol=1e-5)
         assert sampled.behavior_logprobs.max() < -49
-        # The likeliest tokens are the policy's, so the first one is forbidden here.
+        # The likeliest tokens are the policy's own, so the first one may be forbidden.
         assert not allowed[np.arange(3), np.asarray(sampled.likeliest.ids)[:, 0]].any()
 
 
@@ -183,8 +183,8 @@ def test_the_likeliest_come_best_first():
 
 
 def test_a_vocabulary_of_several_blocks():
-    # 600 tokens are three blocks of 256, the last one padded; all mass lies on the last token of
-    # two of them.
+    # 600 tokens are three blocks of 256, the last one padded. All mass is on the last token of two
+    # blocks.
     probs = [0.0] * 600
     probs[255], probs[599] = 0.25, 0.75
     tokens = np.asarray(draw(probs).tokens)

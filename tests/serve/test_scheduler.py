@@ -1,4 +1,4 @@
-"""Slots are given out first come, first served; prompts are cut into chunks with little padding."""
+"""Tests of slot assignment in order of arrival, and of chunk plans with little padding."""
 
 import pytest
 from hypothesis import given
@@ -56,7 +56,7 @@ def test_a_tenant_with_half_of_the_slots_leaves_the_last_one():
         admission = who.admit()
         assert admission is not None and admission.request == request
     who.release(admission.slot)
-    assert who.admit() is None  # again left to others
+    assert who.admit() is None  # left to others again
     who.release(0)
     assert who.admit() is not None
 

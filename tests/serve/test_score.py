@@ -1,4 +1,4 @@
-"""A prompt's tokens have the log-probabilities that the forward function gives them."""
+"""Tests that a prompt's scores equal the log-probabilities of the forward function."""
 
 import numpy as np
 import pytest

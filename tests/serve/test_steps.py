@@ -1,4 +1,4 @@
-"""Steps started in one go, started ahead, or without some rows give each request the same."""
+"""Tests that requests get the same tokens from single steps, several at once, and steps ahead."""
 
 import asyncio
 import itertools
@@ -75,7 +75,7 @@ async def test_a_limit_is_never_passed_and_a_stop_wastes_what_was_started(bench:
     same(stopped, await bench.loop.submit(bench.ids("abc"), stopping).result())
     used = len(stopped.token_ids)
     assert used <= AT_ONCE and stopped.finish_reason == "stop"
-    # The next ones had been started before the stop was read; what they sampled is for nobody.
+    # The next steps started before the stop was read, so their tokens are discarded.
     wanted = {"steps": 8, "tokens_generated": used, "tokens_past_end": 2 * AT_ONCE - used}
     async with asyncio.timeout(10):
         while counted(fast, before) != wanted:
@@ -115,7 +115,7 @@ async def test_a_mixed_batch_gives_each_request_what_it_gets_alone(bench: Bench,
         await bench.loop.submit(ids, kind).result()
         for ids, kind in zip(prompts, MIXED, strict=True)
     ]
-    # A stop string that comes in the middle, beside the requests with masks.
+    # A stop string in the middle of a response, in a batch with masks.
     stop = replace(MIXED[0], stop=(alone[0].text[7:9],))
     kinds, asked = [*MIXED, stop], [*prompts, prompts[0]]
     alone.append(await bench.loop.submit(prompts[0], stop).result())
@@ -125,7 +125,7 @@ async def test_a_mixed_batch_gives_each_request_what_it_gets_alone(bench: Bench,
         open_ = [loop.submit(ids, kind) for ids, kind in zip(asked, kinds, strict=True)]
         cancelled = loop.submit(prompts[1], MIXED[1])
         await anext(aiter(open_[1]))
-        loop.load_weights(model.params, 1)  # the same weights, and no prefix survives
+        loop.load_weights(model.params, 1)  # the same weights, but the prefix cache is emptied
         async for _ in cancelled:
             cancelled.cancel()
         assert (await cancelled.result()).finish_reason == "cancelled"
@@ -155,7 +155,7 @@ async def test_a_late_mask_holds_its_own_row_alone(bench: Bench, monkeypatch):
 
 async def test_steps_start_ahead_beside_a_constrained_request(bench: Bench, monkeypatch):
     started: list[Steps] = []
-    ahead: list[bool] = []  # of each step that is read, whether the next one had been started
+    ahead: list[bool] = []  # per step read: True if the next one had started
     start, read = Stepper.start, Stepper.read
 
     def starting(*args):
@@ -170,7 +170,7 @@ async def test_steps_start_ahead_beside_a_constrained_request(bench: Bench, monk
     monkeypatch.setattr(Stepper, "start", starting)
     monkeypatch.setattr(Stepper, "read", reading)
     number, kinds = 40, (SamplingParams(seed=1, max_tokens=40), MIXED[-2])
-    with bench.loop._changed:  # both begin in one turn
+    with bench.loop._changed:  # both start in one turn
         open_ = [bench.loop.submit(bench.ids("ahead"), kind) for kind in kinds]
     _, constrained = [await generation.result() for generation in open_]
     taken = [[r.adjuster is None for r in steps.requests.values()] for steps in started]

@@ -1,4 +1,4 @@
-"""A run's record is checked against its weights; what was falsified is found and named."""
+"""Tests that a run's record is checked against its weights, and that changed values are found."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from lightning_jax.verify import VerifyError, as_text, verify
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps, evaluated before and after. It holds versions 0, 2 and 3 of the weights."""
+    """Train three steps with evaluations before and after. The run holds versions 0, 2 and 3."""
     place = tmp_path_factory.mktemp("verify")
     save_hf(place / "tiny", tiny_model(num_layers=1))
     config = _config(
@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
+    """Copy the run, for a test that changes it."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
@@ -54,7 +54,7 @@ def test_an_honest_run_is_within_rounding(
         (2, "checkpoints/2"),
         (3, "checkpoints/3"),
     ]
-    # Each version answers 8 training calls, and 2 in each evaluation.
+    # Each version answers 8 training calls, and 2 more in each evaluation.
     calls = [sum(c.kind == "behavior" for c in v.comparisons) for v in report.versions]
     plain = [sum(c.kind == "sampling" for c in v.comparisons) for v in report.versions]
     assert (calls, plain) == ([10, 8, 2], [8, 8, 0])
@@ -80,7 +80,7 @@ def test_without_checkpoints_the_exported_policy_is_the_last_version(run: Path) 
     report = verify(run)
     assert [(v.version, v.weights) for v in report.versions][1:] == [(3, "policy")]
     assert report.not_compared == {"weights_not_kept": 16} and report.off == []
-    (run / "policy.json").write_text('{"step": 2}')  # the run went on, and was not exported again
+    (run / "policy.json").write_text('{"step": 2}')  # the run continued without a new export
     assert verify(run).not_compared == {"weights_not_kept": 18}
 
 
@@ -135,7 +135,7 @@ def test_mistakes_give_one_sentence(
 
 
 def _falsify(run: Path, attribute: str, by: float) -> tuple[str, str, float]:
-    """Adds to the second number of a call of version 2: its id, its rollout, what it was."""
+    """Add to the second number of a call of version 2. Return its id, rollout and old value."""
     with contextlib.closing(sqlite3.connect(run / "store.sqlite")) as db, db:
         call_id, rollout_id, text = db.execute(
             "SELECT span_id, rollout_id, attributes FROM spans JOIN rollouts USING (rollout_id) "

@@ -1,4 +1,4 @@
-"""Which stored calls can be compared with weights, and which of their log-probs."""
+"""Tests of which stored calls and log-probs can be compared with weights."""
 
 import dataclasses
 

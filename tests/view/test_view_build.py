@@ -1,4 +1,4 @@
-"""What a view says of a rollout is what its spans hold."""
+"""Tests that a view of a rollout shows the contents of its spans."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""`lightning-jax view` on run directories, whole and broken."""
+"""Tests of `lightning-jax view` on complete and broken run directories."""
 
 import sqlite3
 from dataclasses import replace
@@ -26,7 +26,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one sentence of a command that ends with an error."""
+    """Run a command that fails, and return its one-sentence error."""
     assert main(["view", *map(str, arguments)]) != 0
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
@@ -57,7 +57,7 @@ def test_the_table_is_newest_first_and_limited(
 def test_a_rollout_shows_the_advantages_of_its_group(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rewards 1, 0, 0: mean 1/3, deviation sqrt(2)/3, so the advantage of the first is sqrt(2)."""
+    """Rewards 1, 0, 0 have mean 1/3 and deviation sqrt(2)/3, so the first advantage is sqrt(2)."""
     assert main(["view", str(run), "train-00003-000-00-1"]) == 0
     text = capsys.readouterr().out
     assert text.count("credit 1  advantage +1.414") == 2
@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_is_read_and_not_touched(tmp_path: Path) -> None:
     with open_run(run) as reader:
         late = reader.rollout("train-00003-000-03-1")
         first = reader.rollout("train-00003-000-00-1")
-        add(writer, rollout(4, 1.0), conversation())  # no lock is in the way
+        add(writer, rollout(4, 1.0), conversation())  # no lock prevents it
         assert len(reader.run().rows) == 7
         with pytest.raises(Exception, match="readonly"):
             reader._store.set_status("train-00003-000-03-1", "scored", 1.0)
@@ -162,7 +162,7 @@ def test_settings_that_cannot_be_read_cost_only_what_needs_them(
 
 
 def test_roles_and_reward_rules_are_the_runs(tmp_path: Path) -> None:
-    """The first call earns -0.5 by the rule, so its credit is 1 - 0.5; a frozen one has none."""
+    """The rule gives the first call -0.5, so its credit is 1 - 0.5. A frozen call has none."""
     run = make_run(tmp_path, credit="per_step")
     path = run / "config.yaml"
     config = load_config(Config, [str(path)])

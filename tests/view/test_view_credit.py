@@ -1,4 +1,4 @@
-"""The credit and advantages that are shown are those that the trainer gives."""
+"""Tests that views show the trainer's credit and advantages."""
 
 import dataclasses
 import random
@@ -15,7 +15,7 @@ from lightning_jax.view.credit import step_credit, trained_on
 
 
 def _step(seed: int) -> list[Trajectory]:
-    """Three groups of four rollouts of 0 to 3 calls, some of old weights."""
+    """Return three groups of four rollouts with 0 to 3 calls, some from old weights."""
     draw = random.Random(seed)
     made = []
     for index in range(12):
@@ -63,8 +63,10 @@ def test_advantages_are_the_trainers(settings: dict[str, Any]) -> None:
 
 
 def test_credit_by_hand() -> None:
-    """per_step: 1 at the last call, 0.5 * 1 + 0.25 before it. The group's means are 0.375 at the
-    first turn and 0.5 at the second, where the rollout of one call counts with that.
+    """per_step credit is 1 at the last call and 0.5 * 1 + 0.25 at the first one.
+
+    The group's mean is 0.375 at the first turn and 0.5 at the second. The rollout with one call
+    counts in both.
     """
     first = dataclasses.replace(transition([1], [2], reward=0.25), call_id="first")
     last = dataclasses.replace(transition([1], [3]), call_id="last")
@@ -100,7 +102,7 @@ def test_learned_credit_is_not_made_up() -> None:
 
 
 def test_groups_that_were_replaced_are_not_in_the_batch() -> None:
-    """With the equal group in it, the mean over the batch would be 0.75 and not 0.5."""
+    """With the equal group, the mean over the batch would be 0.75 instead of 0.5."""
     calls = [dataclasses.replace(transition([1], [2]), call_id=name) for name in "abcd"]
     rewards, groups = (1.0, 0.0, 1.0, 1.0), "ggee"
     trajectories = [

@@ -1,4 +1,4 @@
-"""The page is well-formed, needs nothing from elsewhere, and text stays text."""
+"""Tests that the page is well-formed and self-contained, and that text is escaped."""
 
 from html.parser import HTMLParser
 
@@ -16,7 +16,7 @@ HOSTILE = '</pre></details><script>alert(1)</script><img src=x onerror="alert(2)
 
 
 class _Page(HTMLParser):
-    """The elements of a page with their attributes and text; fails where tags do not match."""
+    """Elements of a page with attributes and text. Fails if tags do not match."""
 
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -46,7 +46,7 @@ class _Page(HTMLParser):
         return [each for each in self.found if name in each[1].get("class", "").split()]
 
     def texts(self, name: str) -> list[str]:
-        # A browser leaves out the line end right after <pre>.
+        # A browser drops the newline right after <pre>.
         return [text.removeprefix("\n") for _, _, text in self.of_class(name)]
 
 
@@ -66,7 +66,7 @@ def test_a_page_tells_the_rollout_whole() -> None:
     assert "Capital of France?search<|im_end|>" in page.texts("shared")[0]
     assert (page.texts("input"), page.texts("output")) == (['{"query": "France"}'], ["a country"])
     assert page.texts("note") == ["note: a note"]
-    # 4 s in all: 4 s; 1 s from 0 on, from 1 on, from 2 on.
+    # Of 4 s in total: 4 s, then 1 s each from 0 s, 1 s and 2 s.
     assert [each[1]["style"] for each in page.of_class("bar")] == [
         "left: 0.000%; width: 100.000%",
         "left: 0.000%; width: 25.000%",

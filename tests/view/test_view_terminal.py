@@ -1,4 +1,4 @@
-"""What a terminal shows fits its width and holds nothing that could steer it."""
+"""Tests that terminal output fits the width and holds no control characters."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Text of strangers is fit to print, and what it says stays."""
+"""Tests that untrusted text is safe to print and keeps its content."""
 
 import pytest
 from view_records import TOKENIZER
@@ -12,8 +12,8 @@ from lightning_jax.view.text import as_text, cut, printable, split_text, token_t
         ("plain\ttext\n", "plain\ttext\n"),
         ("a\r\nb", "a\nb"),
         ("\x1b[2Jgone\x07", "\u241b[2Jgone\u2407"),  # would clear the screen and ring the bell
-        ("\x9b31m", "\ufffd31m"),  # the one-byte way to begin such a sequence
-        ("abc\u202etxt", "abc\ufffdtxt"),  # would be read from the right
+        ("\x9b31m", "\ufffd31m"),  # the one-byte start of such a sequence
+        ("abc\u202etxt", "abc\ufffdtxt"),  # would be shown reversed
         ("\x00\x7f\ud800", "\u2400\u2421\ufffd"),
         ("日本 émoji 🙂", "日本 émoji 🙂"),
     ],
@@ -51,5 +51,5 @@ def test_a_prompt_is_split_between_characters() -> None:
 def test_tokens_together_are_the_text() -> None:
     ids = TOKENIZER.encode("日\x1b!<|im_end|>")
     assert token_texts(ids, TOKENIZER) == ("", "", "日", "\u241b", "!", "<|im_end|>")
-    assert token_texts(ids[:2], TOKENIZER) == ("", "\ufffd")  # bytes that never became one
+    assert token_texts(ids[:2], TOKENIZER) == ("", "\ufffd")  # bytes that never form a character
     assert token_texts((), TOKENIZER) == ()

@@ -1,4 +1,4 @@
-"""Every span is shown once, whatever its parent is."""
+"""Tests that every span is shown once, for any parent."""
 
 from view_records import span
 

