@@ -31,8 +31,6 @@ HONEST = [{"id": f"honest-{n}", "kind": "honest"} for n in range(2)]
 GROUP_SIZE = 2
 DEADLINE_S = 15.0
 
-# Sockets of agents that broke off are closed by the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 # How each agent ends, and the reason. None: any status, or any reason.
 Ends = dict[str, tuple[str | None, str | None]]

@@ -17,7 +17,9 @@ from lightning_jax.testing.service import Service, run_service
 from lightning_jax.testing.stalls import loop_stalls
 from lightning_jax.testing.tiny import tiny_model
 
-PATIENCE_S = 1.0  # how much longer a call may wait beside an attack, in one of the tries
+# Limits that one of the tries must keep; a busy machine exceeds them, too.
+PATIENCE_S = 1.0  # how much longer a call may wait beside an attack
+MAX_STOP_S = 0.05  # of the event loop
 TRIES = 3
 GROWTH = 1.1  # of resident memory
 LONGEST_STOP_MS = "longest_stop_ms"  # tests/conftest.py prints the largest one
@@ -47,7 +49,6 @@ async def service(model: LoadedModel, engine: Engine, tmp_path: Path) -> AsyncIt
         yield service
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("attack", CASES.values(), ids=CASES)
 async def test_honest_rollout_beside_it_is_unharmed(
     service: Service,
@@ -56,8 +57,8 @@ async def test_honest_rollout_beside_it_is_unharmed(
     record_property: Callable[[str, object], None],
 ) -> None:
     alone = await honest_rollout(service, "alone")
-    before, longest_wait_s, longest_stop_s = resident_mib(), math.inf, 0.0
-    for number in range(TRIES):  # a busy machine makes calls wait, too
+    before, longest_wait_s, longest_stop_s = resident_mib(), math.inf, math.inf
+    for number in range(TRIES):
         attacker = open_attacker(service, f"hostile-{number}", number)
         attacking = asyncio.wrap_future(attackers.submit(attack, attacker))
         async with loop_stalls() as stalls:
@@ -68,12 +69,14 @@ async def test_honest_rollout_beside_it_is_unharmed(
         statuses = seen if isinstance(seen, list) else [seen]
         assert beside.token_ids == alone.token_ids
         assert not [status for status in statuses if status >= 500]
-        longest_stop_s = max(longest_stop_s, stalls.longest_s)
+        longest_stop_s = min(longest_stop_s, stalls.longest_s)
         longest_wait_s = min(longest_wait_s, beside.longest_wait_s)
-        if longest_wait_s < alone.longest_wait_s + PATIENCE_S:
+        max_wait_s = alone.longest_wait_s + PATIENCE_S
+        if longest_wait_s < max_wait_s and longest_stop_s < MAX_STOP_S:
             break
     after = await honest_rollout(service, "after")
     assert after.token_ids == alone.token_ids
     record_property(LONGEST_STOP_MS, 1e3 * longest_stop_s)
     assert longest_wait_s < alone.longest_wait_s + PATIENCE_S
+    assert longest_stop_s < MAX_STOP_S, stalls.longest
     assert resident_mib() < GROWTH * before
