@@ -47,9 +47,9 @@ __all__ = ["Gateway", "GatewayError", "RolloutSettings", "Traffic"]
 class Gateway:
     """Server that answers every dialect with the policy and records every call in the store.
 
-    Without a store or a tracer, calls leave no record. `routing` tells which calls the loop
-    `initial` or another server answers instead of `loop`, and which of several policies does. Call
-    all methods in the event loop's thread that ran `start`.
+    Without a store or a tracer, calls leave no record. `routing` selects the calls that the loop
+    `initial` or another server answers instead of `loop`, and the policy for each call. Call all
+    methods in the event loop's thread that ran `start`.
     """
 
     def __init__(

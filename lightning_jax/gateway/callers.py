@@ -70,7 +70,7 @@ class Callers:
         return None if place is None else self.rollouts.find(place)
 
     def sender(self, request: web.Request, rollout: OpenRollout | None) -> Sender:
-        """Return the context of a request that its dialect needs besides the body."""
+        """Return the context of a request that its dialect needs in addition to the body."""
         return Sender(
             headers=request.headers,
             path=request.match_info,

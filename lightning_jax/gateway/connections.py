@@ -3,7 +3,7 @@
 A connection is idle, receiving a request, or busy with a complete one. Above
 `serve.max_connections`, a new connection evicts another. The first to go is one that never sent a
 request, then the one that was idle longest, but never a busy one. So connections that do nothing
-keep nobody out.
+cannot block new ones.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Grammars for what a request requires: a tool call, or an answer that follows a JSON schema."""
+"""Grammars for required outputs: a tool call, or an answer that follows a JSON schema."""
 
 import json
 from collections.abc import Iterator, Mapping

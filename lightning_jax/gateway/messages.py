@@ -31,7 +31,7 @@ def normalize_messages(messages: Sequence[Any]) -> list[Message]:
 
 
 def normalize_message(message: Any, where: str) -> Message:
-    """Return one message as templates expect it. Raise ValueError that calls it `where`."""
+    """Return one message as templates expect it. Raise ValueError naming it `where` if invalid."""
     if not isinstance(message, dict):
         raise ValueError(f"{where} is {type(message).__name__}; expected an object.")
     role = message.get("role")

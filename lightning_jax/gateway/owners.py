@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.tracing.tracer import Root
 
-MAX_TRACES = 1_000  # of other traces that the calls of one rollout may belong to
+MAX_TRACES = 1_000  # that one rollout's calls may bring, in addition to its own trace
 MAX_EXPORTS = 8  # requests with spans that one rollout may have in flight
 MAX_ENDED_TRACES = 20_000  # of ended rollouts; exporters send in batches, so spans arrive late
 

@@ -1,4 +1,4 @@
-"""Agents' reports besides calls: rewards, and spans of their own instrumentation."""
+"""Other reports of agents: rewards, and spans of their own instrumentation."""
 
 import contextlib
 import math

@@ -1,7 +1,7 @@
 """Starter agent that writes a date as YYYY-MM-DD. Make it yours.
 
-lightning_jax calls only `run`, and gives it only the URL in `llm`. Everything in between is up to
-you: any number of calls, any framework, tools, other people's code.
+lightning_jax only calls `run` and passes the policy's URL in `llm`. The rest is up to you: any
+number of calls, any framework, tools, other people's code.
 """
 
 import re

@@ -8,8 +8,8 @@ from pathlib import Path
 def environment(requirements: Path, folder: Path) -> Path:
     """Return the Python of the environment with these packages, and create it if necessary.
 
-    It is in `folder`, named like the file without `requirements-`. It is created anew if the file's
-    text has changed. Raise CalledProcessError if a package cannot be installed.
+    It is in `folder`, named like the file without `requirements-`. If the file's text has changed,
+    it is created again. Raise CalledProcessError if a package cannot be installed.
     """
     place = folder / requirements.stem.removeprefix("requirements-")
     ready = place / requirements.name

@@ -17,13 +17,15 @@ COLDEST = 0.1
 def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...], dict[str, int]]:
     """Return the trainable calls in order of start, and the number of other calls by reason.
 
+    Reasons:
+
     * The error code of a failed call, or `call_error` if its span has none.
     * `served_elsewhere`: another server answered the call.
     * `empty_response`: the call has no prompt or no response.
     * `no_logprobs`: the server recorded no log-probabilities.
     * `reward_without_call`: a reward was posted for a call that does not exist.
 
-    Spans that are not calls to the gateway are ignored. A call with several choices gives one
+    Spans that are not calls to the gateway are ignored. A call with several choices becomes one
     Transition for each. Rewards posted for a call are added to its own.
     """
     transitions: list[Transition] = []

@@ -24,7 +24,7 @@ def _no_policy(request: PolicyRequest) -> int:
 
 @dataclass(frozen=True)
 class Sender:
-    """Context of a request besides its body."""
+    """Context of a request in addition to its body."""
 
     headers: Mapping[str, str]
     path: Mapping[str, str]  # variable parts of the URL, such as the model name
@@ -39,7 +39,7 @@ class Sender:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """Patterns of accepted model names besides the policy and its agents."""
+        """Patterns of accepted model names other than the policy and its agents."""
         return (*self.policies, glob.escape(self.model_name), *self.other_models)
 
     @property

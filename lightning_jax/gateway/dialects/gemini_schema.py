@@ -38,7 +38,7 @@ def json_schema(schema: Any, where: str, param: str) -> JsonSchema:
             plain[name] = int(size) if isinstance(size, str) and size.isdecimal() else size
     plain |= _type(said.get("type"), where, param)
     if plain.get("type") == "string" and said.get("format") not in (None, "enum"):
-        plain["format"] = said["format"]  # formats of numbers only give their number of bits
+        plain["format"] = said["format"]  # formats of numbers only set a number of bits
     plain |= _inner(said, where, param)
     if said.get("nullable") is True:
         return {"anyOf": [plain, {"type": "null"}]}

@@ -111,7 +111,7 @@ def logprob_entries(
 def token_entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return one token's text, log-probability and bytes."""
     text = tokenizer.token_text(token_id)
-    # If a token holds only part of a character, the text does not give its bytes.
+    # If a token is only part of a character, its bytes are not those of the text.
     whole = "\ufffd" not in text
     return {
         "token": text,

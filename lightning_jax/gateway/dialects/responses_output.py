@@ -55,7 +55,7 @@ class Output:
 
     There is a message if there is text, or if there is nothing else. Blanks alone do not count as
     text if there are calls. A token's log-probability goes with the message that is open or opens
-    next. Those of a call's tokens are left out.
+    next. Log-probabilities of a call's tokens are left out.
     """
 
     def __init__(self, token: str) -> None:
