@@ -1,4 +1,4 @@
-"""What the policy said, in our own terms: whole answers, and the pieces in which they stream."""
+"""Dialect-neutral answers of the policy: whole answers, and the deltas in which they stream."""
 
 import secrets
 import time
@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call of a function; `arguments` is JSON text."""
+    """One function call. `arguments` is JSON text."""
 
     call_id: str
     name: str
@@ -24,7 +24,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Clock:
-    """When a choice began, gave its first token and ended: nanoseconds of a monotonic clock."""
+    """Start, first token and end of a choice, in nanoseconds of a monotonic clock."""
 
     started_ns: int = 0
     first_token_ns: int = 0
@@ -37,13 +37,13 @@ class Answer:
 
     prompt_ids: tuple[int, ...]
     completion: Completion
-    text: str  # without what was read as tool calls
+    text: str  # without the parts that were parsed as tool calls
     tool_calls: tuple[ToolCall, ...]
     finish_reason: FinishReason
     clock: Clock = Clock()
 
     def as_message(self) -> Message:
-        """The chat message that a client will send back."""
+        """Return the chat message that a client will send back."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.tool_calls:
             message["tool_calls"] = [
@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class CallDelta:
-    """The beginning of a tool call (`name` is set) or more of its arguments."""
+    """Start of a tool call (`name` is set), or more of its arguments."""
 
     index: int
     call_id: str
@@ -69,7 +69,7 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class Delta:
-    """What newly came of one choice. `chunk` holds its tokens; text may lag behind them."""
+    """New output of one choice. `chunk` holds its tokens; text may lag behind them."""
 
     choice: int
     text: str
@@ -78,7 +78,7 @@ class Delta:
 
 
 class AnswerBuilder:
-    """Parsed pieces of one choice, in order, to deltas and at last to an Answer."""
+    """Builder that turns the parsed pieces of one choice into deltas and finally an Answer."""
 
     def __init__(self, choice: int) -> None:
         self._choice = choice
@@ -88,7 +88,7 @@ class AnswerBuilder:
         self._first_token_ns = 0
 
     def add(self, pieces: Sequence[Piece], chunk: Chunk | None) -> Delta:
-        """The delta that these pieces and tokens make."""
+        """Add pieces and tokens, and return them as a delta."""
         self._first_token_ns = self._first_token_ns or time.monotonic_ns()
         text, calls = "", []
         for piece in pieces:
@@ -106,7 +106,7 @@ class AnswerBuilder:
         return Delta(self._choice, text, tuple(calls), chunk)
 
     def answer(self, prompt_ids: tuple[int, ...], completion: Completion) -> Answer:
-        """The whole, once all pieces are added."""
+        """Return the whole answer, once all pieces are added."""
         calls = tuple(ToolCall(i, name, "".join(parts)) for i, name, parts in self._calls)
         assert completion.finish_reason in ("stop", "length"), "a failed call has no answer"
         called = bool(calls) and completion.finish_reason == "stop"

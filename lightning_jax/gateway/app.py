@@ -1,4 +1,4 @@
-"""The HTTP server: a URL for every rollout, one for calls outside of them, and every dialect."""
+"""HTTP server with a URL for every rollout, one for calls outside rollouts, and every dialect."""
 
 import logging
 import secrets
@@ -45,11 +45,11 @@ __all__ = ["Gateway", "GatewayError", "RolloutSettings", "Traffic"]
 
 
 class Gateway:
-    """Answers every dialect with the policy, and records every call in the store.
+    """Server that answers every dialect with the policy and records every call in the store.
 
-    Without a store or a tracer calls are answered and leave no record. `routing` says which calls
-    the loop `initial` or another server answers instead of `loop`, and which of its policies does.
-    All its methods belong to one event loop's thread, the one that `start` ran in.
+    Without a store or a tracer, calls leave no record. `routing` selects the calls that the loop
+    `initial` or another server answers instead of `loop`, and the policy for each call. Call all
+    methods in the event loop's thread that ran `start`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Gateway:
         self._meters = Meters(loop.stats)
         self._offload = Offload()
         self._bodies = Bodies(serve, self._offload)
-        _ = tokenizer.max_token_bytes  # found out before the first call waits for it
+        _ = tokenizer.max_token_bytes  # computed before the first call has to wait for it
         policy = Policy(
             loop=loop,
             tokenizer=tokenizer,
@@ -94,19 +94,19 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Where it listens, such as http://127.0.0.1:8000; known once it has started."""
+        """Address of the server, such as http://127.0.0.1:8000. Known once it has started."""
         assert self._url, "the gateway has not started"
         return self._url
 
     async def start(self) -> None:
-        """Binds the port and serves. Raises GatewayError when the address cannot be had."""
+        """Bind the port and serve. Raise GatewayError if the address is not available."""
         on_close = self._meters.closed_connections.inc
         self._runner = await listen(self._application(), self._serve, on_close)
         self._url = reachable_url(self._runner.addresses[0])
         log.info("serving %s at %s", self.model_name, self._url)
 
     async def close(self) -> None:
-        """Stops listening; calls in flight are cancelled soon after. Closing twice is allowed."""
+        """Stop listening, and cancel calls in flight soon after. Closing twice is allowed."""
         self._rollouts.close_all()
         if self._runner:
             await self._runner.cleanup()
@@ -115,30 +115,30 @@ class Gateway:
         self._offload.close()
 
     def open_rollout(self, settings: RolloutSettings) -> LLM:
-        """What the rollout's agent needs to call the policy. Raises ValueError if it is open."""
+        """Return what the rollout's agent needs to call the policy. Raise ValueError if open."""
         rollout = self._rollouts.open(settings)
         url = f"{self.url}/rollout/{quote(rollout.place, safe='')}/v1"
         return LLM(url, rollout.owner.key, POLICY)
 
     def root_of(self, rollout_id: str) -> Root:
-        """Return the root span's ids of the open rollout."""
+        """Return the ids of the open rollout's root span."""
         return self._rollouts[rollout_id].root
 
     def posted_reward(self, rollout_id: str) -> float | None:
-        """What was posted as the open rollout's reward, None if nothing was."""
+        """Return the reward posted for the open rollout, or None if there is none."""
         return self._rollouts[rollout_id].reward
 
     def close_rollout(self, rollout_id: str) -> Traffic:
-        """What traffic the rollout made. Calls in flight are cancelled, later ones get a 404.
+        """Close a rollout and return its traffic. Raise ValueError if it is not open.
 
-        Raises ValueError if it is not open.
+        Calls in flight are cancelled, and later ones get a 404.
         """
         traffic = self._rollouts.close(rollout_id)
         self._meters.forgotten_answers.inc(traffic.num_forgotten)
         return traffic
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, the engine's among them."""
+        """Return counters since the start, including the engine's."""
         return self._loop.stats() | self._meters.totals()
 
     def _application(self) -> web.Application:
@@ -152,7 +152,7 @@ class Gateway:
             app.router.add_post(f"{prefix}/v1/traces", self._spans)
         for path in ("/reward", "/v1/reward"):
             app.router.add_post("/rollout/{rollout_url}" + path, self._reward)
-        # Neither says a secret, so neither asks for a key.
+        # Neither reveals a secret, so neither needs a key.
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)
         return app
@@ -160,7 +160,9 @@ class Gateway:
     async def _list(
         self, listings: list[tuple[Dialect, Listing]], request: web.Request
     ) -> web.StreamResponse:
-        """What a listing answers, that of the first dialect whose header the request has."""
+        """Answer a listing of the first dialect whose header the request has, or else of the first
+        dialect.
+        """
         named = [found for found in listings if found[1].header in request.headers]
         dialect, listing = next(iter(named), listings[0])
         try:
@@ -174,16 +176,20 @@ class Gateway:
             return refusal(dialect, error)
 
     async def _reward(self, request: web.Request) -> web.Response:
-        """A reward for a rollout or one of its calls. The rollout's URL is all the key it takes."""
+        """Record a reward for a rollout or one of its calls. The rollout's URL is the only key
+        needed.
+        """
         self._callers.rollout_of(request)
         body = await self._bodies.json(await self._bodies.read(request))
-        rollout = self._callers.rollout_of(request)  # again: it may have ended meanwhile
+        rollout = self._callers.rollout_of(request)  # again: it may have ended in the meantime
         assert rollout is not None, "the path holds a rollout"
         return web.json_response(await self._reports.reward(body, rollout))
 
     async def _spans(self, request: web.Request) -> web.Response:
-        """Spans over OTLP/HTTP: of the rollout whose URL or key they come with, or, with the
-        gateway's key, of those that their traces belong to.
+        """Record spans sent over OTLP/HTTP.
+
+        They are for the rollout whose URL or key they come with. With the gateway's key, they are
+        for the rollouts that own their traces.
         """
         kind = otlp.JSON if request.content_type == otlp.JSON else otlp.PROTOBUF
         rollout = self._callers.rollout_of(request)
@@ -201,7 +207,7 @@ class Gateway:
         return web.Response(body=answer, content_type=kind)
 
     async def _health(self, request: web.Request) -> web.Response:
-        """What a load balancer asks: 200 only while new calls would be answered."""
+        """Answer a load balancer: 200 only while new calls would be answered."""
         state = {"status": self._loop.status, "engine": self._loop.stats()}
         return web.json_response(state, status=200 if self._loop.status == "ok" else 503)
 
@@ -211,7 +217,7 @@ class Gateway:
 
 
 def _listings() -> dict[tuple[str, str], list[tuple[Dialect, Listing]]]:
-    """The listings of each method and path."""
+    """Return the listings of each method and path."""
     found: dict[tuple[str, str], list[tuple[Dialect, Listing]]] = {}
     for dialect in DIALECTS:
         for listing in dialect.listings:

@@ -1,4 +1,4 @@
-"""Who sends a request: whether it may, for which rollout, and what a dialect is told of it."""
+"""Callers of the gateway: their keys, their rollouts, and the context that a dialect gets."""
 
 import hmac
 from dataclasses import dataclass, field
@@ -18,20 +18,21 @@ from lightning_jax.gateway.routing import Routing
 
 @dataclass(frozen=True)
 class Callers:
-    """Those of one gateway. A request whose path has a `rollout_url` belongs to that rollout."""
+    """Callers of one gateway. A request with a `rollout_url` in its path is for that rollout."""
 
     api_key: str
     rollouts: OpenRollouts
     policy: Policy
     routing: Routing
-    # Of the calls that belong to no rollout.
+    # Of calls outside of rollouts.
     conversations: SavedConversations = field(default_factory=SavedConversations)
 
     def admit(self, request: web.Request, dialect: Dialect) -> OpenRollout | None:
-        """Return the open rollout that the request belongs to, None outside of rollouts.
+        """Return the open rollout of a request, or None if it is outside of rollouts.
 
-        A rollout's URL takes the rollout's own key or the gateway's, and no key from the clients of
-        some dialects. The gateway's other URLs take the gateway's key alone. Raises ApiError.
+        A rollout's URL accepts the rollout's key or the gateway's. Some dialects' clients need no
+        key there. All other URLs accept only the gateway's key. Raise ApiError if a key is missing
+        or wrong.
         """
         rollout = self.rollout_of(request)
         key = key_of(request)
@@ -42,10 +43,11 @@ class Callers:
         return rollout
 
     def span_owner(self, request: web.Request) -> Owner | None:
-        """Return whose spans a request to the gateway's own URL brings, by the rollout's key.
+        """Return the owner of spans sent to the gateway's own URL, by the rollout's key.
 
-        None for the gateway's key: then the spans' traces tell. The key of a rollout that has ended
-        is known for a while, because exporters send in batches. Raises ApiError.
+        Return None for the gateway's key, so that the spans' traces select the owner. The key of an
+        ended rollout stays valid for a while, because exporters send in batches. Raise ApiError for
+        other keys.
         """
         key = key_of(request)
         if self._is_gateways(key):
@@ -56,18 +58,19 @@ class Callers:
         return owner
 
     def _is_gateways(self, key: str | None) -> bool:
-        # In constant time, so that answers do not tell how much of a key is right.
+        # In constant time, so that response times do not reveal how much of a key is right.
         return hmac.compare_digest((key or "").encode(errors="replace"), self.api_key.encode())
 
     def rollout_of(self, request: web.Request) -> OpenRollout | None:
-        """The open rollout that the request belongs to, None outside of rollouts. Raises ApiError
-        if its path names none that is open.
+        """Return the open rollout in the request's path, or None if the path has none.
+
+        Raise ApiError if that rollout is not open.
         """
         place = request.match_info.get("rollout_url")
         return None if place is None else self.rollouts.find(place)
 
     def sender(self, request: web.Request, rollout: OpenRollout | None) -> Sender:
-        """What the request says besides its body."""
+        """Return the context of a request that its dialect needs in addition to the body."""
         return Sender(
             headers=request.headers,
             path=request.match_info,

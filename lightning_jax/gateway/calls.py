@@ -1,4 +1,4 @@
-"""One call to the policy over HTTP: who answers it, and its answer in the caller's dialect."""
+"""HTTP handler of calls to the policy, with answers in the caller's dialect."""
 
 import asyncio
 import contextlib
@@ -30,12 +30,14 @@ from lightning_jax.gateway.running import (
 
 log = logging.getLogger(__name__)
 
-BYTES_PER_TOKEN = 16  # about what a token or an alternative takes of an answer
+BYTES_PER_TOKEN = 16  # approximate size of a token or an alternative in an answer
 
 
 class CallHandler:
-    """Answers calls in every dialect. `sources` are what answers here, by a role's `served_by`;
-    other servers answer the other roles' calls.
+    """Handler that answers calls in every dialect.
+
+    `sources` maps a role's `served_by` to a policy in this process. Other servers answer the calls
+    of the other roles.
     """
 
     def __init__(
@@ -48,21 +50,21 @@ class CallHandler:
         self._reports = reports
         self._bodies = bodies
         self._turns = Turns()
-        self.working: set[asyncio.Task] = set()  # calls' tasks, which may outlive their requests
+        self.working: set[asyncio.Task] = set()  # tasks of calls, which may outlive their requests
 
     async def close(self) -> None:
-        """Cancels the calls that still run."""
+        """Cancel the calls that are still running."""
         for task in self.working:
             task.cancel()
         await asyncio.gather(*self.working, return_exceptions=True)
 
     async def handle(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        """The answer to one call, or the refusal of it, in the dialect's terms."""
+        """Return the answer to one call, or its error, in the dialect's format."""
         framing = dialect.framings.get(request.query.get("alt", ""), dialect.framing)
         stream = EventStream(request, framing)
         try:
             return await self._handle(dialect, request, stream)
-        except ConnectionError:  # the client closed its stream; aiohttp would call that our error
+        except ConnectionError:  # the client closed its stream; aiohttp would report our error
             if not stream.is_open:
                 raise
             return stream.response
@@ -114,7 +116,7 @@ class CallHandler:
         running = call.running = self._run(request, call.identity, prepared, rollout, said)
 
         def keep() -> bool:
-            # One that is read already is not sent again.
+            # A client does not retry a response that it has begun to read.
             return rollout is not None and not stream.is_open and _asks_again(request, started)
 
         with running.listen(keep):
@@ -136,7 +138,7 @@ class CallHandler:
         rollout: OpenRollout | None,
         said: Mapping[str, str],
     ) -> RunningCall:
-        """The call of the rollout that the request repeats, else a new one."""
+        """Return the running call that the request repeats, or start a new one."""
         if rollout and is_repetition(request.headers) and (found := rollout.calls.find(identity)):
             rollout.num_joined += 1
             self._meters.joined_calls.inc()
@@ -160,7 +162,7 @@ class CallHandler:
         said: Mapping[str, str],
         handled: HandledCall,
     ) -> web.StreamResponse:
-        """Has another server answer, because the call's role says so."""
+        """Forward the call to the server that its role names."""
 
         def on_failure() -> None:
             handled.failure = "upstream_error"
@@ -185,10 +187,11 @@ class CallHandler:
 
 @contextlib.contextmanager
 def _our_fault(call: HandledCall) -> Iterator[None]:
-    """Turn an error that nobody foresaw into the server's answer to it.
+    """Turn an unexpected error into a 500 response.
 
-    It is the infrastructure's failure once the engine has the call, or if the system ran out of
-    something. Before that only the agent's own request was read, which is sent again as it is.
+    It is an infrastructure failure once the engine has accepted the call, or if the system ran out
+    of resources. Before that only the agent's own request was read, and a retry would send it
+    unchanged.
     """
     try:
         yield
@@ -202,7 +205,7 @@ def _our_fault(call: HandledCall) -> Iterator[None]:
 
 async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> web.StreamResponse:
     await running.accepted()
-    await stream.open()  # its status says that the call was taken; the rest waits for a token
+    await stream.open()  # the status says that the call was accepted; the rest waits for a token
     stream.hold(reply.opening())
     async for delta in running.deltas():
         await stream.send(reply.delta(delta))
@@ -210,6 +213,6 @@ async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> we
 
 
 def _asks_again(request: web.Request, started: float) -> bool:
-    """Whether a client that hung up gave up when its time-out said so, and so will try again."""
+    """Return whether a client disconnected at its declared timeout, and so will try again."""
     patience = declared_timeout_s(request.headers)
     return patience is not None and time.monotonic() - started >= 0.95 * patience

@@ -1,4 +1,4 @@
-"""The one way from a call, in whatever dialect it came, to the engine and into a span."""
+"""Path of every call, in any dialect, to the engine and into a span."""
 
 import asyncio
 import time
@@ -41,12 +41,12 @@ OnRecorded = Callable[[Span], None]
 
 
 class _Unfit(ValueError):
-    """The engine knows no such thing, for example a token id outside of its vocabulary."""
+    """Request that the engine cannot serve, such as a token id outside its vocabulary."""
 
 
 @runtime_checkable
 class PolicyLoop(Protocol):
-    """What the gateway asks of an engine's loop; EngineLoop and JetStreamLoop are such."""
+    """Interface of an engine loop for the gateway, implemented by EngineLoop and JetStreamLoop."""
 
     @property
     def status(self) -> LoopStatus: ...
@@ -69,7 +69,7 @@ class PolicyLoop(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """One response to make."""
+    """One response to sample."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -77,24 +77,24 @@ class Choice:
 
 @dataclass(frozen=True)
 class Call:
-    """One request to the policy, for one or more responses."""
+    """Request to the policy for one or more responses."""
 
     call_id: str
     dialect: str
-    operation: str  # as OpenTelemetry's GenAI conventions name it
+    operation: str  # name in OpenTelemetry's GenAI conventions
     choices: tuple[Choice, ...]
-    policy: str  # the model name that was asked for
+    policy: str  # the requested model name
     served_model: str
     agent: str
     rollout_id: str | None
     timeout_s: float | None
     prefix_breaks: int
-    parent: Context  # where the call's span belongs
-    role: str = ""  # the part it plays, one of the config's roles
-    answered_by: str = ""  # which of several policies answers; "": the only one
-    adapter: int | None = None  # and the place of its adapter
-    guarantees_call: bool = False  # its grammar is of its tools, else of its answer's schema
-    refusal: PromptTooLong | None = None  # it is recorded, but no engine is asked
+    parent: Context  # context of the parent span
+    role: str = ""  # one of the config's roles
+    answered_by: str = ""  # the policy that answers; "": there is only one
+    adapter: int | None = None  # index of that policy's adapter
+    guarantees_call: bool = False  # the grammar is for its tools, else for its answer
+    refusal: PromptTooLong | None = None  # if set, the call is recorded but not run
 
 
 async def complete(
@@ -107,12 +107,12 @@ async def complete(
     on_done: OnDone = dict,
     on_recorded: OnRecorded | None = None,
 ) -> tuple[Completion, ...]:
-    """One completion per choice; writes the call's one span, however it ends.
+    """Return one completion per choice. Write one span for the call, however it ends.
 
-    A call with several choices writes a child span for each, which hold the tokens. `on_accept`
-    runs once the engine has taken the call, `on_chunk` for each piece of text with its choice's
-    index, and `on_done` after the last; what it returns goes into the span. `on_recorded` gets the
-    span of an answered call once the store has it. Raises ApiError.
+    If a call has several choices, their tokens go into one child span each. `on_accept` runs once
+    the engine has accepted the call. `on_chunk` runs for each piece of text, with the index of its
+    choice. `on_done` runs after the last piece, and its result goes into the span. `on_recorded`
+    gets the span of an answered call once the store has it. Raise ApiError if the call fails.
     """
     try:
         span, completions = await _traced(call, loop, recorder, on_accept, on_chunk, on_done)
@@ -159,7 +159,7 @@ async def _traced(
 async def _generate(
     call: Call, loop: PolicyLoop, on_accept: OnAccept | None, on_chunk: OnChunk | None
 ) -> tuple[Completion, ...]:
-    """The engine's completions. Whatever goes wrong, the engine works on none of them any more."""
+    """Return the engine's completions. Cancel all generations if anything fails."""
     generations: list[Generation] = []
     try:
         if call.refusal:
@@ -208,7 +208,7 @@ async def _follow(index: int, generation: Generation, on_chunk: OnChunk | None) 
 
 
 def _api_error(error: BaseException, call: Call) -> ApiError | None:
-    """The answer to a call that failed so; None if nobody is there to answer, or it is our bug."""
+    """Return the error for a failed call, or None if the client is gone or it is our bug."""
     match error:
         case PromptTooLong():
             return ApiError(400, CONTEXT_LENGTH_EXCEEDED, str(error), param="messages")
@@ -218,7 +218,7 @@ def _api_error(error: BaseException, call: Call) -> ApiError | None:
         case _Unfit():
             return ApiError(400, "invalid_value", str(error))
         case QueueFull():
-            # Not the infrastructure's: only a caller that has its share of the queue gets it.
+            # Not infrastructure: only a caller that already fills its share of the queue gets this.
             return ApiError(429, "queue_full", str(error), retry_after_s=1)
         case Draining():
             return _server_error(503, "draining", str(error), retry_after_s=5)
@@ -270,7 +270,7 @@ def _request_attributes(call: Call) -> dict[str, Any]:
 
 
 def _identity(call: Call, choice: Choice) -> dict[str, Any]:
-    """What a call's span and the spans of its choices both say."""
+    """Return the attributes that a call's span and the spans of its choices share."""
     where_known = {names.ROLE: call.role, names.ANSWERED_BY: call.answered_by}
     return {
         names.ROLLOUT_ID: call.rollout_id,
@@ -288,7 +288,7 @@ def _record(
     span: Span,
     start_ns: int,
 ) -> None:
-    """Ends the call's span with what came out; each of several choices gets a child span."""
+    """End the call's span with its results. Write a child span for each of several choices."""
     if len(completions) == 1:
         span.set_attributes(_response_attributes(call.choices[0], completions[0]))
         span.end()

@@ -1,8 +1,9 @@
-"""Connections of the server: how many there may be, and how long an idle or a slow one lasts.
+"""Limits on the server's connections: their number, and how long an idle or slow one lasts.
 
-A connection is idle, or receives a request, or is busy with a whole one. Where one more comes than
-`serve.max_connections`, another makes room: first one that never asked anything, then the one that
-was idle for longest, never a busy one. So connections that only lie there keep nobody out.
+A connection is idle, receiving a request, or busy with a complete one. Above
+`serve.max_connections`, a new connection evicts another. The first to go is one that never sent a
+request, then the one that was idle longest, but never a busy one. So connections that do nothing
+cannot block new ones.
 """
 
 import asyncio
@@ -26,15 +27,15 @@ Handler = Callable[[web.Request], Any]
 
 
 def number_that_fits(wanted: int) -> int:
-    """Return how many connections there may be. Half of the free descriptors stays for agents."""
+    """Return the connection limit, with half of the free file descriptors left for agents."""
     return max(1, min(wanted, number_free() // 2))
 
 
 class Connections:
-    """The open connections of a server; called without arguments it makes the next one's protocol.
+    """Open connections of a server. Calling it returns the protocol for the next connection.
 
-    `on_close` is called for each one that is closed for one of these reasons. All of it belongs to
-    the event loop's thread.
+    `on_close` is called for each connection that is closed by a limit. Use it only in the event
+    loop's thread.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class Connections:
         self.limit = number_that_fits(serve.max_connections)
         if self.limit < serve.max_connections:
             log.info("%d connections at once, as few files may be open (ulimit -Hn)", self.limit)
-        # By transport and in the order in which they make room.
-        self._silent: dict[Any, Connection] = {}  # never asked anything
+        # By transport, in order of eviction.
+        self._silent: dict[Any, Connection] = {}  # never sent a request
         self._idle: dict[Any, Connection] = {}
         self._busy: dict[Any, Connection] = {}
         self._warned_at = 0.0
@@ -61,10 +62,10 @@ class Connections:
         return len(self._silent) + len(self._idle) + len(self._busy)
 
     async def track(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Keep a connection from making room once its request is here and until it is answered."""
+        """Protect a connection from eviction from its complete request until the answer."""
         transport = request.transport
         connection = self._silent.get(transport) or self._idle.get(transport)
-        if connection is None:  # it is gone
+        if connection is None:  # already closed
             return await handler(request)
         connection.ask()
         request.content.on_eof(partial(self._begin, connection))
@@ -76,13 +77,13 @@ class Connections:
                 self._idle[transport] = connection
 
     def _begin(self, connection: "Connection") -> None:
-        """The body of the connection's request is here."""
+        """Mark a connection as busy, now that the body of its request is complete."""
         connection.receiving_since = None
         if connection.idle_since is None and self.remove(connection):
             self._busy[connection.transport] = connection
 
     def add(self, connection: "Connection") -> bool:
-        """Take a new connection, if need be in place of another; return whether that was done."""
+        """Add a connection, and evict another if necessary. Return False if there is no room."""
         if len(self) >= self.limit:
             victim = next(iter(self._silent.values()), None) or next(
                 iter(self._idle.values()), None
@@ -97,18 +98,18 @@ class Connections:
         return True
 
     def remove(self, connection: "Connection") -> bool:
-        """Forget a connection; return whether it was known."""
+        """Forget a connection. Return whether it was known."""
         tables = (self._silent, self._idle, self._busy)
         return any([table.pop(connection.transport, None) for table in tables])
 
     def sweep(self) -> None:
-        """Close connections that are idle or slow for too long."""
+        """Close connections that have been idle or slow for too long."""
         now = time.monotonic()
         for connection in [*self._silent.values(), *self._idle.values(), *self._busy.values()]:
             slow = now - (connection.receiving_since or now) > self._serve.slow_request_s
             still_since = connection.unread_since or connection.idle_since
             idle = now - (still_since or now) > self._serve.idle_connection_s
-            if slow and not idle:  # else what is written would not be read
+            if slow and not idle:  # an idle client would not read the error
                 connection.transport.write(_too_slow(self._serve.slow_request_s))
                 connection.transport.close()
             elif idle:
@@ -131,22 +132,22 @@ class Connections:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. It passes everything on to the protocol that speaks HTTP."""
+    """One connection, which forwards everything to the HTTP protocol."""
 
     def __init__(self, table: Connections, handler: asyncio.Protocol) -> None:
         self._table, self._handler = table, handler
         self._is_taken = False
-        self.idle_since: float | None = None  # no request is in work
-        self.receiving_since: float | None = None  # a request has begun to arrive
-        self.unread_since: float | None = None  # the client does not read what it is sent
+        self.idle_since: float | None = None  # set while no request is being handled
+        self.receiving_since: float | None = None  # set while a request is arriving
+        self.unread_since: float | None = None  # set while the client does not read
 
     def ask(self) -> None:
-        """A request has come, perhaps without its body."""
+        """Note that a request has arrived, perhaps without its body."""
         self.idle_since = None
         self.receiving_since = self.receiving_since or time.monotonic()
 
     def rest(self) -> None:
-        """The request is answered."""
+        """Note that the request has been answered."""
         self.idle_since = time.monotonic()
 
     def connection_made(self, transport: Any) -> None:
@@ -155,7 +156,7 @@ class Connection(asyncio.Protocol):
         self._is_taken = self._table.add(self)
         if self._is_taken:
             self._handler.connection_made(transport)
-        else:  # a client's own word for that, a connection error, is never the agent's failure
+        else:  # clients see a connection error, which never counts as the agent's failure
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -182,7 +183,7 @@ class Connection(asyncio.Protocol):
 
 
 class GuardedRunner(web.AppRunner):
-    """An aiohttp runner whose connections are watched as this module says."""
+    """aiohttp runner that enforces this module's limits on connections."""
 
     def __init__(
         self,
@@ -198,11 +199,11 @@ class GuardedRunner(web.AppRunner):
 
     @property
     def server(self) -> Any:
-        """What makes the protocol of a new connection."""
+        """Factory of the protocol for each new connection."""
         return super().server if self.connections is None else self.connections
 
     async def setup(self) -> None:
-        """Prepare to serve; the middleware comes before all others."""
+        """Prepare to serve, with our middleware before all others."""
         self._app_middlewares.insert(0, self._track)
         await super().setup()
         made = super().server
@@ -212,7 +213,7 @@ class GuardedRunner(web.AppRunner):
         self._sweeping = asyncio.create_task(self._sweep())
 
     async def cleanup(self) -> None:
-        """Close all connections and stop watching."""
+        """Close all connections and stop watching them."""
         if self.connections is not None:
             self._sweeping.cancel()
             self._exhaustion.close()
@@ -232,8 +233,9 @@ class GuardedRunner(web.AppRunner):
 
 
 class ExhaustionLog:
-    """A handler of an event loop's errors. It tells now and then that accepting failed for lack of
-    descriptors, which asyncio would tell each time, and passes on the rest.
+    """Exception handler of an event loop that reports exhausted file descriptors only now and then.
+
+    asyncio would report every failed accept. All other errors go to the previous handler.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -259,7 +261,7 @@ class ExhaustionLog:
             )
 
     def close(self) -> None:
-        """Give the event loop its former handler back."""
+        """Restore the event loop's previous handler."""
         self._loop.set_exception_handler(self._before)
 
 

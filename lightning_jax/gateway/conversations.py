@@ -1,4 +1,4 @@
-"""Responses that are kept: to be read again, and for later requests to go on from."""
+"""Saved responses, to be read again and for later requests to continue."""
 
 import threading
 from collections import OrderedDict
@@ -8,21 +8,23 @@ from typing import Any
 
 from lightning_jax.types import Message
 
-MAX_SAVED = 1000  # per rollout, and outside of any
-MAX_BYTES = 2**26  # outside of any rollout; of one see serve.max_kept_mib_per_rollout
+MAX_SAVED = 1000  # per rollout, and outside of rollouts
+MAX_BYTES = 2**26  # outside of rollouts; serve.max_kept_mib_per_rollout is for one rollout
 
 
 @dataclass(frozen=True)
 class SavedResponse:
-    """A response as it was answered, and the whole conversation that it ended."""
+    """Response body, and the whole conversation up to its end."""
 
     body: Mapping[str, Any]
     messages: tuple[Message, ...]
 
 
 class SavedConversations:
-    """Saved responses by their ids: at most MAX_SAVED, which take at most `max_bytes`. The oldest
-    are forgotten first. Any thread may call the methods: large replies are written in one.
+    """Saved responses by id, at most MAX_SAVED with at most `max_bytes` in total.
+
+    The oldest are forgotten first. All methods are thread-safe, because large replies are written
+    in a thread.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -30,7 +32,7 @@ class SavedConversations:
         self._lock = threading.RLock()
         self._saved: OrderedDict[str, SavedResponse] = OrderedDict()
         self._own_bytes: dict[str, int] = {}  # of a response without its messages
-        # Responses of one conversation share its messages: how many hold each, and its size.
+        # Responses of one conversation share messages: (number of responses with it, size) of each.
         self._messages: dict[int, tuple[int, int]] = {}
         self.num_bytes = 0
         self.num_forgotten = 0
@@ -64,7 +66,7 @@ class SavedConversations:
 
 
 def _size(value: Any) -> int:
-    """Return about how many bytes a JSON value takes in memory."""
+    """Return the approximate size of a JSON value in memory, in bytes."""
     total, left = 0, [value]
     while left:
         item = left.pop()

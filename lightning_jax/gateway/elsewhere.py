@@ -1,6 +1,6 @@
-"""Calls that another server answers, because their role says so: passed on as they are, both ways.
+"""Calls that another server answers because of their role, forwarded in both directions.
 
-They leave a span with what was sent and what came back, and no tokens: they cannot train.
+Their spans hold the request and the answer but no tokens, so these calls cannot train.
 """
 
 import asyncio
@@ -25,23 +25,23 @@ from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.otlp import clip
 from lightning_jax.tracing.tracer import Recorder, end_with_error, known
 
-# Of the agent's request. Its other headers stay here, its credentials and hop-by-hop ones too.
+# Headers of the agent's request that are forwarded. Credentials and hop-by-hop headers are not.
 PASSED_ON = ("accept", "anthropic-version", "anthropic-beta", "openai-beta")
-CREDENTIALS = ("key", "api_key", "api-key", "access_token", "token")  # in a query; ours
-# A model's name in a URL: no character that a server could read as the end of the path.
+CREDENTIALS = ("key", "api_key", "api-key", "access_token", "token")  # our own, in a query
+# Model name in a URL, without characters that a server could read as the end of the path.
 MODEL_SEGMENT = re.compile(r"[A-Za-z0-9._@:+-]+")
 
 
 class _Unusable(ConnectionError):
-    """The other server answered what is not passed on."""
+    """Response of the other server that cannot be forwarded."""
 
 
 class _Torn(_Unusable):
-    """The answer broke off after its beginning had been sent on."""
+    """Response that broke off after its beginning had been forwarded."""
 
 
 def said_by(body: Body, path: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
-    """`agent`, `model` and `system` prompt of a call, in whatever dialect it is."""
+    """Return the `agent`, `model` and `system` prompt of a call in any dialect."""
     model = body.get("model") or path.get("model") or ""
     metadata = body.get("metadata")
     agent = named_agent(str(model), headers, metadata if isinstance(metadata, Mapping) else None)
@@ -50,7 +50,7 @@ def said_by(body: Body, path: Mapping[str, str], headers: Mapping[str, str]) -> 
 
 @dataclass(frozen=True)
 class FarCall:
-    """A call that another server answers."""
+    """Call that another server answers."""
 
     sent: str  # JSON
     said: Mapping[str, str]
@@ -58,8 +58,8 @@ class FarCall:
     role: RoleConfig
     rollout_id: str | None
     timeout_s: float | None
-    parent: Context  # where its span belongs
-    model_in_path: bool = False  # as Gemini's clients have it, instead of in the body
+    parent: Context  # context of the parent span
+    model_in_path: bool = False  # as Gemini's clients send it, instead of in the body
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -80,8 +80,9 @@ class FarCall:
 async def pass_on(
     request: web.Request, call: FarCall, recorder: Recorder, on_failure: Callable[[], None]
 ) -> web.StreamResponse:
-    """The other server's answer, as it comes; `on_failure` runs before one that says that the
-    server failed. Raises ApiError where it gives none.
+    """Forward a call, and return the other server's answer as it streams.
+
+    `on_failure` runs before an answer with status 429 or 5xx. Raise ApiError if there is no answer.
     """
     span = recorder.tracer.start_span(
         f"{names.CHAT} {call.said['model']}",
@@ -114,17 +115,16 @@ async def pass_on(
         await recorder.write(end_with_error, span, f"upstream_{response.status}", answer[:500])
     else:
         await recorder.write(span.end)
-    await response.write_eof()  # now that the call is on record
+    await response.write_eof()  # now that the call is recorded
     return response
 
 
 async def _exchange(
     request: web.Request, url: URL, call: FarCall, on_failure: Callable[[], None]
 ) -> tuple[web.StreamResponse, str]:
-    """(the response, sent on but for its end; its text).
+    """Return the forwarded response, still open, and its text.
 
-    A redirect is not followed: it would hand our key and the agent's text to whom the other server
-    names.
+    Redirects are not followed, because they could send our key and the agent's text anywhere.
     """
     headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
     headers["Content-Type"] = "application/json"
@@ -172,11 +172,11 @@ def _too_long(call: FarCall) -> str:
 
 
 def _url(request: web.Request, call: FarCall) -> URL:
-    """Return where the call goes: the path of its route on the other server, whose URL may end in
-    /v1 as clients' URLs do.
+    """Return the URL of the call on the other server, with the path of its route here.
 
-    Of what the agent sent only a model's name is part of the path, in names that cannot lead out of
-    it. Raises ApiError for other names. Credentials in the query are ours and are left out.
+    The server's URL may end in /v1, as clients' URLs do. The agent can set only a model name in the
+    path, and only one that stays within the path. Raise ApiError for other names. Credentials in
+    the query are ours and are left out.
     """
     route = request.match_info.route.resource
     assert route is not None, "calls come by routes"
@@ -184,7 +184,7 @@ def _url(request: web.Request, call: FarCall) -> URL:
     if call.model_in_path:
         name = call.role.served_model
         model = quote(name, safe="") if name else _checked(request.match_info["model"])
-        method = request.match_info["method"]  # the route admits few
+        method = request.match_info["method"]  # the route allows only a few
         path = f"{path.partition('{')[0]}{model}:{method}"
     base = URL(call.role.served_by)
     root = base.raw_path.rstrip("/")
@@ -195,7 +195,7 @@ def _url(request: web.Request, call: FarCall) -> URL:
 
 
 def _checked(model: str) -> str:
-    """Return the name as a part of a path. Raises ApiError where it could be more than that."""
+    """Return the model name as part of a path. Raise ApiError if it could be more than that."""
     segments = model.split("/")
     if all(MODEL_SEGMENT.fullmatch(each) and each.strip(".") for each in segments):
         return model
@@ -207,7 +207,7 @@ def _checked(model: str) -> str:
 
 
 def _system(body: Body) -> str:
-    """The text of the system prompt, wherever a dialect puts it."""
+    """Return the text of the system prompt, wherever the dialect puts it."""
     parts = [body.get("system"), body.get("instructions"), body.get("systemInstruction")]
     for field in ("messages", "input"):
         messages = body.get(field)

@@ -1,11 +1,11 @@
-"""What can go wrong with a call, as OpenAI's API says it."""
+"""Errors of a call, in the format of OpenAI's API."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_jax.types import UserError
 
-# OpenAI's `type` of each status.
+# OpenAI's error `type` for each status.
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -16,24 +16,24 @@ _TYPES = {
 }
 
 
-MAX_MESSAGE = 2000  # characters of an error's message; the rest is cut
+MAX_MESSAGE = 2000  # characters of an error message; the rest is cut
 
 
 class GatewayError(UserError, RuntimeError):
-    """The gateway cannot start; the message is one sentence."""
+    """Error that keeps the gateway from starting. Its message is one sentence."""
 
 
 def our_fault(error: Exception, *, infrastructure: bool = True) -> "ApiError":
-    """Return the answer to a call that failed by an error that nobody foresaw."""
+    """Return the error for a call that failed with an unexpected exception."""
     message = f"the server failed ({type(error).__name__}); see its log."
     return ApiError(500, "internal_error", message, infrastructure=infrastructure)
 
 
 class ApiError(Exception):
-    """A call that gets an error body instead of an answer.
+    """Error that a call gets instead of an answer.
 
-    `infrastructure` is True where neither the agent nor the policy is to blame, so the rollout may
-    be tried again.
+    `infrastructure` is True if neither the agent nor the policy caused it. The rollout may then be
+    retried.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
-        # A caller's own text may be in it, of any length.
+        # It may quote the caller's text, which can be of any length.
         self.message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
         self.param = param
         self.retry_after_s = retry_after_s
@@ -63,7 +63,7 @@ class ApiError(Exception):
         return {"error": error}
 
     def named(self, names: Mapping[str, str]) -> "ApiError":
-        """The same, calling a field of the gateway's own requests as its dialect does."""
+        """Return a copy that uses the dialect's names for request fields."""
         field, *rest = self.message.split(" ", 1)
         return ApiError(
             self.status,
@@ -79,10 +79,10 @@ class ApiError(Exception):
         """Response headers that go with the body."""
         if self.retry_after_s is not None:
             return {"Retry-After": str(self.retry_after_s)}
-        # OpenAI's clients try a 5xx again on their own; here the whole rollout is tried again.
+        # OpenAI's clients retry a 5xx on their own, but here the whole rollout is retried.
         return {"x-should-retry": "false"} if self.status >= 500 else {}
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """The 400 for a request that can never work as it stands."""
+    """Return a 400 error for a request that can never succeed as it is."""
     return ApiError(400, code, message, param=param)

@@ -1,4 +1,4 @@
-"""The HTTP response of one streamed call."""
+"""HTTP response of one streamed call."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from lightning_jax.gateway.dialects.base import Event, Framing
 
 
 class EventStream:
-    """Events on their way to the client; nothing is sent before `open`."""
+    """Stream of events to a client. Nothing is sent before `open`."""
 
     def __init__(self, request: web.Request, framing: Framing) -> None:
         self._request = request
@@ -28,26 +28,26 @@ class EventStream:
         await self.response.prepare(self._request)
 
     def hold(self, events: Iterable[Event]) -> None:
-        """Sends the events together with the next ones, or with the end."""
+        """Buffer the events and send them with the next ones, or at the end."""
         for event in events:
             self._held += self._separator + self._framing.frame(self._number(event))
             self._separator = self._framing.between
 
     async def send(self, events: Iterable[Event]) -> None:
-        """Sends the events, if there are any. Raises ConnectionError if the client hung up."""
+        """Send the events, if any. Raise ConnectionError if the client disconnected."""
         before = len(self._held)
         self.hold(events)
         if len(self._held) > before:
             await self.response.write(self._taken())
 
     async def close(self, events: Iterable[Event]) -> web.StreamResponse:
-        """The finished response: its last events, and the mark of a complete stream."""
+        """Send the last events and the end-of-stream mark, and return the finished response."""
         self.hold(events)
         await self.response.write_eof(self._taken() + self._framing.end + self._framing.close)
         return self.response
 
     async def fail(self, event: Event) -> web.StreamResponse:
-        """The response ended by an error event: its status went out before the error was known."""
+        """End the stream with an error event, because its status is already sent."""
         self.hold([event])
         await self.response.write_eof(self._taken() + self._framing.close)
         return self.response

@@ -1,4 +1,4 @@
-"""Reading a JSON body field by field; what is wrong is named in an error of the right shape."""
+"""Typed access to the fields of a JSON body, with errors that name the field."""
 
 import logging
 import math
@@ -12,14 +12,14 @@ log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
 MAX_INT32 = 2**31 - 1
-MAX_NAMED = 5  # unknown fields of one body that the log names
-MAX_WARNINGS = 100  # unknown fields of one dialect that the log names
+MAX_NAMED = 5  # unknown fields logged for one body
+MAX_WARNINGS = 100  # unknown fields logged for one dialect
 _warned: defaultdict[str, set[str]] = defaultdict(set)
-MAX_DEPTH = 100  # of lists and objects in each other; code that recurses has room for it
+MAX_DEPTH = 100  # of nested lists and objects; recursive code can handle it
 
 
 def as_object(body: object) -> Body:
-    """The body, if it is a JSON object. Raises ApiError."""
+    """Return the body if it is a JSON object. Raise ApiError if it is not, or nests too deep."""
     if not isinstance(body, dict):
         raise invalid(f"the body is {type(body).__name__}; expected a JSON object.")
     if is_deep(body):
@@ -28,7 +28,7 @@ def as_object(body: object) -> Body:
 
 
 def is_deep(value: Any) -> bool:
-    """Whether lists and objects nest deeper than MAX_DEPTH."""
+    """Return whether lists and objects nest deeper than MAX_DEPTH."""
     level: list[Any] = [value] if isinstance(value, dict | list | tuple) else []
     for _ in range(MAX_DEPTH):
         inner = (item.values() if isinstance(item, dict) else item for item in level)
@@ -39,18 +39,19 @@ def is_deep(value: Any) -> bool:
 
 
 def has_more_values(raw: bytes, limit: int) -> bool:
-    """Whether JSON text has more than `limit` names and values. It is not read to find out."""
+    """Return whether JSON text has more than `limit` names and values, without parsing it."""
     return num_values(raw) > limit and num_values(_without_strings(raw, limit)) > limit
 
 
 def num_values(raw: bytes) -> int:
-    """Return a number that the names and values of JSON text do not exceed."""
+    """Return an upper bound for the number of names and values in JSON text."""
     return 1 + sum(map(raw.count, (b",", b":", b"[", b"{")))
 
 
 def _without_strings(raw: bytes, limit: int) -> bytes:
-    """Return JSON text with what stands in strings left out, or, if it has more than `limit`
-    strings, so many commas.
+    """Return JSON text without the contents of strings.
+
+    If it has more than `limit` strings, return `limit` commas instead.
     """
     plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     if plain.count(b'"') > 2 * limit:
@@ -59,7 +60,9 @@ def _without_strings(raw: bytes, limit: int) -> bytes:
 
 
 def has_surrogates(value: Any) -> bool:
-    """Whether a string in the JSON value holds half of a surrogate pair, which no UTF-8 has."""
+    """Return whether a string in the JSON value has half of a surrogate pair, which is not valid
+    UTF-8.
+    """
     rest = [value]
     while rest:
         match rest.pop():
@@ -74,7 +77,7 @@ def has_surrogates(value: Any) -> bool:
 
 
 def field(body: Mapping[str, Any], name: str, kind: type, default: Any, expected: str) -> Any:
-    """`body[name]` if it is of that kind, the default where it is missing or null."""
+    """Return `body[name]`, or the default if missing or null. Raise ApiError for other types."""
     value = body.get(name)
     if value is None:
         return default
@@ -94,7 +97,7 @@ def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
 def integer(body: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
     value = body.get(name)
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # JSON knows one kind of number, and some clients write 16.0
+        value = int(value)  # JSON has one kind of number, and some clients write 16.0
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int):
@@ -109,20 +112,20 @@ def number(
     low: float = -math.inf,
     high: float = math.inf,
 ) -> float:
-    """A number, within bounds where given."""
+    """Return a number. Raise ApiError if it is not one or is out of bounds."""
     value = body.get(name)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise invalid(f"{name} is {brief(value)}; expected a number.", name, "invalid_type")
-    value = float(min(max(value, -MAX_INT32), MAX_INT32))  # an integer may be too long for a float
+    value = float(min(max(value, -MAX_INT32), MAX_INT32))  # an integer may be too large for a float
     if not low <= value <= high:
         raise invalid(f"{name} is {value:g}; expected {low:g} to {high:g}.", name)
     return value
 
 
 def bounded(body: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
-    """An integer from `low` to `high`."""
+    """Return an integer. Raise ApiError if it is not one or is not within `low` to `high`."""
     value = integer(body, name, default)
     assert value is not None, "there is a default"
     if not low <= value <= high:
@@ -131,12 +134,12 @@ def bounded(body: Mapping[str, Any], name: str, default: int, low: int, high: in
 
 
 def top_k(body: Mapping[str, Any], name: str = "top_k") -> int:
-    """The number of tokens to choose from; 0 for no limit, which some clients write as -1."""
+    """Return the number of tokens to choose from. 0 is no limit, and so is -1 for some clients."""
     return min(max(0, integer(body, name) or 0), MAX_INT32)
 
 
 def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A string or a list of strings, as a tuple."""
+    """Return a string or a list of strings as a tuple."""
     value = body.get(name)
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
@@ -149,7 +152,7 @@ def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def objects(body: Mapping[str, Any], name: str) -> list[Body]:
-    """A list of objects; empty where missing or null."""
+    """Return a list of objects, empty if it is missing or null."""
     value = field(body, name, list, [], "a list of objects")
     if not all(isinstance(item, dict) for item in value):
         raise invalid(f"{name} is {brief(value)}; expected a list of objects.", name)
@@ -157,9 +160,9 @@ def objects(body: Mapping[str, Any], name: str) -> list[Body]:
 
 
 def refuse_unsupported(body: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ApiError for a field that no text policy can obey, unless its value asks for nothing.
+    """Raise ApiError for a field that no text policy can support.
 
-    `harmless`: such fields, each with the values that ask for nothing.
+    `harmless` maps each such field to the values that ask for nothing.
     """
     for name, values in harmless.items():
         if body.get(name) not in (None, *values):
@@ -172,7 +175,7 @@ def refuse_unsupported(body: Mapping[str, Any], harmless: Mapping[str, tuple[Any
 
 
 def brief(value: Any) -> str:
-    """The value as an error shows it, cut where it is long."""
+    """Return the value as error messages show it, cut if it is long."""
     if isinstance(value, str):
         value = value[:101]
     shown = f"an integer of {value.bit_length()} bits" if _is_huge(value) else repr(value)
@@ -180,15 +183,15 @@ def brief(value: Any) -> str:
 
 
 def _is_huge(value: Any) -> bool:
-    # Python refuses to print the longest.
+    # Python refuses to print very long integers.
     return isinstance(value, int) and value.bit_length() > 256
 
 
 def warn_unknown(dialect: str, body: Mapping[str, Any], known: Collection[str]) -> None:
     """Log the fields that this server does not know.
 
-    A field is named once, and so are a body's first few. Further fields are counted. There are at
-    most `MAX_WARNINGS` such lines for a dialect.
+    Each field is named once. Only the first few of a body are named, and the others are counted. A
+    dialect gets at most `MAX_WARNINGS` such lines.
     """
     unknown = [name for name in body if name not in known]
     told = _warned[dialect]

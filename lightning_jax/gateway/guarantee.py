@@ -1,4 +1,4 @@
-"""Grammars for what a request demands: a call of a tool, or an answer of a JSON schema."""
+"""Grammars for required outputs: a tool call, or an answer that follows a JSON schema."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,23 +14,23 @@ MAX_PARALLEL_CALLS = 16
 
 
 def may_call(request: PolicyRequest) -> bool:
-    """Whether calls in the answer are read as such.
+    """Return whether calls in the answer are parsed.
 
-    Without leave to call, the prompt shows the tools all the same: a prompt without them would not
-    extend the one before.
+    The prompt shows the tools even if calls are not allowed. Without them it would not extend the
+    previous prompt.
     """
     return bool(request.functions) and request.tool_choice.mode != "none"
 
 
 def guarantees_call(request: PolicyRequest) -> bool:
-    """Whether the answer can be nothing but calls."""
+    """Return whether the answer must consist of calls."""
     return bool(request.functions) and request.tool_choice.mode == "required"
 
 
 def check_size(request: PolicyRequest, max_kib: int) -> None:
-    """Raise ApiError if the schemas that the answer must follow are larger than the setting allows.
+    """Raise ApiError if the schemas that the answer must follow are larger than `max_kib`.
 
-    Stop counting there: the schemas of one request can have a million parts.
+    Stop counting there, because the schemas of one request can have a million parts.
     """
     if guarantees_call(request):
         field, schemas = "tools", [function.parameters for function in request.functions]
@@ -50,7 +50,7 @@ def check_size(request: PolicyRequest, max_kib: int) -> None:
 
 
 def _is_longer(value: Any, most: int) -> bool:
-    """Whether the value has more characters as JSON, or more parts; roughly."""
+    """Return whether the value has more than about `most` characters or parts as JSON."""
     left = [value]
     while left and most >= 0:
         item = left.pop()
@@ -72,9 +72,9 @@ def _is_longer(value: Any, most: int) -> bool:
 
 
 def grammar_of(request: PolicyRequest, form: ToolFormat, tokenizer: Tokenizer) -> str | None:
-    """The grammar that the answer must follow; None where it is free.
+    """Return the grammar that the answer must follow, or None if it is free.
 
-    A demanded JSON answer still leaves the policy the calls of tools that it was offered.
+    If the answer must be JSON, the policy may still call the tools that it was offered.
     """
     if guarantees_call(request):
         return grammar(_calls(request, form, tokenizer))
@@ -105,7 +105,7 @@ def _call(function: Function, form: ToolFormat) -> str:
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:
-    """The schema of the arguments, which are an object whatever it says."""
+    """Return the schema of the arguments, which are always an object."""
     schema = function.parameters or {}
     return closed(schema if schema.get("type") == "object" else {**schema, "type": "object"})
 
@@ -114,12 +114,12 @@ _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties"
 
 
 def closed(schema: Any) -> Any:
-    """The schema with no properties but those it names, where it names any and forbids none.
+    """Return the schema with undeclared properties forbidden wherever it declares some.
 
-    All that fits the result fits the schema. JSON schema lets objects have properties of any name,
-    and a policy that may invent them has no reason to stop. Objects that are made of several
-    schemas are left as they are, because each would forbid the others' properties; so are
-    definitions that such objects are made of.
+    Everything that fits the result fits the schema. JSON Schema lets objects have properties of any
+    name, and a policy that may invent them has no reason to stop. Objects made of several schemas
+    are left as they are, because each schema would forbid the others' properties. Definitions that
+    such objects use are left as they are, too.
     """
     return _closed(schema, frozenset(_combined_definitions(schema)))
 
@@ -148,7 +148,7 @@ def _closed(schema: Any, open_definitions: frozenset[str]) -> Any:
 
 
 def _combined_definitions(schema: Any) -> Iterator[str]:
-    """The definitions, as `$ref` names them, that an object has beside other parts."""
+    """Yield each `$ref` that an object combines with other parts."""
     if isinstance(schema, list):
         for item in schema:
             yield from _combined_definitions(item)

@@ -1,4 +1,4 @@
-"""What the server does with HTTP itself: bodies, keys, errors and addresses."""
+"""HTTP parts of the server: bodies, keys, errors and addresses."""
 
 import ipaddress
 import json
@@ -21,21 +21,21 @@ from lightning_jax.gateway.offload import Offload
 
 log = logging.getLogger(__name__)
 
-# Connections that wait to be accepted, and are accepted in one turn of the loop. A client whose
-# connection finds no place waits a second before it tries again.
+# Length of the accept queue, and connections accepted in one iteration of the event loop. A client
+# that finds the queue full waits a second before it tries again.
 BACKLOG = 512
-SHUTDOWN_S = 2.0  # how long calls may go on once the gateway closes
+SHUTDOWN_S = 2.0  # how long calls may continue once the gateway closes
 
-_ANY_HEADER = zlib.MAX_WBITS | 32  # gzip's or zlib's
+_ANY_HEADER = zlib.MAX_WBITS | 32  # gzip or zlib
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
 class Bodies:
-    """Reads the bodies of requests within `serve.max_body_mib` and `serve.max_json_values`.
+    """Reader of request bodies, within `serve.max_body_mib` and `serve.max_json_values`.
 
-    Both bound the time for which C code holds the interpreter. Everything else about a long body is
-    done in a thread.
+    Both limit how long C code holds the interpreter lock. All other work on a long body runs in a
+    thread.
     """
 
     serve: ServeConfig
@@ -46,7 +46,7 @@ class Bodies:
         return int(self.serve.max_body_mib * 2**20)
 
     async def read(self, request: web.Request) -> bytes:
-        """Return the body, unpacked. Raises ApiError for one that is too large or broken."""
+        """Return the decompressed body. Raise ApiError if it is too large or broken."""
         try:
             raw = await request.read()
         except web.HTTPRequestEntityTooLarge as error:
@@ -56,15 +56,15 @@ class Bodies:
         coding = request.headers.get("Content-Encoding", "").strip().lower()
         if coding in ("", "identity") or not raw:
             return raw
-        # As many bytes may come out as are allowed, however few went in.
+        # A small body may decompress to any size up to the limit.
         return await self.offload.run(self.max_bytes, self._unpacked, raw, coding)
 
     async def json(self, raw: bytes) -> Body:
-        """Return the JSON object. Raises ApiError where it is none or has too many values."""
+        """Return the body as a JSON object. Raise ApiError if it is not one or is too large."""
         return await self.offload.run(len(raw), self.as_json, raw)
 
     def as_json(self, raw: bytes) -> Body:
-        """Return the JSON object at once. Raises ApiError like `json`."""
+        """Return the body as a JSON object, without a thread. Raise ApiError like `json`."""
         limit = self.serve.max_json_values
         if has_more_values(raw, limit):
             raise ApiError(
@@ -75,7 +75,7 @@ class Bodies:
             )
         try:
             body = as_object(json.loads(raw.decode("utf-8-sig")))
-            # Half of a surrogate pair is no text to encode, render or store.
+            # Half of a surrogate pair cannot be encoded, rendered or stored.
             if (b"\\ud" in raw or b"\\uD" in raw) and has_surrogates(body):
                 raise ValueError("it holds half of a surrogate pair")
         except (ValueError, RecursionError) as error:
@@ -111,7 +111,7 @@ class Bodies:
 
 
 def key_of(request: web.Request) -> str | None:
-    """The key, wherever the clients of the dialects put it; None where there is none."""
+    """Return the API key, wherever a dialect's clients put it, or None if there is none."""
     scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return bearer.strip()
@@ -122,19 +122,19 @@ def key_of(request: web.Request) -> str | None:
 
 
 def refusal(dialect: Dialect, error: ApiError) -> web.Response:
-    """The error in the shape that the dialect's clients read."""
+    """Return the error in the format of the dialect."""
     return web.json_response(dialect.error(error), status=error.status, headers=error.headers)
 
 
 async def listen(
     app: web.Application, serve: ServeConfig, on_close: Callable[[], None] = lambda: None
 ) -> web.AppRunner:
-    """Binds the port and serves. Raises GatewayError when the address cannot be had.
+    """Bind the port and serve. Raise GatewayError if the address is not available.
 
-    `on_close` is called for each connection that makes room or is too slow.
+    `on_close` is called for each connection that is closed to make room or for being slow.
     """
     check_exposure(serve)
-    # Cancelling the handler is how a client that hangs up frees its slot.
+    # Cancelling the handler frees the slot of a client that disconnects.
     runner = GuardedRunner(
         app,
         serve,
@@ -142,7 +142,7 @@ async def listen(
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=SHUTDOWN_S,
-        auto_decompress=False,  # `Bodies` does it, in a thread and within limits
+        auto_decompress=False,  # `Bodies` decompresses, in a thread and within limits
     )
     await runner.setup()
     try:
@@ -158,18 +158,18 @@ async def listen(
 
 
 async def check_address(serve: ServeConfig) -> None:
-    """Raises GatewayError when the address cannot be had; otherwise it is free again afterwards."""
+    """Raise GatewayError if the address is not available. Leave it free otherwise."""
     runner = await listen(web.Application(), serve)
     await runner.cleanup()
 
 
 def check_exposure(serve: ServeConfig) -> None:
-    """Raises GatewayError for an address that others can reach, without a key of its owner's."""
+    """Raise GatewayError if other machines can reach the address and no key is set."""
     if serve.api_key:
         return
     try:
         found = socket.getaddrinfo(serve.host or None, 0, flags=socket.AI_PASSIVE)
-    except OSError:  # then it cannot be listened on, either
+    except OSError:  # then listening fails, too
         return
     addresses = {str(address[0]).partition("%")[0] for *_, address in found}
     if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
@@ -181,7 +181,7 @@ def check_exposure(serve: ServeConfig) -> None:
 
 
 def reachable_url(address: tuple) -> str:
-    """The URL of a bound address; "all interfaces" is reached through the loopback."""
+    """Return the URL of a bound address, on the loopback interface if it is bound to all."""
     host, port = str(address[0]), address[1]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -189,7 +189,7 @@ def reachable_url(address: tuple) -> str:
 
 @web.middleware
 async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns what no dialect has answered into OpenAI's error body."""
+    """Turn errors that no dialect has answered into OpenAI's error body."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -198,9 +198,9 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         code = "unknown_url" if error.status == 404 else "http_error"
         failure = ApiError(error.status, code, f"{request.method} {request.path}: {error.reason}.")
     except ConnectionError:
-        raise  # nobody is there to answer
+        raise  # the client has disconnected
     except Exception as error:
-        # Without the rollout's token, which is all the key that some of its calls take.
+        # Without the rollout's token, which is the only credential that some of its calls need.
         log.exception("%s %s failed", request.method, re.sub(r"~[^/]*", "", request.path))
         failure = our_fault(error)
     return web.json_response(failure.body, status=failure.status, headers=failure.headers)

@@ -1,4 +1,4 @@
-"""Messages as chat templates want them, whatever spelling of OpenAI's chat form they came in."""
+"""Messages in the form that chat templates expect, from all variants of OpenAI's chat format."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +18,10 @@ _TEMPLATE_KEYS = ("name", "tool_calls", "tool_call_id")
 
 
 def normalize_messages(messages: Sequence[Any]) -> list[Message]:
-    """The messages as templates want them: known roles, one text each, tool arguments as objects.
+    """Return messages as templates expect them: known roles, one text each, tool arguments as
+    objects.
 
-    Raises ValueError that names the first message which is not so.
+    Raise ValueError that names the first malformed message.
     """
     if not messages:
         raise ValueError("messages is empty; expected at least 1 message.")
@@ -30,7 +31,7 @@ def normalize_messages(messages: Sequence[Any]) -> list[Message]:
 
 
 def normalize_message(message: Any, where: str) -> Message:
-    """Return one message as templates want it. Raises ValueError that names it as `where`."""
+    """Return one message as templates expect it. Raise ValueError naming it `where` if invalid."""
     if not isinstance(message, dict):
         raise ValueError(f"{where} is {type(message).__name__}; expected an object.")
     role = message.get("role")
@@ -70,7 +71,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def _tool_calls(calls: Any, where: str) -> list[Message]:
-    """The calls with arguments as objects, because templates print them as JSON themselves."""
+    """Return the calls with arguments as objects, because templates print them as JSON."""
     normalized = []
     for call in calls if isinstance(calls, list) else [{}]:
         function = call.get("function") if isinstance(call, dict) else None
@@ -79,7 +80,7 @@ def _tool_calls(calls: Any, where: str) -> list[Message]:
                 f"{where}.tool_calls is malformed; expected a list of named function calls."
             )
         arguments = function.get("arguments", "{}")
-        if isinstance(arguments, str):  # a call that the token limit cut is shown as it was
+        if isinstance(arguments, str):  # a call that was cut at the token limit stays text
             arguments = read_arguments(arguments)
         plain = {"name": function["name"], "arguments": arguments}
         normalized.append({"id": call.get("id"), "type": "function", "function": plain})

@@ -1,4 +1,4 @@
-"""What the gateway counts, for Prometheus and for the trainer's metrics."""
+"""Counters and histograms of the gateway, for Prometheus and for the trainer's metrics."""
 
 import asyncio
 import time
@@ -12,21 +12,21 @@ from prometheus_client.registry import Collector
 
 from lightning_jax.gateway.answer import Answer
 
-HUNG_UP = 499  # nobody waited for the answer any more; nginx's number for it
-PRESENT = ("serve/running", "serve/queue_depth", "serve/open")  # stats that go down, too
+HUNG_UP = 499  # the client disconnected before the answer; nginx's status for it
+PRESENT = ("serve/running", "serve/queue_depth", "serve/open")  # gauges: these stats also go down
 CALL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 @dataclass
 class CallOutcome:
-    """How one call ends, for whoever answers it to say. Left alone: our own failure."""
+    """Outcome of one call, set by its handler. The default is a failure of our own."""
 
     status: int = 500
 
 
 class Meters:
-    """The counters of one gateway, in a registry of their own."""
+    """Counters of one gateway, kept in their own registry."""
 
     def __init__(self, engine_stats: Callable[[], Mapping[str, float]]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -107,7 +107,7 @@ class Meters:
 
     @contextmanager
     def call(self, dialect: str) -> Iterator[CallOutcome]:
-        """Around one call: counts it and its seconds, by the status that the body sets."""
+        """Count one call and its duration in seconds, by the status that the body sets."""
         outcome, started = CallOutcome(), time.monotonic()
         try:
             yield outcome
@@ -119,13 +119,13 @@ class Meters:
             self._seconds.labels(dialect).observe(time.monotonic() - started)
 
     def answered(self, dialect: str, answers: Sequence[Answer]) -> None:
-        """Counts how long each answer's first token took."""
+        """Record the time to the first token of each answer."""
         for answer in answers:
             waited_ns = answer.clock.first_token_ns - answer.clock.started_ns
             self._first_token_seconds.labels(dialect).observe(waited_ns / 1e9)
 
     def totals(self) -> dict[str, float]:
-        """The counters that a trainer logs, since the start."""
+        """Return the counters that the trainer logs, as totals since the start."""
         names = (
             "prefix_breaks", "malformed_tool_calls", "joined_calls", "forgotten_answers", "spans",
             "unknown_spans", "foreign_spans", "excess_spans", "dropped_attributes",
@@ -135,12 +135,12 @@ class Meters:
         return {f"serve/{name}": read(f"lightning_{name}_total") or 0.0 for name in names}
 
     def exposition(self) -> bytes:
-        """All of it in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """The engine's own counters, read when somebody asks."""
+    """Collector that reads the engine's counters on every scrape."""
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
         self._stats = stats

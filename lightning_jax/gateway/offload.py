@@ -1,4 +1,4 @@
-"""Work that would hold the event loop up, done in threads."""
+"""Threads for work that would block the event loop."""
 
 import asyncio
 import json
@@ -11,14 +11,14 @@ from weakref import WeakValueDictionary
 P = ParamSpec("P")
 T = TypeVar("T")
 
-INLINE_BYTES = 8 * 2**10  # what takes a few milliseconds is done at once
+INLINE_BYTES = 8 * 2**10  # work that takes a few milliseconds runs inline
 NUM_THREADS = 2
 
 
 def dump_json(value: Any, *, ensure_ascii: bool = True, depth: int = 5) -> str:
-    """Return what `json.dumps` returns, in many short steps, so that other threads run between.
+    """Return the result of `json.dumps`, made in many short steps so that other threads can run.
 
-    A list or an object that lies deeper than `depth` is one step.
+    A list or an object nested deeper than `depth` is one step.
     """
     dump = partial(dump_json, ensure_ascii=ensure_ascii, depth=depth - 1)
     if depth and isinstance(value, dict):
@@ -33,11 +33,11 @@ def dump_json(value: Any, *, ensure_ascii: bool = True, depth: int = 5) -> str:
 
 
 class Turns:
-    """Lets one request at a time go on in each turn of the event loop.
+    """Scheduler that lets one request proceed in each iteration of the event loop.
 
-    Requests that arrive together would otherwise all be handled in one turn, and what they take
-    together would hold everything else up. Rollouts take turns, each with one request at a time, so
-    that nobody waits for all requests of a flood.
+    Otherwise requests that arrive together would all be handled in one iteration and block
+    everything else. Rollouts take turns with one request each, so no request waits for all requests
+    of a flood.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class Turns:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by rollout
 
     async def wait(self, rollout: str) -> None:
-        """Return in a turn of the caller's own."""
+        """Wait for the caller's turn."""
         own = self._locks.setdefault(rollout, asyncio.Lock())
         async with own, self._lock:
             await asyncio.sleep(0)
 
 
 class Offload:
-    """Two threads for parsing, rendering and tokenizing what is long."""
+    """Two threads for parsing, rendering and tokenizing long inputs."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gateway")
@@ -60,12 +60,12 @@ class Offload:
     async def run(
         self, num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return the function's result. Call it in a thread if it has many bytes to work on."""
+        """Return the function's result. Call it in a thread if it has many bytes to process."""
         if num_bytes <= INLINE_BYTES:
             return function(*args, **kwargs)
         work = partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
-        """Take no more work. What runs is not waited for."""
+        """Accept no more work. Do not wait for running work."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The secrets that say whose record a request may write to, of rollouts open or ended lately."""
+"""Secrets that identify the rollout a request may write to, whether open or recently ended."""
 
 import asyncio
 import hashlib
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.tracing.tracer import Root
 
-MAX_TRACES = 1_000  # that the calls of one rollout may bring with them, besides its own
-MAX_EXPORTS = 8  # requests with spans that one rollout may have under way
-MAX_ENDED_TRACES = 20_000  # of ended rollouts; exporters send in batches, so spans come late
+MAX_TRACES = 1_000  # that one rollout's calls may bring, in addition to its own trace
+MAX_EXPORTS = 8  # requests with spans that one rollout may have in flight
+MAX_ENDED_TRACES = 20_000  # of ended rollouts; exporters send in batches, so spans arrive late
 
 
 @dataclass(eq=False)
 class Owner:
-    """One rollout as the owner of a record, and how much of the record its posts have used.
+    """Rollout as the owner of a record, with the amount of the record that its posts have used.
 
-    The token is part of the rollout's URL. The key is what the rollout's agent sends as API key.
+    The token is part of the rollout's URL. The rollout's agent sends the key as its API key.
     """
 
     rollout_id: str
@@ -33,33 +33,34 @@ class Owner:
     num_spans: int = 0
     num_bytes: int = 0
     traces: set[str] = field(default_factory=set)
-    num_exports: int = 0  # requests with spans that are being read, or wait
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one of them is read at a time
+    num_exports: int = 0  # requests with spans that are waiting or being read
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the one that is being read
 
     def has_token(self, token: str) -> bool:
-        """Return whether the token is right, in constant time."""
+        """Return whether the token is correct, in constant time."""
         return hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
 
     def has_key(self, key: str) -> bool:
-        """Return whether the key is right, in constant time."""
+        """Return whether the key is correct, in constant time."""
         return hmac.compare_digest(key.encode(errors="replace"), self.key.encode())
 
     def has_room(self, num_spans: int, num_bytes: int) -> bool:
-        """Return whether the record may take so many more posted spans and bytes."""
+        """Return whether the record has room for this many more posted spans and bytes."""
         return (
             self.num_spans + num_spans <= self.max_spans
             and self.num_bytes + num_bytes <= self.max_bytes
         )
 
     def use(self, num_spans: int, num_bytes: int) -> None:
-        """Count what was written to the record."""
+        """Count spans and bytes that were written to the record."""
         self.num_spans += num_spans
         self.num_bytes += num_bytes
 
     @contextmanager
     def export(self) -> Iterator[None]:
-        """Count a request with spans while it is under way. Raises ApiError if there are too many,
-        so that the requests of one rollout do not take all the threads.
+        """Count a request with spans while it is in flight.
+
+        Raise ApiError if there are too many, so that one rollout cannot take all threads.
         """
         if self.num_exports >= MAX_EXPORTS:
             raise ApiError(
@@ -76,43 +77,44 @@ class Owner:
 
 
 class Owners:
-    """Finds the owner of a request by the secret that it brings."""
+    """Lookup of owners by rollout id, key or trace."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Owner] = {}
-        self._by_key: dict[bytes, Owner] = {}  # by digest, which says nothing of the key compared
+        self._by_key: dict[bytes, Owner] = {}  # by digest, so that lookup times reveal no key
         self._by_trace: dict[str, Owner] = {}
         self._ended: deque[Owner] = deque()  # oldest first
         self._num_ended_traces = 0
 
     def add(self, owner: Owner) -> None:
-        """Remember an owner whose rollout opens."""
+        """Add the owner of a rollout that opens."""
         self._by_id[owner.rollout_id] = owner
         self._by_key[_digest(owner.key)] = owner
         self._claim(owner, owner.root.trace_id)
 
     def end(self, owner: Owner) -> None:
-        """Forget the owners that ended first once there are too many. `owner` ends now."""
+        """Mark an owner as ended. Forget the first to end if ended owners have too many traces."""
         self._ended.append(owner)
         self._num_ended_traces += len(owner.traces)
         while self._num_ended_traces > MAX_ENDED_TRACES:
             self._forget(self._ended.popleft())
 
     def of_id(self, rollout_id: str) -> Owner | None:
-        """Return the owner of that rollout."""
+        """Return the owner of a rollout, or None if it is unknown."""
         return self._by_id.get(rollout_id)
 
     def of_key(self, key: str) -> Owner | None:
-        """Return the owner with that key."""
+        """Return the owner of a key, or None if it is unknown."""
         return self._by_key.get(_digest(key))
 
     def of_trace(self, trace_id: str) -> Owner | None:
-        """Return the rollout that the trace belongs to: its own, or one that its calls brought."""
+        """Return the owner of a trace, either a rollout's own or one that its calls brought."""
         return self._by_trace.get(trace_id)
 
     def claim(self, owner: Owner, trace_id: str) -> bool:
-        """Give the trace of a call to its rollout. Return False if it is another rollout's, or the
-        rollout has MAX_TRACES already.
+        """Assign the trace of a call to its rollout.
+
+        Return False if it is another rollout's, or if this rollout has MAX_TRACES already.
         """
         found = self._by_trace.get(trace_id)
         if found is None and len(owner.traces) <= MAX_TRACES:

@@ -1,4 +1,4 @@
-"""From a PolicyRequest to a running call: prompt ids, sampling, constraint, parser, record."""
+"""Steps from a PolicyRequest to a running call: prompt ids, sampling, grammar, parser, record."""
 
 import secrets
 import time
@@ -38,12 +38,12 @@ from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.tracer import Recorder
 
 NO_PART = Part()
-MAX_RECORDED = 4  # times serve.max_len; of a longer prompt that is refused no ids are recorded
+MAX_RECORDED = 4  # times serve.max_len; a longer prompt is refused and its ids are not recorded
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request with its prompts. With a `refusal` it is recorded and gets that for an answer."""
+    """Request with its rendered prompts. With a `refusal`, it is recorded and gets that error."""
 
     request: PolicyRequest
     prompts: tuple[Rendered, ...]
@@ -52,7 +52,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Policy:
-    """What answers requests."""
+    """Model that answers requests, with its tokenizer, settings and recorder."""
 
     loop: PolicyLoop
     tokenizer: Tokenizer
@@ -66,14 +66,14 @@ class Policy:
     async def prepare(
         self, request: PolicyRequest, rollout: OpenRollout | None, num_bytes: int
     ) -> Prepared:
-        """Render the request, whose body has so many bytes. Raises ApiError if that cannot work."""
-        work = max(num_bytes, _num_bytes(request))  # it may go on from a long saved conversation
+        """Render a request whose body has `num_bytes` bytes. Raise ApiError if it is invalid."""
+        work = max(num_bytes, _num_bytes(request))  # it may continue a long saved conversation
         try:
             prompts = await self.offload.run(work, self._render, request, rollout)
         except PromptTooLong as error:
             return Prepared(request, (Rendered((), 0, 0),), error)
         longest, max_len = max(len(prompt.token_ids) for prompt in prompts), self.serve.max_len
-        if longest > MAX_RECORDED * max_len:  # what the store keeps of it, it keeps for ever
+        if longest > MAX_RECORDED * max_len:  # the store would keep its ids forever
             error = PromptTooLong(
                 f"the prompt has {longest} tokens; expected at most {max_len - 1}. Shorten it "
                 "or raise serve.max_len."
@@ -88,8 +88,9 @@ class Policy:
         parent: Context,
         part: Part = NO_PART,
     ) -> RunningCall:
-        """Begin to answer; the call's span goes below `parent`. Raises ApiError where the request
-        cannot work.
+        """Start to answer a request, with the call's span below `parent`.
+
+        Raise ApiError if the request is invalid.
         """
         request, rendered = prepared.request, prepared.prompts
         self._check_room(request, rollout)
@@ -165,7 +166,7 @@ class Policy:
             rollout.check_room(number)
 
     def count_tokens(self, request: PolicyRequest, rollout: OpenRollout | None) -> int:
-        """Tokens of the request's prompts. Raises ApiError where the request cannot work."""
+        """Return the number of tokens in the request's prompts. Raise ApiError if it is invalid."""
         try:
             return sum(len(prompt.token_ids) for prompt in self._render(request, rollout))
         except PromptTooLong as error:
@@ -274,7 +275,7 @@ class Policy:
 
 
 def _num_bytes(request: PolicyRequest) -> int:
-    """Return about how many bytes the messages or prompts have, and no fewer than one each."""
+    """Return roughly how many bytes the messages or prompts have, at least one each."""
     each = request.messages or request.prompts or ()
     texts = [item.get("content") if isinstance(item, dict) else item for item in each]
     return sum(len(text) if isinstance(text, str | tuple) else 1 for text in texts) + 64 * len(each)
@@ -289,7 +290,7 @@ def _remember(rollout: OpenRollout, rendered: Rendered, answers: tuple[Answer, .
 
 @contextmanager
 def _blame(rollout: OpenRollout | None, num_slots: int) -> Iterator[None]:
-    """Leave a timeout to the agent if its own rollout had more in flight than there are slots."""
+    """Blame the agent for a timeout if its rollout had more choices in flight than slots exist."""
     try:
         yield
     except ApiError as error:
@@ -305,6 +306,6 @@ def _answered(call: Call, span: Span) -> AnsweredCall:
 
 
 def _num_tokens(answers: Sequence[Answer]) -> int:
-    """Return the tokens of the answers, and of each prompt once."""
+    """Return the number of tokens in the answers and in their prompts, each prompt counted once."""
     prompts = {answer.prompt_ids for answer in answers}
     return sum(map(len, prompts)) + sum(len(answer.completion.token_ids) for answer in answers)

@@ -1,16 +1,15 @@
-"""Messages to prompt ids: what the policy generated comes back as the very ids it sampled.
+"""Rendering of messages to prompt ids that reuses the ids the policy sampled.
 
-A response that returns in a later prompt must not be encoded again: the same text has many
-encodings, and training would then see another token path than the one sampled. Two things see
-to it.
+A response that returns in a later prompt must not be encoded again. The same text has many
+encodings, so training would see a token path that was never sampled. Two mechanisms prevent this.
 
-A conversation that goes on from a recorded call, that is, begins with the messages of that call
-and its response, begins with that call's ids, prompt and response, as they are. The template only
-adds what follows. So the next prompt extends the last one by construction, whatever the template
-writes (dates, think blocks it drops, generation prompts it does not repeat).
+A conversation continues a recorded call if it begins with that call's messages and its response.
+Its prompt then begins with the call's prompt and response ids, unchanged. The template only adds
+what follows. So the next prompt extends the last one by construction. This holds whatever the
+template writes (dates, think blocks it drops, generation prompts it does not repeat).
 
-Other responses are spliced: the template renders a mark in their place, the pieces between marks
-are encoded, and the recorded ids go between them:
+Other responses are spliced. The template renders a mark in place of each one, the pieces between
+marks are encoded, and the recorded ids go in between:
 
     text     <start>user hi<end><start>assistant   MARK     <end><start>user more...
     ids      [1 5 6 2 1 8]                         [40 2]   [2 1 5 9 ...]
@@ -38,10 +37,10 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 @dataclass(frozen=True)
 class Generated:
-    """One response as it was sampled: what the policy had read, and the ids it gave.
+    """One sampled response: its prompt ids and its own ids.
 
-    `history` is the digest of the messages and tools it answered (`Rendered.history`), `path` that
-    of its prompt's ids (`Rendered.path`); "" has the path computed.
+    `history` is the digest of the messages and tools that it answered (`Rendered.history`). `path`
+    is the digest of its prompt ids (`Rendered.path`), computed on demand if "".
     """
 
     prompt_ids: tuple[int, ...]
@@ -52,9 +51,9 @@ class Generated:
 
 @dataclass
 class Recalled:
-    """The responses that became one message, found by what they answered.
+    """Responses that became the same message, by history and by path.
 
-    Of several with the same history or the same prompt only the newest counts.
+    If several have the same history or the same prompt, only the newest counts.
     """
 
     newest: Generated
@@ -62,22 +61,22 @@ class Recalled:
     by_path: dict[str, Generated] = field(default_factory=dict)
 
     def add(self, generated: Generated) -> None:
-        """Remember one more, which is the newest."""
+        """Add a response as the newest."""
         self.newest = self.by_history[generated.history] = generated
         path = generated.path or _Path(generated.prompt_ids).digest
         self.by_path[path] = generated
 
 
 class ConversationMemory:
-    """What the policy generated in one rollout, by what the agent was given."""
+    """Responses that the policy generated in one rollout, by the message the agent received."""
 
     def __init__(self) -> None:
         self._generated: dict[str, Recalled] = {}
 
     def add(self, message: Message, generated: Generated) -> None:
-        """Remembers a response by the message it became, unless that has nothing to recognise.
+        """Remember a response by its message, unless it has no content to recognize.
 
-        Its calls are recognised without their ids too, because some dialects send none.
+        Recognize its calls without their ids too, because some dialects send none.
         """
         plain = normalize_message(message, "response")
         keys = {_fingerprint(plain), _fingerprint(_without_call_ids(plain))}
@@ -91,9 +90,9 @@ class ConversationMemory:
 
 
 def _fingerprint(message: Message) -> str:
-    """What tells responses apart: text, and the ids and arguments of calls. "" if it has neither.
+    """Return a key from a message's text and its calls' ids and arguments, or "" if it has neither.
 
-    The blanks around the text of a message with calls do not count: frameworks trim them.
+    Ignore blanks around the text of a message with calls, because frameworks trim them.
     """
     text, calls = message.get("content") or "", message.get("tool_calls") or ()
     if not calls:
@@ -103,7 +102,9 @@ def _fingerprint(message: Message) -> str:
 
 
 def _one_spelling(value: Any) -> Any:
-    """Arguments as every client sends them back: JavaScript's know no difference of 1.0 and 1."""
+    """Return arguments with whole floats as integers, because JavaScript clients send 1.0 back as
+    1.
+    """
     if isinstance(value, dict):
         return {key: _one_spelling(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -123,10 +124,10 @@ def _plain_call(call: Mapping[str, Any]) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt, and how the responses that it replays came out."""
+    """Rendered prompt, with the number of replayed responses and breaks."""
 
     token_ids: tuple[int, ...]
-    replayed: int  # messages rendered with the ids that were sampled
+    replayed: int  # messages rendered with their sampled ids
     breaks: int  # 1 if the last replayed response's path is not a prefix of this prompt, else 0
     history: str = ""  # digest of the messages and tools
     path: str = ""  # digest of the token ids
@@ -140,12 +141,12 @@ def render(
     form: ToolFormat | None = None,
     max_tokens: int | None = None,
 ) -> Rendered:
-    """The prompt ids of a conversation, up to the assistant's next turn; `memory` stays as it is.
+    """Return the prompt ids of a conversation, up to the assistant's next turn.
 
-    The time grows with the conversation's length, not with its square.
+    `memory` is not changed. The time is linear in the conversation's length.
 
-    Raises ValueError for messages that are malformed or that the chat template cannot show, and
-    PromptTooLong, without encoding it, for text that cannot have as few as `max_tokens`.
+    Raise ValueError if messages are malformed or the chat template cannot show them. Raise
+    PromptTooLong, without encoding it, if the text is too long for `max_tokens` tokens.
     """
     plain = normalize_messages(messages)
     digests = _digests(plain, tools)
@@ -157,9 +158,9 @@ def render(
     view = _View(tokenizer, tools, form or format_of(tokenizer))
     pieces, marked = _pieces(plain, view, tuple(known))
     base = _resumed(known, digests)
-    if base is None or base[0] not in marked:  # or the template hides that message
+    if base is None or base[0] not in marked:  # or the template drops that message
         start, recorded = 0, None
-    else:  # what comes before it is in its prompt
+    else:  # its prompt covers everything before it
         start, recorded = marked.index(base[0]), base[1]
     check_length(pieces[start + (recorded is not None) :], tokenizer, max_tokens)
     candidates = [known[index] for index in marked[start:]]
@@ -170,11 +171,11 @@ def render(
 
 
 def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_tokens: int | None) -> None:
-    """Raise PromptTooLong for texts of too many bytes to be `max_tokens` tokens, however long."""
+    """Raise PromptTooLong if the texts have more bytes than `max_tokens` of the longest tokens."""
     longest = tokenizer.max_token_bytes
     if longest is None or max_tokens is None:
         return
-    num_bytes = sum(len(piece) for piece in pieces)  # characters, which are not more
+    num_bytes = sum(len(piece) for piece in pieces)  # characters, a lower bound for bytes
     if num_bytes > max_tokens * longest:
         raise PromptTooLong(
             f"the prompt has {num_bytes} characters or more, which are more than {max_tokens} "
@@ -184,14 +185,16 @@ def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_tokens: int | 
 
 @dataclass(frozen=True)
 class _View:
-    """How messages become text."""
+    """Conversion of messages to text."""
 
     tokenizer: Tokenizer
     tools: Tools
     form: ToolFormat
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The template's text. What the template has no place for is written into the messages."""
+        """Return the template's text. Write tools and calls into the messages if it does not
+        support them.
+        """
         if not self.tokenizer.supports_tools:
             return self.tokenizer.render_chat(_without_tools(messages, self.tools, self.form))
         text = self.tokenizer.render_chat(messages, tools=self.tools)
@@ -205,7 +208,7 @@ class _View:
 
 
 def _without_tools(messages: Sequence[Message], tools: Tools, form: ToolFormat) -> list[Message]:
-    """The same conversation for a template that knows only roles and text."""
+    """Return the conversation for a template that supports only roles and text."""
     shown: list[Message] = []
     for message in messages:
         plain = {key: message[key] for key in ("role", "content")}
@@ -223,7 +226,7 @@ def _without_tools(messages: Sequence[Message], tools: Tools, form: ToolFormat) 
 
 
 def _digests(messages: Sequence[Message], tools: Tools) -> list[str]:
-    """For each number of first messages, a digest of those and of the tools."""
+    """Return digests of the tools and the first n messages, for n from 0 to all."""
     digest = hashlib.blake2b(json.dumps(tools or None, sort_keys=True).encode(), digest_size=12)
     digests = [digest.hexdigest()]
     for message in messages:
@@ -233,7 +236,10 @@ def _digests(messages: Sequence[Message], tools: Tools) -> list[str]:
 
 
 def _resumed(known: Mapping[int, Recalled], digests: Sequence[str]) -> tuple[int, Generated] | None:
-    """The latest recorded call that this conversation goes on from, and where its response lies."""
+    """Return the latest recorded call that this conversation continues.
+
+    It comes after the index of its response in the conversation.
+    """
     for index in sorted(known, reverse=True):
         if generated := known[index].by_history.get(digests[index]):
             return index, generated
@@ -243,10 +249,10 @@ def _resumed(known: Mapping[int, Recalled], digests: Sequence[str]) -> tuple[int
 def _pieces(
     messages: list[Message], view: _View, replayed: tuple[int, ...]
 ) -> tuple[list[str], list[int]]:
-    """The rendered text cut at the replayed messages, and which messages those are.
+    """Return the rendered text cut at the replayed messages, and the indices of those messages.
 
-    A template may drop or rewrite a message; then its mark is not found, and the template gets the
-    text itself.
+    A template may drop or rewrite a message, so that its mark is not found. Then the template gets
+    the message's own text.
     """
     mark, wanted = _mark(messages), set(replayed)
     marked = [
@@ -266,7 +272,7 @@ def _pieces(
 
 
 class _Path:
-    """Token ids that grow at their end, and their digest at any length."""
+    """Growing list of token ids, with its digest at any length."""
 
     def __init__(self, ids: Iterable[int] = ()) -> None:
         self.ids: list[int] = []
@@ -278,7 +284,6 @@ class _Path:
         return self._hash.hexdigest()
 
     def extend(self, ids: Iterable[int]) -> None:
-        """Add ids."""
         more = array("q", ids)
         self.ids.extend(more)
         self._hash.update(more)
@@ -290,14 +295,15 @@ def _splice(
     base: Generated | None,
     tokenizer: Tokenizer,
 ) -> tuple[_Path, bool]:
-    """The pieces' ids with recorded ids between; False if the last record is not a prefix.
+    """Return the pieces' ids with the recorded ids between them, and whether the path was kept.
 
-    With a base, its prompt stands in the place of the first piece.
+    It was not kept if the last recorded response was sampled after other ids. If there is a base,
+    its prompt replaces the first piece.
     """
     path = _Path(tokenizer.encode(pieces[0]) if base is None else base.prompt_ids)
     extends = True
     for place, (found, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
-        # One text may have been sampled twice, as different ids: take those sampled right here.
+        # The same text may have been sampled as different ids. Prefer those sampled on this path.
         here = base if base and place == 0 else found.by_path.get(path.digest)
         chosen, extends = here or found.newest, here is not None
         path.extend(chosen.token_ids)
@@ -306,12 +312,12 @@ def _splice(
 
 
 def _tail(last: int, piece: str, tokenizer: Tokenizer) -> list[int]:
-    """The ids of the text after the id `last`; an end of turn that both hold is there once."""
+    """Return the ids of the text after the id `last`, without a repeated end-of-turn token."""
     tail = tokenizer.encode(piece)
     return tail[1:] if last in tokenizer.eos_ids and tail[:1] == [last] else tail
 
 
 def _mark(messages: list[Message]) -> str:
-    """The beginning of texts that no message holds, because it hashes them all."""
+    """Return the start of the marks. No message contains it, because it is a hash of them all."""
     whole = json.dumps(messages, sort_keys=True).encode()
     return f"@@{hashlib.blake2b(whole, digest_size=12).hexdigest()}-"

@@ -1,4 +1,4 @@
-"""What agents tell besides their calls: rewards, and the spans of their own instrumentation."""
+"""Other reports of agents: rewards, and spans of their own instrumentation."""
 
 import contextlib
 import math
@@ -22,8 +22,8 @@ from lightning_jax.tracing.tracer import context_of
 from lightning_jax.types import Span
 
 LAST = "last"
-PART_SPANS, PART_BYTES = 64, 2**19  # of posted spans that are written at once
-# Why spans are refused.
+PART_SPANS, PART_BYTES = 64, 2**19  # limits of posted spans that are written at once
+# Reasons for refusing spans.
 UNKNOWN = "their traces belong to no rollout"
 FOREIGN = "they are of another rollout's trace, or their ids are those of a different recorded span"
 TOO_MANY_SENT = (
@@ -33,7 +33,7 @@ TOO_MANY_KEPT = "their rollout has as many as rollout.max_spans and rollout.max_
 
 
 class Reports:
-    """Writes them into the store, each to the rollout that it belongs to."""
+    """Writer of rewards and spans into the store, each for its own rollout."""
 
     def __init__(self, store: Store | None, owners: Owners, meters: Meters) -> None:
         self._store = store
@@ -41,10 +41,10 @@ class Reports:
         self._meters = meters
 
     def parent_of(self, headers: Mapping[str, str], rollout: OpenRollout | None) -> Context:
-        """Return where a call's span belongs: below the span that its traceparent names, else below
-        its rollout's root, else in a trace of its own.
+        """Return the parent context of a call's span.
 
-        A traceparent of another rollout is ignored and counted.
+        It is the span that the traceparent names, else the rollout's root, else a new trace. A
+        traceparent of another rollout is ignored and counted.
         """
         context, trace_id = context_of(headers)
         if rollout is None:
@@ -56,9 +56,9 @@ class Reports:
         return rollout.root.context
 
     async def add_spans(self, export: Export, owner: Owner | None) -> Counter[str]:
-        """Record the spans of a rollout; if `owner` is None, of those that their traces belong to.
+        """Record spans for `owner`, or if it is None, for the owners of the spans' traces.
 
-        Return how many were refused, by reason.
+        Return the number of refused spans by reason.
         """
         refused: Counter[str] = Counter({TOO_MANY_SENT: export.num_excess})
         theirs: dict[Owner, list[tuple[Span, int]]] = {}
@@ -91,7 +91,7 @@ class Reports:
                 owner.use(1, size)
                 fitting.append((span, size))
         refused[TOO_MANY_KEPT] += len(sized) - len(fitting)
-        for part in _parts(fitting):  # calls' spans may go between
+        for part in _parts(fitting):  # so that spans of calls can go in between
             spans = [span for span, _ in part]
             are_new, num_taken = await self._store.in_order(
                 self._store.add_posted_spans, owner.rollout_id, spans
@@ -103,8 +103,10 @@ class Reports:
             owner.use(-len(sent_twice), -sum(sent_twice))
 
     async def reward(self, body: Body, rollout: OpenRollout) -> dict[str, Any]:
-        """Takes `{"reward": 0.5}` for the rollout, or with `"call": ID` for one of its calls; the
-        answer. Raises ApiError.
+        """Record a reward and return the response body.
+
+        `{"reward": 0.5}` is for the rollout, and with `"call": ID` for one of its calls. Raise
+        ApiError if it is invalid.
         """
         reward, limit = _finite(body), rollout.settings.max_abs_reward
         _check_size("reward", reward, limit)
@@ -172,7 +174,7 @@ def _check_size(name: str, value: float, limit: float) -> None:
 
 
 def _parts(sized: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
-    """Yield runs of spans that are short enough for calls to wait while one is written."""
+    """Yield batches of spans that are short enough for calls to wait while one is written."""
     part: list[tuple[Span, int]] = []
     for each in sized:
         if part and (len(part) == PART_SPANS or sum(n for _, n in part) + each[1] > PART_BYTES):
@@ -184,10 +186,10 @@ def _parts(sized: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
 
 
 def _is_foreign(span: Span, owner: Owner, of_trace: Owner | None) -> bool:
-    """Return whether a span is of another rollout's own trace, or has the ids of a root span.
+    """Return whether a span is in another rollout's own trace, or has the ids of a root span.
 
-    Traces that calls brought may be alike in two rollouts, because agents seed what makes their
-    ids. Spans of such traces stay apart in the store.
+    Two rollouts may bring equal trace ids with their calls, because agents seed their id
+    generators. The store keeps the spans of such traces apart.
     """
     if of_trace is None or of_trace.root.trace_id != span.trace_id:
         return False

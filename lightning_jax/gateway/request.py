@@ -1,4 +1,4 @@
-"""One request in our own terms, whatever dialect it came in."""
+"""Dialect-neutral form of a request."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ JsonSchema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Function:
-    """A function that the policy may call. `parameters` None: it takes any object."""
+    """Function that the policy may call. If `parameters` is None, it takes any object."""
 
     name: str
     description: str = ""
     parameters: JsonSchema | None = None
 
     def as_tool(self) -> dict[str, Any]:
-        """OpenAI's chat form, which chat templates are written for."""
+        """Return the function in OpenAI's chat format, which chat templates expect."""
         function: dict[str, Any] = {"name": self.name, "description": self.description}
         if self.parameters is not None:
             function["parameters"] = self.parameters
@@ -35,9 +35,9 @@ class Function:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the policy may ("auto"), must ("required") or must not ("none") call a function.
+    """Choice that the policy may ("auto"), must ("required") or must not ("none") call a function.
 
-    `names`: those it must choose from when required; empty means any.
+    `names` are the functions to choose from if a call is required. Empty means any.
     """
 
     mode: str = "auto"
@@ -46,23 +46,23 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class PolicyRequest:
-    """What the sender means; None where it leaves the choice to the server.
+    """Content of one request. None leaves a choice to the server.
 
-    `messages` (in OpenAI's chat form) are rendered by the chat template; `prompts` are taken as
-    they are, text or token ids. Exactly one of the two is there.
+    Exactly one of `messages` and `prompts` is set. `messages` are in OpenAI's chat format and
+    rendered by the chat template. `prompts` are used unchanged, as text or token ids.
     """
 
     dialect: str  # chat, completions, responses, ...
     model: str
-    id_prefix: str = ""  # a response's id is this and a random token
+    id_prefix: str = ""  # a response's id is this plus a random token
     agent: str = ""
-    messages: tuple[Any, ...] | None = None  # unchecked: rendering checks them
+    messages: tuple[Any, ...] | None = None  # not validated before rendering
     prompts: tuple[str | tuple[int, ...], ...] | None = None
     functions: tuple[Function, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
-    output_schema: JsonSchema | None = None  # what JSON the answer must be; {}: any object
-    num_choices: int = 1  # of each prompt
+    output_schema: JsonSchema | None = None  # schema of a JSON answer; {}: any object
+    num_choices: int = 1  # for each prompt
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -76,7 +76,7 @@ class PolicyRequest:
     logprobs: bool = False
     top_logprobs: int = 0
     ignore_eos: bool = False
-    score_prompt: bool = False  # the log-probabilities of the prompt's tokens, too
+    score_prompt: bool = False  # also return the log-probabilities of the prompt's tokens
     stream: bool = False
     return_token_ids: bool = False
 
@@ -109,8 +109,9 @@ def _check_tools(functions: tuple[Function, ...], choice: ToolChoice) -> None:
 
 
 def check_model(model: str, accepted: Sequence[str]) -> str:
-    """The agent that the model's name holds, "" if none. Raises ApiError for a model not served,
-    which is neither the policy nor fits one of the accepted patterns.
+    """Return the agent in the model name, or "" if there is none.
+
+    Raise ApiError if the model is not the policy and matches none of the accepted patterns.
     """
     name, colon, agent = model.partition(":")
     if name == POLICY and bool(colon) == bool(agent):
@@ -128,7 +129,10 @@ def agent_of(
     headers: Mapping[str, str],
     metadata: Mapping[str, Any] | None = None,
 ) -> str:
-    """The sub-agent's name: from the header, else from metadata, else from the model's name."""
+    """Return the sub-agent's name from the header, else the metadata, else the model name.
+
+    Raise ApiError like `check_model`.
+    """
     check_model(model, accepted)
     return named_agent(model, headers, metadata)
 
@@ -136,13 +140,13 @@ def agent_of(
 def named_agent(
     model: str, headers: Mapping[str, str], metadata: Mapping[str, Any] | None = None
 ) -> str:
-    """As `agent_of`, whatever the model."""
+    """Return the sub-agent's name like `agent_of`, but accept any model name."""
     named = _header_text(headers.get(AGENT_HEADER, ""))
     return str(named or (metadata or {}).get("agent") or agent_in(model))
 
 
 def _header_text(value: str) -> str:
-    """A header's value whose bytes are UTF-8 or, as some clients send them, Latin-1."""
+    """Decode a header value as UTF-8, or else as Latin-1, which some clients send."""
     raw = value.encode("utf-8", "surrogateescape")
     try:
         return raw.decode()
@@ -151,7 +155,7 @@ def _header_text(value: str) -> str:
 
 
 def agent_in(model: str) -> str:
-    """The agent of `policy:AGENT`, "" in another name."""
+    """Return the agent in `policy:AGENT`, or "" for any other name."""
     name, _, agent = model.partition(":")
     # Ollama's clients write NAME:latest.
     return agent if name == POLICY and agent != "latest" else ""

@@ -1,4 +1,4 @@
-"""The rollouts that are open at the gateway: how their calls sample, and what traffic they made."""
+"""Rollouts that are open at the gateway: their sampling settings and their traffic."""
 
 import asyncio
 import contextlib
@@ -21,53 +21,53 @@ from lightning_jax.tracing.tracer import Root
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How the calls of one rollout are answered. None leaves a choice to the agent."""
+    """Settings for the calls of one rollout. None leaves a choice to the agent."""
 
     rollout_id: str
-    seed: int  # with a call's place in the rollout it makes that call's seed
+    seed: int  # a call's seed is derived from this and the call's index
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     max_tokens: int | None = None  # a ceiling, not an override
-    call_timeout_s: float | None = 60.0  # of one call, waiting included; None: no limit
-    max_abs_reward: float = 1e6  # of a posted reward, and of those of one call together
-    max_spans: int = 10_000  # that its agent posts, rewards of calls included
-    max_spans_mib: float = 64.0  # of posted spans as they are stored
+    call_timeout_s: float | None = 60.0  # for one call, waiting included; None: no limit
+    max_abs_reward: float = 1e6  # of a posted reward, and of the sum for one call
+    max_spans: int = 10_000  # posted by its agent, including rewards of calls
+    max_spans_mib: float = 64.0  # stored size of the posted spans
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rollout sent: all its calls, and how many got no answer for what reason."""
+    """Number of calls from one rollout, and of failed ones by reason."""
 
     num_calls: int
-    num_errors: dict[str, int]  # by infrastructure: engine_error, call_timeout, draining, ...
-    num_refused: dict[str, int]  # by the agent's own request: context_length_exceeded, ...
-    num_cancelled: int  # the agent hung up, or was over before the answer was
-    prefix_breaks: int  # prompts that replayed a response but not its token path
-    num_joined: int = 0  # calls that repeated an earlier one and shared its answer
-    malformed_tool_calls: int = 0  # that came back as text
-    # Codes of errors by infrastructure that no equal later call made good.
+    num_errors: dict[str, int]  # infrastructure: engine_error, call_timeout, draining, ...
+    num_refused: dict[str, int]  # caused by the request: context_length_exceeded, ...
+    num_cancelled: int  # the agent disconnected or ended before the answer was ready
+    prefix_breaks: int  # prompts that replay a response but not its token path
+    num_joined: int = 0  # retries that shared the answer of an earlier call
+    malformed_tool_calls: int = 0  # returned as text
+    # Codes of infrastructure errors for calls that no retry answered.
     unanswered: tuple[str, ...] = ()
-    num_forgotten: int = 0  # answers that were not kept, for want of serve.max_kept_mib_per_rollout
+    num_forgotten: int = 0  # answers dropped because of serve.max_kept_mib_per_rollout
 
 
 @dataclass
 class HandledCall:
-    """One HTTP request for a call, while it is handled."""
+    """HTTP request for a call, while it is handled."""
 
-    identity: str = ""  # what tries of one call have in common; "" until the body is read
+    identity: str = ""  # the same for all tries of one call; "" until the body is read
     running: RunningCall | None = None  # None until the call has begun
-    failure: str = ""  # code of an infrastructure failure that was passed on to the client
+    failure: str = ""  # code of an infrastructure failure that was forwarded to the client
 
     @property
     def reached_engine(self) -> bool:
-        """Return whether the engine took the call: until then only the request was looked at."""
+        """True once the engine has accepted the call. Until then only the request was read."""
         return self.running is not None and self.running.was_accepted
 
 
 @dataclass(frozen=True)
 class AnsweredCall:
-    """Where the span of an answered call is, for rewards that are posted for the call."""
+    """Location of an answered call's span, for rewards that are posted for the call."""
 
     call_id: str
     trace_id: str
@@ -77,30 +77,30 @@ class AnsweredCall:
 
 @dataclass
 class OpenRollout:
-    """One rollout while its agent runs."""
+    """Rollout whose agent is running."""
 
     settings: RolloutSettings
     root: Root = field(default_factory=Root)
     limits: ServeConfig = field(default_factory=ServeConfig)
     owner: Owner = field(init=False)
     memory: ConversationMemory = field(default_factory=ConversationMemory)
-    # By response id, in the order of the answers.
+    # By response id, in order of arrival.
     answered: dict[str, AnsweredCall] = field(default_factory=dict)
     num_sampled: int = 0  # calls that got a seed
     num_calls: int = 0
     num_joined: int = 0
     prefix_breaks: int = 0
     malformed_tool_calls: int = 0
-    reward: float | None = None  # as it was posted
-    # Sums of what was posted for calls, by response id and choice.
+    reward: float | None = None  # as posted
+    # Sums of the rewards posted for calls, by response id and choice.
     call_rewards: dict[tuple[str, int], float] = field(default_factory=dict)
     num_cancelled: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     in_flight: set[asyncio.Task] = field(default_factory=set)
     choices_in_flight: int = 0
-    most_choices: int = 0  # that were in flight at once
-    num_tokens: int = 0  # of the prompts and responses of all calls
+    most_choices: int = 0  # maximum of `choices_in_flight`
+    num_tokens: int = 0  # in the prompts and responses of all calls
     unanswered: dict[str, str] = field(default_factory=dict)  # error code by a call's identity
 
     def __post_init__(self) -> None:
@@ -116,14 +116,14 @@ class OpenRollout:
 
     @property
     def place(self) -> str:
-        """What names it in a URL."""
+        """Name of the rollout in URLs: its id and its token."""
         return f"{self.settings.rollout_id}~{self.owner.token}"
 
     @contextmanager
     def counted(self, call: HandledCall) -> Iterator[None]:
-        """Count one call and how it ends, and let the rollout's end cancel it.
+        """Count one call and its outcome, and let the rollout's end cancel it.
 
-        Raises ApiError if too many are in flight, before the call's body is read.
+        Raise ApiError if too many are in flight, before the call's body is read.
         """
         task = asyncio.current_task()
         assert task is not None, "a call is answered outside of a task"
@@ -146,7 +146,7 @@ class OpenRollout:
                 self.refused[error.code] += 1
             raise
         except (asyncio.CancelledError, ConnectionError):
-            if task in self.in_flight:  # else the rollout's end has counted it
+            if task in self.in_flight:  # else `end` has counted it
                 self.num_cancelled += 1
             raise
         finally:
@@ -157,7 +157,7 @@ class OpenRollout:
         self.unanswered[call.identity] = code
 
     def check_room(self, num_choices: int) -> None:
-        """Raise ApiError if so many more responses would be over the rollout's limits."""
+        """Raise ApiError if this many more responses would exceed the rollout's limits."""
         limit = self.limits.max_choices_per_rollout
         if self.choices_in_flight + num_choices > limit:
             raise _too_many("too_many_choices", f"{limit} responses", "max_choices_per_rollout")
@@ -181,13 +181,13 @@ class OpenRollout:
         call.task.add_done_callback(on_done)
 
     def next_seed(self) -> int:
-        """A seed for the next call, made from the rollout's and how many came before."""
+        """Return a seed for the next call, derived from the rollout's seed and the call's index."""
         seed = derive_seed(self.settings.seed, self.num_sampled)
         self.num_sampled += 1
         return seed
 
     def end(self) -> Traffic:
-        """The traffic of the whole; calls still in flight are cancelled."""
+        """Cancel the calls in flight and return the rollout's traffic."""
         abandoned = list(self.in_flight)
         self.in_flight.clear()
         for task in abandoned:
@@ -217,7 +217,7 @@ def _too_many(code: str, limit: str, setting: str) -> ApiError:
 
 
 class OpenRollouts:
-    """Those that are open, by id. The store, if there is one, tells what became of others."""
+    """Open rollouts by id. The store, if there is one, has the status of the others."""
 
     def __init__(self, store: Store | None, limits: ServeConfig) -> None:
         self._store, self._limits = store, limits
@@ -231,7 +231,7 @@ class OpenRollouts:
         return self._by_id[rollout_id]
 
     def open(self, settings: RolloutSettings) -> OpenRollout:
-        """A new one. Raises ValueError if it is open."""
+        """Open a rollout and return it. Raise ValueError if it is open already."""
         if settings.rollout_id in self._by_id:
             raise ValueError(f"rollout {settings.rollout_id!r} is open already; expected a new id.")
         sequence = self._store.next_sequence() if self._store else None
@@ -241,7 +241,7 @@ class OpenRollouts:
         return rollout
 
     def close(self, rollout_id: str) -> Traffic:
-        """Ends it; its traffic. Raises ValueError if it is not open."""
+        """Close a rollout and return its traffic. Raise ValueError if it is not open."""
         rollout = self._by_id.pop(rollout_id, None)
         if rollout is None:
             raise ValueError(
@@ -251,19 +251,18 @@ class OpenRollouts:
         return rollout.end()
 
     def close_all(self) -> None:
-        """Ends every one."""
         for rollout_id in list(self._by_id):
             self.close(rollout_id)
 
     def find(self, place: str) -> OpenRollout:
-        """The one that is named so in a URL. Raises ApiError if none is."""
+        """Return the open rollout that a URL names. Raise ApiError if there is none."""
         rollout_id, _, token = place.rpartition("~")
         rollout = self._by_id.get(rollout_id)
         if rollout and rollout.owner.has_token(token):
             return rollout
         ended, owner = None, self.owners.of_id(rollout_id)
         with contextlib.suppress(StoreError):
-            # How a rollout ended is told to its own agent only.
+            # Only the rollout's own agent may learn how it ended.
             if self._store and rollout is None and owner and owner.has_token(token):
                 ended = self._store.status_at_once(rollout_id)
         state = f"has ended ({ended})" if ended else "is unknown"
@@ -276,6 +275,6 @@ class OpenRollouts:
 
 
 def derive_seed(*parts: object) -> int:
-    """31 bits that depend on every part and on their order, the same in every process."""
+    """Return 31 bits that depend on all parts and their order, the same in every process."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,4 +1,4 @@
-"""Who answers a call: what its role and the model that it asks for make of it."""
+"""Routing of a call: its role, and the policy or server that answers it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,38 +14,41 @@ PLAIN = RoleConfig(agent="*")
 
 @dataclass(frozen=True)
 class Part:
-    """The role of a call, and which of several policies answers it."""
+    """Role of a call, and the policy that answers it."""
 
-    role: str = ""  # "": none fits
+    role: str = ""  # "": no role matches
     answered_by: str = ""  # "": the only policy, or the initial weights
-    adapter: int | None = None  # its place; None: there is one policy
+    adapter: int | None = None  # index of the policy's adapter; None: there is only one policy
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The roles of a run and its policies, whose places are in their order."""
+    """Roles and policies of a run. The order of the policies gives their adapter indices."""
 
     roles: Roles = field(default_factory=dict)
     policies: Policies = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether calls need to be read for it."""
+        """Return whether calls have to be inspected to route them."""
         return bool(self.roles or self.policies)
 
     def role_of(self, said: Mapping[str, str]) -> tuple[str, RoleConfig]:
-        """(name, role) of a call by what it says; that of one without a role is plain."""
+        """Return (name, role) for a call's agent, model and system prompt, or ("", PLAIN) if none
+        matches.
+        """
         name = find_role(self.roles, **said)
         return name, self.roles[name] if name else PLAIN
 
     def part_of(self, said: Mapping[str, str]) -> Part:
-        """Which policy answers a call that this process answers. Raises ApiError where nothing says
-        which of several.
+        """Return the role and policy for a call that this process answers.
+
+        Raise ApiError if there are several policies and nothing selects one.
         """
         name, role = self.role_of(said)
         if not self.policies:
             return Part(name)
         if role.served_by != "policy":
-            return Part(name, adapter=0)  # before the first step all policies are alike
+            return Part(name, adapter=0)  # before the first step all policies are equal
         policy = choose_policy(self.policies, role, said["model"])
         if policy:
             return Part(name, policy, policy_places(self.policies)[policy])

@@ -1,17 +1,21 @@
-"""Calls while the engine works on them: any number of requests may listen to one.
+"""Calls that the engine works on. Any number of requests may listen to one.
 
-A client that gives up on a call and sends it again must not sample twice: the rollout would hold a
-call whose answer the agent never read. So a repeated request joins the call that it repeats. It is
-a repetition if it says so, by `x-stainless-retry-count` above 0 (as OpenAI's and Anthropic's
-clients count their tries) or by an `Idempotency-Key` that was there before, and if the same rollout
-sent the same body to the same path, and that call runs still or ended less than JOINABLE_S ago. Two
-equal requests that do not say so are two calls: asking twice at temperature 1 is a thing to want.
-Where one of several equal calls failed, the next repetition is of that one, and samples anew; where
-one was given up by its client, the next is of that one, and else of the newest.
+A client that gives up on a call and sends it again must not sample twice. The rollout would hold a
+call whose answer the agent never read. So a retry joins the call that it repeats. A request is a
+retry if all of these hold:
 
-A client that hangs up frees its slot within a step, but for one case: if it hung up when the
-time-out that it declared (`x-stainless-read-timeout`) was over, it is about to ask again, and the
-call goes on for RETRY_GRACE_S.
+* It has `x-stainless-retry-count` above 0 (OpenAI's and Anthropic's clients count their retries),
+  or an `Idempotency-Key` that was sent before.
+* The same rollout sent the same body to the same path.
+* That call is still running or ended less than JOINABLE_S ago.
+
+Two equal requests without these headers are two calls, because sampling twice at temperature 1 is a
+legitimate wish. If one of several equal calls failed, the next retry is for that call and samples
+again. Otherwise it joins a call that its client gave up on, or else the newest.
+
+A client that disconnects frees its slot within a step, with one exception. If it disconnects when
+its declared timeout (`x-stainless-read-timeout`) has passed, it is about to retry. The call then
+continues for RETRY_GRACE_S.
 """
 
 import asyncio
@@ -26,19 +30,19 @@ from typing import Any
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import ReplyContext
 
-RETRY_GRACE_S = 10.0  # OpenAI's client waits at most 8 s before it tries again
+RETRY_GRACE_S = 10.0  # OpenAI's client waits at most 8 s before it retries
 JOINABLE_S = 60.0
-TOKEN_BYTES = 1000  # that a token takes as long as its call is kept...
-ALTERNATIVE_BYTES = 110  # ...and each alternative to it
+TOKEN_BYTES = 1000  # memory for one token while its call is kept...
+ALTERNATIVE_BYTES = 110  # ...and for each alternative to it
 
 Emit = Callable[[Delta], None]
-# Does the call: `accepted` once the engine has it, `emit` for every piece, then the answers.
+# Runs the call: `accepted` once the engine has it, `emit` for every piece, then the answers.
 Work = Callable[[Callable[[], None], Emit], Coroutine[Any, Any, tuple[Answer, ...]]]
 
 
 @dataclass(eq=False)
 class RunningCall:
-    """One call, from its start until nobody may ask for it any more. Belongs to one event loop."""
+    """One call, from its start until no request may join it. Use it in one event loop only."""
 
     work: Work
     context: ReplyContext
@@ -46,7 +50,7 @@ class RunningCall:
     _accepted: bool = False
     _listeners: int = 0
     _given_up: bool = False  # its last listener left before it ended
-    num_bytes: int = 0  # about so many are kept for whoever joins
+    num_bytes: int = 0  # approximate memory kept for requests that join
     _ended: float | None = None
 
     def __post_init__(self) -> None:
@@ -55,14 +59,18 @@ class RunningCall:
         self._task.add_done_callback(self._on_done)
 
     async def accepted(self) -> None:
-        """Returns once the engine has taken the call. Raises what the call raised before."""
+        """Wait until the engine has accepted the call. Raise the call's error if it failed before
+        that.
+        """
         while not self._accepted and not self._task.done():
             await self._wait()
         if not self._accepted:
             await self.answers()
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """All pieces from the first on, as they come. Raises what the call raised."""
+        """Yield all pieces from the first one on, as they arrive. Raise the call's error if it
+        fails.
+        """
         seen = 0
         while True:
             while seen < len(self._deltas):
@@ -74,11 +82,13 @@ class RunningCall:
         await self.answers()
 
     async def answers(self) -> tuple[Answer, ...]:
-        """One answer per choice, at the end. Raises what the call raised."""
+        """Return one answer per choice when the call ends. Raise the call's error if it fails."""
         return await asyncio.shield(self._task)
 
     def joinable(self) -> bool:
-        """Whether a repeated request may still share it. A failed call is worth another try."""
+        """Return whether a retry may join this call. A failed call is not joinable, so a retry
+        samples again.
+        """
         if self._ended is None:
             return True
         failed = self._task.cancelled() or self._task.exception() is not None
@@ -86,7 +96,10 @@ class RunningCall:
 
     @contextmanager
     def listen(self, keep: Callable[[], bool]) -> Iterator[None]:
-        """Around all that one request asks of the call. `keep`: asked when it leaves too early."""
+        """Register one request as a listener while the body runs.
+
+        If the last listener leaves early, `keep` decides whether the call continues for a while.
+        """
         self._listeners, self._given_up = self._listeners + 1, False
         try:
             yield
@@ -101,7 +114,7 @@ class RunningCall:
 
     @property
     def was_accepted(self) -> bool:
-        """Return whether the engine took the call."""
+        """True once the engine has accepted the call."""
         return self._accepted
 
     @property
@@ -110,7 +123,7 @@ class RunningCall:
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody has its answer, nor waits for it."""
+        """True if no request has its answer or waits for it."""
         return self._given_up
 
     @property
@@ -120,7 +133,7 @@ class RunningCall:
     def _on_done(self, task: asyncio.Task) -> None:
         self._ended = time.monotonic()
         self._changed.set()
-        # A call that nobody listens to any more may fail unheard: its span says so.
+        # Mark the error as retrieved: without listeners, only the call's span reports it.
         _ = task.cancelled() or task.exception()
 
     def _accept(self) -> None:
@@ -139,7 +152,7 @@ class RunningCall:
         await self._changed.wait()
 
     def _abandon(self, keep: bool) -> None:
-        """Nobody listens: the call ends now, or later where it may be asked for again."""
+        """End the call, now or after RETRY_GRACE_S if a retry may come."""
         if keep:
             asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._cancel_if_alone)
         else:
@@ -151,20 +164,20 @@ class RunningCall:
 
 
 class RunningCalls:
-    """The calls of one rollout by what makes a request the same request.
+    """Calls of one rollout, by the identity of their requests.
 
-    Ended ones take at most `max_bytes`; the oldest are forgotten first, and a repetition of one of
-    them samples anew.
+    Ended ones take at most `max_bytes`. The oldest are forgotten first, and a retry of one of them
+    samples again.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self.num_forgotten = 0  # for lack of room, while a retry might still have asked for them
+        self.num_forgotten = 0  # dropped for lack of room while a retry might still have come
         self._calls: deque[tuple[str, RunningCall]] = deque()  # oldest first
-        self._failed: Counter[str] = Counter()  # calls that were not repeated yet
+        self._failed: Counter[str] = Counter()  # failed calls that were not retried yet
 
     def find(self, identity: str) -> RunningCall | None:
-        """The call that a repetition may join."""
+        """Return the call that a retry may join, or None if it has to sample again."""
         if self._failed[identity]:
             self._failed[identity] -= 1
             return None
@@ -172,7 +185,7 @@ class RunningCalls:
         return next((call for call in known if call.given_up), known[-1] if known else None)
 
     def add(self, identity: str, call: RunningCall) -> None:
-        """The newest call of that identity; the oldest are forgotten once nobody may join them."""
+        """Add the newest call of an identity. Forget old ones once no request may join them."""
         self._calls.append((identity, call))
         call.task.add_done_callback(lambda task: self._note(identity, task))
         self._forget()
@@ -198,26 +211,26 @@ class RunningCalls:
         self._forget()
 
     def cancel(self) -> None:
-        """Ends those that run."""
+        """Cancel the calls that are still running."""
         for _, call in self._calls:
             call.cancel()
 
 
 def identity_of(path: str, body: bytes, headers: Mapping[str, str]) -> str:
-    """What two tries of one request have in common."""
+    """Return a digest that all tries of one request share."""
     key = headers.get("Idempotency-Key", "").encode("utf-8", "surrogateescape")
     return hashlib.blake2b(b"\n".join((path.encode(), key, body)), digest_size=16).hexdigest()
 
 
 def is_repetition(headers: Mapping[str, str]) -> bool:
-    """Whether the request says that it may have been sent before."""
+    """Return whether the headers say that the request may have been sent before."""
     tries = headers.get("x-stainless-retry-count", "0")
-    # As text: Python refuses to read an integer of thousands of digits.
+    # Compared as text, because Python refuses to parse an integer of thousands of digits.
     return "Idempotency-Key" in headers or (tries.isdecimal() and tries.strip("0") != "")
 
 
 def declared_timeout_s(headers: Mapping[str, str]) -> float | None:
-    """After how many seconds the client gives up, where it says so."""
+    """Return the client's declared timeout in seconds, or None if there is none."""
     try:
         return float(headers["x-stainless-read-timeout"])
     except (KeyError, ValueError):

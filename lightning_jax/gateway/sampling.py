@@ -1,4 +1,4 @@
-"""How the choices of a request are sampled, and with which seeds."""
+"""Sampling parameters and seeds for the choices of a request."""
 
 import secrets
 from collections.abc import Mapping
@@ -20,10 +20,11 @@ def sampling_params(
     max_logit_biases: int,
     max_stop_chars: int,
 ) -> tuple[SamplingParams, ...]:
-    """How each choice is sampled: what the agent asks for, under what its rollout's settings say.
+    """Return the sampling parameters of each choice.
 
-    `rooms`: how many tokens the context has left, one entry a prompt. Choices of one prompt lie
-    next to each other. Raises ApiError for values out of range.
+    The rollout's settings override the request, and cap its `max_tokens`. `rooms` is the number of
+    tokens left in the context for each prompt. Choices of one prompt are adjacent. Raise ApiError
+    if a value is out of range.
     """
     settings = rollout.settings if rollout else None
     ceilings = [request.max_tokens, settings.max_tokens if settings else None]
@@ -46,7 +47,7 @@ def sampling_params(
                 temperature=_first(settings and settings.temperature, request.temperature),
                 top_p=_first(settings and settings.top_p, request.top_p),
                 top_k=_first(settings and settings.top_k, request.top_k),
-                # A filter as top_p is one; rollouts that train have those of the settings alone.
+                # A filter like top_p. Rollouts that train use only the filters in their settings.
                 min_p=request.min_p if settings is None or settings.top_p is None else 0.0,
                 seed=derive_seed(seed, index) if index else seed,
                 stop=request.stop,
@@ -65,7 +66,9 @@ def sampling_params(
 
 
 def _logit_biases(bias: Mapping[str, Any], most: int) -> tuple[tuple[int, float], ...]:
-    """Return token ids and what is added to their logits; ids are JSON keys, so strings."""
+    """Return (token id, bias) pairs. The ids are strings in the request, because they are JSON
+    keys.
+    """
     if len(bias) > most:
         raise invalid(
             f"logit_bias has {len(bias)} entries; serve.max_logit_biases allows {most}.",

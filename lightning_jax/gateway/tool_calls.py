@@ -1,11 +1,11 @@
-"""Sampled text to tool calls, piece by piece as it streams.
+"""Parser from sampled text to tool calls, piece by piece as it streams.
 
     text <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
     TextPiece("text "), CallStart(0, "f"), CallArguments(0, '{"a": 1}')
 
-Text that may become a call is held until it is one, because what a client has been sent cannot be
-taken back; so a malformed call comes out as the text it is. Where a grammar guarantees the call,
-its arguments leave as they are made.
+Text that may become a call is held until the call is complete, because text that was sent to a
+client cannot be withdrawn. So a malformed call comes out as plain text. If a grammar guarantees the
+call, its arguments are sent as they are generated.
 """
 
 import ast
@@ -19,7 +19,7 @@ from typing import Any
 from lightning_jax.gateway.fields import has_more_values, is_deep
 from lightning_jax.gateway.tool_formats import ToolFormat
 
-MAX_VALUES = 50_000  # names and values in a call's arguments; more are taken as text
+MAX_VALUES = 50_000  # names and values in a call's arguments; longer arguments stay text
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class CallStart:
-    """The next call of this answer begins."""
+    """Start of the next call in an answer."""
 
     index: int
     name: str
@@ -37,7 +37,7 @@ class CallStart:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """More of a call's arguments, JSON text."""
+    """More of a call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -47,7 +47,7 @@ Piece = TextPiece | CallStart | CallArguments
 
 
 class PlainText:
-    """The parser of a request without tools: all is text."""
+    """Parser for a request without tools. Everything is text."""
 
     malformed = 0
 
@@ -59,10 +59,10 @@ class PlainText:
 
 
 class ToolCallParser:
-    """Splits one answer into text and calls. `guaranteed`: a grammar wrote it.
+    """Parser that splits one answer into text and calls.
 
-    A call of a tool that is not in `allowed` (None: all are), or more calls than `at_most`, come
-    out as text and count as malformed.
+    `guaranteed` means that a grammar constrained the answer. Calls of tools that are not in
+    `allowed` (None: all are) and calls beyond `at_most` come out as text and count as malformed.
     """
 
     def __init__(
@@ -80,27 +80,27 @@ class ToolCallParser:
         self._guaranteed = guaranteed
         self._held = ""
         self._inside = False  # the held text follows an opening mark
-        self._text_seen = False  # something other than blanks was shown
+        self._text_seen = False  # text other than blanks was emitted
         self._count = 0
         self._stream: _ArgumentsStream | None = None
         self.malformed = 0
 
     def push(self, text: str) -> list[Piece]:
-        """What the new text makes certain."""
+        """Add text, and return the pieces that are now certain."""
         self._held += text
         return list(self._advance())
 
     def finish(self) -> list[Piece]:
-        """The rest, when no text follows."""
+        """Return the remaining pieces at the end of the text."""
         if self._stream:
             pieces, self._held = self._stream.push(self._held)[0], ""
             return pieces
         held, self._held = self._held, ""
         if self._guaranteed or not (held or self._inside):
-            return []  # what closes a guaranteed call is no text
+            return []  # the end of a guaranteed call is not text
         if not self._begin and self._may_be_bare(held):
             return self._calls_or_text(held, held)
-        if self._inside:  # the closing mark is missing; the call may be whole all the same
+        if self._inside:  # the closing mark is missing, but the call may be complete
             return self._calls_or_text(held, self._begin + held)
         return [TextPiece(held)]
 
@@ -115,7 +115,7 @@ class ToolCallParser:
                 return
 
     def _advance_outside(self) -> Iterator[Piece]:
-        """Shows text up to an opening mark, or up to what may begin one."""
+        """Emit text up to an opening mark, or up to the possible start of one."""
         at = self._held.find(self._begin)
         if at >= 0:
             text, self._held = self._held[:at], self._held[at + len(self._begin) :]
@@ -123,7 +123,7 @@ class ToolCallParser:
         else:
             keep = _overlap(self._held, self._begin)
             text, self._held = self._held[: len(self._held) - keep], self._held[-keep:] * bool(keep)
-        # Blanks between two calls are markup.
+        # Whitespace between two calls is markup.
         if text and not (self._count and not text.strip()):
             self._text_seen = True
             yield TextPiece(text)
@@ -140,7 +140,7 @@ class ToolCallParser:
         yield from self._calls_or_text(body, f"{self._begin}{body}{self._end}")
 
     def _advance_stream(self) -> Iterator[Piece]:
-        """A guaranteed call: its name once known, then its arguments as they come."""
+        """Emit a guaranteed call: its name once it is known, then its arguments as they arrive."""
         if self._stream is None:
             head = _HEAD.match(self._held)
             if head is None:
@@ -157,13 +157,13 @@ class ToolCallParser:
             self._stream = None
 
     def _skip_tail(self) -> None:
-        """What closes a guaranteed call, or a list of them, is no text."""
+        """Skip the closing mark of a guaranteed call, or of a list of them."""
         if self._end and (at := self._held.find(self._end)) >= 0:
             self._held = self._held[at + len(self._end) :]
             self._inside = False
 
     def _advance_bare(self) -> Iterator[Piece]:
-        """A format without marks: the answer as a whole is calls, or it is text."""
+        """Advance in a format without marks, in which a whole answer is either calls or text."""
         if self._guaranteed:
             while self._held:
                 before = self._held
@@ -185,7 +185,7 @@ class ToolCallParser:
     def _calls_or_text(self, body: str, as_text: str) -> list[Piece]:
         calls = parse_calls(body, self._form)
         if calls and not self._begin and not self._knows(calls):
-            return [TextPiece(as_text)]  # without marks an object that has a name may be an answer
+            return [TextPiece(as_text)]  # without marks, an object with a name may be an answer
         if not calls or not self._may(calls):
             if calls or _looks_like_call(body) or self._begin:
                 self.malformed += 1
@@ -205,24 +205,24 @@ class ToolCallParser:
         return self._allowed is None or all(name in self._allowed for name, _ in calls)
 
 
-# The beginning of a call as grammars write it: the name comes first.
+# Start of a call as grammars write it, with the name first.
 _HEAD = re.compile(
     r'[\s,;\[]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 
 
 class _ArgumentsStream:
-    """Passes on one JSON object, and the brace that closes the call around it."""
+    """Scanner that emits one JSON object and drops the brace that closes the call around it."""
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._depth = 0
         self._in_string = self._escaped = False
-        self._whole = False  # the arguments are; the call's own brace is still to come
+        self._whole = False  # the arguments are complete, but the call's own brace is not there yet
         self.done = False
 
     def push(self, text: str) -> tuple[list[Piece], str]:
-        """(pieces, what follows the call)."""
+        """Return (pieces, text after the call)."""
         end = len(text)
         for at, character in enumerate(text):
             if self._whole:
@@ -257,7 +257,9 @@ class _ArgumentsStream:
 
 
 def parse_calls(body: str, form: ToolFormat) -> list[tuple[str, str]]:
-    """(name, arguments as JSON text) of every call in the text; empty if any part is no call."""
+    """Return (name, arguments as JSON text) of each call, or [] if any part of the text is not a
+    call.
+    """
     text = body.strip().removeprefix("<|python_tag|>").strip()
     if form.pythonic and text.startswith("["):
         return _python_calls(text)
@@ -278,17 +280,18 @@ def _call(value: Any) -> tuple[str, str] | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some write the object as a JSON string
+    if isinstance(arguments, str):  # some models write the object as a JSON string
         arguments = read_arguments(arguments)
     text = _as_json(arguments) if isinstance(arguments, dict) else None
     return None if text is None else (value["name"], text)
 
 
 def read_arguments(text: str) -> Any:
-    """What JSON text says; the text itself where it is none, or nests too deep to work with, or has
-    more than MAX_VALUES names and values.
+    """Return the value of JSON text, or the text itself if it cannot be used.
+
+    It cannot if it is not JSON, nests too deep, or has more than MAX_VALUES names and values.
     """
-    # A lone surrogate is no text to encode, but none to count either.
+    # A lone surrogate cannot be encoded, and does not matter for the count.
     if len(text) > MAX_VALUES and has_more_values(text.encode(errors="replace"), MAX_VALUES):
         return text
     try:
@@ -299,7 +302,10 @@ def read_arguments(text: str) -> Any:
 
 
 def _as_json(arguments: dict[str, Any]) -> str | None:
-    """None for what no JSON can say, though Python reads it: NaN, 1e999, half a surrogate pair."""
+    """Return arguments as JSON text, or None if they nest too deep or JSON cannot express them.
+
+    Python reads values that JSON cannot express: NaN, 1e999, half a surrogate pair.
+    """
     if is_deep(arguments):
         return None
     try:
@@ -311,7 +317,7 @@ def _as_json(arguments: dict[str, Any]) -> str | None:
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:
-    """`[f(a=1), g(b="x")]`, read as syntax and never run."""
+    """Return the calls in `[f(a=1), g(b="x")]`, parsed as syntax and never run."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # such as "\\d" in a string
@@ -343,6 +349,8 @@ def _looks_like_call(text: str) -> bool:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `mark`, but not all of
+    it.
+    """
     lengths = range(min(len(text), len(mark) - 1), 0, -1)
     return next((n for n in lengths if mark.startswith(text[-n:])), 0)

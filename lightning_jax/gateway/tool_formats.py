@@ -1,4 +1,4 @@
-"""How each model family writes a tool call, as data."""
+"""Formats of tool calls by model family, as data."""
 
 import json
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from lightning_jax.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The text around a call and the shape of the JSON in it.
+    """Text around a call and the shape of its JSON.
 
-    `object` is one JSON object a call, `list` one JSON list of them all. `begin` empty: the call is
-    the whole answer, which then starts with one of `starts`.
+    `object` is one JSON object for each call, and `list` is one JSON list of all calls. If `begin`
+    is empty, the call is the whole answer, which then starts with one of `starts`.
     """
 
     name: str
     begin: str
     end: str
     body: Literal["object", "list"]
-    arguments: str = "arguments"  # the key of a call's arguments
+    arguments: str = "arguments"  # key of a call's arguments
     between: str = "\n"  # between two calls of one answer
     starts: tuple[str, ...] = ()
-    pythonic: bool = False  # [name(key=value), ...] is understood too
+    pythonic: bool = False  # [name(key=value), ...] is parsed too
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """The text of (name, arguments) pairs, as the model would write it."""
+        """Return the text of (name, arguments) pairs, as the model would write it."""
         objects = [
             json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
             for name, arguments in calls
@@ -36,7 +36,7 @@ class ToolFormat:
         return self.between.join(f"{self.begin}{item}{self.end}" for item in objects)
 
     def instructions(self, tools: Sequence[Any]) -> str:
-        """A system text that offers the tools, for chat templates without a place for them."""
+        """Return a system text that offers the tools, for chat templates without tool support."""
         lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         example = self.write([("NAME", {"KEY": "VALUE"})])
         return (
@@ -60,11 +60,13 @@ LLAMA3 = ToolFormat(
 
 FORMATS = {form.name: form for form in (HERMES, SMOLLM, LLAMA3)}
 
-# A family is known by what its chat template writes.
+# Markers in a chat template that identify the model family.
 _SIGNS = (("<tool_call>", HERMES), ("<|start_header_id|>", LLAMA3))
 
 
 def format_of(tokenizer: Tokenizer) -> ToolFormat:
-    """The format that the model's chat template was made for; SmolLM's where it says nothing."""
+    """Return the format that the model's chat template was made for, or SmolLM's if it is not
+    known.
+    """
     template = tokenizer.template or ""
     return next((form for sign, form in _SIGNS if sign in template), SMOLLM)

@@ -1,7 +1,7 @@
-"""An agent to begin with: it writes a date the way that computers sort them. Make it yours.
+"""Starter agent that writes a date as YYYY-MM-DD. Make it yours.
 
-`run` is all that lightning_jax calls, and the URL in `llm` is all that it gives. What happens in
-between is up to you: as many calls as you like, any framework, tools, other people's code.
+lightning_jax only calls `run` and passes the policy's URL in `llm`. The rest is up to you: any
+number of calls, any framework, tools, other people's code.
 """
 
 import re
@@ -17,7 +17,7 @@ EXAMPLE: list[Any] = [
 
 
 async def run(task: dict[str, Any], llm: Any) -> float:
-    """The reward of one attempt. `task` is a line of tasks.jsonl."""
+    """Return the reward of one attempt. `task` is a line of tasks.jsonl."""
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
         completion = await client.chat.completions.create(
             model=llm.model,
@@ -28,8 +28,10 @@ async def run(task: dict[str, Any], llm: Any) -> float:
 
 
 def reward(task: dict[str, Any], reply: str) -> float:
-    """0 for a reply without such a date, else 0.1 and 0.3 for each of year, month and day that is
-    right. Rewards between nothing and all tell a weak policy which way is up.
+    """Return 0 for a reply without such a date, else 0.1 plus 0.3 for each correct year, month and
+    day.
+
+    Partial rewards tell a weak policy in which direction to improve.
     """
     found = re.search(r"\d{4}-\d{2}-\d{2}", reply)
     if found is None:

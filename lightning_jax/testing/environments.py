@@ -1,4 +1,4 @@
-"""Python environments for programs whose packages are not ours, one a requirements file."""
+"""Virtual environments for programs with other dependencies, one for each requirements file."""
 
 import subprocess
 import sys
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def environment(requirements: Path, folder: Path) -> Path:
-    """The Python of the environment with these packages; made where it is not there yet.
+    """Return the Python of the environment with these packages, and create it if necessary.
 
-    It lies in `folder` under the file's name without `requirements-`, and is made anew when the
-    file's text has changed. Raises CalledProcessError where a package cannot be installed.
+    It is in `folder`, named like the file without `requirements-`. If the file's text has changed,
+    it is created again. Raise CalledProcessError if a package cannot be installed.
     """
     place = folder / requirements.stem.removeprefix("requirements-")
     ready = place / requirements.name

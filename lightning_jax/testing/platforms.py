@@ -1,4 +1,4 @@
-"""Programs for devices that the machine does not have."""
+"""Lowering of programs for devices that the machine does not have."""
 
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
@@ -9,10 +9,10 @@ _DEVICES = {
 
 
 def mesh_for(platform: str, mesh: Mesh) -> AbstractMesh:
-    """The mesh without its devices, but as if they were H100s or v5e chips.
+    """Return the mesh without its devices, as if they were H100s or v5e chips.
 
-    JAX lowers some kernels only for a device that it knows: a process's own, or that of the
-    abstract mesh on which the kernel's arrays lie or under which it is traced.
+    JAX lowers some kernels only for a device that it knows. That is a device of the process, or the
+    one of the abstract mesh that holds the kernel's arrays or under which the kernel is traced.
     """
     if platform not in _DEVICES:
         return mesh.abstract_mesh

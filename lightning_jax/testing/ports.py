@@ -1,10 +1,10 @@
-"""Ports for servers that have to be told one."""
+"""Free ports for servers that need a port number."""
 
 import socket
 
 
 def free_port() -> int:
-    """One of 127.0.0.1 on which nothing listens, now."""
+    """Return a port of 127.0.0.1 that is free now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Short ways to write records in tests."""
+"""Short constructors of records for tests."""
 
 from lightning_jax.types import Advantage, TrainingSequence, Trajectory, Transition
 
@@ -12,7 +12,7 @@ def transition(
     forced: tuple[bool, ...] = (),
     trains: bool = True,
 ) -> Transition:
-    """A call that ended by itself; log-probs -0.1, -0.2, ..."""
+    """Return a call that ended by itself, with log-probs -0.1, -0.2, ..."""
     size = len(response)
     logprobs = tuple(-0.1 * (i + 1) for i in range(size))
     return Transition(
@@ -33,7 +33,7 @@ def transition(
 def trajectory(
     *transitions: Transition, reward: float = 0.0, group: str = "g", rollout: str = "r"
 ) -> Trajectory:
-    """A scored rollout of these calls."""
+    """Return a scored rollout of these calls."""
     return Trajectory(rollout, group, transitions, reward)
 
 
@@ -45,7 +45,7 @@ def sequence(
     weight: float = 0.1,
     loss_mask: tuple[bool, ...] = (),
 ) -> TrainingSequence:
-    """A response to learn from; behaviour log-probs -0.5, -0.75, ..."""
+    """Return a response to train on, with behavior log-probs -0.5, -0.75, ..."""
     return TrainingSequence(
         prompt_token_ids=tuple(prompt),
         response_token_ids=tuple(response),

@@ -1,4 +1,4 @@
-"""A gateway over a real engine with a tiny model, on a port of its own."""
+"""Gateway on its own port, over a real engine with a tiny model."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +17,7 @@ from lightning_jax.store import Store
 
 @dataclass(frozen=True)
 class Service:
-    """What answers calls, and what it is made of."""
+    """Gateway that answers calls, with its parts."""
 
     gateway: Gateway
     loop: EngineLoop
@@ -37,10 +37,10 @@ async def run_service(
     routing: Routing | None = None,
     initial: LoadedModel | None = None,
 ) -> AsyncIterator[Service]:
-    """Starts it, and ends it afterwards; its store is a file in `folder`.
+    """Run a service until the block ends. Its store is a file in `folder`.
 
-    One engine may serve many services, and `initial` beside the model: it holds compiled programs
-    and no state.
+    Several services, and `initial` next to the model, may share one engine, because it holds
+    compiled programs and no state.
     """
     words = tokenizer or model.tokenizer
     loop = EngineLoop(engine, model.params, version, words, serve)

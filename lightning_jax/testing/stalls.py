@@ -1,4 +1,4 @@
-"""A measure of how long an event loop stands still."""
+"""Measurement of how long an event loop is blocked."""
 
 import asyncio
 import contextlib
@@ -11,38 +11,38 @@ from pathlib import Path
 
 from lightning_jax.watchdog import current_line
 
-BEAT_S = 0.01  # between two looks at the clock
-SAMPLED_AFTER_S = 0.03  # a stall of this length has its line looked up
+BEAT_S = 0.01  # between two readings of the clock
+SAMPLED_AFTER_S = 0.03  # a stall of this length gets its line recorded
 
 
 @dataclass(frozen=True)
 class Stall:
-    """One stop of the loop.
+    """One interval in which the loop was blocked.
 
-    `seconds` counts neither the beat itself nor the time for which the loop's thread, or the Python
-    thread that it may have waited for, was ready to run and had no CPU.
+    `seconds` excludes the beat itself. It also excludes time in which the loop's thread, or a
+    Python thread that it may have waited for, was ready to run but had no CPU.
     """
 
     seconds: float
     wall_s: float = 0.0
-    cpu_s: float = 0.0  # of the loop's own thread
-    line: str = ""  # where the loop stood, if it could be seen
+    cpu_s: float = 0.0  # for the loop's own thread
+    line: str = ""  # line where the loop was blocked, if known
 
 
 @dataclass
 class LoopStalls:
-    """The stops of one loop. `longest` is kept up to date while the loop is watched."""
+    """Stalls of one loop. `longest` is updated while the loop is watched."""
 
     longest: Stall = Stall(0.0)
     num_beats: int = 0
-    _delays: dict[int, float] = field(default_factory=dict)  # CPU waiting, by thread, in seconds
+    _delays: dict[int, float] = field(default_factory=dict)  # wait for a CPU by thread, in seconds
 
     @property
     def longest_s(self) -> float:
         return self.longest.seconds
 
     def reset(self) -> None:
-        """Forget what was measured so far, for example before the next case."""
+        """Forget all measurements, for example before the next case."""
         self.longest = Stall(0.0)
 
     def _note(self, wall_s: float, cpu_s: float, line: str) -> None:
@@ -57,10 +57,10 @@ class LoopStalls:
 
 @asynccontextmanager
 async def loop_stalls() -> AsyncIterator[LoopStalls]:
-    """Measure the stops of the running loop until the block ends.
+    """Measure stalls of the running loop until the block ends.
 
-    On Linux the time without a CPU is discounted, so that a busy machine is no stall. Elsewhere a
-    stall is the wall clock's.
+    On Linux the time without a CPU is subtracted, so a busy machine is not a stall. On other
+    systems a stall is measured by wall clock.
     """
     stalls = LoopStalls(_delays=_run_delays())
     beat_at = [time.monotonic()]
@@ -85,7 +85,7 @@ async def loop_stalls() -> AsyncIterator[LoopStalls]:
     sampler.start()
     try:
         yield stalls
-        await asyncio.sleep(2 * BEAT_S)  # a stall just before the end is seen by the next beat
+        await asyncio.sleep(2 * BEAT_S)  # the next beat sees a stall just before the end
     finally:
         stop.set()
         task.cancel()
@@ -95,7 +95,7 @@ async def loop_stalls() -> AsyncIterator[LoopStalls]:
 
 
 def _run_delays() -> dict[int, float]:
-    """Return for how long each Python thread was ready to run and had no CPU; {} if unknown."""
+    """Return the seconds each Python thread was ready to run without a CPU, or {} if unknown."""
     found = {}
     for thread in threading.enumerate():
         with contextlib.suppress(OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""A random model small enough for a test, with a real tokenizer made in memory."""
+"""Random model small enough for a test, with a real tokenizer made in memory."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from lightning_jax.models.names import flatten, unflatten
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.models.transformer import DecoderConfig, Params, init_params
 
-# Settings with which a run of the model takes seconds.
+# Settings for a run that takes seconds with this model.
 TINY_RUN = {
     "num_steps": 1,
     "serve.slots": 1,
@@ -36,7 +36,10 @@ CHATML = (
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """One token a byte, ids in the byte alphabet's order, then the specials; ChatML template."""
+    """Return a tokenizer with one token per byte, in the byte alphabet's order, then the specials.
+
+    Its template is ChatML.
+    """
     backend = byte_level_bpe(sorted(pre_tokenizers.ByteLevel.alphabet()), [], "gpt-2")
     backend.add_tokens(
         [tokenizers.AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
@@ -51,7 +54,7 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def tiny_model(seed: int = 0, *, num_layers: int = 2, embed_dim: int = 32) -> LoadedModel:
-    """Random float32 weights: 4 query heads on 2 key heads, 259 tokens, tied embeddings."""
+    """Return random float32 weights: 4 query heads, 2 key heads, 259 tokens, tied embeddings."""
     tokenizer = tiny_tokenizer()
     config = DecoderConfig(
         vocab_size=tokenizer.vocab_size,
@@ -68,7 +71,7 @@ def tiny_model(seed: int = 0, *, num_layers: int = 2, embed_dim: int = 32) -> Lo
 
 
 def tiny_policies(lora: LoraConfig, number: int = 2) -> LoadedModel:
-    """A tiny model of one layer with several adapters, each of which says something else."""
+    """Return a tiny model of one layer with several adapters that all give different outputs."""
     model = adapted(tiny_model(num_layers=1), lora, 0, number)
     return replace(model, params=_speaking(model.params))
 

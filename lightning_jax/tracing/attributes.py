@@ -1,4 +1,4 @@
-"""Names of span attributes: OpenTelemetry's GenAI conventions where they have one, else our own."""
+"""Names of span attributes, from OpenTelemetry's GenAI conventions if possible, else our own."""
 
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
 from opentelemetry.semconv.attributes import error_attributes
@@ -25,37 +25,37 @@ TOOL_RESULT = gen_ai.GEN_AI_TOOL_CALL_RESULT
 USAGE_INPUT_TOKENS = gen_ai.GEN_AI_USAGE_INPUT_TOKENS
 USAGE_OUTPUT_TOKENS = gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS
 
-# Of OpenInference, which instrumentation of many frameworks speaks.
+# From OpenInference, which instruments many frameworks.
 SPAN_KIND = "openinference.span.kind"
-INPUT, OUTPUT = "input.value", "output.value"  # text for people to read
+INPUT, OUTPUT = "input.value", "output.value"  # human-readable text
 
 CHAT = gen_ai.GenAiOperationNameValues.CHAT.value
 TEXT_COMPLETION = gen_ai.GenAiOperationNameValues.TEXT_COMPLETION.value
 EXECUTE_TOOL = gen_ai.GenAiOperationNameValues.EXECUTE_TOOL.value
 INVOKE_AGENT = gen_ai.GenAiOperationNameValues.INVOKE_AGENT.value
-GENERATIONS = (CHAT, TEXT_COMPLETION)  # the operations whose spans hold sampled tokens
+GENERATIONS = (CHAT, TEXT_COMPLETION)  # operations whose spans hold sampled tokens
 
-DIALECT = "lightning.dialect"  # the wire format that the call came in
+DIALECT = "lightning.dialect"  # wire format of the call
 ROLLOUT_ID = "lightning.rollout_id"
-AGENT = "lightning.agent"  # the sub-agent that called
-POLICY = "lightning.policy"  # the model name that the agent asked for
-ANSWERED_BY = "lightning.answered_by"  # which of the config's policies sampled it
+AGENT = "lightning.agent"  # sub-agent that made the call
+POLICY = "lightning.policy"  # model name that the agent requested
+ANSWERED_BY = "lightning.answered_by"  # the config's policy that sampled it
 PROMPT_TOKEN_IDS = "lightning.prompt_token_ids"
 RESPONSE_TOKEN_IDS = "lightning.response_token_ids"
 BEHAVIOR_LOGPROBS = "lightning.behavior_logprobs"
 SAMPLING_LOGPROBS = "lightning.sampling_logprobs"
 TEMPERED_LOGPROBS = "lightning.tempered_logprobs"
 POLICY_VERSIONS = "lightning.policy_versions"
-FORCED = "lightning.forced"  # True where a grammar left no choice; only set if it did so once
-ADJUSTED = "lightning.adjusted"  # True where biases, penalties or a grammar moved the logits
-REWARD = "lightning.reward"  # what this call earned by itself; of a reward span, what was posted
-REWARD_CALL = "lightning.reward_call"  # the response id of the call that earned it
-REWARD_CHOICE = "lightning.reward_choice"  # which of the call's choices
-ROLE = "lightning.role"  # the first of the config's roles that the call matched
-SERVED_BY = "lightning.served_by"  # the server that answered instead of the policy
-MALFORMED_TOOL_CALLS = "lightning.malformed_tool_calls"  # of the response; set where there are some
+FORCED = "lightning.forced"  # True if a grammar left no choice; set only if any is True
+ADJUSTED = "lightning.adjusted"  # True if biases, penalties or a grammar changed the logits
+REWARD = "lightning.reward"  # the call's own reward; in a reward span, the posted one
+REWARD_CALL = "lightning.reward_call"  # response id of the call that earned it
+REWARD_CHOICE = "lightning.reward_choice"  # index of the call's choice
+ROLE = "lightning.role"  # first of the config's roles that the call matched
+SERVED_BY = "lightning.served_by"  # server that answered instead of the policy
+MALFORMED_TOOL_CALLS = "lightning.malformed_tool_calls"  # in the response; set if not 0
 PREFIX_BREAKS = "lightning.prefix_breaks"  # 1 if a replayed response is not a prefix of this prompt
 REQUEST_MIN_P = "lightning.min_p"
 CHOICE_INDEX = "lightning.choice_index"
-DROPPED_ATTRIBUTES = "lightning.dropped_attributes"  # of a posted span: how many were too long
-SEQUENCE = "lightning.sequence"  # of a span that has not ended; the record has it as a field
+DROPPED_ATTRIBUTES = "lightning.dropped_attributes"  # of a posted span: number that were too long
+SEQUENCE = "lightning.sequence"  # of an open span; the record has it as a field

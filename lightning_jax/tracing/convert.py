@@ -1,4 +1,4 @@
-"""Spans in, Transitions and Trajectories out: pure functions."""
+"""Pure functions from Spans to Transitions and Trajectories."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,20 +9,24 @@ from lightning_jax.tracing.rewards import posted_rewards
 from lightning_jax.tracing.tree import call_order, from_gateway, has_choice_spans
 from lightning_jax.types import Rollout, Span, Trajectory, Transition
 
-# A gradient grows with the inverse of the temperature that it is taken at, so what was sampled
-# below this one is learned from at 1.
+# Gradients scale with the inverse temperature, so samples below this temperature are trained on
+# at 1.
 COLDEST = 0.1
 
 
 def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...], dict[str, int]]:
-    """The calls that can be trained on, in order of start; and how many cannot, by reason.
+    """Return the trainable calls in order of start, and the number of other calls by reason.
 
-    Reasons are the error codes of failed calls (`call_error` where a span has none),
-    `served_elsewhere` for one that another server answered, `empty_response` for a call without a
-    prompt or a response, and `no_logprobs` where the server recorded none. Spans that are no call
-    to the gateway count as neither. A call with several choices gives one Transition each. Rewards
-    that were posted for calls are theirs; `reward_without_call` counts those for calls that are
-    not there.
+    Reasons:
+
+    * The error code of a failed call, or `call_error` if its span has none.
+    * `served_elsewhere`: another server answered the call.
+    * `empty_response`: the call has no prompt or no response.
+    * `no_logprobs`: the server recorded no log-probabilities.
+    * `reward_without_call`: a reward was posted for a call that does not exist.
+
+    Spans that are not calls to the gateway are ignored. A call with several choices becomes one
+    Transition for each. Rewards posted for a call are added to its own.
     """
     transitions: list[Transition] = []
     reasons: Counter[str] = Counter()
@@ -31,7 +35,7 @@ def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...],
         reasons["reward_without_call"] = num_lost
     for span in sorted(spans, key=call_order):
         if not from_gateway(span):
-            continue  # an agent's own instrumentation may tell of the same call once more
+            continue  # an agent's own instrumentation may record the same call again
         if span.error is not None:
             reasons[str(span.attributes.get(names.ERROR_TYPE, "call_error"))] += 1
         elif has_choice_spans(span):
@@ -51,7 +55,7 @@ def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...],
 
 
 def to_trajectory(rollout: Rollout, transitions: Sequence[Transition]) -> Trajectory:
-    """The rollout's calls with its reward. Raises ValueError for a rollout that has none."""
+    """Return the rollout's calls with its reward. Raise ValueError if the rollout has none."""
     if rollout.reward is None:
         raise ValueError(
             f"rollout {rollout.rollout_id!r} is {rollout.status}; expected one that has a reward."
@@ -80,7 +84,7 @@ def _transition(span: Span, posted: float) -> Transition:
 
 
 def _tempered(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nothing at temperature 1, or as good as greedy."""
+    """Return the temperature fields, or nothing if the temperature is 1 or nearly greedy."""
     temperature = float(values.get(names.REQUEST_TEMPERATURE, 1.0))
     if names.TEMPERED_LOGPROBS not in values or temperature < COLDEST:
         return {}

@@ -1,7 +1,7 @@
-"""Questions about many spans of one tree, answered together in n log n steps.
+"""Queries about many spans of one tree, answered together in O(n log n).
 
-Agents send the spans, so a tree may be one long chain, and parents may form circles. The members of
-a circle are all above each other, and count as one node.
+Agents send the spans, so a tree may be one long chain, and parents may form cycles. The members of
+a cycle are all ancestors of each other and count as one node.
 """
 
 from bisect import bisect_left, bisect_right
@@ -11,14 +11,14 @@ from lightning_jax.types import Span
 
 
 class Forest:
-    """The spans by their parents. Of spans with one id the last counts."""
+    """Spans by their parents. If several spans share an id, the last one counts."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._place = {span.span_id: place for place, span in enumerate(spans)}
         by_id = {span.span_id: span for span in spans}
         parents = [self._place.get(by_id[s.span_id].parent_span_id or "", -1) for s in spans]
         self._node, in_circle = _without_circles(parents)
-        self._parent = [-1] * len(spans)  # of each node
+        self._parent = [-1] * len(spans)  # parent of each node
         for place, parent in enumerate(parents):
             if place not in in_circle and parent not in (-1, place):
                 self._parent[self._node[place]] = self._node[parent]
@@ -26,10 +26,10 @@ class Forest:
         self._enter, self._leave = _tour(self._parent)
 
     def latest(self, calls: Sequence[Span], tools: Sequence[Span]) -> list[Span | None]:
-        """Return for each tool the last call that had ended when the tool began.
+        """Return for each tool the last call that had ended when the tool began, or None.
 
-        It is taken from below the nearest span above the tool that has such a call below it, or
-        else from all calls. It is None where none had ended.
+        Search below the nearest ancestor of the tool that has such a call below it. If no ancestor
+        has one, search all calls.
         """
         calls = sorted(calls, key=lambda call: call.end_ns)
         ends = [call.end_ns for call in calls]
@@ -51,9 +51,11 @@ class Forest:
     def _nearest_with_call(
         self, calls: Sequence[Span], tools: Sequence[Span], num_ended: Sequence[int]
     ) -> list[int]:
-        """Return the nearest node above each tool with one of its first calls below it, or -1."""
+        """Return the nearest ancestor of each tool with one of the tool's `num_ended` first calls,
+        or -1.
+        """
         size = len(self._parent)
-        earliest = [len(calls)] * size  # the first call at or below each node
+        earliest = [len(calls)] * size  # first call at or below each node
         for rank in reversed(range(len(calls))):
             earliest[self._node_of(calls[rank])] = rank
         order = sorted(range(size), key=self._enter.__getitem__)
@@ -65,7 +67,7 @@ class Forest:
         for place, tool in enumerate(tools):
             asked.setdefault(self._above(tool), []).append(place)
         tops = [-1] * len(tools)
-        path: list[int] = []  # from a root to the present node; what is earliest there only grows
+        path: list[int] = []  # from a root to the current node; the earliest call only gets later
         ranks: list[int] = []
         for node in order:
             while path and self._leave[path[-1]] <= self._enter[node]:
@@ -88,9 +90,9 @@ class Forest:
 
 
 def _without_circles(parents: Sequence[int]) -> tuple[list[int], set[int]]:
-    """Return the node of each place, which is one for all of a circle, and who is in circles.
+    """Return the node of each place, with one node for each cycle, and the places in cycles.
 
-    A span that is its own parent is in none: it has nothing above it.
+    A span that is its own parent is not in a cycle, but a root.
     """
     node, in_circle = list(range(len(parents))), set[int]()
     walk_of = [-1] * len(parents)
@@ -99,7 +101,7 @@ def _without_circles(parents: Sequence[int]) -> tuple[list[int], set[int]]:
         while at >= 0 and walk_of[at] < 0:
             walk_of[at] = first
             at = parents[at]
-        if at >= 0 and walk_of[at] == first and parents[at] != at:  # this walk met itself
+        if at >= 0 and walk_of[at] == first and parents[at] != at:  # this walk closed a cycle
             circle, each = at, parents[at]
             in_circle.add(circle)
             while each != circle:
@@ -110,7 +112,7 @@ def _without_circles(parents: Sequence[int]) -> tuple[list[int], set[int]]:
 
 
 def _tour(parents: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return where each node's subtree begins and ends in a depth-first order."""
+    """Return the start and end of each node's subtree in depth-first order."""
     children: list[list[int]] = [[] for _ in parents]
     roots = []
     for node, parent in enumerate(parents):
@@ -129,7 +131,7 @@ def _tour(parents: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 class _LatestInRange:
-    """A segment tree: numbers at places, and the largest in a range of places."""
+    """Segment tree with a number at each place, for the largest number in a range of places."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -142,7 +144,7 @@ class _LatestInRange:
             at //= 2
 
     def among(self, begin: int, end: int) -> int:
-        """Return the largest number from place `begin` to before `end`, -1 where there is none."""
+        """Return the largest number in places `begin` to `end` - 1, or -1 if there is none."""
         found, low, high = -1, begin + self._size, end + self._size
         while low < high:
             if low % 2:

@@ -1,7 +1,7 @@
 """Spans that an agent's own instrumentation sends: OTLP over HTTP, as protobuf or JSON.
 
-What comes from an agent is not trusted to say what the policy sampled: attributes under our own
-prefix are taken out of it.
+Agents are not trusted to tell what the policy sampled, so attributes with our own prefix are
+removed from their spans.
 """
 
 import base64
@@ -25,14 +25,14 @@ from lightning_jax.tracing import attributes as names
 from lightning_jax.types import Span
 
 OWN_PREFIX = "lightning."
-MAX_CHARS = 32_768  # of one attribute; a tool may have printed megabytes
-MAX_NOTE_CHARS = 64  # of the note that a cut text ends with
+MAX_CHARS = 32_768  # for one attribute; a tool may print megabytes
+MAX_NOTE_CHARS = 64  # for the note at the end of a cut text
 MAX_KEY_CHARS = 256
-MAX_ATTRIBUTES = 1_024  # of a span; SDKs keep 128 unless told otherwise
-MAX_SPAN_CHARS = 2**20  # of a span's keys and values together; a number counts as 8
-MAX_SPANS = 2_048  # of one request; SDKs send 512
-MAX_SPAN_BYTES = 2**22  # of one span as protobuf: parsing it holds the interpreter
-MAX_COUNTED = 50_000  # spans of a request; those after them are left out uncounted
+MAX_ATTRIBUTES = 1_024  # for a span; SDKs keep 128 by default
+MAX_SPAN_CHARS = 2**20  # for a span's keys and values together; a number counts as 8
+MAX_SPANS = 2_048  # in one request; SDKs send 512
+MAX_SPAN_BYTES = 2**22  # for one span as protobuf, since parsing holds the interpreter lock
+MAX_COUNTED = 50_000  # spans in a request; later ones are dropped without being counted
 # Field numbers of resource_spans, scope_spans and spans.
 _TO_SPANS = (1, 2, 2)
 _URL_SAFE = str.maketrans("-_", "+/")  # base64 comes with either alphabet
@@ -41,25 +41,25 @@ PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
 @dataclass(frozen=True)
 class Export:
-    """What a request sent, within the limits above."""
+    """Spans from one request, within the limits above."""
 
     spans: tuple[Span, ...]
-    sizes: tuple[int, ...]  # bytes of each span as the store keeps it
-    num_excess: int = 0  # spans not read, because they are too many or too large; at least so many
-    num_dropped_attributes: int = 0  # of the spans; each span says its own number
+    sizes: tuple[int, ...]  # bytes of each span in the store
+    num_excess: int = 0  # lower bound on spans not read because they are too many or too large
+    num_dropped_attributes: int = 0  # total for all spans; each span holds its own number
 
 
 def read_request(body: bytes | Mapping[str, Any]) -> Export:
     """Return the spans of an export request, which is protobuf or a JSON object.
 
-    Raises ValueError for a body that is none.
+    Raise ValueError if the body is not such a request.
     """
     kind = PROTOBUF if isinstance(body, bytes) else JSON
     sent: list[OtlpSpan] = []
     num_spans = 0
     try:
         if isinstance(body, bytes):
-            # One span at a time: a parser in C does not let go of the interpreter in between.
+            # Parse one span at a time, because the C parser does not release the interpreter lock.
             for raw in _nested(memoryview(body), _TO_SPANS):
                 num_spans += 1
                 if num_spans == MAX_COUNTED:
@@ -89,13 +89,13 @@ def read_request(body: bytes | Mapping[str, Any]) -> Export:
 
 
 def stored_size(span: Span) -> int:
-    """Return about how many bytes the store keeps of a span."""
+    """Return the approximate number of bytes that a span takes in the store."""
     attributes = json.dumps(dict(span.attributes), separators=(",", ":"), ensure_ascii=False)
     return len(attributes.encode()) + len(span.name.encode()) + len((span.error or "").encode())
 
 
 def _nested(message: memoryview, path: Sequence[int]) -> Iterator[memoryview]:
-    """Yield the fields that lie in a protobuf message under a path of field numbers, unread."""
+    """Yield the unparsed fields under a path of field numbers in a protobuf message."""
     if not path:
         yield message
         return
@@ -121,7 +121,7 @@ def _nested(message: memoryview, path: Sequence[int]) -> Iterator[memoryview]:
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """Return the number that begins there, and where it ends."""
+    """Return the number that starts at an offset, and the offset of its end."""
     number = 0
     for shift in range(0, 70, 7):
         if at >= len(message):
@@ -136,8 +136,10 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
 def write_response(
     refused: Mapping[str, int], num_dropped_attributes: int, content_type: str
 ) -> bytes:
-    """The answer to an export request: how many spans were refused, by reason, and how many
-    attributes of the others were dropped.
+    """Return the response to an export request.
+
+    It gives the number of refused spans by reason, and the number of dropped attributes of the
+    others.
     """
     response = ExportTraceServiceResponse()
     reasons = [f"{number} spans: {reason}" for reason, number in refused.items()]
@@ -186,18 +188,18 @@ def _exception(span: OtlpSpan) -> dict[str, Any]:
 
 
 class _TooLong(Exception):
-    """A span's attributes have more text than MAX_SPAN_CHARS."""
+    """Attributes of a span with more text than MAX_SPAN_CHARS."""
 
 
 class _Reader:
-    """Reads the attributes of one span, and drops those that are too long or too many."""
+    """Reader of one span's attributes that drops those that are too long or too many."""
 
     def __init__(self) -> None:
         self.num_dropped = 0
         self._left = MAX_SPAN_CHARS
 
     def attributes(self, pairs: Sequence[KeyValue]) -> dict[str, Any]:
-        """Return the attributes that are not under our own prefix."""
+        """Return the attributes without those that have our own prefix."""
         found: dict[str, Any] = {}
         for place, pair in enumerate(pairs):
             if len(found) == MAX_ATTRIBUTES:
@@ -233,7 +235,7 @@ class _Reader:
                 items = value.kvlist_value.values
                 return {self._text(item.key): self._value(item.value) for item in items}
             case "double_value" if not math.isfinite(value.double_value):
-                # JSON, as the store keeps it, has no such number.
+                # The store keeps JSON, which has no such number.
                 return self._text(str(value.double_value))
         self._take(8)
         return getattr(value, kind)

@@ -1,7 +1,7 @@
-"""Rewards of single calls: those that were posted while a rollout ran, and those that rules give.
+"""Rewards of single calls: posted while a rollout ran, or given by rules.
 
-A rule maps what a rollout's spans say (a tool failed, a response was cut short, ...) to a reward of
-the call that brought it about. Pure functions.
+A rule maps a fact in a rollout's spans (a tool failed, a response was cut short, ...) to a reward
+for the call that caused it. All functions are pure.
 """
 
 import re
@@ -20,7 +20,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a call brought about."""
+    """Something that a call caused."""
 
     fact: str
     call_id: str
@@ -33,10 +33,10 @@ def apply_rules(
     rules: Mapping[str, RewardRule],
     decode: Decode,
 ) -> tuple[tuple[Transition, ...], dict[str, int]]:
-    """(the calls with what the rules give them, how often each rule did so, by its name).
+    """Return the calls with the rules' rewards added, and the number of uses by rule name.
 
-    `transitions` are those of `spans`, in order. A rule applies once for each event that it fits.
-    What a call brought about that is not among them counts as `NAME_without_call`.
+    `transitions` are the calls of `spans`, in order. A rule applies once for each event that it
+    matches. If the call that caused an event is not in `transitions`, count `NAME_without_call`.
     """
     calls = {call.call_id: call for call in transitions}
     counts: Counter[str] = Counter()
@@ -55,8 +55,9 @@ def apply_rules(
 
 
 def posted_rewards(spans: Sequence[Span]) -> tuple[dict[str, float], int]:
-    """(what was posted for calls, added up by the id of the span that holds the call's tokens; how
-    many posts name a call that is not there).
+    """Return the sums of posted rewards, and the number of posts for a call that does not exist.
+
+    Sums are by the id of the span that holds the call's tokens.
     """
     by_response = {s.attributes.get(names.RESPONSE_ID): s for s in spans if is_gateway_call(s)}
     choices = {
@@ -78,8 +79,10 @@ def posted_rewards(spans: Sequence[Span]) -> tuple[dict[str, float], int]:
 
 
 def observation(call: Transition, transitions: Sequence[Transition], decode: Decode) -> str | None:
-    """What the agent told the policy after the call: the text that the first later prompt adds to
-    the call's prompt and response. None where the conversation did not go on.
+    """Return the text that the agent gave the policy after the call, or None if it did not
+    continue.
+
+    It is the text that the first later prompt adds to the call's prompt and response.
     """
     path = call.prompt_token_ids + call.response_token_ids
     later = iter(transitions)
@@ -95,7 +98,7 @@ def observation(call: Transition, transitions: Sequence[Transition], decode: Dec
 def _events(
     spans: Sequence[Span], transitions: Sequence[Transition], facts: set[str], decode: Decode
 ) -> Iterator[Event]:
-    """Those of the facts that are asked for; finding them costs time."""
+    """Yield events for the requested facts only, because finding them takes time."""
     if facts & {"tool_error", "tool_timeout", "tool_output"}:
         yield from _tool_events(spans)
     if "malformed_call" in facts:

@@ -1,4 +1,4 @@
-"""Which part a call plays, and so who answers it and whether it trains. Pure functions."""
+"""Role of each call, which decides who answers it and whether it trains. All functions are pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,22 +11,20 @@ from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.tree import Agents
 from lightning_jax.types import Span, Trajectory, Transition
 
-Roles = Mapping[str, RoleConfig]  # in order: a call has the first that fits
-Policies = Mapping[str, PolicyConfig]  # in the order of their places; empty where there is one
+Roles = Mapping[str, RoleConfig]  # in order: a call has the first role that matches
+Policies = Mapping[str, PolicyConfig]  # in the order of their indices; empty if there is only one
 
 
 def find_role(roles: Roles, *, agent: str, model: str, system: str) -> str:
-    """The name of the first role whose patterns all fit, "" if none does."""
+    """Return the name of the first role whose patterns all match, or "" if none does."""
     return next((name for name, role in roles.items() if _fits(role, agent, model, system)), "")
 
 
 def choose_policy(policies: Policies, role: RoleConfig | None, model: str) -> str:
-    """The policy that its role names for a call, or else the call itself by the model that it asks
-    for; "" where neither does.
-    """
+    """Return the policy that a call's role names, else the one that its model names, else ""."""
     if role is not None and role.policy is not None:
         return role.policy
-    name = model.removesuffix(":latest")  # so Ollama's clients write it
+    name = model.removesuffix(":latest")  # Ollama's clients append it
     return name if name in policies else ""
 
 
@@ -36,12 +34,11 @@ def assign_roles(
     roles: Roles,
     policies: Policies | None = None,
 ) -> tuple[Transition, ...]:
-    """The calls with the agents that the spans above them name, their roles, and whether they
-    train.
+    """Return the calls with their agents, their roles and whether they train.
 
-    The gateway has written down the role that a call had when it came in. A role that comes first
-    and asks for nothing but names may fit it better once the tree is known, unless the call's own
-    was not answered by the policy. The calls of a policy that is frozen do not train.
+    A call's agent is the one named by the spans above it. The gateway recorded the role that a call
+    had on arrival. An earlier role that matches only names may fit better once the tree is known,
+    unless the policy did not answer the call. Calls of a frozen policy do not train.
     """
     by_id = {span.span_id: span for span in spans}
     frozen = {name for name, policy in (policies or {}).items() if not policy.trains}
@@ -56,7 +53,7 @@ def assign_roles(
 
 
 def only_trained(trajectory: Trajectory) -> Trajectory:
-    """The trajectory without calls that do not train: they are part of the environment."""
+    """Return the trajectory without the calls that do not train, which are environment."""
     return keep_calls(trajectory, lambda call: call.trains)
 
 
@@ -65,7 +62,7 @@ def _assigned(call: Transition, span: Span, agent: str, roles: Roles) -> Transit
     role = noted
     if noted not in roles or roles[noted].served_by == "policy":
         for name, candidate in roles.items():
-            unread = candidate.system is not None  # the span does not keep the system prompt
+            unread = candidate.system is not None  # the span does not hold the system prompt
             if name == noted or (not unread and _fits(candidate, agent, call.policy, "")):
                 role = name
                 break

@@ -1,7 +1,7 @@
-"""An OpenTelemetry tracer whose ended spans are in the Store at once.
+"""OpenTelemetry tracer that writes spans to the Store as soon as they end.
 
-It belongs to nobody but its caller: the process's global provider, sampler and exporters stay as
-the agent's own instrumentation set them.
+It is separate from the process's global provider, sampler and exporters, which stay as the agent's
+own instrumentation set them.
 """
 
 import secrets
@@ -31,9 +31,10 @@ T = TypeVar("T")
 
 
 def make_tracer(store: Store) -> trace.Tracer:
-    """A tracer that writes every ended span into `store`, whatever limits OTEL_* variables set.
+    """Return a tracer that writes every ended span to `store`, whatever limits OTEL_* variables
+    set.
 
-    Raises ValueError where they switch the SDK off: without spans there is nothing to train on.
+    Raise ValueError if they disable the SDK, because training needs spans.
     """
     unlimited = SpanLimits.UNSET
     provider = TracerProvider(
@@ -59,9 +60,10 @@ def make_tracer(store: Store) -> trace.Tracer:
 
 
 class StoreSpanProcessor(SpanProcessor):
-    """Writes each span into the Store in the moment it ends; a StoreError reaches who ended it.
+    """Processor that writes each span to the Store as it ends. The code that ends it gets
+    StoreErrors.
 
-    A span gets its sequence number when it starts. The choices of a call have the call's.
+    A span gets its sequence number when it starts. The choices of a call share the call's number.
     """
 
     def __init__(self, store: Store) -> None:
@@ -84,15 +86,15 @@ class StoreSpanProcessor(SpanProcessor):
 
 @dataclass(frozen=True)
 class Recorder:
-    """A tracer for an event loop: spans begin on the loop and are ended on the store's thread."""
+    """Tracer for an event loop. Spans start on the loop and end on the store's thread."""
 
     tracer: trace.Tracer
     store: Store | None = None
 
     async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function that ends spans, and return once they are on record.
+        """Call a function that ends spans, and return once they are stored.
 
-        Raises StoreError where they cannot be written.
+        Raise StoreError if they cannot be written.
         """
         if self.store is None:
             return function(*args, **kwargs)
@@ -100,11 +102,10 @@ class Recorder:
 
 
 class Numbers(str):
-    """Numbers of a call's tokens, as an attribute of a span made with `make_tracer`.
+    """Numbers for the tokens of a call, as a span attribute for `make_tracer`.
 
-    OpenTelemetry takes them for the text that they are, too. Of a sequence it looks at each item,
-    which with a long prompt takes longer than all else that a call costs. The Store gets the
-    numbers.
+    To OpenTelemetry they are a short string. It would check each item of a sequence, which for a
+    long prompt takes more time than the rest of a call. The Store gets the numbers.
     """
 
     numbers: tuple[Any, ...]
@@ -116,7 +117,7 @@ class Numbers(str):
 
 
 class _Ids(IdGenerator):
-    """Ids from the system's entropy: agents may seed `random`, and then ids would come twice."""
+    """Ids from the system's entropy, because agents may seed `random` and then ids would repeat."""
 
     def generate_span_id(self) -> int:
         return secrets.randbelow(2**64 - 1) + 1
@@ -129,9 +130,9 @@ _IDS = _Ids()
 
 
 def to_span(span: ReadableSpan) -> Span:
-    """The ended OpenTelemetry span as our record; ids in hex, as W3C writes them.
+    """Return an ended OpenTelemetry span as our record, with ids in hex as W3C writes them.
 
-    The clock may be set back while a span runs; then the span ends when it began.
+    If the clock was set back while the span ran, it ends at its start.
     """
     context = span.get_span_context()
     assert context is not None, f"span {span.name!r} has no context"
@@ -158,18 +159,18 @@ def to_span(span: ReadableSpan) -> Span:
 
 @dataclass(frozen=True)
 class Root:
-    """The ids of a rollout's root span, known before it ends so that spans can go below it.
+    """Ids of a rollout's root span, known before it ends so that other spans can go below it.
 
-    They are random: whoever guesses a rollout's name does not know them.
+    They are random, so they cannot be guessed from the rollout's name.
     """
 
     trace_id: str = field(default_factory=lambda: trace.format_trace_id(_IDS.generate_trace_id()))
     span_id: str = field(default_factory=lambda: trace.format_span_id(_IDS.generate_span_id()))
-    sequence: int | None = None  # in the store that will hold it
+    sequence: int | None = None  # sequence number in the store
 
     @property
     def context(self) -> Context:
-        """The context in which a new span becomes a child of the root."""
+        """Context in which a new span becomes a child of the root."""
         root = trace.SpanContext(
             trace_id=int(self.trace_id, 16),
             span_id=int(self.span_id, 16),
@@ -186,7 +187,7 @@ class Root:
         attributes: Mapping[str, Any],
         error: str | None,
     ) -> Span:
-        """Return the record of the rollout as a whole."""
+        """Return the root span, which records the rollout as a whole."""
         return Span(
             trace_id=self.trace_id,
             span_id=self.span_id,
@@ -202,9 +203,7 @@ class Root:
 
 
 def context_of(headers: Mapping[str, str]) -> tuple[Context, str | None]:
-    """Return the context that a request names (W3C traceparent) and its trace id; None if it names
-    none.
-    """
+    """Return (context, trace id) from a request's W3C traceparent. Without one, the id is None."""
     context = TraceContextTextMapPropagator().extract(headers, context=Context())
     named = trace.get_current_span(context).get_span_context()
     return context, trace.format_trace_id(named.trace_id) if named.is_valid else None
@@ -212,7 +211,7 @@ def context_of(headers: Mapping[str, str]) -> tuple[Context, str | None]:
 
 @contextmanager
 def below_root(root: Root) -> Iterator[None]:
-    """Within it, spans that this task makes with any tracer go below the rollout's root."""
+    """Make spans of this task, from any tracer, descendants of the rollout's root."""
     token = context_api.attach(root.context)
     try:
         yield
@@ -221,15 +220,16 @@ def below_root(root: Root) -> Iterator[None]:
 
 
 def flush_process_tracer(timeout_ms: int = 5000) -> None:
-    """Has the process's own tracer provider, if it is one of the SDK, send the spans it holds."""
+    """Flush the process's own tracer provider, if it is one from the SDK."""
     provider = trace.get_tracer_provider()
     if isinstance(provider, TracerProvider):
         provider.force_flush(timeout_ms)
 
 
 def trace_headers() -> dict[str, str]:
-    """The span that this task is below, as variables for a program to put its own spans there;
-    empty where there is none.
+    """Return environment variables that let a program put its spans below this task's span.
+
+    Return {} if there is no span.
     """
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
@@ -237,17 +237,17 @@ def trace_headers() -> dict[str, str]:
 
 
 def child_context(span: trace.Span) -> Context:
-    """The context in which a new span becomes a child of `span`."""
+    """Return the context in which a new span becomes a child of `span`."""
     return trace.set_span_in_context(span, Context())
 
 
 def end_with_error(span: trace.Span, reason: str, message: str) -> None:
-    """Ends the span as failed. `reason` is a short code, `message` one sentence."""
+    """End the span as failed. `reason` is a short code, and `message` is one sentence."""
     span.set_attribute(names.ERROR_TYPE, reason)
     span.set_status(StatusCode.ERROR, message or reason)
     span.end()
 
 
 def known(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes whose value is not None, which OpenTelemetry cannot hold."""
+    """Return the attributes that are not None, because OpenTelemetry cannot hold None."""
     return {name: value for name, value in attributes.items() if value is not None}

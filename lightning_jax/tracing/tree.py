@@ -1,8 +1,7 @@
-"""The spans of a rollout as one tree: which agent called, and which call had a tool run.
+"""Spans of a rollout as one tree: the agent of each call, and the call that caused each tool run.
 
-Spans come from the gateway and, over OTLP, from whatever the agent's framework is instrumented
-with. Frameworks name things by OpenTelemetry's GenAI conventions or by OpenInference's; both are
-read.
+Spans come from the gateway and, over OTLP, from the instrumentation of the agent's framework.
+Frameworks use names from OpenTelemetry's GenAI conventions or from OpenInference, so both are read.
 """
 
 from bisect import bisect_right
@@ -19,25 +18,26 @@ TOOL_OUTPUTS = (names.TOOL_RESULT, names.OUTPUT)
 
 
 def from_gateway(span: Span) -> bool:
-    """Whether the gateway recorded it: a call to the policy, or one of a call's choices. No agent
-    can send such a span; see otlp.py.
+    """Return whether the gateway recorded the span: a call to the policy, or a choice of one.
+
+    Agents cannot send such a span; see otlp.py.
     """
     return names.POLICY in span.attributes
 
 
 def is_gateway_call(span: Span) -> bool:
-    """Whether it is a call to the gateway; of one with several choices the call itself."""
+    """Return whether the span is a call to the gateway, but not one of its choices."""
     return from_gateway(span) and names.CHOICE_INDEX not in span.attributes
 
 
 def has_choice_spans(span: Span) -> bool:
-    """Whether it is a call of several choices, whose tokens its child spans hold."""
+    """Return whether the span is a call with several choices, whose child spans hold the tokens."""
     count = int(span.attributes.get(names.REQUEST_CHOICE_COUNT, 1))
     return count > 1 and names.CHOICE_INDEX not in span.attributes
 
 
 def call_order(span: Span) -> tuple[int, int, int]:
-    """Return a key that sorts calls by their beginning, and the choices of one call by number.
+    """Return a key that sorts calls by their start, and the choices of one call by index.
 
     The clock decides only in stores older than schema version 4, whose spans have no sequence.
     """
@@ -46,21 +46,21 @@ def call_order(span: Span) -> tuple[int, int, int]:
 
 
 def is_tool(span: Span) -> bool:
-    """Whether it is the run of a tool."""
+    """Return whether the span is a tool run."""
     kind = str(span.attributes.get(names.SPAN_KIND, ""))
     return span.attributes.get(names.OPERATION_NAME) == names.EXECUTE_TOOL or kind == "TOOL"
 
 
 def tool_output(span: Span) -> str:
-    """What the tool gave back, "" where its span does not say."""
+    """Return the tool's output, or "" if its span has none."""
     return _first_text(span.attributes, TOOL_OUTPUTS)
 
 
 def placed(spans: Sequence[Span]) -> list[Span]:
-    """The spans, with each call that came without a trace context below the span of the agent's own
-    that encloses it in time, the one that began last.
+    """Return the spans, with calls that came without a trace context moved below the agent's spans.
 
-    Instrumentation often makes a span around a call and does not send its context along.
+    Such a call goes below the span that encloses it in time and began last. Instrumentation often
+    makes a span around a call without sending its context.
     """
     roots = {span.span_id for span in spans if span.parent_span_id is None}
     loose = [place for place, span in enumerate(spans) if _is_loose(span, roots)]
@@ -73,24 +73,24 @@ def placed(spans: Sequence[Span]) -> list[Span]:
 
 
 def ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
-    """The span itself, its parent, and so on up to the root."""
+    """Yield the span itself, its parent, and so on up to the root."""
     seen: set[str] = set()
     at: Span | None = span
-    while at is not None and at.span_id not in seen:  # a client may send a circle
+    while at is not None and at.span_id not in seen:  # a client may send a cycle
         seen.add(at.span_id)
         yield at
         at = by_id.get(at.parent_span_id or "")
 
 
 class Agents:
-    """Which agent each span belongs to. What was found for a span is used for those below it."""
+    """Agent of each span. The result for a span is reused for the spans below it."""
 
     def __init__(self, by_id: Mapping[str, Span]) -> None:
         self._by_id = by_id
         self._known: dict[str, str] = {}
 
     def of(self, span: Span) -> str:
-        """The agent that the span, or else the nearest span above it, names; "" if none does."""
+        """Return the agent named by the span or else by its nearest ancestor, or "" if none is."""
         found, nameless = "", []
         for each in ancestors(span, self._by_id):
             found = _first_text(each.attributes, AGENT_NAMES)
@@ -103,11 +103,10 @@ class Agents:
 
 
 def causes(spans: Sequence[Span]) -> list[tuple[Span, Span | None]]:
-    """Each run of a tool with the call that asked for it: the last one that had ended when the tool
-    began.
+    """Return each tool run with the call that requested it, or None if no call had ended.
 
-    Of calls below the same parent, if there are such: sub-agents run side by side, and each has
-    calls of its own. None where no call had ended.
+    It is the last call that had ended when the tool began, if possible below the same parent.
+    Sub-agents run in parallel, and each has its own calls.
     """
     tools = [span for span in spans if is_tool(span)]
     calls = [span for span in spans if _holds_tokens(span)]
@@ -119,19 +118,19 @@ def _holds_tokens(span: Span) -> bool:
 
 
 def _is_loose(span: Span, roots: Set[str]) -> bool:
-    """Whether a call to the gateway is known only to belong to its rollout."""
+    """Return whether a call to the gateway has no parent other than its rollout's root."""
     return from_gateway(span) and (span.parent_span_id or "") in {*roots, ""}
 
 
 def _around(calls: Sequence[Span], theirs: Sequence[Span]) -> list[Span | None]:
     """Return for each call the span that encloses it in time and began last, or None.
 
-    Of spans that began together it is the one that ends first, and of equal ones the first.
+    Of spans that began together, it is the one that ends first. Of equal ones, it is the first.
     """
     begun = sorted(reversed(theirs), key=lambda span: (span.start_ns, -span.end_ns))
     found: list[Span | None] = [None] * len(calls)
-    open_spans: list[Span] = []  # without those that one that began later outlasts
-    ends: list[int] = []  # of those, negative, for `bisect`
+    open_spans: list[Span] = []  # without spans that end before one that began later
+    ends: list[int] = []  # of `open_spans`, negative for `bisect`
     num_begun = 0
     for place in sorted(range(len(calls)), key=lambda place: calls[place].start_ns):
         call = calls[place]

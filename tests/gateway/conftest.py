@@ -1,4 +1,4 @@
-"""A gateway over a real engine with a tiny model; the engine is compiled once for all tests."""
+"""Gateway over a real engine with a tiny model, compiled once for all tests."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -36,7 +36,10 @@ def engine(model: LoadedModel) -> Engine:
 
 @pytest.fixture
 def make_bench(model: LoadedModel, engine: Engine, tmp_path: Path) -> MakeBench:
-    """Starts a gateway; keyword arguments change its ServeConfig, its tokenizer, or who answers."""
+    """Return a function that starts a gateway.
+
+    Its arguments change the ServeConfig, the tokenizer, the roles or the initial model.
+    """
 
     @asynccontextmanager
     async def make(
@@ -65,7 +68,7 @@ async def bench(make_bench: MakeBench) -> AsyncIterator[Bench]:
 
 @pytest.fixture
 async def connect() -> AsyncIterator[Connect]:
-    """Makes official clients, as an agent would; closes them after the test."""
+    """Yield a function that makes official clients, as an agent would. Close them at the end."""
     async with AsyncExitStack() as stack:
 
         def make(llm: LLM) -> openai.AsyncOpenAI:

@@ -1,4 +1,4 @@
-"""What the gateway's tests share: a running gateway with all around it."""
+"""Shared parts of the gateway's tests: a running gateway and everything around it."""
 
 import io
 import json
@@ -21,7 +21,7 @@ Connect = Callable[[LLM], openai.AsyncOpenAI]
 
 @dataclass
 class Bench:
-    """A running gateway and what it is made of."""
+    """Running gateway with its parts."""
 
     gateway: Gateway
     loop: EngineLoop
@@ -41,9 +41,10 @@ class Bench:
         key: str = "right-key",
         **headers: str,
     ) -> tuple[int, Any, Any]:
-        """Status, JSON body and headers of one raw request; `body` may be bytes.
+        """Return status, JSON body and headers of one raw request. `body` may be bytes.
 
-        `base` is a rollout's URL without /v1 (`LLM.base_url` is taken too); the gateway's without.
+        `base` is a rollout's URL, with or without /v1 (such as `LLM.base_url`). The default is the
+        gateway's own URL.
         """
         auth = {"Authorization": f"Bearer {key}"} | headers
         url = (base or self.gateway.url).removesuffix("/v1") + path

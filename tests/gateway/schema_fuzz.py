@@ -1,4 +1,4 @@
-"""Random JSON schemas, most of them hostile to a grammar compiler. Seeded."""
+"""Random JSON schemas from a seed, most of them hostile to a grammar compiler."""
 
 import random
 import string
@@ -20,13 +20,13 @@ FORMATS = (
 
 
 class SchemaFuzzer:
-    """Makes schemas up to a depth. The same seed makes the same schemas."""
+    """Generator of schemas up to a depth. The same seed gives the same schemas."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def schema(self, depth: int = 4) -> Schema:
-        """Return any schema."""
+        """Return a random schema of any kind."""
         makers: list[Callable[[int], Schema]] = [
             *(self._constant, self._number, self._string, self._typed, self._odd),
         ]
@@ -46,7 +46,7 @@ class SchemaFuzzer:
         return self._random.choice((0, 1, 2, 3, 10, 100, 1000, 10_000, 2**20, 2**31, 2**63))
 
     def pattern(self, depth: int = 4) -> str:
-        """Return a regular expression, at times a broken one."""
+        """Return a regular expression, sometimes a broken one."""
         pick = self._random
         if depth == 0 or pick.random() < 0.25:
             return pick.choice(
@@ -164,13 +164,13 @@ class SchemaFuzzer:
         return found
 
     def _many(self, _: int) -> Schema:
-        """Return many patterns or bounds that one string or number must all meet."""
+        """Return many patterns or bounds that apply to the same string or number."""
         pick, number = self._random, self._random.choice((5, 20, 40, 80))
         make = pick.choice((self._string, self._number))
         return {pick.choice(("allOf", "allOf", "anyOf", "oneOf")): [make(0) for _ in range(number)]}
 
     def _recursive(self, depth: int) -> Schema:
-        """Return a schema whose definitions name each other."""
+        """Return a schema whose definitions refer to each other."""
         names = [f"d{i}" for i in range(self._random.choice((1, 2, 5)))]
         definitions = {}
         for name in names:

@@ -1,6 +1,6 @@
-"""Chat templates written for the tests, each with the habits of one model family.
+"""Chat templates for the tests, each with the habits of one model family.
 
-They write the families' wire formats, and do to old messages what those families' templates do.
+They write the family's wire format, and treat old messages as that family's templates do.
 """
 
 from lightning_jax.models.tokenizer import Tokenizer
@@ -39,8 +39,8 @@ QWEN3 = (
     "{%- elif m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n{%- endif %}"
     "{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-# The number of messages stands in the head, as others write the time; content is trimmed; one call
-# a message only.
+# The header has the number of messages, as other templates have the time. Content is trimmed, and a
+# message may have only one call.
 LLAMA3 = (
     "<|im_start|>system\nMessages: {{ messages | length }}\n"
     "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -57,7 +57,7 @@ TEMPLATES = {"smollm": CHATML, "qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAM
 
 
 def tokenizer_with(template: str) -> Tokenizer:
-    """The tiny tokenizer with another template."""
+    """Return the tiny tokenizer with another template."""
     plain = tiny_tokenizer()
     return Tokenizer(
         plain._backend,

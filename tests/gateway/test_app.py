@@ -1,4 +1,4 @@
-"""OpenAI's own clients get answers from the policy, and every call leaves what training needs."""
+"""Tests that OpenAI's own clients get answers and that every call records what training needs."""
 
 import asyncio
 import itertools
@@ -180,7 +180,7 @@ async def test_a_conversation_extends_token_for_token(bench: Bench, connect: Con
     for earlier, later in itertools.pairwise(transitions):
         path = earlier.prompt_token_ids + earlier.response_token_ids
         assert later.prompt_token_ids[: len(path)] == path
-    # Random bytes are not UTF-8, so encoding their text again would have given other ids.
+    # Random bytes are not UTF-8, so encoding their text again would give other ids.
     again = bench.model.tokenizer.encode(messages[1]["content"])
     assert again != list(transitions[0].response_token_ids)
     await _ask(client, [{"role": "user", "content": "another start"}, *messages[1:]])
@@ -233,7 +233,7 @@ async def test_calls_outside_of_rollouts_are_served_and_never_trained(
 
 
 async def test_langchain_works_unmodified(bench: Bench) -> None:
-    llm = bench.rollout("task/1 ü")  # ids need not be made for URLs
+    llm = bench.rollout("task/1 ü")  # ids need not be safe in URLs
     chat = ChatOpenAI(
         model=llm.model,
         base_url=llm.base_url,

@@ -1,4 +1,4 @@
-"""A rollout's key works under its own URL alone, and as long as the rollout."""
+"""Tests that a rollout's key works only under its own URL and only while the rollout is open."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Connections that are idle or slow keep nobody out, and last no longer than the settings say."""
+"""Tests that idle or slow connections block nobody and last no longer than the settings allow."""
 
 import asyncio
 import errno
@@ -21,7 +21,7 @@ SLOW_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Be
 
 
 async def ask(bench: Bench) -> int:
-    """The status of one honest call."""
+    """Return the status of one honest call."""
     url = f"{bench.gateway.url}/v1/chat/completions"
     headers = {"Authorization": "Bearer right-key"}
     async with bench.http.post(url, json=ASK, headers=headers) as answer:
@@ -31,7 +31,7 @@ async def ask(bench: Bench) -> int:
 
 @asynccontextmanager
 async def opened(bench: Bench, number: int) -> AsyncIterator[list[asyncio.StreamReader]]:
-    """So many connections, by their reading ends; they send nothing."""
+    """Open this many connections that send nothing, and yield their reading ends."""
     address = urlsplit(bench.gateway.url)
     made = [await asyncio.open_connection(address.hostname, address.port) for _ in range(number)]
     try:
@@ -42,7 +42,7 @@ async def opened(bench: Bench, number: int) -> AsyncIterator[list[asyncio.Stream
 
 
 async def sent(bench: Bench, data: bytes) -> bytes:
-    """All that the server answers to these bytes until it closes."""
+    """Send these bytes and return everything that the server answers until it closes."""
     address = urlsplit(bench.gateway.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
@@ -54,7 +54,7 @@ async def sent(bench: Bench, data: bytes) -> bytes:
 
 async def test_silent_connections_make_room_for_an_honest_agent(make_bench: MakeBench) -> None:
     async with make_bench(max_connections=8) as bench:
-        assert await ask(bench) == 200  # and its connection is kept
+        assert await ask(bench) == 200  # its connection is kept
         async with opened(bench, 40) as silent:
             assert [await ask(bench) for _ in range(3)] == [200] * 3
             ends = [asyncio.create_task(reader.read()) for reader in silent]

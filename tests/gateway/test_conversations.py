@@ -1,4 +1,4 @@
-"""Saved responses are forgotten, the oldest first, where they take too much."""
+"""Tests that saved responses are forgotten, oldest first, if they take too much memory."""
 
 from lightning_jax.gateway.conversations import SavedConversations, SavedResponse
 

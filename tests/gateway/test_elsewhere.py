@@ -1,4 +1,4 @@
-"""Roles: who answers a call, what its record says, and what happens when the other server fails."""
+"""Tests of roles: who answers a call, its record, and failures of the other server."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ BODY: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "max_tokens": 6
 
 @asynccontextmanager
 async def _upstream() -> AsyncIterator[tuple[str, list[Any]]]:
-    """(URL, what it was asked) of a server that is scripted by the model's name."""
+    """Run a server scripted by the model name, and yield (URL, requests that it got)."""
     asked: list[Any] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -114,7 +114,9 @@ async def test_another_server_answers_and_the_call_is_recorded(
 
 
 async def test_geminis_clients_name_model_and_key_in_the_url(make_bench: MakeBench) -> None:
-    """The other server's are asked for, and ours are told to nobody."""
+    """Gemini's clients put our model name and key in the URL; the other server gets its own
+    instead.
+    """
     async with _upstream() as (url, asked):
         roles = _far(url.removesuffix("/v1"), served_model="big", api_key="its-key")
         async with make_bench(roles=roles) as bench:
@@ -216,7 +218,7 @@ async def test_a_server_that_fails_is_infrastructure(make_bench: MakeBench) -> N
         assert bench.gateway.close_rollout("r1").num_errors == {"upstream_error": 1}
         (span,) = bench.store.spans("r1")
         assert span.attributes["error.type"] == "upstream_503"
-    async with make_bench(roles=_far(url)) as bench:  # nobody listens there any more
+    async with make_bench(roles=_far(url)) as bench:  # the server no longer listens
         base = bench.rollout("r2").base_url
         status, reply, _ = await bench.post(BODY | {"model": "far"}, base=base)
         assert status == 502 and "expected the server of role 'judge'" in reply["error"]["message"]

@@ -1,4 +1,4 @@
-"""Every failure has OpenAI's error body, the right status, and a place where it is counted."""
+"""Tests that every failure has OpenAI's error body and the right status, and is counted."""
 
 import asyncio
 import contextlib
@@ -129,7 +129,7 @@ async def test_a_full_queue_asks_to_come_back(make_bench: MakeBench) -> None:
         base = bench.rollout().base_url
         first = asyncio.create_task(bench.post(LONG | {"n": 2}, base=base))
         await _until(lambda: bench.loop.stats()["serve/running"] == 2)
-        # Three choices more on four slots: all are refused, and the slots are free again.
+        # Three more choices on four slots: all are refused, and their slots are free again.
         status, reply, headers = await bench.post(LONG | {"n": 3}, base=base)
         assert (status, reply["error"]["code"]) == (429, "queue_full")
         assert reply["error"]["type"] == "rate_limit_error" and headers["Retry-After"] == "1"
@@ -271,7 +271,7 @@ async def test_a_locked_store_holds_back_answers_and_nothing_else(
         other.execute("BEGIN IMMEDIATE")
         url, auth = f"{base}/chat/completions", {"Authorization": "Bearer right-key"}
         call = asyncio.create_task(_read(bench, url, BODY | {"stream": stream}, auth))
-        for _ in range(20):  # calls that need no write are answered meanwhile
+        for _ in range(20):  # calls that need no write are still answered
             assert (await bench.post(BODY | {"temperature": -1}, base=base))[0] == 400
             assert (await bench.post(BODY, base=ended))[0] == 404
             await asyncio.sleep(0.02)

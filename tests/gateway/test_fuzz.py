@@ -1,4 +1,4 @@
-"""Bad bodies, headers and encodings get well-formed refusals only, and the server goes on."""
+"""Tests that bad bodies, headers and encodings get well-formed errors and the server survives."""
 
 import asyncio
 import base64
@@ -18,7 +18,7 @@ TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "prope
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 USER = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
 
-# One body of each dialect that uses most of what it has.
+# One body for each dialect, with most of its fields.
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "model": "policy",
@@ -128,7 +128,7 @@ VALID: dict[str, dict[str, Any]] = {
         "generationConfig": {"maxOutputTokens": 2, "temperature": 0.5, "stopSequences": ["x"]},
     },
 }
-BODIES = 290  # of each dialect: 2,030 in all
+BODIES = 290  # for each dialect: 2,030 in total
 GARBAGE: list[Any] = [
     *(None, True, 0, -1, 1.5, 1e308, 10**30, "", "x", "ü\ud800", "a" * 3000, [], {}, [[]]),
     *([None], {"": None}, {"type": "x"}, [{"type": 5}], [1, "a", {}], {"type": ["text"]}),
@@ -137,7 +137,7 @@ GARBAGE: list[Any] = [
 
 
 def _places(value: Any, path: tuple = ()) -> list[tuple]:
-    """The path of every value inside, containers included."""
+    """Return the path of every nested value, including containers."""
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         items = list(value.items())
@@ -147,7 +147,7 @@ def _places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def _mutated(valid: dict[str, Any], rng: random.Random) -> bytes:
-    """The body with one to three values replaced, removed, repeated or renamed; or other bytes."""
+    """Return the body with 1 to 3 values replaced, removed, repeated or renamed, or garbage."""
     if rng.random() < 0.05:
         raw = json.dumps(valid).encode()
         return rng.choice([raw[: rng.randrange(len(raw))], rng.randbytes(40), b"", b"[" * 2000])
@@ -173,7 +173,7 @@ def _mutated(valid: dict[str, Any], rng: random.Random) -> bytes:
 
 
 def _has_error_body(path: str, reply: Any) -> bool:
-    """Whether the refusal has the shape that the dialect's clients read."""
+    """Return whether the error has the format that the dialect's clients expect."""
     error = reply["error"]
     if path.startswith("/api/"):
         return isinstance(error, str) and bool(error)
@@ -229,7 +229,7 @@ HEADERS: dict[str, list[str]] = {
 
 
 def _packed(body: bytes, rng: random.Random) -> bytes:
-    """The body, or what a packer makes of it, whole or cut or with more behind it."""
+    """Return the body, plain or compressed, and possibly cut or with extra bytes."""
     packed = rng.choice([gzip.compress, zlib.compress, lambda raw: zlib.compress(raw)[2:-4]])(body)
     return rng.choice([body, packed, packed, packed[:-3], packed + b"x", packed * 2, b""])
 

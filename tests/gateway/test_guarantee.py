@@ -1,4 +1,4 @@
-"""Demanded calls and demanded JSON come out as demanded, from a policy with random weights."""
+"""Tests that required calls and JSON are produced by a policy with random weights."""
 
 import json
 from typing import Any
@@ -32,7 +32,7 @@ def _request(**fields: Any) -> PolicyRequest:
 
 
 def _accepts(grammar: str | None, text: str) -> bool:
-    """Whether the grammar takes the whole text and could end there."""
+    """Return whether the grammar accepts the whole text and may end there."""
     assert grammar is not None
     tokenizer = tiny_tokenizer()
     try:
@@ -213,5 +213,5 @@ async def test_long_schemas_are_refused_where_they_bind(make_bench: MakeBench) -
             error = reply["error"]
             assert (status, error["code"], error["param"]) == (400, "invalid_schema", param)
             assert "serve.max_grammar_kib" in error["message"]
-        _, reply, _ = await bench.post(body)  # a tool that nobody demands needs no grammar
+        _, reply, _ = await bench.post(body)  # a tool that is not required needs no grammar
         assert reply.get("error", {}).get("code") != "invalid_schema"

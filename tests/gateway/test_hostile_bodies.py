@@ -1,7 +1,7 @@
-"""No body holds the event loop up, whatever it is made of.
+"""Tests that no body blocks the event loop, whatever its content.
 
-Each took 2 to 27 s of the loop before issue 32. The limit here is wide, because the machine may be
-slow: `stalls.longest_s` is some 50 ms at most.
+Each body blocked the loop for 2 to 27 s before issue 32. The limit here is generous for slow
+machines: `stalls.longest_s` is at most about 50 ms.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Bodies are bounded, and long ones are read beside the event loop."""
+"""Tests that bodies are limited and that long ones are read outside the event loop."""
 
 import asyncio
 import gzip
@@ -54,7 +54,7 @@ def test_values_are_counted_without_what_strings_hold(value: Any) -> None:
     number = _num_values(value)
     assert num_values(raw) >= number
     counted = num_values(_without_strings(raw, 10**6))
-    assert number <= counted <= 2 * number  # an empty list or object counts as one that is not
+    assert number <= counted <= 2 * number  # an empty list or object counts like a non-empty one
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ async def test_nothing_of_a_long_call_is_parsed_or_encoded_on_the_loop(
     monkeypatch.setattr(Tokenizer, "encode", seen_encode)
     long = BODY | {"messages": [{"role": "user", "content": "x" * 2 * INLINE_BYTES}]}
     status, reply, _ = await bench.post(long)
-    # Longer than serve.max_len tokens of any length: it is not encoded at all.
+    # Too long for serve.max_len tokens of any length, so it is not encoded at all.
     assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
     assert "tokens" not in threads
     assert threads["json"].name.startswith("gateway")

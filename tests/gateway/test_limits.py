@@ -1,4 +1,4 @@
-"""What one rollout may have in flight and keep, and that its neighbours are served beside it."""
+"""Tests of the limits of one rollout, and that other rollouts are served meanwhile."""
 
 import asyncio
 from collections.abc import Callable
@@ -43,7 +43,7 @@ async def test_calls_over_a_rollouts_limit_are_refused(make_bench: MakeBench) ->
 async def test_choices_over_a_rollouts_limit_are_refused(make_bench: MakeBench) -> None:
     async with make_bench(max_choices_per_rollout=3) as bench:
         base = bench.rollout().base_url
-        status, reply, _ = await bench.post(BODY | {"n": 4}, base=base)  # never works
+        status, reply, _ = await bench.post(BODY | {"n": 4}, base=base)  # can never succeed
         assert (status, reply["error"]["code"]) == (400, "invalid_value")
         assert "serve.max_choices_per_rollout" in reply["error"]["message"]
         long = asyncio.create_task(bench.post(LONG | {"n": 2}, base=base))
@@ -57,7 +57,7 @@ async def test_choices_over_a_rollouts_limit_are_refused(make_bench: MakeBench) 
 
 
 async def test_a_call_that_outlives_its_client_counts_as_in_flight(make_bench: MakeBench) -> None:
-    """A client that declares a time-out and hangs up leaves the call running for a retry."""
+    """A client that disconnects at its declared timeout leaves the call running for a retry."""
     async with make_bench(max_choices_per_rollout=2) as bench:
         base = bench.rollout().base_url
         patience = {"x-stainless-read-timeout": "0.001"}
@@ -88,7 +88,7 @@ async def test_tokens_of_a_rollout_are_bounded(make_bench: MakeBench) -> None:
 
 
 async def test_a_neighbour_is_answered_beside_a_flood(bench: Bench) -> None:
-    """64 responses of one rollout wait or run; a neighbour's need not wait for any to end."""
+    """While 64 responses of one rollout wait or run, another waits for none of them to end."""
     flooding, honest = (bench.rollout(name) for name in ("flood", "honest"))
     alone = await bench.post(BODY | {"temperature": 0}, base=honest.base_url)
     flood = asyncio.create_task(bench.post(LONG | {"n": 64}, base=flooding.base_url))
@@ -127,7 +127,7 @@ async def test_a_retry_that_is_answered_makes_its_failure_good(
 async def test_a_bug_that_the_request_alone_meets_is_not_infrastructure(
     bench: Bench, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine never saw the call: every attempt with this request would fail alike."""
+    """The engine never saw the call, so every attempt with this request would fail too."""
     base = bench.rollout().base_url
     monkeypatch.setattr(chat, "sampling_fields", Mock(side_effect=KeyError("a bug")))
     status, reply, headers = await bench.post(BODY, base=base)

@@ -1,4 +1,4 @@
-"""GET /metrics counts what was answered and what was not; /healthz says whether calls are taken."""
+"""Tests that GET /metrics counts answers and failures, and /healthz tells if calls are accepted."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ SEARCH = {
 
 
 async def _metrics(bench: Bench) -> dict[str, float]:
-    """Every sample by its name and labels, such as `calls_total chat 200`; no key is sent."""
+    """Return every sample by name and labels, such as `calls_total chat 200`. Send no key."""
     async with bench.http.get(f"{bench.gateway.url}/metrics") as response:
         assert response.status == 200
         assert response.headers["Content-Type"].startswith("text/plain; version=1.0.0")
@@ -66,7 +66,7 @@ async def test_calls_are_counted_by_dialect_and_status(bench: Bench) -> None:
 async def test_the_engines_counters_are_there(bench: Bench) -> None:
     await bench.post(BODY)
     async with asyncio.timeout(20):
-        while bench.loop.stats()["serve/queue_depth"]:  # a call is forgotten just after its answer
+        while bench.loop.stats()["serve/queue_depth"]:  # a call is removed just after its answer
             await asyncio.sleep(0.01)
     found, stats = await _metrics(bench), bench.loop.stats()
     for name in (
@@ -122,7 +122,7 @@ async def test_what_costs_the_trainer_is_counted_over_all_rollouts(bench: Bench)
 
 
 async def test_a_malformed_tool_call_is_counted_outside_of_rollouts_too(bench: Bench) -> None:
-    # The policy is made to say a string that looks like a call, rather than to call.
+    # Force the policy to write a string that looks like a call instead of a call.
     schema = {"const": "<tool_call>nonsense</tool_call>"}
     form = {"type": "json_schema", "json_schema": {"name": "said", "schema": schema}}
     (bracket,) = bench.model.tokenizer.encode("<")

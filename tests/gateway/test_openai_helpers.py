@@ -1,4 +1,4 @@
-"""The typed helpers of OpenAI's client: parse and stream, sync and async, over a tiny model."""
+"""Tests of the typed helpers in OpenAI's client: parse and stream, sync and async."""
 
 import asyncio
 from collections.abc import Callable

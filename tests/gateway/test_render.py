@@ -1,4 +1,4 @@
-"""Prompts extend the sampled path token for token, and messages are checked."""
+"""Tests that prompts extend the sampled path token for token, and that messages are checked."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def test_sampled_ids_come_back_though_their_text_encodes_otherwise() -> None:
     assert (second.replayed, second.breaks) == (1, 0)
 
 
-# Bytes at random are seldom UTF-8: their text then holds U+FFFD and encodes to other bytes.
+# Random bytes are rarely UTF-8. Their text then contains U+FFFD and encodes to other bytes.
 responses = st.lists(
     st.tuples(st.lists(st.integers(0, 255), min_size=1, max_size=8), st.booleans()),
     min_size=1,

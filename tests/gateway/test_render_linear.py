@@ -1,4 +1,4 @@
-"""Rendering with a rollout's memory takes linear time and gives what the quadratic way gave."""
+"""Tests that rendering with a memory takes linear time and matches the old quadratic algorithm."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ END = min(tiny_tokenizer().eos_ids)
 
 
 class OldMemory:
-    """Every response of a message, newest first."""
+    """All responses of each message, newest first."""
 
     def __init__(self) -> None:
         self._generated: dict[str, list[Generated]] = {}
@@ -41,7 +41,10 @@ class OldMemory:
 
 
 def old_render(messages: Any, tokenizer: Tokenizer, memory: OldMemory) -> Rendered:
-    """The algorithm until issue 32: it compares whole prompts, and looks for one mark at a time."""
+    """Render with the algorithm before issue 32.
+
+    It compares whole prompts and searches for one mark at a time.
+    """
     plain = normalize_messages(messages)
     digests = module._digests(plain, None)
     known = {
@@ -111,7 +114,7 @@ TURNS: list[Any] = [
     {"role": "tool", "content": "1", "tool_call_id": "c"},
 ]
 SAMPLED = [(200, END), (201, END), (202,), (111, 107)]
-# What an agent does next: says something, asks for one or two answers, or goes back.
+# The agent's next step: send a turn, get an answer, or go back.
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("turn"), st.sampled_from(range(len(TURNS))), st.just(0)),
@@ -153,7 +156,9 @@ def test_every_conversation_renders_as_before(name: str, steps: list[tuple[str, 
 
 @pytest.mark.parametrize("same_text", [True, False], ids=["one answer", "different answers"])
 def test_cpu_time_grows_with_the_number_of_turns(same_text: bool) -> None:
-    """Eight times the turns take eight times as long; the quadratic way took 64 times as long."""
+    """Eight times the turns take eight times as long; the quadratic algorithm took 64 times as
+    long.
+    """
     tokenizer = TOKENIZERS["smollm"]
 
     def cost(turns: int) -> float:

@@ -1,4 +1,4 @@
-"""Rewards and spans that agents send reach their rollout, and nothing else does."""
+"""Tests that agents' rewards and spans reach their own rollout and no other."""
 
 import asyncio
 import io
@@ -104,7 +104,7 @@ async def _send(bench: Bench, url: str, body: bytes, **headers: str) -> tuple[in
 
 
 async def _rejected(bench: Bench, url: str, body: bytes, key: str = "") -> int:
-    """How many spans of an export were refused."""
+    """Return how many spans of an export were refused."""
     status, answer = await _send(bench, url, body, Authorization=f"Bearer {key}")
     assert status == 200
     return ExportTraceServiceResponse.FromString(answer).partial_success.rejected_spans
@@ -116,11 +116,11 @@ async def test_spans_join_the_rollout_of_their_trace(bench: Bench) -> None:
     agents_own = "0af7651916cd43dd8448eb211c80319c"
     await bench.post(BODY, base=base, traceparent=f"00-{agents_own}-b7ad6b7169203331-01")
     one, two = (bench.gateway.root_of(each).trace_id for each in ("r1", "r2"))
-    bench.gateway.close_rollout("r2")  # exporters send in batches, so spans come late
+    bench.gateway.close_rollout("r2")  # exporters send in batches, so spans arrive late
     body = _export(one, agents_own, two, "ff" * 16)
     url = f"{bench.gateway.url}/v1/traces"
     assert (await _send(bench, url, body))[0] == 401
-    for _ in range(2):  # an exporter that got no answer sends again
+    for _ in range(2):  # an exporter that got no answer retries
         status, answer = await _send(bench, url, body, Authorization="Bearer right-key")
         rejected = ExportTraceServiceResponse.FromString(answer).partial_success
         assert status == 200 and rejected.rejected_spans == 1
@@ -133,7 +133,7 @@ async def test_spans_join_the_rollout_of_their_trace(bench: Bench) -> None:
 
 
 async def test_a_reward_goes_to_the_call_not_to_its_clients_span(bench: Bench) -> None:
-    """An instrumented client has a span of the same response, which ends later."""
+    """An instrumented client has a span for the same response, which ends later."""
     base = bench.rollout().base_url
     answered = (await bench.post(BODY | {"n": 2}, base=base))[1]["id"]
     request = ExportTraceServiceRequest()
@@ -182,7 +182,7 @@ async def test_posted_rewards_over_the_limit_are_refused(bench: Bench) -> None:
         (await bench.post({"reward": 4, "call": "last"}, base=base, path="/reward"))[0]
         for _ in range(3)
     ]
-    assert statuses == [200, 200, 400]  # 12 together
+    assert statuses == [200, 200, 400]  # 12 in total
     (call,), _ = spans_to_transitions(bench.store.spans("r1"))
     assert call.reward == 8.0 and bench.gateway.posted_reward("r1") is None
 
@@ -196,7 +196,7 @@ async def test_a_rollouts_key_says_whose_spans_they_are(bench: Bench) -> None:
     assert bench.store.spans("victim") == []
     assert bench.gateway.stats()["serve/foreign_spans"] == 2
     assert await _rejected(bench, url, _export("ab" * 16, theirs), victim.api_key) == 0
-    assert len(bench.store.spans("victim")) == 2  # of ids that the other has used, too
+    assert len(bench.store.spans("victim")) == 2  # even with ids that the other rollout has used
     bench.gateway.close_rollout("own")  # exporters send in batches
     assert await _rejected(bench, url, _export("ac" * 16), own.api_key) == 0
     assert len(bench.store.spans("own")) == 2
@@ -286,7 +286,7 @@ async def test_a_reward_that_comes_whole_after_the_end_is_refused(bench: Bench) 
 
     async def slowly() -> AsyncIterator[bytes]:
         yield b'{"reward": 1, '
-        await asyncio.sleep(0.05)  # the request is taken
+        await asyncio.sleep(0.05)  # the request has been accepted
         bench.gateway.close_rollout("r1")
         yield b'"call": "last"}'
 

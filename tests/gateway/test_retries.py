@@ -1,4 +1,4 @@
-"""A request that is sent again joins its first try: one sample, one span; others stay apart."""
+"""Tests that a retry joins its first try, with one sample and one span, and others do not."""
 
 import asyncio
 from collections.abc import Callable
@@ -38,7 +38,7 @@ async def test_a_retry_joins_the_call_that_runs(bench: Bench) -> None:
     streamed = BODY | {"stream": True}
     assert len(bench.store.spans("r1")) == 1
     other = await bench.post(streamed | {"stream": False}, base=base)
-    assert _text(other[1]) != _text(again[1])  # not a retry: a call of its own
+    assert _text(other[1]) != _text(again[1])  # not a retry, so a separate call
     traffic = bench.gateway.close_rollout("r1")
     assert (traffic.num_calls, traffic.num_joined) == (3, 1)
 

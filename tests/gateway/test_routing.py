@@ -1,4 +1,4 @@
-"""Several policies behind one URL: who answers, with which weights, and what the record says."""
+"""Tests of several policies behind one URL: who answers, with which weights, and the record."""
 
 from collections.abc import AsyncIterator
 from functools import partial
@@ -67,9 +67,9 @@ def whole_table(params: Any, config: Any, ids: Any) -> Any:
 
 
 def logprobs(call: Transition, place: int) -> np.ndarray:
-    """Those of the response's tokens under one adapter alone, without a cache."""
+    """Return the log-probs of the response's tokens under one adapter alone, without a cache."""
     model, ids = one_of(MODEL, place), [*call.prompt_token_ids, *call.response_token_ids]
-    padded = np.pad(ids, (0, SERVE.max_len - len(ids)))  # what follows a token does not reach it
+    padded = np.pad(ids, (0, SERVE.max_len - len(ids)))  # later tokens do not affect it
     table = np.asarray(whole_table(model.params, model.config, padded))
     first = len(call.prompt_token_ids)
     return table[np.arange(first - 1, len(ids) - 1), ids[first:]]
@@ -97,7 +97,7 @@ async def test_roles_route_agents_that_all_ask_for_one_name(bench: Bench) -> Non
     verse = [{"role": "system", "content": "Speak in verse."}, *ASK]
     assert (await bench.post(plain | {"messages": verse}, base=base))[0] == 200
     assert (await bench.post(plain | {"model": "policy:second-try"}, base=base))[0] == 200
-    named = {"x-agent-name": "second"}  # the role comes before the name asked for
+    named = {"x-agent-name": "second"}  # the role overrides the requested name
     assert (await bench.post(BODY, base=base, **named))[0] == 200
     assert (await bench.post(plain | {"model": "policy:checker"}, base=base))[0] == 200
     found = calls(bench)

@@ -1,4 +1,4 @@
-"""Who shares a call with whom, and when a call without listeners ends."""
+"""Tests of shared calls: who joins which, and when a call without listeners ends."""
 
 import asyncio
 from collections.abc import Callable
@@ -86,7 +86,7 @@ async def test_a_call_that_will_be_asked_for_again_goes_on_for_a_while(
         pass
     await asyncio.sleep(0.01)
     with call.listen(lambda: False):
-        await asyncio.sleep(0.1)  # somebody came, so the grace is over without effect
+        await asyncio.sleep(0.1)  # a listener joined, so the end of the grace has no effect
         gate.set()
         assert await call.answers() == ANSWERS
     forgotten = _call(asyncio.Event())
@@ -115,7 +115,7 @@ async def test_calls_are_found_while_they_may_be_joined(monkeypatch: pytest.Monk
     calls.cancel()
     await asyncio.wait([other.task for other in others])
     assert all(other.task.cancelled() for other in others) and calls.find("b") is None
-    calls.add("c", others[0])  # one that has ended
+    calls.add("c", others[0])  # it has ended
     assert calls.find("c") is None
 
 
@@ -129,7 +129,7 @@ async def test_a_repetition_of_a_call_that_failed_joins_no_other() -> None:
     calls.add("a", sibling)
     await asyncio.wait([failed.task])
     await asyncio.sleep(0)
-    assert calls.find("a") is None  # the refused one's
+    assert calls.find("a") is None  # for the refused call
     assert calls.find("a") is sibling
     gate.set()
     await sibling.answers()
@@ -143,7 +143,7 @@ async def test_each_repetition_is_of_another_call_that_was_given_up() -> None:
     for call in given_up:
         with call.listen(lambda: True):
             await call.accepted()
-    for call in given_up:  # the first by its answer, the second while it runs
+    for call in given_up:  # the first has ended, the second is still running
         assert calls.find("a") is call
         gate.set()
         assert await _texts(call) == "abc"

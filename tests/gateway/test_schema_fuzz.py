@@ -1,4 +1,6 @@
-"""Hostile schemas: each call ends in an answer or a refusal, and the server lives."""
+"""Tests that each call with a hostile schema ends in an answer or an error, and the server
+survives.
+"""
 
 import asyncio
 import collections
@@ -32,7 +34,7 @@ def body_of(schema: Any, kind: int) -> dict[str, Any]:
 
 
 async def fuzz(bench: Bench, fuzzer: SchemaFuzzer, until: float, outcomes: dict[str, int]) -> None:
-    """Send schemas until the time is over, and count how the calls ended."""
+    """Send schemas until the time is up, and count the outcomes of the calls."""
     number = 0
     while time.monotonic() < until:
         number += 1
@@ -42,7 +44,7 @@ async def fuzz(bench: Bench, fuzzer: SchemaFuzzer, until: float, outcomes: dict[
         body = json.dumps(body_of(schema, number % 2)).encode()
         try:
             status, reply, _ = await bench.post(body)
-        except TimeoutError:  # on a machine with much else to do; the neighbour's wait tells
+        except TimeoutError:  # on a busy machine; the neighbour's wait is what counts
             outcomes["client gave up"] += 1
             continue
         code = reply["choices"][0]["finish_reason"] if status == 200 else reply["error"]["code"]
@@ -51,7 +53,7 @@ async def fuzz(bench: Bench, fuzzer: SchemaFuzzer, until: float, outcomes: dict[
 
 
 async def neighbour(bench: Bench, until: float) -> float:
-    """Ask for eight plain tokens again and again, and return the longest wait in seconds."""
+    """Request eight plain tokens repeatedly, and return the longest wait in seconds."""
     longest = 0.0
     plain = {"model": "policy", "messages": ASK, "max_tokens": 8, "logit_bias": {"258": -100}}
     while not longest or time.monotonic() < until:
@@ -67,7 +69,7 @@ async def run(
     bench: Bench, report: Callable[[str], None], seconds: float, seed: int
 ) -> dict[str, int]:
     outcomes: dict[str, int] = collections.Counter()
-    await neighbour(bench, 0.0)  # compiles what it needs
+    await neighbour(bench, 0.0)  # compile everything first
     until = time.monotonic() + seconds
     fuzzers = [SchemaFuzzer(seed * CALLERS + index) for index in range(CALLERS)]
     longest, *_ = await asyncio.gather(
@@ -93,7 +95,7 @@ async def test_server_survives_hostile_schemas(
 
 async def test_known_crashes_are_refused(make_bench: MakeBench) -> None:
     patterns = [{"type": "string", "pattern": f"a{i}.*b"} for i in range(40)]
-    async with make_bench(max_grammar_kib=255) as bench:  # shares its compiler with no other test
+    async with make_bench(max_grammar_kib=255) as bench:  # no other test shares its compiler
         for schema in (
             {"properties": {"n": {"const": -(2**63)}}},
             {"properties": {"s": {"allOf": patterns}}},

@@ -1,6 +1,6 @@
-"""A hundred agents that hang up, time out and go on while the weights change under them.
+"""Soak test: a hundred agents disconnect, time out and continue while the weights change.
 
-Left out of `make test`: python -m pytest -m slow tests/gateway/test_soak.py (SOAK_MINUTES, 20).
+Not part of `make test`: python -m pytest -m slow tests/gateway/test_soak.py (SOAK_MINUTES, 20).
 """
 
 import asyncio
@@ -31,13 +31,13 @@ PATHS = {
 
 
 class _Tally:
-    """What the agents saw."""
+    """Counts of what the agents saw."""
 
     answered = hung_up = timed_out = 0
 
 
 async def _agent(bench: Bench, index: int, until: float, tally: _Tally) -> dict[str, int]:
-    """Rollouts one after another; how many calls of each were answered in full."""
+    """Run rollouts one after another, and return how many calls of each were answered in full."""
     rng, finished = random.Random(index), {}
     number = 0
     while time.monotonic() < until:
@@ -77,7 +77,7 @@ async def _call(bench: Bench, base: str, rng: random.Random, tally: _Tally) -> i
 
 
 async def _swap(bench: Bench, until: float) -> int:
-    """New weights every second; how many."""
+    """Load new weights every second, and return how often."""
     version = 3
     while time.monotonic() < until:
         await asyncio.sleep(1.0)
@@ -89,7 +89,7 @@ async def _swap(bench: Bench, until: float) -> int:
 
 
 async def _watch(until: float) -> list[float]:
-    """Resident memory in MiB, ten readings over the second half."""
+    """Return resident memory in MiB, ten readings over the second half."""
     start, process = time.monotonic(), psutil.Process()
     readings = []
     for part in range(10):
@@ -121,12 +121,12 @@ async def test_nothing_leaks(make_bench: MakeBench, monkeypatch: pytest.MonkeyPa
         for rollout_id, number in finished.items():
             spans = bench.store.spans(rollout_id)
             whole = [span for span in spans if span.error is None]
-            # A call whose answer was on its way when the agent hung up is whole, and not counted.
+            # A call answered just as the agent disconnected is complete but not counted.
             hung_up = len(whole) - number
             assert hung_up >= 0, rollout_id
             assert len({span.span_id for span in spans}) == len(spans)
         assert tally.answered > AGENTS and tally.hung_up > 0 and swaps > 0
-        # Threads of asyncio's and aiohttp's pools come and stay; they are bounded.
+        # The thread pools of asyncio and aiohttp grow, but up to a limit.
         assert threading.active_count() <= threads + 32
         assert readings[-1] < readings[0] + 64
     assert not bench.gateway._rollouts and not bench.gateway._calls.working

@@ -1,4 +1,4 @@
-"""Whole conversations with tools: what the policy generated comes back as the ids it sampled."""
+"""Tests of whole conversations with tools: responses return as the ids that were sampled."""
 
 import json
 import random
@@ -18,11 +18,11 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("search", "add")
 ]
-CONVERSATIONS = 60  # of each template and seed; three seeds
+CONVERSATIONS = 60  # for each template and seed; three seeds
 
 
 def _sampled(rng: random.Random, form: ToolFormat, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Response ids as a policy might sample them: odd blanks, think blocks, calls, raw bytes."""
+    """Return response ids that a policy might sample: blanks, think blocks, calls, raw bytes."""
     text = rng.choice(["", " ", "\n\n", "<think>\nhm\n</think>\n\n", "</think>", "Let me see. "])
     text += rng.choice(["", "It is 5.", "ok ok\n", "  tail  ", "über"])
     calls: list[tuple[str, Any]] = [
@@ -34,14 +34,14 @@ def _sampled(rng: random.Random, form: ToolFormat, tokenizer: Tokenizer) -> tupl
     ]
     if calls:
         written = form.write(calls)
-        if rng.random() < 0.5:  # as json.dumps would not write it
+        if rng.random() < 0.5:  # unlike json.dumps
             written = written.replace('": ', '" :  ').replace("}", " }")
         text = text + written if form.begin else written
     if rng.random() < 0.1:
         text += "<tool_call>{broken"
     ids = tokenizer.encode(text, special=False)
     if rng.random() < 0.2:
-        ids += [rng.randrange(128, 256) for _ in range(3)]  # no UTF-8
+        ids += [rng.randrange(128, 256) for _ in range(3)]  # not UTF-8
     (end,) = tokenizer.eos_ids
     return (*ids, end) if not ids or rng.random() < 0.9 else tuple(ids)
 
@@ -56,7 +56,7 @@ def _answer(prompt: Rendered, ids: tuple[int, ...], form: ToolFormat, text: str)
 
 
 def _observations(rng: random.Random, answer: Answer) -> list[dict[str, Any]]:
-    """What the agent adds: a result of every call, or the user's next words."""
+    """Return the messages that the agent adds: a result for every call, or the user's next turn."""
     if not answer.tool_calls:
         return [{"role": "user", "content": rng.choice(["more", "and\nnow?", " x "])}]
     return [
@@ -86,7 +86,7 @@ def test_unchanged_conversations_extend_token_for_token(name: str, seed: int) ->
             memory.add(answer.as_message(), Generated(prompt.token_ids, ids, prompt.history))
             path = prompt.token_ids + ids
             num_calls += len(answer.tool_calls)
-            # As it comes over the wire, from a program in Python or in JavaScript.
+            # As sent over the wire by a program in Python or JavaScript.
             wired = json.loads(json.dumps(answer.as_message()))
             for call in wired.get("tool_calls", []) if rng.random() < 0.5 else []:
                 said = call["function"]["arguments"]
@@ -95,7 +95,7 @@ def test_unchanged_conversations_extend_token_for_token(name: str, seed: int) ->
                 wired["content"] = None
             messages = [*messages, wired, *_observations(rng, answer)]
             if not (answer.text or answer.tool_calls):
-                break  # an empty answer is nothing to recognise
+                break  # an empty answer cannot be recognized
     assert num_calls > 20
 
 

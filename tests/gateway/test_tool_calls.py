@@ -1,4 +1,4 @@
-"""Text to tool calls: every format, however the text is cut, and what is no call stays text."""
+"""Tests of parsing tool calls: every format, any split of the text, and text that is not a call."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ def _run(text: str, form: ToolFormat, cuts: list[int], guaranteed: bool = False)
 
 
 def _whole(pieces: list[Piece]) -> tuple[str, list[tuple[str, Any]]]:
-    """The text and the calls, arguments decoded."""
+    """Return the text and the calls, with arguments decoded."""
     text, calls = "", []
     for piece in pieces:
         match piece:

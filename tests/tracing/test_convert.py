@@ -1,4 +1,4 @@
-"""Spans become Transitions, and each span that does not is counted."""
+"""Tests that spans become Transitions, and that each span that does not is counted."""
 
 from dataclasses import replace
 from typing import Any
@@ -58,7 +58,7 @@ def test_forced_tokens_are_read_and_old_spans_have_none() -> None:
 
 def test_the_temperature_of_a_call_comes_with_its_logprobs() -> None:
     warm = CALL | {names.REQUEST_TEMPERATURE: 1.25, names.TEMPERED_LOGPROBS: (-0.7, -0.3)}
-    cold = warm | {names.REQUEST_TEMPERATURE: 0.05}  # as good as greedy
+    cold = warm | {names.REQUEST_TEMPERATURE: 0.05}  # nearly greedy
     old = CALL | {names.REQUEST_TEMPERATURE: 0.7}  # recorded without them
     spans = [_span(str(i), i, each) for i, each in enumerate((warm, cold, old))]
     found = [(t.temperature, t.tempered_logprobs) for t in spans_to_transitions(spans)[0]]

@@ -1,4 +1,4 @@
-"""What tools and calls belong to is found in n log n steps, as the quadratic way found it."""
+"""Tests that Forest takes O(n log n) steps and gives the results of the quadratic algorithm."""
 
 import time
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def old_agent(span: Span, by_id: dict[str, Span]) -> str:
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[Span]:
-    """Spans with times that often coincide, and with parents anywhere, circles included."""
+    """Draw spans whose times often coincide, with any parents, including cycles."""
     size = draw(st.integers(0, 12))
     spans = []
     for place in range(size):
@@ -87,7 +87,7 @@ def test_every_tree_reads_as_before(spans: list[Span]) -> None:
 
 
 def _chain(size: int) -> list[Span]:
-    """Spans below each other, every third a tool and every third a call."""
+    """Return spans below each other, every third a tool and every third a call."""
     return [
         Span("t", str(i), str(i - 1) if i else None, "s", i, 2 * size - i, KINDS[2:][i % 3])
         for i in range(size)
@@ -95,7 +95,7 @@ def _chain(size: int) -> list[Span]:
 
 
 def _side_by_side(size: int) -> list[Span]:
-    """Calls below a root beside spans that cross each other in time."""
+    """Return calls below a root next to spans that overlap in time."""
     theirs = [Span("t", f"s{i}", "root", "s", i, size + i, {}) for i in range(size)]
     calls = [Span("t", f"c{i}", "root", "s", size, size + i, KINDS[-1]) for i in range(size)]
     return [Span("t", "root", None, "s", 0, 3 * size, KINDS[1]), *theirs, *calls]
@@ -103,7 +103,7 @@ def _side_by_side(size: int) -> list[Span]:
 
 @pytest.mark.parametrize("shape", [_chain, _side_by_side])
 def test_cpu_time_grows_with_the_number_of_spans(shape: Callable[[int], list[Span]]) -> None:
-    """Eight times the spans take about eight times as long; the quadratic way took 64 times."""
+    """Eight times the spans take about eight times as long; the quadratic algorithm took 64."""
 
     def cost(size: int) -> float:
         spans, times = shape(size), []

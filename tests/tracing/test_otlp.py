@@ -1,4 +1,4 @@
-"""What OpenTelemetry's own SDK and others send is read, and cannot pass for what was sampled."""
+"""Tests that spans from OpenTelemetry's SDK and others are read but cannot pass for samples."""
 
 import json
 from typing import Any
@@ -70,7 +70,7 @@ def test_a_protobuf_span_is_read() -> None:
     assert span.attributes["raw"] == "ff" and span.attributes["none"] == ""
     assert span.attributes["long"] == "x" * MAX_CHARS + "... (70 more characters)"
     assert span.attributes["odd"] == "nan"  # the store's JSON has no such number
-    assert names.RESPONSE_TOKEN_IDS not in span.attributes  # only the gateway says what was sampled
+    assert names.RESPONSE_TOKEN_IDS not in span.attributes  # only the gateway may record samples
 
 
 def test_an_error_says_what_was_raised() -> None:
@@ -126,7 +126,7 @@ def test_long_values_read_alike_in_both_encodings() -> None:
     [
         b"\xff\xff",
         b"\x0a\x05",  # a field that ends after the body
-        b"\x0a" + b"\xff" * 12,  # a length without an end
+        b"\x0a" + b"\xff" * 12,  # a length that does not end
         b"\x0b",  # a group
         {"resourceSpans": 3},
         {"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xyz"}]}]}]},

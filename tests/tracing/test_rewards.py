@@ -1,4 +1,4 @@
-"""Rules and posts reach the call that brought something about, and nothing is lost unseen."""
+"""Tests that rules and posted rewards reach the call that caused them, or are counted as lost."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Roles decide which calls train; the others are part of the environment."""
+"""Tests that roles decide which calls train. The others are part of the environment."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ ROLES = {
         ("checker-2", "policy", "", "checker"),
         ("", "gpt-5-nano", "", "judge"),
         ("", "mine", "", "exact"),
-        ("", "mine:latest", "", "exact"),  # as Ollama's clients write it
+        ("", "mine:latest", "", "exact"),  # as Ollama's clients send it
         ("x", "policy", "Today You plan.", "planner"),
         ("x", "policy", "You planned.", ""),
         ("writer", "policy", "You write SQL.", "writer"),
@@ -57,7 +57,7 @@ def test_the_tree_may_know_better_than_the_gateway_did() -> None:
     below, planned, elsewhere, alone = assign_roles(spans, calls, ROLES)
     assert (below.agent, below.role, below.trains) == ("checker", "checker", False)
     assert (planned.role, planned.trains) == ("checker", False)
-    assert elsewhere.role == "judge"  # it did not sample, whatever the tree says
+    assert elsewhere.role == "judge"  # the policy did not sample it, whatever the tree says
     assert (alone.agent, alone.role, alone.trains) == ("", "", True)
     (plain, *_) = assign_roles(spans, calls, {})
     assert plain.trains and plain.agent == "checker"

@@ -1,4 +1,6 @@
-"""Spans reach the store the moment they end, whatever the process does with OpenTelemetry."""
+"""Tests that spans reach the store as soon as they end, whatever the process does with
+OpenTelemetry.
+"""
 
 import random
 from pathlib import Path

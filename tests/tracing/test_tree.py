@@ -1,4 +1,4 @@
-"""Agents and tools are found in the tree of a rollout's spans."""
+"""Tests that agents and tools are found in the tree of a rollout's spans."""
 
 from typing import Any
 

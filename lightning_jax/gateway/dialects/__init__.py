@@ -1,1 +1,1 @@
-"""The wire formats that the gateway speaks; each file translates one. `all.py` lists them."""
+"""Wire formats of the gateway, each translated in one file. `all.py` lists them."""

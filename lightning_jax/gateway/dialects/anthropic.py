@@ -1,4 +1,4 @@
-"""Anthropic's messages."""
+"""Anthropic's messages API."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,12 +26,12 @@ from lightning_jax.gateway.request import (
 )
 from lightning_jax.types import Message
 
-# Fields that ask for what no text policy can do, each with the values that ask for nothing.
+# Fields that no text policy can support, each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 _KNOWN = {
     *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "metadata"),
     *("temperature", "top_p", "top_k", "tools", "tool_choice", "output_config", "output_format"),
-    # Without effect here:
+    # No effect here:
     *("thinking", "service_tier", "cache_control", "context_management", "diagnostics", "betas"),
     *("inference_geo", "speed", "user_profile_id", "workspace_id"),
     *_UNSUPPORTED,
@@ -50,7 +50,7 @@ _ERROR_TYPES = {
 
 
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """The request in a messages body. Raises ApiError that names the first wrong field."""
+    """Return the request in a messages body. Raise ApiError that names the first invalid field."""
     max_tokens = fields.integer(body, "max_tokens")
     if max_tokens is None:
         raise invalid(
@@ -70,7 +70,7 @@ def _request(body: fields.Body, sender: Sender, max_tokens: int | None) -> Polic
     model = fields.text(body, "model")
     metadata = fields.field(body, "metadata", dict, {}, "an object")
     output = fields.field(body, "output_config", dict, {}, "an object")
-    # Where the format was before output_config; its beta's clients still send it.
+    # Field for the format before output_config. Clients of its beta still send it.
     earlier = fields.field(body, "output_format", dict, {}, "an object")
     form = fields.field(output, "format", dict, earlier, "an object")
     choice, parallel = _tool_choice(body)
@@ -113,7 +113,7 @@ def _functions(body: fields.Body) -> tuple[Function, ...]:
 
 
 def _tool_choice(body: fields.Body) -> tuple[ToolChoice, bool]:
-    """The choice, and whether one answer may hold several calls."""
+    """Return the tool choice, and whether one answer may contain several calls."""
     choice = fields.field(body, "tool_choice", dict, {}, "an object")
     parallel = not fields.flag(choice, "disable_parallel_tool_use")
     match choice.get("type", "auto"), choice.get("name"):
@@ -179,14 +179,14 @@ def _add_assistant(messages: list[Message], blocks: list[fields.Body], where: st
                 call = tool_call(block.get("name"), block.get("input"), call_id, at, "messages")
                 calls.append(call)
             case "thinking" | "redacted_thinking":
-                pass  # another model's: the policy gives none
+                pass  # from another model: the policy returns none
             case _:
                 text += _block_text(block, at)
     add_assistant(messages, text, calls)
 
 
 def _add_input(messages: list[Message], role: str, blocks: list[fields.Body], where: str) -> None:
-    """Tool results become messages of their own; texts beside each other become one."""
+    """Append tool results as separate messages, and adjacent texts as one message."""
     texts: list[str] = []
     for index, block in enumerate(blocks):
         at = f"{where}[{index}]"
@@ -204,7 +204,7 @@ def _add_input(messages: list[Message], role: str, blocks: list[fields.Body], wh
 def _tool_result(block: fields.Body, where: str) -> Message:
     text = _text(block.get("content") or "", f"{where}.content")
     if fields.flag(block, "is_error") and not text.lower().startswith("error"):
-        text = f"Error: {text}"  # a chat template has no other place for it
+        text = f"Error: {text}"  # a chat template has no other place for the error
     return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", where), "content": text}
 
 
@@ -231,13 +231,13 @@ def _string(block: fields.Body, name: str, where: str, param: str = "messages") 
 
 
 class MessagesReply:
-    """Message bodies and events. One block of a stream is open at a time."""
+    """Message bodies and events. Only one block of a stream is open at a time."""
 
     def __init__(self, request: PolicyRequest, context: ReplyContext) -> None:
         self._request = request
         self._context = context
-        self._index = -1  # of the newest block
-        self._open = ""  # its type, "" once it is closed
+        self._index = -1  # index of the newest block
+        self._open = ""  # type of the newest block, "" once it is closed
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
@@ -305,7 +305,7 @@ class MessagesReply:
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _stop_sequence(self, answer: Answer) -> str | None:
-        """The one that ended the text: the sampled tokens go on with it where the text is cut."""
+        """Return the stop sequence that ended the text, from the sampled tokens after the text."""
         sampled = self._context.tokenizer.decode(answer.completion.token_ids)
         rest = sampled[len(answer.completion.text) :]
         return next((stop for stop in self._request.stop if rest.startswith(stop)), None)
@@ -324,7 +324,7 @@ def _model(body: fields.Body, sender: Sender) -> Any:
 
 def _model_entry(name: str) -> dict[str, str]:
     known = {"type": "model", "id": name, "display_name": name, "lifecycle": "active"}
-    return {**known, "created_at": "1970-01-01T00:00:00Z"}  # as where it is unknown
+    return {**known, "created_at": "1970-01-01T00:00:00Z"}  # the API's value for an unknown date
 
 
 def _event(data: dict[str, Any]) -> Event:

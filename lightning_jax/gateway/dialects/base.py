@@ -1,7 +1,7 @@
-"""What a dialect is: a wire format that translates to one internal request and back.
+"""Interface of a dialect: a wire format that translates to one internal request and back.
 
-A dialect's file holds no engine, no tracing and no HTTP server: `parse` makes a PolicyRequest of a
-JSON body, and the Reply it returns makes bodies or stream events of Answers and Deltas.
+A dialect's file contains no engine, no tracing and no HTTP server. Its `parse` turns a JSON body
+into a PolicyRequest and a Reply. The Reply turns Answers and Deltas into bodies or stream events.
 """
 
 import glob
@@ -24,70 +24,70 @@ def _no_policy(request: PolicyRequest) -> int:
 
 @dataclass(frozen=True)
 class Sender:
-    """What a request says besides its body."""
+    """Context of a request in addition to its body."""
 
     headers: Mapping[str, str]
-    path: Mapping[str, str]  # the variable parts of the URL, such as the model's name
+    path: Mapping[str, str]  # variable parts of the URL, such as the model name
     query: Mapping[str, str]
-    model_name: str  # the model that is served
-    conversations: SavedConversations  # for dialects that go on from an earlier response by its id
-    max_len: int = 0  # tokens that a prompt and its response may have together
-    # Tokens of a request's prompt, for dialects that tell before they answer. Raises ApiError.
+    model_name: str  # name of the served model
+    conversations: SavedConversations  # for dialects that continue an earlier response by its id
+    max_len: int = 0  # maximum number of tokens in a prompt and its response together
+    # Counts the tokens of a request's prompt, for dialects that offer it. May raise ApiError.
     count_tokens: Callable[[PolicyRequest], int] = _no_policy
-    other_models: tuple[str, ...] = ()  # patterns of names that roles give a meaning
-    policies: tuple[str, ...] = ()  # names of several policies
+    other_models: tuple[str, ...] = ()  # patterns of model names that roles match
+    policies: tuple[str, ...] = ()  # names, if there are several policies
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """Patterns of what a request may name besides the policy and its agents."""
+        """Patterns of accepted model names other than the policy and its agents."""
         return (*self.policies, glob.escape(self.model_name), *self.other_models)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What a request may name, as a listing shows it."""
+        """Accepted model names, as a listing shows them."""
         return tuple(dict.fromkeys((*self.policies, POLICY, self.model_name)))
 
 
 @dataclass(frozen=True)
 class ReplyContext:
-    """What a reply needs to know that its request did not say."""
+    """Context of a reply that is not part of its request."""
 
-    token: str  # random; a response's id is `PolicyRequest.id_prefix` and this
+    token: str  # random; a response's id is `PolicyRequest.id_prefix` plus this
     created: int  # seconds since the epoch
     prompt_ids: tuple[tuple[int, ...], ...]  # of each choice
     tokenizer: Tokenizer
-    num_choices: int = 1  # of each prompt, next to each other
+    num_choices: int = 1  # for each prompt; choices of one prompt are adjacent
 
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts, each prompt once however many choices it has."""
+        """Return the number of prompt tokens, counting each prompt once for all its choices."""
         return sum(map(len, self.prompt_ids[:: self.num_choices]))
 
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a stream; a name only where the dialect names its events."""
+    """One event of a stream. It has a name only if the dialect names its events."""
 
     data: Any
     name: str = ""
 
 
 class Reply(Protocol):
-    """Answers in a dialect's terms."""
+    """Conversion of answers to a dialect's format."""
 
     def body(self, answers: Sequence[Answer]) -> Any:
-        """The whole answer, as JSON."""
+        """Return the whole answer as JSON."""
         ...
 
     def opening(self) -> Iterable[Event]:
-        """The events before the first token."""
+        """Return the events before the first token."""
         ...
 
     def delta(self, delta: Delta) -> Iterable[Event]:
-        """The events for what newly came; none where the client would learn nothing."""
+        """Return the events for a delta, or none if they would tell the client nothing."""
         ...
 
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
-        """The events after the last token."""
+        """Return the events after the last token."""
         ...
 
 
@@ -96,25 +96,25 @@ MakeReply = Callable[[ReplyContext], Reply]
 
 @dataclass(frozen=True)
 class Framing:
-    """How events become bytes."""
+    """Encoding of events as bytes."""
 
     content_type: str
     frame: Callable[[Event], bytes]
-    end: bytes = b""  # after the last event of a stream that was not cut
+    end: bytes = b""  # after the last event of a complete stream
     begin: bytes = b""  # before the first event
-    between: bytes = b""  # before every other one
-    close: bytes = b""  # after the last event, an error too
-    numbered: bool = False  # every event says its place in the stream, as `sequence_number`
+    between: bytes = b""  # before every other event
+    close: bytes = b""  # after the last event, even an error
+    numbered: bool = False  # every event carries its index in the stream as `sequence_number`
 
 
 def sse(event: Event) -> bytes:
-    """Server-sent events."""
+    """Encode an event as a server-sent event."""
     name = f"event: {event.name}\n" if event.name else ""
     return f"{name}data: {json.dumps(event.data)}\n\n".encode()
 
 
 def ndjson(event: Event) -> bytes:
-    """One JSON object a line."""
+    """Encode an event as a line of JSON."""
     return json.dumps(event.data).encode() + b"\n"
 
 
@@ -126,12 +126,12 @@ JSON_ARRAY = Framing("application/json", ndjson, begin=b"[", between=b",", close
 
 @dataclass(frozen=True)
 class Listing:
-    """A request that no policy answers: for what is served, or what was answered before."""
+    """Request that needs no policy: for served models, or for earlier responses."""
 
     method: str
     path: str
-    answer: Callable[[Body, Sender], Any]  # the request's JSON body, {} without one
-    header: str = ""  # that its clients send, where several dialects list at one path
+    answer: Callable[[Body, Sender], Any]  # gets the request's JSON body, or {} without one
+    header: str = ""  # sent by its clients, if several dialects share the path
 
 
 def openai_error(error: ApiError) -> Any:
@@ -144,18 +144,18 @@ def openai_error_event(error: ApiError) -> Event:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One wire format. `paths` may have variable parts as aiohttp writes them."""
+    """One wire format. `paths` may have variable parts in aiohttp's syntax."""
 
     name: str
     paths: tuple[str, ...]
     parse: Callable[[Body, Sender], tuple[PolicyRequest, MakeReply]]
     framing: Framing = OPENAI_SSE
     framings: Mapping[str, Framing] = field(default_factory=dict)  # others, by the query's `alt`
-    # What needs no policy: the body to answer with at once, None for every other request.
+    # For requests that need no policy: returns the response body, or None for every other request.
     at_once: Callable[[Body, Sender], Any] | None = None
     listings: tuple[Listing, ...] = ()
-    error: Callable[[ApiError], Any] = openai_error  # the body of a refused call
-    error_event: Callable[[ApiError], Event] = openai_error_event  # the end of a broken stream
-    # What it calls a field of PolicyRequest or SamplingParams, where otherwise.
+    error: Callable[[ApiError], Any] = openai_error  # body of a refused call
+    error_event: Callable[[ApiError], Event] = openai_error_event  # last event of a broken stream
+    # Its names for fields of PolicyRequest or SamplingParams, if different.
     names: Mapping[str, str] = field(default_factory=dict)
-    open_in_rollouts: bool = False  # its clients send no key: a rollout's unguessable URL is enough
+    open_in_rollouts: bool = False  # its clients send no key, so a rollout's secret URL is enough

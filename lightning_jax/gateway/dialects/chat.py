@@ -1,4 +1,4 @@
-"""OpenAI's chat completions."""
+"""OpenAI's chat completions API."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from lightning_jax.gateway.request import (
 )
 from lightning_jax.types import MAX_TOP_LOGPROBS
 
-# Fields that ask for what no text policy can do, each with the values that ask for nothing.
+# Fields that no text policy can support, each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
@@ -53,7 +53,7 @@ _KNOWN = {
 
 
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """The request in a chat body. Raises ApiError that names the first wrong field."""
+    """Return the request in a chat body. Raise ApiError that names the first invalid field."""
     fields.refuse_unsupported(body, _UNSUPPORTED)
     fields.warn_unknown("chat", body, _KNOWN)
     messages = body.get("messages")

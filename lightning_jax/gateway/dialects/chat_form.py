@@ -1,7 +1,7 @@
-"""What other dialects' messages become: OpenAI's chat form, as `Answer.as_message` makes it.
+"""OpenAI's chat format, as `Answer.as_message` returns it, for other dialects' messages.
 
-A dialect whose answer lies in several pieces on the wire puts them together again here, so that the
-message is the one that was generated, and comes back as the token ids that were sampled.
+Some dialects send one answer in several pieces. They are joined again here, so that the message is
+the generated one and is rendered with the sampled token ids.
 """
 
 import json
@@ -16,9 +16,9 @@ from lightning_jax.types import Message
 
 
 def tool_call(name: Any, arguments: Any, call_id: Any, where: str, param: str) -> Message:
-    """A call in an assistant's message; `call_id` None where the dialect has none.
+    """Return a call in an assistant's message. `call_id` is None if the dialect has none.
 
-    Raises ApiError unless the name is text and the arguments are an object.
+    Raise ApiError unless the name is text and the arguments are an object.
     """
     if not isinstance(name, str) or not name:
         raise invalid(f"{where}.name is {fields.brief(name)}; expected a function's name.", param)
@@ -29,7 +29,7 @@ def tool_call(name: Any, arguments: Any, call_id: Any, where: str, param: str) -
 
 
 def add_assistant(messages: list[Message], text: str, calls: Sequence[Message]) -> None:
-    """Appends an assistant's turn. One turn may come in pieces, each as a message of its own."""
+    """Append to the assistant's turn, which may come in pieces, each as a separate message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     turn = messages[-1]
@@ -39,7 +39,7 @@ def add_assistant(messages: list[Message], text: str, calls: Sequence[Message]) 
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any] | None:
-    """The arguments as an object; None where the token limit cut them."""
+    """Return the arguments as an object, or None if the token limit cut them off."""
     try:
         arguments = json.loads(
             call.arguments or "{}", parse_float=_finite, parse_constant=lambda name: None
@@ -50,6 +50,6 @@ def arguments_of(call: ToolCall) -> dict[str, Any] | None:
 
 
 def _finite(text: str) -> float:
-    """JSON can write 1e999, which no float holds, but not infinity."""
+    """Clamp a number such as 1e999, which JSON can write, since JSON cannot write infinity."""
     largest = sys.float_info.max
     return min(max(float(text), -largest), largest)

@@ -1,7 +1,7 @@
-"""OpenAI's completions of plain prompts.
+"""OpenAI's completions API for plain prompts.
 
-`echo` with `logprobs` gives the log-probabilities of the prompt's tokens too, with null for the
-first, which nothing comes before. `text_offset` counts from the start of a choice's own text.
+`echo` with `logprobs` returns the log-probabilities of the prompt's tokens too, with null for the
+first token. `text_offset` counts from the start of a choice's own text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ _KNOWN = {
 
 
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """The request in a completions body. Raises ApiError that names the first wrong field."""
+    """Return the request in a completions body. Raise ApiError naming the first invalid field."""
     fields.warn_unknown("completions", body, _KNOWN)
     if body.get("suffix") not in (None, ""):
         raise invalid(
@@ -87,7 +87,7 @@ def _num_choices(body: fields.Body) -> int:
 
 
 def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """The prompts in any of the four shapes: a text or token ids, one or a list of them."""
+    """Return the prompts from any of four forms: a text, token ids, or a list of either."""
     if isinstance(value, str) or _is_ids(value):
         value = [value]
     if isinstance(value, list) and value and all(isinstance(p, str) or _is_ids(p) for p in value):
@@ -109,18 +109,18 @@ def _is_ids(value: Any) -> bool:
 
 @dataclass
 class _Transcript:
-    """The tokens of one choice in the legacy shape. Feed it each token once, in order."""
+    """Tokens of one choice in the legacy format. Pass each token once, in order."""
 
     tokenizer: Tokenizer
     top: int
     _decoder: StreamDecoder = field(init=False)
-    _length: int = 0  # characters of the text before the next token
+    _length: int = 0  # number of characters before the next token
 
     def __post_init__(self) -> None:
         self._decoder = StreamDecoder(self.tokenizer)
 
     def prompt(self, token_ids: Sequence[int], scores: PromptScores) -> dict[str, list[Any]]:
-        """The entries of an echoed prompt, whose special tokens are part of the text."""
+        """Return the entries of an echoed prompt, whose special tokens are part of the text."""
         tokens = [token_entry(i, 0.0, self.tokenizer)["token"] for i in token_ids]
         offsets = []
         for token_id, token in zip(token_ids, tokens, strict=True):
@@ -144,21 +144,21 @@ class _Transcript:
         }
 
     def _place(self, token_id: int, shown: str) -> int:
-        """Where the token begins. `shown`: its text, if the decoder would leave it out."""
+        """Return the offset of a token. `shown` is its text if the decoder would skip it."""
         place = self._length
         self._length += len(self._decoder.push(token_id)) + len(shown)
         return place
 
 
 def _scored(token_ids: Sequence[int], scores: PromptScores) -> Chunk:
-    """The prompt's tokens after the first, as if they had been sampled."""
+    """Return the prompt's tokens after the first, in the form of sampled tokens."""
     ids, logprobs = tuple(token_ids[1:]), scores.logprobs
     nothing = (False,) * len(ids)
     return Chunk("", ids, logprobs, logprobs, (0,) * len(ids), nothing, scores.top_logprobs)
 
 
 def _best(entry: dict[str, Any]) -> dict[str, float]:
-    """The likeliest tokens and the sampled one; where two have the same text, the likelier."""
+    """Return the most likely tokens and the sampled one. Of equal texts, keep the more likely."""
     best: dict[str, float] = {}
     for other in (*entry["top_logprobs"], entry):
         best.setdefault(other["token"], other["logprob"])
@@ -167,13 +167,13 @@ def _best(entry: dict[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CompletionsReply:
-    """Text completion bodies and chunks, which have the same shape."""
+    """Text completion bodies and chunks, which have the same format."""
 
     request: PolicyRequest
     echo: bool
     include_usage: bool
     context: ReplyContext
-    _transcripts: dict[int, _Transcript] = field(default_factory=dict)  # of a stream's choices
+    _transcripts: dict[int, _Transcript] = field(default_factory=dict)  # by choice
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
@@ -207,7 +207,7 @@ class CompletionsReply:
             yield self._chunk([], {"usage": self._usage(answers)})
 
     def _prompt_choice(self, index: int, scores: PromptScores | None) -> dict[str, Any]:
-        """What a choice says of its prompt."""
+        """Return the part of a choice that is about its prompt."""
         prompt_ids, tokenizer = self.context.prompt_ids[index], self.context.tokenizer
         choice = _choice(index, "")
         if self.echo:
@@ -259,7 +259,7 @@ def _choice(index: int, text: str) -> dict[str, Any]:
 
 
 def _joined(prompt: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    """A choice whose text and entries begin with its prompt's."""
+    """Return a choice whose text and entries begin with its prompt's."""
     logprobs = answer["logprobs"]
     if logprobs and prompt["logprobs"]:
         logprobs = {key: prompt["logprobs"][key] + values for key, values in logprobs.items()}

@@ -1,4 +1,4 @@
-"""Google's Gemini: generateContent, and streamGenerateContent as events or as a JSON array."""
+"""Google's Gemini API: generateContent, and streamGenerateContent as events or as a JSON array."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from lightning_jax.gateway.request import (
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import MAX_TOP_LOGPROBS
 
-# Fields that ask for what no text policy can do, each with the values that ask for nothing.
+# Fields that no text policy can support, each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"cachedContent": ("",)}
 _KNOWN = {
     *("model", "contents", "systemInstruction", "tools", "toolConfig", "generationConfig"),
@@ -71,7 +71,9 @@ _STATUSES = {
 
 
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """The request in a generateContent body. Raises ApiError that names the first wrong field."""
+    """Return the request in a generateContent body. Raise ApiError that names the first invalid
+    field.
+    """
     request = _request(body, sender)
     return request, lambda context: GeminiReply(request, context)
 
@@ -109,7 +111,7 @@ def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
 
 @dataclass(frozen=True)
 class GeminiReply:
-    """generateContent bodies, whole or in pieces. Calls come whole, at the end."""
+    """Bodies of generateContent, whole or in pieces. Calls are sent whole, at the end."""
 
     request: PolicyRequest
     context: ReplyContext
@@ -171,7 +173,9 @@ def _text_parts(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _call_parts(answer: Answer) -> list[dict[str, Any]]:
-    """Without a call that the token limit cut: clients would run it with other arguments."""
+    """Return the calls, without one that the token limit cut off: clients would run it
+    incompletely.
+    """
     calls = [(call, arguments_of(call)) for call in answer.tool_calls]
     return [
         {"functionCall": {"id": call.call_id, "name": call.name, "args": arguments}}
@@ -212,7 +216,7 @@ def _model_entry(name: str, sender: Sender) -> dict[str, Any]:
     return {
         "name": f"models/{name}",
         "displayName": name,
-        "inputTokenLimit": sender.max_len,  # the response counts too
+        "inputTokenLimit": sender.max_len,  # for the prompt and the response together
         "outputTokenLimit": sender.max_len,
         "supportedGenerationMethods": ["generateContent", "countTokens"],
     }

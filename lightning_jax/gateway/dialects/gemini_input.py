@@ -1,4 +1,4 @@
-"""What Gemini's contents, tools and configuration mean. All take objects with camel case names."""
+"""Parser for Gemini's contents, tools and configuration. All objects have camel case names."""
 
 import json
 from typing import Any
@@ -33,12 +33,12 @@ def messages_of(said: fields.Body) -> tuple[Message, ...]:
 
 
 def _parts(content: fields.Body, where: str) -> list[tuple[str, str, Any]]:
-    """Where each part is, what it is, and that itself. Thoughts are left out."""
+    """Return (location, kind, value) of each part. Thoughts are left out."""
     found = []
     for index, part in enumerate(fields.objects(content, "parts")):
         part, at = camel(part), f"{where}.parts[{index}]"
         if part.get("thought") is True:
-            continue  # another model's: the policy gives none
+            continue  # from another model: the policy returns none
         kinds = [n for n, value in part.items() if value is not None and n not in _PART_EXTRAS]
         if len(kinds) != 1 or kinds[0] not in ("text", "functionCall", "functionResponse"):
             raise invalid(
@@ -76,7 +76,7 @@ def _add_model(messages: list[Message], content: fields.Body, where: str) -> Non
 
 
 def _add_input(messages: list[Message], content: fields.Body, where: str) -> None:
-    """Function responses become messages of their own; texts beside each other become one."""
+    """Append function responses as separate messages, and adjacent texts as one message."""
     texts: list[str] = []
     for at, kind, value in _parts(content, where):
         if kind == "text":
@@ -95,7 +95,7 @@ def _add_input(messages: list[Message], content: fields.Body, where: str) -> Non
 
 
 def _result(response: Any) -> str:
-    """A function's response as text: what it gave, where it says that and no more."""
+    """Return a function's response as text, unwrapped if it has only a result or an output."""
     match response:
         case {"result": value, **rest} | {"output": value, **rest} if not rest:
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

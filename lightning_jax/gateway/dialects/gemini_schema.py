@@ -1,4 +1,4 @@
-"""Gemini's messages of fields, and its schemas as JSON schemas."""
+"""Gemini's field names and schemas, converted to camel case and JSON schemas."""
 
 import re
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from lightning_jax.gateway.request import JsonSchema
 
 _TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
 _SAME = ("title", "description", "enum", "pattern", "minimum", "maximum", "default")
-# 64-bit integers, which this API writes as strings.
+# 64-bit integers, which this API sends as strings.
 _SIZES = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
 def camel(message: Mapping[str, Any]) -> fields.Body:
-    """The fields under their camel case names; the API takes snake case too."""
+    """Return the fields under their camel case names. The API accepts snake case too."""
     return {
         re.sub("_([a-z])", lambda match: match[1].upper(), name): value
         for name, value in message.items()
@@ -23,9 +23,9 @@ def camel(message: Mapping[str, Any]) -> fields.Body:
 
 
 def json_schema(schema: Any, where: str, param: str) -> JsonSchema:
-    """A schema in OpenAPI's subset (types in capitals, nullable) as a JSON schema.
+    """Convert a schema in OpenAPI's subset (types in capitals, nullable) to a JSON schema.
 
-    Raises ApiError for what is none. Properties come in the order that it asks for.
+    Properties are in the order that it asks for. Raise ApiError if it is not a schema.
     """
     if not isinstance(schema, dict):
         raise invalid(f"{where} is {fields.brief(schema)}; expected a schema object.", param)
@@ -38,7 +38,7 @@ def json_schema(schema: Any, where: str, param: str) -> JsonSchema:
             plain[name] = int(size) if isinstance(size, str) and size.isdecimal() else size
     plain |= _type(said.get("type"), where, param)
     if plain.get("type") == "string" and said.get("format") not in (None, "enum"):
-        plain["format"] = said["format"]  # those of numbers say how many bits they have
+        plain["format"] = said["format"]  # formats of numbers only set a number of bits
     plain |= _inner(said, where, param)
     if said.get("nullable") is True:
         return {"anyOf": [plain, {"type": "null"}]}
@@ -56,7 +56,7 @@ def _type(kind: Any, where: str, param: str) -> JsonSchema:
 
 
 def _inner(said: fields.Body, where: str, param: str) -> JsonSchema:
-    """The schemas in a schema."""
+    """Return the nested schemas of a schema."""
     found: JsonSchema = {}
     properties = fields.field(said, "properties", dict, {}, "an object of schemas")
     if properties:

@@ -1,7 +1,7 @@
-"""Ollama's chat and generate.
+"""Ollama's chat and generate APIs.
 
-Its calls have no ids; the gateway recognises them by names and arguments. Where a request leaves
-out how to sample, the policy's own distribution is sampled, not one that Ollama would narrow.
+Its calls have no ids, so the gateway recognizes them by names and arguments. If a request has no
+sampling options, the policy's own distribution is sampled, without Ollama's narrower defaults.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,8 +35,8 @@ from lightning_jax.gateway.request import (
 )
 from lightning_jax.types import MAX_TOP_LOGPROBS, Message
 
-_VERSION = "0.12.11"  # the release whose API this follows: the first that gives log-probabilities
-# Fields that ask for what no text policy can do, each with the values that ask for nothing.
+_VERSION = "0.12.11"  # the release whose API this follows, the first with log-probabilities
+# Fields that no text policy can support, each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "images": ([],),
     "suffix": ("",),
@@ -60,7 +60,7 @@ _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 _KNOWN_OPTIONS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "num_predict", "stop"),
     *("presence_penalty", "frequency_penalty", *_UNSUPPORTED_OPTIONS),
-    # How a model is loaded, or how the options above work, which change nothing here:
+    # Options for loading a model, or details of the options above. They change nothing here:
     *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all"),
     *("vocab_only", "use_mmap", "use_mlock", "embedding_only", "num_thread", "num_keep"),
     *("repeat_last_n", "mirostat_tau", "mirostat_eta", "penalize_newline"),
@@ -68,13 +68,13 @@ _KNOWN_OPTIONS = {
 
 
 def parse_chat(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """The request in a chat body. Raises ApiError that names the first wrong field."""
+    """Return the request in a chat body. Raise ApiError that names the first invalid field."""
     request = _request(body, sender, messages=_messages(body), functions=functions_of(body))
     return request, lambda context: OllamaReply(request, context, _chat_content)
 
 
 def parse_generate(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """The request in a generate body. Raises ApiError that names the first wrong field."""
+    """Return the request in a generate body. Raise ApiError that names the first invalid field."""
     prompt, system = fields.text(body, "prompt"), fields.text(body, "system")
     if fields.flag(body, "raw"):
         if system:
@@ -100,7 +100,7 @@ def _request(body: fields.Body, sender: Sender, **what: Any) -> PolicyRequest:
         model=model,
         agent=agent_of(model, sender.accepted, sender.headers),
         output_schema=_output_schema(body.get("format")),
-        max_tokens=None if limit in (-1, -2) else limit,  # no limit, or as far as the context
+        max_tokens=None if limit in (-1, -2) else limit,  # no limit, or until the context is full
         temperature=fields.number(options, "temperature", 1.0),
         top_p=fields.number(options, "top_p", 1.0),
         top_k=fields.top_k(options),
@@ -145,7 +145,7 @@ def _messages(body: fields.Body) -> tuple[Message, ...]:
                 name = message.get("tool_name") or message.get("name")
                 named = {"name": name} if isinstance(name, str) else {}
                 messages.append({"role": "tool", "content": content, **named})
-            case role:  # rendering knows which there are
+            case role:  # checked when rendering
                 messages.append({"role": role, "content": content})
     return tuple(messages)
 
@@ -157,18 +157,20 @@ def _calls(message: fields.Body, where: str) -> list[Message]:
         if not isinstance(function, dict):
             raise invalid(f"{at}.function is missing; expected an object.", "messages")
         arguments = function.get("arguments") or {}
-        # An id would be the client's own, so it says nothing about what was generated.
+        # An id would be the client's own, so it does not identify a generated call.
         found.append(tool_call(function.get("name"), arguments, None, at, "messages"))
     return found
 
 
 @dataclass(frozen=True)
 class OllamaReply:
-    """Lines, or the one body, of either endpoint; `content` says what holds an answer's text."""
+    """Lines, or the whole body, for either endpoint. `content` builds the fields of an answer's
+    text.
+    """
 
     request: PolicyRequest
     context: ReplyContext
-    content: Any  # (text, tool calls) -> the fields that hold them
+    content: Any  # (text, tool calls) -> fields that contain them
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
@@ -205,7 +207,7 @@ class OllamaReply:
             "done": True,
             "done_reason": "length" if answer.finish_reason == "length" else "stop",
             "total_duration": clock.ended_ns - clock.started_ns,
-            "load_duration": 0,  # the policy is always there
+            "load_duration": 0,  # the policy is always loaded
             "prompt_eval_count": self.context.prompt_tokens(),
             "prompt_eval_duration": clock.first_token_ns - clock.started_ns,
             "eval_count": len(answer.completion.token_ids),
@@ -223,7 +225,9 @@ def _generate_content(text: str, calls: list[Any]) -> dict[str, Any]:
 
 
 def _whole_calls(answer: Answer) -> list[dict[str, Any]]:
-    """Without one that the token limit cut: clients would run it with other arguments."""
+    """Return the calls, without one that the token limit cut off: clients would run it
+    incompletely.
+    """
     whole = [(call.name, arguments_of(call)) for call in answer.tool_calls]
     return [
         {"function": {"name": name, "arguments": arguments}}
@@ -237,7 +241,7 @@ def _rfc3339(moment: datetime) -> str:
 
 
 def _load(content: dict[str, Any], sign: str) -> Any:
-    """For a request without `sign`, which only asks that the model be loaded or unloaded."""
+    """Return an answer to requests without `sign`, which only ask to load or unload the model."""
 
     def answer(body: fields.Body, sender: Sender) -> dict[str, Any] | None:
         if body.get(sign) not in (None, "", []):
@@ -271,7 +275,7 @@ def _version(body: fields.Body, sender: Sender) -> Any:
     return {"version": _VERSION}
 
 
-# What a file of weights would say; the policy is none.
+# Details of a weights file, which the policy does not have.
 _DETAILS: Mapping[str, Any] = {
     "parent_model": "",
     "format": "",

@@ -1,4 +1,4 @@
-"""What OpenAI's dialects share: sampling fields, functions, usage, log-prob entries."""
+"""Shared parts of OpenAI's dialects: sampling fields, functions, usage, log-prob entries."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_jax.types import Completion
 
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
-# Fields that change nothing here, and that clients send on their own.
+# Fields that clients send by default and that change nothing here.
 HARMLESS = frozenset(
     (
         *("user", "store", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key"),
@@ -23,7 +23,7 @@ HARMLESS = frozenset(
 
 
 def sampling_fields(body: fields.Body) -> dict[str, Any]:
-    """The arguments of a PolicyRequest that all of them spell alike."""
+    """Return the arguments of a PolicyRequest that all of these dialects name alike."""
     return {
         "temperature": fields.number(body, "temperature", 1.0),
         "top_p": fields.number(body, "top_p", 1.0),
@@ -42,7 +42,7 @@ def sampling_fields(body: fields.Body) -> dict[str, Any]:
 
 
 def functions_of(body: fields.Body) -> tuple[Function, ...]:
-    """The functions in `tools`, each an object of its own in an object of type function."""
+    """Return the functions in `tools`, each an object inside an object of type function."""
     found = []
     for index, tool in enumerate(fields.objects(body, "tools")):
         where = f"tools[{index}]"
@@ -55,7 +55,7 @@ def functions_of(body: fields.Body) -> tuple[Function, ...]:
 
 
 def function_of(tool: Mapping[str, Any], where: str, param: str = "tools") -> Function:
-    """A function's name, description and parameters. Raises ApiError."""
+    """Return a function's name, description and parameters. Raise ApiError if one is invalid."""
     name = tool.get("name")
     if not isinstance(name, str) or not name:
         raise invalid(f"{where}.name is {fields.brief(name)}; expected a function's name.", param)
@@ -67,7 +67,7 @@ def function_of(tool: Mapping[str, Any], where: str, param: str = "tools") -> Fu
 
 
 def output_schema(spec: Mapping[str, Any], where: str) -> JsonSchema | None:
-    """The schema that a `json_schema` or `json_object` format asks for; None for text."""
+    """Return the schema that a `json_schema` or `json_object` format asks for, or None for text."""
     kind = spec.get("type")
     if kind in (None, "text"):
         return None
@@ -89,7 +89,7 @@ def completion_tokens(answers: Sequence[Answer]) -> int:
 
 
 def fingerprint(answers: Sequence[Answer]) -> str | None:
-    """The weights version that made the last token."""
+    """Return the weights version that sampled the last token."""
     versions = answers[-1].completion.policy_versions
     return f"policy-{versions[-1]}" if versions else None
 
@@ -97,7 +97,7 @@ def fingerprint(answers: Sequence[Answer]) -> str | None:
 def logprob_entries(
     tokens: Completion | Chunk, tokenizer: Tokenizer, top: int
 ) -> list[dict[str, Any]]:
-    """One entry a token, of the policy at temperature 1."""
+    """Return one entry per token, with log-probabilities of the policy at temperature 1."""
     entries = []
     alternatives = tokens.top_logprobs or ((),) * len(tokens.token_ids)
     for token_id, logprob, others in zip(
@@ -109,9 +109,9 @@ def logprob_entries(
 
 
 def token_entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    """One token's text, log-probability and bytes."""
+    """Return one token's text, log-probability and bytes."""
     text = tokenizer.token_text(token_id)
-    # A token may hold part of a character; its bytes are then not those of the text.
+    # If a token is only part of a character, its bytes are not those of the text.
     whole = "\ufffd" not in text
     return {
         "token": text,

@@ -1,7 +1,7 @@
-"""OpenAI's responses.
+"""OpenAI's responses API.
 
-A stored conversation is all messages up to an answer, by that answer's id; instructions are of one
-request only.
+A stored conversation is all messages up to an answer, under that answer's id. Instructions apply to
+one request only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice, agent_of
 from lightning_jax.types import MAX_TOP_LOGPROBS, Message
 
-# Fields that ask for what this server cannot do, each with the values that ask for nothing.
+# Fields that this server cannot support, each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "context_management": ([],),
@@ -53,7 +53,7 @@ _KNOWN = {
 
 
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """The request in a responses body. Raises ApiError that names the first wrong field."""
+    """Return the request in a responses body. Raise ApiError that names the first invalid field."""
     fields.refuse_unsupported(body, _UNSUPPORTED)
     fields.warn_unknown("responses", body, _KNOWN)
     settings = _settings(body)
@@ -87,7 +87,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
 
 
 def _settings(body: fields.Body) -> dict[str, Any]:
-    """The fields that the response repeats."""
+    """Return the fields that the response repeats."""
     limit = fields.integer(body, "max_output_tokens")
     if limit is not None and limit < 1:
         raise invalid(
@@ -192,13 +192,13 @@ def _name_of(tool: Any) -> Any:
 
 @dataclass
 class ResponsesReply:
-    """A response, whole or in events. It saves the conversation when its answer is done."""
+    """Response as a whole or in events. It saves the conversation once its answer is done."""
 
     request: PolicyRequest
     settings: Mapping[str, Any]
     save: Callable[[Mapping[str, Any], Message], None]
     context: ReplyContext
-    _output: Output = field(init=False)  # of the stream
+    _output: Output = field(init=False)
 
     def __post_init__(self) -> None:
         self._output = Output(self.context.token)
@@ -224,7 +224,7 @@ class ResponsesReply:
         yield Event({"type": kind, "response": response}, kind)
 
     def _whole(self, answer: Answer) -> Iterable[Event]:
-        """The events of an answer that comes all at once."""
+        """Yield the events of an answer that arrives as a whole."""
         yield from self._output.add_text(answer.text, self._entries(answer.completion))
         for index, call in enumerate(answer.tool_calls):
             delta = CallDelta(index, call.call_id, call.name, call.arguments)
@@ -259,7 +259,7 @@ class ResponsesReply:
         }
 
     def _entries(self, tokens: Any) -> list[dict[str, Any]]:
-        """Log-probabilities of tokens; bytes is empty where a token is no whole character."""
+        """Return log-probability entries. `bytes` is empty if a token is not a whole character."""
         if not self.request.logprobs or tokens is None:
             return []
         top = self.request.top_logprobs
@@ -285,7 +285,7 @@ def _status(answer: Answer) -> str:
 
 
 def _error_event(error: ApiError) -> Event:
-    """OpenAI's clients raise for `error`; others read the fields beside it."""
+    """Return an event with an `error` object, for OpenAI's clients, and the same fields on top."""
     inner = error.body["error"]
     flat = {key: inner[key] for key in ("code", "message", "param")}
     return Event({"type": "error", **flat, "error": inner}, "error")

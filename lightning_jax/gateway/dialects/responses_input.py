@@ -1,9 +1,9 @@
-"""The input of OpenAI's responses: items to chat messages.
+"""Conversion of the items in OpenAI's responses API to chat messages.
 
-One answer of the policy is one assistant message, but several items on this wire: one for its text,
-one for each call. They are put together again by the response that their ids name; where a client
-left the ids out, by lying next to each other. So the message is again the one that was generated,
-and comes back as the token ids that were sampled.
+One answer of the policy is one assistant message, but this API sends it as several items: one for
+its text and one for each call. Items whose ids name the same response are joined again. If a client
+left the ids out, adjacent items are joined. So the message is the generated one, and is rendered
+with the sampled token ids.
 """
 
 import re
@@ -20,12 +20,14 @@ _ITEM_ID = re.compile(r"(?:msg|fc)_([0-9a-f]+)_\d+")
 
 
 def item_id(kind: str, token: str, index: int) -> str:
-    """The id of a response's item: "msg" or "fc", the response's token, the item's place."""
+    """Return the id of a response's item: "msg" or "fc", the response's token, the item's index."""
     return f"{kind}_{token}_{index}"
 
 
 def input_messages(value: Any) -> tuple[Message, ...]:
-    """The messages of a text or a list of items. Raises ApiError that names the first bad one."""
+    """Return the messages in a text or a list of items. Raise ApiError that names the first invalid
+    one.
+    """
     if isinstance(value, str):
         return ({"role": "user", "content": value},)
     if not isinstance(value, list) or not value:
@@ -38,13 +40,13 @@ def input_messages(value: Any) -> tuple[Message, ...]:
 
 @dataclass
 class _Conversation:
-    """Messages as they come together."""
+    """Messages of a conversation while its items are joined."""
 
     messages: list[Message] = field(default_factory=list)
     _by_response: dict[str, Message] = field(default_factory=dict)
 
     def add_generated(self, message: Message, generated_id: Any) -> None:
-        """Part of an assistant's turn: text, or one call."""
+        """Add part of an assistant's turn: text, or one call."""
         match = _ITEM_ID.fullmatch(generated_id) if isinstance(generated_id, str) else None
         response = match and match[1]
         whole = self._by_response.get(response or "") or self._neighbour(message, response)
@@ -59,12 +61,12 @@ class _Conversation:
             self._by_response[response] = whole
 
     def _neighbour(self, message: Message, response: str | None) -> Message | None:
-        """The message just before, if this can be more of it. Two texts are two messages."""
+        """Return the previous message if this one can continue it. Two texts are two messages."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or not ("tool_calls" in last or "tool_calls" in message):
             return None
         if response and any(last is known for known in self._by_response.values()):
-            return None  # that is another response's
+            return None  # it is part of another response
         return last
 
 
@@ -93,7 +95,7 @@ def _add(conversation: _Conversation, item: Any, where: str) -> None:
                 {"role": "tool", "tool_call_id": call_id, "content": output}
             )
         case "reasoning":
-            pass  # the policy has no hidden reasoning to go on from
+            pass  # the policy has no hidden reasoning to continue
         case other:
             raise invalid(
                 f"{where}.type is {fields.brief(other)}, which this server cannot take; expected "

@@ -1,4 +1,4 @@
-"""The output of OpenAI's responses: items, and the events that tell of them as they grow."""
+"""Output of OpenAI's responses API: items, and the events for them as they grow."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ from lightning_jax.gateway.answer import CallDelta
 from lightning_jax.gateway.dialects.base import Event
 from lightning_jax.gateway.dialects.responses_input import item_id
 
-Entries = Sequence[dict[str, Any]]  # of tokens, with their log-probabilities
+Entries = Sequence[dict[str, Any]]  # one per token, with its log-probability
 
 
 @dataclass
 class _Item:
-    """The item that grows now."""
+    """Item that is growing now."""
 
     index: int
     item_id: str
-    call: CallDelta | None  # the beginning of its call; None: it is a message
+    call: CallDelta | None  # start of its call; None for a message
     text: str = ""  # or the call's arguments
     entries: list[dict[str, Any]] = field(default_factory=list)
 
@@ -51,19 +51,19 @@ class _Item:
 
 
 class Output:
-    """The items of one response, one after the other. Every method gives the events it causes.
+    """Items of one response, one after the other. Each method yields the events that it causes.
 
-    There is a message where there is text, or nothing else; blanks alone are no text beside calls.
-    A token's log-probability goes with the message that is open, or that opens next; those of a
-    call's tokens are left out.
+    There is a message if there is text, or if there is nothing else. Blanks alone do not count as
+    text if there are calls. A token's log-probability goes with the message that is open or opens
+    next. Log-probabilities of a call's tokens are left out.
     """
 
     def __init__(self, token: str) -> None:
         self._token = token
         self._open: _Item | None = None
-        self._held = ""  # blanks that may become a message's beginning
-        self._entries: list[dict[str, Any]] = []  # of tokens whose text is still to come
-        self.items: list[dict[str, Any]] = []  # those that are done
+        self._held = ""  # blanks that may become the start of a message
+        self._entries: list[dict[str, Any]] = []  # of tokens whose text has not arrived yet
+        self.items: list[dict[str, Any]] = []  # finished items
 
     def add_text(self, text: str, entries: Entries = ()) -> Iterator[Event]:
         self._entries += entries
@@ -77,7 +77,7 @@ class Output:
             yield from self._grow_text(text)
 
     def add_call(self, call: CallDelta) -> Iterator[Event]:
-        """The beginning of a call, or more of the arguments of the last one."""
+        """Add the start of a call, or more of the last call's arguments."""
         if call.name is not None:
             self._held = ""
             yield from self._start(call)
@@ -89,7 +89,7 @@ class Output:
             yield _of(item, "response.function_call_arguments.delta", delta=call.arguments)
 
     def finish(self, status: str) -> Iterator[Event]:
-        """The end of the last item, which has this status."""
+        """End the last item with this status."""
         if self._open is None:
             yield from self._start(None)
             if self._held:
@@ -151,7 +151,7 @@ def _of(item: _Item, kind: str, **fields: Any) -> Event:
 
 
 def _brief(entries: Entries) -> list[dict[str, Any]]:
-    """The entries as events show them, without bytes."""
+    """Return the entries without bytes, as events show them."""
     return [
         {
             "token": entry["token"],

@@ -1,4 +1,4 @@
-"""OpenAI's responses once more: read by their ids, and deleted."""
+"""Retrieval and deletion of saved responses in OpenAI's responses API."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -13,7 +13,7 @@ LOGPROBS: Final = "message.output_text.logprobs"
 
 
 def saved(response: Mapping[str, Any], messages: tuple[Message, ...]) -> SavedResponse:
-    """What is kept of a response: all but log-probabilities and token ids, which take most room."""
+    """Return a response without its log-probabilities and token ids, which take the most memory."""
     body = {key: value for key, value in response.items() if not key.endswith("token_ids")}
     body["output"] = [_without_logprobs(item) for item in response["output"]]
     return SavedResponse(body, messages)

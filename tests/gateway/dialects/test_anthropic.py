@@ -1,4 +1,4 @@
-"""Anthropic's messages: what they mean, what comes back, and which field is wrong."""
+"""Tests of Anthropic's messages: requests, replies, and errors that name invalid fields."""
 
 import json
 from typing import Any
@@ -72,7 +72,7 @@ def test_every_field_arrives() -> None:
     named = {"type": "tool", "name": "run"}
     assert _parse(tools=[RUN], tool_choice=named).tool_choice == ToolChoice("required", ("run",))
     unused = _parse(tools=[RUN], tool_choice={"type": "none"})
-    assert unused.functions == request.functions  # the prompt must extend the one before
+    assert unused.functions == request.functions  # the prompt must extend the previous one
     assert unused.tool_choice == ToolChoice("none")
 
 

@@ -1,4 +1,4 @@
-"""Chat bodies: what they mean, what overrides them, and which field is wrong."""
+"""Tests of chat bodies: requests, overriding settings, and errors that name invalid fields."""
 
 import logging
 from typing import Any
@@ -159,7 +159,7 @@ def test_what_asks_for_nothing_is_let_through(caplog: pytest.LogCaptureFixture) 
         **{"logit_bias": None, "user": "u", "tool_choice": "none", "tools": [RUN]},
     )
     assert chat.tool_choice == ToolChoice("none") and not may_call(chat)
-    assert chat.functions  # the prompt shows them, as it did before
+    assert chat.functions  # the prompt shows them, like the previous one
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         _parse(future_field=1)

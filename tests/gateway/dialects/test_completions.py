@@ -1,4 +1,4 @@
-"""OpenAI's completions: plain prompts in four shapes, echo, the legacy log-probabilities."""
+"""Tests of OpenAI's completions: prompts in four forms, echo, the legacy log-probabilities."""
 
 import json
 import math
@@ -32,7 +32,7 @@ async def _post(bench: Bench, base: str | None = None, **fields: Any) -> Any:
 
 
 def _extras(model: Any) -> set[str]:
-    """Names of fields, at any depth, that the client's types do not have."""
+    """Return the names of fields, at any depth, that the client's types do not have."""
     found = set(getattr(model, "model_extra", None) or {})
     values = vars(model).values() if hasattr(model, "model_extra") else model
     for value in values if isinstance(values, list) else list(values):

@@ -1,4 +1,4 @@
-"""Gemini's generateContent: what it means, what comes back, and which field is wrong."""
+"""Tests of Gemini's generateContent: requests, replies, and errors that name invalid fields."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def test_every_field_arrives_in_both_spellings(snake: bool) -> None:
         "safetySettings": [],
     }
     if snake:
-        camel = re.compile(r'"((?!additional)[a-z]+(?:[A-Z][a-z]*)+)":')  # not of a JSON schema
+        camel = re.compile(r'"((?!additional)[a-z]+(?:[A-Z][a-z]*)+)":')  # but not in a JSON schema
         spelt = camel.sub(
             lambda key: re.sub("[A-Z]", lambda c: "_" + c[0].lower(), key[0]), json.dumps(body)
         )

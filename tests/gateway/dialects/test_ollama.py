@@ -1,4 +1,4 @@
-"""Ollama's chat and generate: what they mean, what comes back, and which field is wrong."""
+"""Tests of Ollama's chat and generate: requests, replies, and errors that name invalid fields."""
 
 import json
 from typing import Any
@@ -119,7 +119,7 @@ def test_the_wrong_field_is_named(field: str, value: Any, words: str) -> None:
 
 
 async def _ask(bench: Bench, base: str, body: Any, path: str = "/api/chat") -> tuple[Any, str]:
-    """Without a key, as its client asks."""
+    """Send a request without a key, as Ollama's client does."""
     async with bench.http.post(base.removesuffix("/v1") + path, json=body) as response:
         return response, await response.text()
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses: items in, items and events out, conversations by id."""
+"""Tests of OpenAI's responses: input items, output items and events, and conversations by id."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def _parse(**fields: Any) -> PolicyRequest:
 
 
 def _extras(model: Any) -> set[str]:
-    """Names of fields, at any depth, that the client's types do not have."""
+    """Return the names of fields, at any depth, that the client's types do not have."""
     if isinstance(model, list):
         return set().union(*map(_extras, model))
     if not hasattr(model, "model_extra"):
@@ -60,7 +60,7 @@ def _extras(model: Any) -> set[str]:
 
 
 def _checked(body: Any) -> Response:
-    """The response, if it is what the client's types say and nothing more."""
+    """Return the response, checked to match the client's types with no extra fields."""
     response = Response.model_validate(body)
     assert _extras(response) == set()
     return response
@@ -73,7 +73,7 @@ async def _post(bench: Bench, base: str | None = None, **fields: Any) -> Respons
 
 
 async def _events(bench: Bench, base: str | None = None, **fields: Any) -> list[dict[str, Any]]:
-    """The events of a stream; each is checked as far as a client can see."""
+    """Return the events of a stream, each checked as far as a client can see."""
     url = (base or f"{bench.gateway.url}/v1").removesuffix("/v1") + PATH
     headers = {"Authorization": "Bearer right-key"}
     async with bench.http.post(
@@ -92,7 +92,7 @@ async def _events(bench: Bench, base: str | None = None, **fields: Any) -> list[
 
 
 def _reply(pieces: list[list[Piece]], reason: Any = "stop", **fields: Any) -> Any:
-    """(whole body, events, the message a client sends back) of an answer made by hand."""
+    """Return (whole body, events, the message a client sends back) for a hand-made answer."""
     builder = AnswerBuilder(0)
     deltas: list[Delta] = [builder.add(some, None) for some in pieces]
     answer: Answer = builder.answer((1,), Completion((5,), "", (-1.0,), (-1.0,), (1,), reason))
