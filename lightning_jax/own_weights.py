@@ -34,9 +34,7 @@ def join_values(
     trajectories: Sequence[Trajectory],
     by_policy: Mapping[str, Sequence[Sequence[CallValues]]],
 ) -> list[tuple[CallValues, ...]]:
-    """Merge the values that each policy's critic gave to its `own_calls` into those of
-    all calls.
-    """
+    """Merge the values from each policy's critic, of its `own_calls`, into those of all calls."""
     joined = []
     for index, trajectory in enumerate(trajectories):
         rest = {name: iter(values[index]) for name, values in by_policy.items()}

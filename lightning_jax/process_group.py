@@ -112,8 +112,9 @@ def _told(received: bytes | bytearray) -> dict[str, str]:
 
 
 async def _end(process: subprocess.Popen[bytes], received: bytearray) -> None:
-    """Wait for a supervisor to exit. If its program stopped or killed it, kill the
-    program's group.
+    """Wait for a supervisor to exit.
+
+    If its program stopped or killed the supervisor, kill the program's process group.
     """
     process.send_signal(signal.SIGCONT)
     give_up, pause_s = time.monotonic() + END_S, 0.002
