@@ -242,7 +242,7 @@ class TrainingSequence:
     # Indices of the rollout and its group in the step. None: not from a rollout.
     rollout: int | None = None
     group: int | None = None
-    # Divisor of the logits of the policy that learns. The log-probabilities are at this temperature.
+    # Divisor of the logits of the policy that learns. Log-probabilities are at this temperature.
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
