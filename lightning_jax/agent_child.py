@@ -56,7 +56,7 @@ NO_CONNECTION_ERRORS = {
 
 
 class LLM:
-    """Stand-in for `lightning_jax.types.LLM`, read from the environment."""
+    """Replacement for `lightning_jax.types.LLM`, read from the environment."""
 
     def __init__(self) -> None:
         self.base_url = os.environ["OPENAI_BASE_URL"]

@@ -1,4 +1,4 @@
-"""The `lightning-jax` command.
+"""Command line of `lightning-jax`.
 
 Importing JAX takes seconds, and neither --help nor a wrong flag needs it. Each command therefore
 imports its own modules.

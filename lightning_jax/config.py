@@ -61,7 +61,7 @@ class Config:
 
     run_dir: str = "runs/default"
     seed: int = 0
-    num_steps: int = 20  # policy steps, after those of the warm-up
+    num_steps: int = 20  # policy steps, after the warm-up
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)

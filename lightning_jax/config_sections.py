@@ -216,8 +216,8 @@ class AgentConfig:
     command: Any = None
     # For a command: FILE:FUNCTION, (task, output) -> reward. None: the last line of the output.
     reward: str | None = None
-    # Environment variables for a program, in addition to those of docs/agents.md: NAME to pass on
-    # the trainer's value, or NAME=value.
+    # Environment variables for a program, in addition to docs/agents.md: NAME to pass on the
+    # trainer's value, or NAME=value.
     env: tuple[str, ...] = field(default=(), repr=False)
     # Limits of one program, including all processes it starts. A program above a limit is killed.
     max_processes: int = 1024
@@ -282,7 +282,7 @@ class RolloutConfig:
     # Maximum magnitude of a rollout's reward, and of the total reward of one call. More fails the
     # agent.
     max_abs_reward: float = 1e6
-    # Numbers kept of a rollout besides its reward, and distinct ones in a row of metrics.
+    # Numbers to keep per rollout in addition to the reward, and distinct ones in a metrics row.
     max_metrics: int = 100
     max_infrastructure_failures: float = 0.2  # the run stops if a larger share of a step fails
     # Sampling in training rollouts, overriding the agent's request. None: as the agent asks.

@@ -3,7 +3,7 @@
 Output is kept within bounds and never blocks the program. No process that it started outlives it.
 The caller may be cancelled at any time.
 
-A supervisor (`supervisor.py`) stands between this process and each program. It kills the program's
+A supervisor (`supervisor.py`) runs between this process and each program. It kills the program's
 descendants when the program exits. It kills the program too when it exceeds a limit, or when this
 process asks or is gone.
 """

@@ -200,9 +200,9 @@ class Replica:
     def _first_reference(self) -> dict[str, Params] | None:
         """Return frozen copies of the weights for the loss, or None if it needs none.
 
-        The copies are saved on disk for resuming. With adapters only the adapters are copied. At
-        the first step of the policy phase the current weights are copied, even if an earlier
-        attempt, which may have had other weights, saved a reference.
+        The copies are saved on disk for resuming. With adapters only the adapters are copied. The
+        first step of the policy phase always copies the current weights. A reference saved by an
+        earlier attempt may have had other weights.
         """
         if not self.config.algorithm.has_reference or self.phase == "warmup":
             return None

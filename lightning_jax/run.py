@@ -218,7 +218,7 @@ class Run:
     async def _sample(self) -> tuple[list[Trajectory], Metrics]:
         """Return (trajectories of the step's rollouts, metrics of all of them).
 
-        If `max_sampling_rounds` is above 1, groups with equal returns are left out, and other tasks
+        If `max_sampling_rounds` is above 1, groups with equal returns are left out. Other tasks
         replace them while rounds are left (dynamic sampling, DAPO, arXiv 2503.14476). Metrics of
         rewards include the groups left out.
         """

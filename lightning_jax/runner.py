@@ -2,8 +2,8 @@
 
 A rollout is *scored* if its agent returned a reward. It is an *agent failure* if the agent raised,
 ran out of time or returned no reward. It is an *infrastructure failure* if the agent stopped after
-a call that the server could not answer, or raised a connection error because a service such as
-search is down.
+a call that the server could not answer. A connection error of the agent also counts, because a
+service such as search is down.
 
 Only an infrastructure failure is retried, and it never counts as a reward. A lost connection to the
 gateway is an agent failure if the agent gave up a call that the gateway was working on.

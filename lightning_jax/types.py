@@ -32,8 +32,8 @@ class SamplingParams:
     """Sampling settings of one response.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and penalties of 0 are off. A logit
-    becomes logit + bias - frequency_penalty * count - presence_penalty * (count > 0), with count
-    the number of times the token is already in the response. Tokens that `grammar` forbids are
+    becomes logit + bias - frequency_penalty * count - presence_penalty * (count > 0). Here count is
+    the number of times the response already contains the token. Tokens that `grammar` forbids are
     never sampled.
     """
 

@@ -197,7 +197,7 @@ def _compare(rng: random.Random, cast: Cast) -> Problem:
 
 
 def _price(rng: random.Random, cast: Cast) -> Problem:
-    """Ask for money spent on things of one price."""
+    """Ask for the cost of things of one price, or for the change."""
     number, cents = rng.randint(12, 65), rng.randint(105, 995)
     price = _decimal(Fraction(cents, 100))
     start = f"{cast.one} buys {number} {cast.things} for ${price} each."
