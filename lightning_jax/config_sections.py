@@ -159,9 +159,8 @@ class ServeConfig:
     max_logit_biases: int = 1024  # entries of a request's logit_bias
     orchestrator: str = "native"  # native, or jetstream (serves only: it cannot load new weights)
     # Serving devices. `data` is the number of engine copies, each with its own weights, slots and
-    # prefix cache. None: the trainer's devices. On GPUs or TPUs they then hold as many copies as
-    # fit with `mesh.tensor` devices each. With several processes, all devices of process 0 are one
-    # engine.
+    # prefix cache. None: the trainer's devices, on a GPU or TPU with one copy per `mesh.tensor`
+    # devices. With several processes, all devices of process 0 are one engine.
     mesh: MeshConfig | None = None
 
     def __post_init__(self) -> None:
