@@ -50,8 +50,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. A user error prints one sentence and returns 1 or
-    2.
+    """Run one command and return its exit code.
+
+    A user error prints one sentence and returns 1 or 2.
     """
     arguments = parse(_parser(), argv)
     try:

@@ -54,7 +54,7 @@ class AlgorithmConfig:
     num_epochs: int = 1  # passes over the data of one step
     num_minibatches: int = 1  # optimizer updates per pass
     skip_zero_advantage: bool = True  # leave out rows without a gradient; the update is the same
-    max_nonfinite_steps: int = 5  # stop after this many non-finite gradients in a row
+    max_nonfinite_steps: int = 5  # stop after this many steps in a row without a finite gradient
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -160,9 +160,7 @@ class AlgorithmConfig:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """True if the loss reads the trainer's log-probabilities from before the step's first
-        update.
-        """
+        """True if the loss reads the trainer's log-probabilities from before the first update."""
         return self.proximal == "old" or (self.kl_coef > 0 and self.kl_in == "reward")
 
 
@@ -222,7 +220,7 @@ class WarmupConfig:
     demonstrations: str | None = None  # FILE:FUNCTION: list of tasks -> list of conversations
     # Task field. Tasks with the same value share a long prefix and are trained together.
     group_by: str | None = None
-    group_size: int = 8  # maximum tasks in such a group; small groups have a shallow trie
+    group_size: int = 8  # maximum tasks per group; a step computes a group's prefix once
     groups_per_step: int = 4
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-4))
 

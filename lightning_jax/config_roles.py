@@ -172,9 +172,7 @@ def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleC
 def _check_initial(
     policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig], model: ModelConfig
 ) -> None:
-    """Raise ValueError if a role asks for the initial weights and policies start from different
-    ones.
-    """
+    """Raise ValueError if a role asks for the initial weights but policies start differently."""
     others = [name for name, policy in policies.items() if policy.base not in (None, model.name)]
     for name, role in roles.items():
         if others and role.served_by == "initial":

@@ -18,8 +18,9 @@ class FieldError(ValueError):
 
 
 def require(section: object, **conditions: tuple[bool, str]) -> None:
-    """Raise FieldError for the first field whose condition is false. The text says what is
-    expected.
+    """Raise FieldError for the first field whose condition is false.
+
+    The text says what is expected.
     """
     for name, (holds, expected) in conditions.items():
         if not holds:

@@ -64,10 +64,10 @@ class Learner:
     seed: int = 0  # for the order of minibatches
 
     def init(self, params: Params, *, trains: bool = True) -> TrainState:
-        """Return a state with fresh moments. Takes ownership of `params`, all weights, and places
-        them.
+        """Place all weights, `params`, and return a state with fresh moments.
 
-        With `trains=False` the state has neither moments nor a critic and must not be updated.
+        Takes ownership of `params`. With `trains=False` the state has neither moments nor a critic
+        and must not be updated.
         """
         placed = place(params, param_shardings(self.model, self.mesh), donate=True)
         return self.fresh(placed) if trains else init_state(placed, NO_MOMENTS)
@@ -142,7 +142,7 @@ class Learner:
                 for batches in minibatches
             ]
         known = None
-        if self.dpo_beta is not None:  # one minibatch, whose loss needs no reference beyond this
+        if self.dpo_beta is not None:  # one minibatch, whose loss needs no other reference values
             assert reference is not None, "DPO keeps one"
             known = self._logprobs(minibatches[0], overlay(state.base, reference))
             reference = None

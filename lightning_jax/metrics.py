@@ -44,8 +44,9 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Return the rows of a metrics file, or [] if it is missing. A last line cut by a crash is
-    ignored.
+    """Return the rows of a metrics file, or [] if it is missing.
+
+    A last line cut by a crash is ignored.
     """
     if not path.exists():
         return []

@@ -272,7 +272,7 @@ def _serving_parts(
 
 
 def _step_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
-    """Return the memory of one microbatch's gradients.
+    """Return the memory that the gradients of one microbatch need.
 
     The first part also exists between microbatches.
     """

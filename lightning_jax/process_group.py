@@ -145,8 +145,9 @@ class _Tail:
         self._loop.add_reader(self._reader, self._read)
 
     def finish(self, program: str) -> str:
-        """Return the kept text, after reading the rest of the pipe. No process should write to it
-        now.
+        """Read the rest of the pipe and return the kept text.
+
+        No process should write to it now.
         """
         for _ in range(2**20 // _CHUNK):  # one full pipe at most, even if a process still writes
             if not self._read():

@@ -55,9 +55,7 @@ class Reading:
     def transitions(
         self, spans: Sequence[Span]
     ) -> tuple[tuple[Transition, ...], dict[str, int], dict[str, int]]:
-        """Return (the calls, the number of skipped spans by reason, the number of uses of each
-        rule).
-        """
+        """Return (the calls, skipped spans by reason, uses of each rule)."""
         spans = placed(spans)
         transitions, reasons = spans_to_transitions(spans)
         transitions = assign_roles(spans, transitions, self.roles, self.policies)
@@ -77,8 +75,9 @@ class Failure:
 
 
 def failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
-    """Group failed rollouts by status and reason, most frequent first. The example is the first
-    one.
+    """Group failed rollouts by status and reason, most frequent first.
+
+    The example is the first rollout of a group.
     """
     alike: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
@@ -98,11 +97,10 @@ def to_trajectories(
     policy_version: int,
     reading: Reading | None = None,
 ) -> tuple[list[Trajectory], Metrics]:
-    """Return (trajectories of rewarded rollouts with the calls that train, metrics of all
-    rollouts).
+    """Return (trajectories of rewarded rollouts, metrics of all rollouts).
 
-    Rollouts without a reward, spans without tokens and calls that do not train are left out. Each
-    is counted under `rollout/dropped_<reason>`.
+    Trajectories hold only the calls that train. Rollouts without a reward, spans without tokens and
+    calls that do not train are left out. Each is counted under `rollout/dropped_<reason>`.
     """
     reading = reading or Reading()
     trajectories = []

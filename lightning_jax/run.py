@@ -106,9 +106,7 @@ class Run:
         return self.replica.step
 
     def connect(self, loops: Sequence[Any], runner: Runner) -> None:
-        """Attach the loops that serve the weights, one per weight set in order, and the runner of
-        agents.
-        """
+        """Attach the serving loops, one per weight set in order, and the runner of agents."""
         self.loops, self.runner = loops, runner
 
     async def one_step(self) -> Metrics:
@@ -260,10 +258,10 @@ class Run:
     async def _collect(
         self, tasks: Sequence[Task], phase: str, group_size: int, *, first_place: int = 0
     ) -> list[Rollout]:
-        """Run the tasks and return the finished rollouts. Places in the step start at
-        `first_place`.
+        """Run the tasks and return the finished rollouts.
 
-        Raises TooManyFailures or BrokenAgent if the run should end.
+        Places in the step start at `first_place`. Raises TooManyFailures or BrokenAgent if the run
+        should end.
         """
         requests = [
             replace(request, place=first_place + request.place)

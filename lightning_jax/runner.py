@@ -254,8 +254,7 @@ class Runner:
     async def _outcome(
         self, root: Root, rollout_id: str, task: Task, llm: LLM, clock: "_Clock"
     ) -> Outcome:
-        """Return the outcome according to the agent. Its spans become children of the rollout's
-        root.
+        """Return the outcome according to the agent, whose spans become children of `root`.
 
         The agent runs in its own task. Even if it exits or cancels itself, only its rollout ends.
         """
@@ -350,8 +349,9 @@ async def _end(agent: asyncio.Task[Any], rollout_id: str) -> None:
 
 
 def _copied(task: Task) -> Task:
-    """Return a copy of the task that the rollout may change. Values that cannot be copied are
-    shared.
+    """Return a copy of the task that the rollout may change.
+
+    Values that cannot be copied are shared.
     """
     own = {}
     for name, value in task.items():

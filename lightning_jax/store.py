@@ -100,9 +100,7 @@ class Store:
         return await asyncio.shield(asyncio.wrap_future(running))
 
     def status_at_once(self, rollout_id: str) -> RolloutStatus | None:
-        """Return a rollout's status without waiting, or None if it is unknown or the store is in
-        use.
-        """
+        """Return a rollout's status, or None if it is unknown or the store is busy. Do not wait."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -362,9 +360,7 @@ def _marks(row: tuple[object, ...]) -> str:
 
 
 def _as_json(attributes: Mapping[str, Any]) -> str:
-    """Return the attributes as JSON, encoded one at a time, so that other threads can run in
-    between.
-    """
+    """Return the attributes as JSON, encoding one at a time so that other threads can run."""
     dump = partial(json.dumps, separators=(",", ":"), ensure_ascii=False)
     pairs = (f"{dump(name)}:{dump(value)}" for name, value in attributes.items())
     return "{" + ",".join(pairs) + "}"

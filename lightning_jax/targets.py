@@ -63,8 +63,7 @@ EXPECTED = f"one of {', '.join(_GPUS)}, alone or as h100:8, or a TPU slice such 
 
 
 def target_devices(target: str) -> tuple[Sequence[Any], int | None]:
-    """Return the devices of a target such as `h100:8` or `v5e:2x4`, and each one's bytes for
-    arrays.
+    """Return (devices of a target such as `h100:8` or `v5e:2x4`, bytes of each for arrays).
 
     The bytes are None if unknown. Raises ConfigError if the target is unknown or its compiler is
     not installed.

@@ -77,8 +77,9 @@ def group_tasks(tasks: Sequence[Task], field: str | None, size: int) -> list[lis
 
 
 def spread(items: Sequence[Item], limit: int) -> list[Item]:
-    """Return at most `limit` items, evenly spaced, because the start of a file may not be
-    representative.
+    """Return at most `limit` items, evenly spaced.
+
+    The start of a file may not be representative.
     """
     if len(items) <= limit:
         return list(items)

@@ -327,8 +327,9 @@ def _model_that_fits(config: Config) -> LoadedModel:
 
 
 def _orchestrator(config: Config) -> Callable[..., Any]:
-    """Return the class that drives the engine. JetStream's cannot swap weights, so it only
-    evaluates.
+    """Return the class that drives the engine.
+
+    JetStream's cannot swap weights, so it only evaluates.
     """
     if config.serve.orchestrator == "native":
         return EngineLoop

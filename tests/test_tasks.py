@@ -1,6 +1,4 @@
-"""Tests of the task pipeline, which resumes its position, and of demonstrations as the gateway sees
-them.
-"""
+"""Tests of the resumable task pipeline, and of demonstrations as the gateway sees them."""
 
 import json
 

@@ -57,8 +57,9 @@ def columns_of(world: World, table: Table) -> list[tuple[str, str]]:
 
 
 def _world(db_id: str, split: str, *tables: str) -> World:
-    """Build a world from texts like `name/plural rows | label words | category words | number low
-    high`.
+    """Build a world from table lines.
+
+    A line is `name/plural rows | label words | category words | number low high`.
     """
     parent, *children = map(_table, tables)
     return World(db_id, split, parent, (children[0], children[1]))

@@ -125,9 +125,7 @@ class World:
         return " ".join([*facts, aside])
 
     def choose(self, number: int, rng: random.Random) -> list[tuple[Hop, ...]]:
-        """Return equal numbers of two- and three-hop chains, with relations as balanced as
-        possible.
-        """
+        """Return equal numbers of two- and three-hop chains, with relations balanced."""
         chosen: list[tuple[Hop, ...]] = []
         for length in (2, 3):
             kinds: dict[tuple[Relation, ...], list[tuple[Hop, ...]]] = {}
