@@ -2,7 +2,7 @@
 
 A rollout is *scored* if its agent returned a reward. It is an *agent failure* if the agent raised,
 ran out of time or returned no reward. It is an *infrastructure failure* if the agent stopped after
-a call that the server could not answer. A connection error of the agent also counts, because a
+a call that the server could not answer. A connection error that the agent raised also counts: a
 service such as search is down.
 
 Only an infrastructure failure is retried, and it never counts as a reward. A lost connection to the

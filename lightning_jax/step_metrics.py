@@ -15,7 +15,7 @@ from lightning_jax.types import Rollout, UserError
 log = logging.getLogger(__name__)
 
 MANY_FEWER = 0.75  # share of the rows
-FULL = 0.75  # share of used targets; the last row is rarely full, and calls are not divisible
+FULL = 0.75  # share of used targets; the last row is rarely full, and calls are not split
 
 
 class NotFinite(UserError, RuntimeError):

@@ -4,8 +4,7 @@
 
 Axis letters, used in every shape annotation: B rows, T tokens of a row, R targets of a row, V
 vocabulary, E embedding, H query heads, K key/value heads, D head size, L layers, S slots, C cache
-length, G groups, N rollouts of a group. Log-probabilities are in nats and are those of the token at
-that index.
+length, G groups, N rollouts of a group. Log-probabilities are in nats, for the token at that index.
 """
 
 import math
