@@ -1,4 +1,4 @@
-"""`python -m lightning_jax` is the `lightning-jax` command."""
+"""Entry point of `python -m lightning_jax`, the same as the `lightning-jax` command."""
 
 import sys
 

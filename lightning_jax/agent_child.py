@@ -1,17 +1,17 @@
-"""Runs one agent function in another interpreter; `program.py` starts it as a script.
+"""Script that runs one agent function in another interpreter. `program.py` starts it.
 
-    python agent_child.py FILE:FUNCTION        loads it, and fails where that cannot be done
-    python agent_child.py FILE:FUNCTION FD     runs it and writes the result to a file descriptor
+    python agent_child.py FILE:FUNCTION        load the function, exit with an error if that fails
+    python agent_child.py FILE:FUNCTION FD     run it and write the result to a file descriptor
 
-The task comes as JSON on standard input, the model's URL, key and name in the environment. It needs
-nothing but the standard library, from Python 3.8 on.
+The task arrives as JSON on standard input. The model's URL, key and name are in the environment.
+The script needs only the standard library, from Python 3.8 on.
 """
 
 import os
 import sys
 
 if __name__ == "__main__":
-    # The folder of this script holds modules named like the standard library's (types.py).
+    # This directory has modules with names of the standard library (types.py).
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
 
 import asyncio
@@ -24,12 +24,12 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-MAX_MEMBERS = 1000  # errors of a group that are looked at
-MAX_CHAIN = 20  # errors that led to one
+MAX_MEMBERS = 1000  # errors of a group to inspect
+MAX_CHAIN = 20  # errors in a chain of causes
 
 _HTTPX = frozenset({"NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError"})
-# Errors of clients that got no whole answer, by package. A class counts with those below it, and is
-# known by its name: nothing of this is imported.
+# Client errors for an incomplete response, by package. Subclasses count too. Classes are matched by
+# name, so that none of these packages is imported.
 CONNECTION_ERRORS = {
     "openai": {"APIConnectionError"},
     "anthropic": {"APIConnectionError"},
@@ -47,7 +47,7 @@ CONNECTION_ERRORS = {
     "redis": {"ConnectionError", "TimeoutError"},
     "websockets": {"ConnectionClosed"},
 }
-# Below some of them: an answer with an error status, and a limit of the client itself.
+# Exceptions among their subclasses: an error status, and a limit of the client itself.
 NO_CONNECTION_ERRORS = {
     "urllib": {"HTTPError"},
     "httpx": {"PoolTimeout"},
@@ -56,7 +56,7 @@ NO_CONNECTION_ERRORS = {
 
 
 class LLM:
-    """What an agent gets in place of `lightning_jax.types.LLM`."""
+    """Replacement for `lightning_jax.types.LLM`, read from the environment."""
 
     def __init__(self) -> None:
         self.base_url = os.environ["OPENAI_BASE_URL"]
@@ -65,7 +65,7 @@ class LLM:
 
 
 def load(reference: str) -> Any:
-    """The function that FILE:FUNCTION names; ends this process where there is none."""
+    """Return the function that FILE:FUNCTION names, or exit if there is none."""
     path, _, name = reference.rpartition(":")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # as `python FILE` does
     module_name = module_name_of(path, "_agent")
@@ -85,8 +85,10 @@ def load(reference: str) -> Any:
 
 
 def module_name_of(path: str, otherwise: str) -> str:
-    """The file's own name where importing that would load the file, and has loaded nothing yet: so
-    processes that it starts can import it too.
+    """Return the module name under which to load the file.
+
+    This is the file's own name if importing it would load the file and it is not loaded yet.
+    Processes that the agent starts can then import it too. Otherwise return `otherwise`.
     """
     name = os.path.splitext(os.path.basename(path))[0]
     if name in sys.modules or not name.isidentifier():
@@ -97,8 +99,9 @@ def module_name_of(path: str, otherwise: str) -> str:
 
 
 def run(function: Any, channel: int) -> None:
-    """Writes what the agent returned or raised, and ends this process: threads and tasks that it
-    left behind are not waited for.
+    """Run the agent, write what it returned or raised, and exit.
+
+    Threads and tasks that the agent left running are not waited for.
     """
     join_trace()
     try:
@@ -123,9 +126,9 @@ def run(function: Any, channel: int) -> None:
 
 
 def members(error: BaseException) -> list:
-    """Return the errors in a group, as a task group raises it; else the error.
+    """Return the errors in a group, such as a task group raises, or [error] if it is not a group.
 
-    Groups may lie in groups. Members that were only cancelled are left out beside others.
+    Nested groups are flattened. Members that were only cancelled are left out if there are others.
     """
     found, left, seen = [], [error], set()
     while left and len(found) < MAX_MEMBERS:
@@ -133,7 +136,7 @@ def members(error: BaseException) -> list:
         if id(each) in seen:
             continue
         seen.add(id(each))
-        inside = value_of(each, "exceptions")  # of Python's own groups, and of older libraries'
+        inside = value_of(each, "exceptions")  # in Python's groups and older libraries'
         held = inside if isinstance(inside, (list, tuple)) else ()
         errors = [one for one in reversed(held) if isinstance(one, BaseException)]
         left += errors
@@ -144,12 +147,12 @@ def members(error: BaseException) -> list:
 
 
 def faults_of(errors: list) -> list:
-    """Return the errors that are not a connection's, nor were raised because of one's."""
+    """Return the errors that are not connection errors and were not raised because of one."""
     return [each for each in errors if not any(map(is_connection_error, chain(each)))]
 
 
 def chain(error: BaseException) -> list:
-    """Return the error and what it was raised from, or while handling what."""
+    """Return the error and the errors that caused it or were being handled when it was raised."""
     found = []
     following = error
     while following is not None and len(found) < MAX_CHAIN:
@@ -160,9 +163,9 @@ def chain(error: BaseException) -> list:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Return whether a client says by the type of the error that it got no whole answer.
+    """Return True if the error's type means that a client got no complete response.
 
-    A time-out that the agent set itself, `TimeoutError`, is none; a client's own is one.
+    A client's own timeout counts. A `TimeoutError` that the agent set itself does not.
     """
     kind = type(error)
     if issubclass(kind, (ConnectionError, socket.gaierror)):
@@ -172,7 +175,7 @@ def is_connection_error(error: BaseException) -> bool:
         if each.__name__ in NO_CONNECTION_ERRORS.get(package, ()):
             return False
         if each.__name__ in CONNECTION_ERRORS.get(package, ()):
-            # urllib says so of a scheme that it does not know, too.
+            # urllib also raises URLError for an unknown scheme.
             return package != "urllib" or isinstance(getattr(error, "reason", None), OSError)
     return False
 
@@ -193,7 +196,7 @@ def address_of(error: BaseException) -> Any:
 
 
 def value_of(holder: Any, name: str) -> Any:
-    """Return an attribute of a foreign object, or None if it has none or fails to say."""
+    """Return an attribute of a foreign object, or None if it is missing or raises."""
     try:
         return getattr(holder, name, None)
     except Exception:  # noqa: BLE001
@@ -201,7 +204,7 @@ def value_of(holder: Any, name: str) -> Any:
 
 
 def words_of(error: BaseException) -> str:
-    """What it says; foreign code, which may fail at that as well."""
+    """Return the error's message, or "" if foreign code fails to produce it."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001
@@ -209,8 +212,9 @@ def words_of(error: BaseException) -> str:
 
 
 def answer(function: Any, task: Any) -> Any:
-    """What the agent makes of the task. A plain function finds no event loop that runs, so that it
-    may start one.
+    """Return the agent's result for the task.
+
+    A plain function runs without an event loop, so it may start one.
     """
     result = function(task, LLM())
     if inspect.isawaitable(result):
@@ -219,7 +223,7 @@ def answer(function: Any, task: Any) -> Any:
 
 
 def join_trace() -> None:
-    """Spans that the agent makes with OpenTelemetry, where it uses it, go below the rollout's."""
+    """Make the agent's OpenTelemetry spans, if any, children of the rollout's span."""
     if "opentelemetry" in sys.modules and "TRACEPARENT" in os.environ:
         from opentelemetry import context, propagate
 
@@ -227,7 +231,7 @@ def join_trace() -> None:
 
 
 def flush_spans() -> None:
-    """Has OpenTelemetry, where the agent uses it, send the spans that it still holds."""
+    """Send the spans that OpenTelemetry still holds, if the agent uses it."""
     trace = sys.modules.get("opentelemetry.trace")
     flush = getattr(trace.get_tracer_provider(), "force_flush", None) if trace else None
     if flush:
@@ -235,7 +239,10 @@ def flush_spans() -> None:
 
 
 def as_json(told: Any) -> str:
-    """What JSON does not know becomes a text, which is no reward, but NumPy's numbers."""
+    """Encode the result as JSON.
+
+    Values that JSON lacks become a text, which is not a reward. NumPy numbers stay numbers.
+    """
     try:
         return json.dumps(told, default=known_to_json)
     except (TypeError, ValueError, RecursionError):  # keys of other types, a loop, ...
@@ -243,7 +250,7 @@ def as_json(told: Any) -> str:
 
 
 def known_to_json(value: Any) -> Any:
-    """A mapping, the number in an array without axes, or a text."""
+    """Return a dict for a mapping, a number for a 0-d array, or else the repr."""
     if isinstance(value, Mapping):
         return dict(value)
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):

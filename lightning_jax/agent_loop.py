@@ -1,8 +1,8 @@
-"""Where agents run: an event loop of their own, in a thread of its own.
+"""Separate event loop and thread for agents.
 
-An agent that blocks, with a synchronous client say, keeps other agents waiting there, but neither
-the server that answers it nor the deadlines. Agents' own calls of `asyncio.to_thread` each get a
-thread, so that one that never returns takes no place from the others.
+An agent that blocks, for example in a synchronous client, delays other agents but neither the
+server nor the deadlines. Each `asyncio.to_thread` call of an agent gets its own thread, so a call
+that never returns does not block the others.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def apart(agent: Agent) -> AsyncIterator[Agent]:
-    """The same agent, which runs on an event loop of its own as long as this is open."""
+    """Yield the agent wrapped to run on its own event loop while this context is open."""
     loop = asyncio.new_event_loop()
     loop.set_default_executor(_ThreadEach())
     stopping = threading.Event()
@@ -60,14 +60,17 @@ def _serve(loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
 
 
 async def _run_on(loop: asyncio.AbstractEventLoop, agent: Agent, task: Task, llm: LLM) -> Result:
-    """What the agent returns or raises there. Cancelled, it cancels the agent and waits for it."""
+    """Run the agent on `loop`, and return its result or raise its error.
+
+    If cancelled, cancel the agent and wait for it.
+    """
     ended: Future[tuple[Result, BaseException | None]] = Future()
     running: list[asyncio.Task[Any]] = []
 
     async def guarded() -> tuple[Result, BaseException | None]:
         try:
             return await agent(task, llm), None
-        except BaseException as error:  # noqa: BLE001  (sys.exit, too, would end the loop)
+        except BaseException as error:  # noqa: BLE001  (sys.exit would also stop the loop)
             return None, error
 
     def finish(run: asyncio.Task[tuple[Result, BaseException | None]]) -> None:
@@ -77,7 +80,7 @@ async def _run_on(loop: asyncio.AbstractEventLoop, agent: Agent, task: Task, llm
         running.append(loop.create_task(guarded()))
         running[0].add_done_callback(finish)
 
-    # With this context its spans go below its rollout's.
+    # This context makes the agent's spans children of the rollout's span.
     loop.call_soon_threadsafe(start, context=contextvars.copy_context())
     done = asyncio.wrap_future(ended)
     try:
@@ -93,7 +96,7 @@ async def _run_on(loop: asyncio.AbstractEventLoop, agent: Agent, task: Task, llm
 
 
 class _ThreadEach(ThreadPoolExecutor):
-    """A thread for each call. Nobody waits for it at the end of the process."""
+    """Executor with one thread per call. The process does not wait for the threads at exit."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -103,7 +106,7 @@ class _ThreadEach(ThreadPoolExecutor):
                 return
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001  (whoever waits for it gets it)
+            except BaseException as error:  # noqa: BLE001  (raised again in the waiting caller)
                 future.set_exception(error)
 
         threading.Thread(target=work, name="agent", daemon=True).start()

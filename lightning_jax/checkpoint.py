@@ -1,4 +1,4 @@
-"""Orbax checkpoints of a run: params, optimizer state, and the places in the task pipelines."""
+"""Orbax checkpoints of a run: params, optimizer state, and positions in the task pipelines."""
 
 import errno
 import os
@@ -18,21 +18,21 @@ from lightning_jax.types import Leaf, UserError
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint could not be written or read; the message says why and what to do."""
+    """Failure to write or read a checkpoint. The message gives the reason and the fix."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What `restore` found: the train states, and the JSON object that was saved beside them."""
+    """Result of `restore`: the train states and the JSON object saved with them."""
 
-    state: Any  # of the form that `restore` was given
+    state: Any  # same structure as `like`
     progress: dict[str, Any]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Kept:
-    """The fields of a TrainState that are on disk: all but the weights that no step changes."""
+    """Saved fields of a TrainState: all except frozen weights."""
 
     step: Leaf
     params: Any
@@ -44,7 +44,7 @@ class _Kept:
         return cls(state.step, state.params, state.opt_state, state.critic)
 
     def over(self, state: TrainState) -> TrainState:
-        """The state with these fields."""
+        """Return `state` with these fields replaced."""
         return replace(
             state,
             step=self.step,
@@ -55,17 +55,17 @@ class _Kept:
 
 
 class Checkpointer:
-    """Saves and restores a run's state under `directory`, one folder a step.
+    """Store for a run's state in `directory`, one folder per step.
 
-    A folder gets its name only when it is whole, so a crash during a save leaves the one before it.
-    A state is a TrainState, or several of them by the names of policies. Their bases are not saved;
-    `restore` takes them from the state that it is given.
+    A folder gets its final name only when it is complete, so a crash during a save keeps the
+    previous checkpoint. A state is a TrainState, or a dict of them by policy name. Base weights are
+    not saved: `restore` takes them from the state it is given.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig) -> None:
         self._directory = directory.resolve()
         try:
-            make_private(self._directory.parent)  # a process other than the first may come first
+            make_private(self._directory.parent)  # any process may get here first
             make_private(self._directory)
             self._manager = ocp.CheckpointManager(
                 self._directory,
@@ -78,19 +78,18 @@ class Checkpointer:
 
     @property
     def latest_step(self) -> int | None:
-        """The newest whole checkpoint's step, None if there is none."""
+        """Step of the newest complete checkpoint, or None if there is none."""
         return self._manager.latest_step()
 
     @property
     def steps(self) -> list[int]:
-        """The steps of all whole checkpoints, oldest first."""
+        """Steps of all complete checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
-        """Writes one checkpoint and deletes those past `keep`. Raises CheckpointError, e.g. on a
-        full disk.
+        """Write one checkpoint and delete the oldest beyond `keep`. `progress` is any JSON object.
 
-        `progress` is any JSON object.
+        Raises CheckpointError, for example on a full disk.
         """
         kept = _kept(state)
         described = {"shapes": _shapes(kept), "progress": progress}
@@ -108,16 +107,19 @@ class Checkpointer:
             ) from error
 
     def clear(self) -> None:
-        """Deletes all checkpoints."""
+        """Delete all checkpoints."""
         for step in self.steps:
             self._manager.delete(step)
 
     def progress(self, step: int) -> dict[str, Any]:
-        """What was saved beside the state of `step`."""
+        """Return the `progress` object saved with the state of `step`."""
         return self._read(step, progress=ocp.args.JsonRestore())["progress"]["progress"]
 
     def restore(self, like: Any, step: int | None = None) -> Saved:
-        """The checkpoint of `step` (None: the newest), in the shapes and shardings of `like`."""
+        """Load the checkpoint of `step` (None: the newest) with the shapes and shardings of `like`.
+
+        Raises CheckpointError if there is none or it does not fit.
+        """
         step = self.latest_step if step is None else step
         if step is None:
             raise CheckpointError(f"{self._directory} holds no checkpoint.")
@@ -135,8 +137,9 @@ class Checkpointer:
         return Saved(state, described["progress"])
 
     def restore_params(self, like: Params, step: int, policy: str = "") -> Params:
-        """The weights alone, without the optimizer's state, in the shardings of `like`; of several
-        states those of the `policy`.
+        """Load only the weights, in the shardings of `like`.
+
+        If several states were saved, `policy` names the one to load.
         """
         abstract: dict[str, Any] = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
         if policy:
@@ -178,9 +181,9 @@ class Checkpointer:
 
 
 def _remedy(error: Exception) -> str:
-    """Return what to do about a checkpoint that cannot be written.
+    """Return a fix for a checkpoint that could not be written.
 
-    Libraries put the system's error number into the text of errors of their own.
+    Libraries may put the system's error number only into the text of their own errors.
     """
     text = " ".join(str(each) for each in causes(error))
     numbers = {each.errno for each in causes(error) if isinstance(each, OSError)}
@@ -200,6 +203,6 @@ def _kept(state: Any) -> Any:
 
 
 def _shapes(state: Any) -> dict[str, list[int]]:
-    """The shape of every array of what is kept by its path."""
+    """Return the shape of each array, by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): list(leaf.shape) for path, leaf in leaves}

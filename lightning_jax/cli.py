@@ -1,7 +1,7 @@
-"""The `lightning-jax` command.
+"""Command line of `lightning-jax`.
 
-JAX, and what stands on it, takes seconds to import, and neither --help nor a wrong flag needs any
-of it: each command imports what it runs.
+Importing JAX takes seconds, and neither --help nor a wrong flag needs it. Each command therefore
+imports its own modules.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from lightning_jax.view import DEFAULT_CHARS, DEFAULT_LIMIT
 if TYPE_CHECKING:
     from lightning_jax.gateway.app import Gateway
 
-STARTER = Path(__file__).parent / "starter"  # what `new` copies
+STARTER = Path(__file__).parent / "starter"  # folder that `new` copies
 
-# Flags of `serve` that are fields of ServeConfig, which has their defaults.
+# Flags of `serve` that set fields of ServeConfig. Their defaults are defined there.
 SERVE_FLAGS = {
     "host": "address to listen on",
     "port": "port to listen on, 0 for any free one",
@@ -43,25 +43,28 @@ SERVE_FLAGS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, without the whole usage."""
+    """Parser that reports an error in one sentence, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; its exit code. A mistake of the caller's gives one sentence and 1 or 2."""
+    """Run one command and return its exit code.
+
+    A user error prints one sentence and returns 1 or 2.
+    """
     arguments = parse(_parser(), argv)
     try:
         return _run(arguments)
     except KeyboardInterrupt:
         _fail(arguments.stopped, 130)
-        # JAX, interrupted while it compiles, crashes where the interpreter is taken down.
+        # After an interrupted compilation, JAX crashes at interpreter exit.
         os._exit(130)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.run is _new:  # it copies three files
+    if arguments.run is _new:  # only copies files, without JAX
         return _new(arguments)
     from lightning_jax.compiled import keep_compiled
     from lightning_jax.types import UserError
@@ -89,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_view(commands.add_parser("view", help="show a run's rollouts, or one of them in time"))
     _add_plan(commands.add_parser("plan", help="what a run will hold in each device's memory"))
     for command in commands.choices.values():
-        command.set_defaults(parser=command)  # whose --help an error names
+        command.set_defaults(parser=command)  # error messages point to its --help
     return parser
 
 
@@ -197,7 +200,7 @@ def _new(arguments: argparse.Namespace) -> int:
         return _fail(f"error: {folder} cannot be made ({error}); choose another place.", 1)
     for path in sorted(folder.iterdir()):
         print(path)
-    found = shutil.which("lightning-jax")  # not where it was called by its path
+    found = shutil.which("lightning-jax")  # None if the command is not on PATH
     command = "lightning-jax" if found else f"{sys.executable} -m lightning_jax"
     print(f"\ncd {folder} && {command} train --config config.yaml")
     return 0

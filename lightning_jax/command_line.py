@@ -1,4 +1,4 @@
-"""What the `lightning-jax` command and the scripts in experiments/ share. Imports nothing large."""
+"""Helpers of the `lightning-jax` command and the scripts in experiments/. Imports nothing heavy."""
 
 import argparse
 import errno
@@ -11,7 +11,7 @@ STOPPED = "stopped; the same command goes on from the last checkpoint"
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """`--config FILE` and what may follow it: `arguments.config` and `arguments.settings`."""
+    """Add `--config FILE` and settings, parsed to `arguments.config` and `arguments.settings`."""
     parser.add_argument("--config", required=True, help="a YAML file of settings")
     parser.add_argument(
         "settings", nargs="*", metavar="key=value", help="or another such file; later ones win"
@@ -19,7 +19,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """As `parse_args`, with settings on both sides of `--config`, too."""
+    """Call `parse_args`, but accept settings on both sides of `--config`."""
     arguments, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(arguments, "settings") or any(word.startswith("-") for word in rest)):
         getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")
@@ -29,22 +29,22 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def log_plainly() -> None:
-    """Our own messages as they are, of others only warnings."""
-    # force: libraries that were imported above have set up the root logger for themselves.
+    """Print this package's log messages as they are, and only warnings of other packages."""
+    # force: libraries imported earlier may have configured the root logger.
     logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
     logging.getLogger("lightning_jax").setLevel(logging.INFO)
 
 
 def stop_on_sigterm() -> None:
-    """As Ctrl-C: what stops jobs must not leave the programs of their agents behind.
+    """Treat SIGTERM like Ctrl-C, so that the agents' programs are stopped too.
 
-    It goes to the handler that SIGINT has by then. That of asyncio cancels the main task; an
-    exception raised wherever the main thread is would be lost in a callback of the collector.
+    The signal goes to the current handler of SIGINT. asyncio's handler cancels the main task. An
+    exception raised here instead could be lost in a callback of the garbage collector.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
         interrupt = signal.getsignal(signal.SIGINT)
-        if not callable(interrupt):  # ignored, as in a shell's background jobs
+        if not callable(interrupt):  # ignored, as in background jobs of a shell
             interrupt = signal.default_int_handler
         interrupt(signal.SIGINT, frame)
 
@@ -52,5 +52,5 @@ def stop_on_sigterm() -> None:
 
 
 def is_place_closed(error: OSError) -> bool:
-    """Whether a disk is full or a place may not be written, which is not our fault."""
+    """Return True if the disk is full or the path is not writable, which is not a bug of ours."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)

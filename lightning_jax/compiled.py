@@ -1,7 +1,7 @@
-"""Compiled programs outlive the process: what was compiled once on a machine is read the next time.
+"""Persistent cache of compiled programs.
 
-A run that goes on after a crash, a second run, a server that starts again: compiling is most of the
-wait at their start, and a program takes little space (SmolLM2's take 0.2 MB each).
+Compilation is most of the wait when a run resumes, a second run begins or a server restarts. The
+cache takes little space: SmolLM2's programs take 0.2 MB each.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ import jax
 
 log = logging.getLogger(__name__)
 
-MIN_COMPILE_S = 0.3  # what takes less is compiled anew
+MIN_COMPILE_S = 0.3  # faster compilations are not cached
 
 
 def keep_compiled() -> None:
-    """From now on JAX keeps what it compiles in the user's cache folder, and looks there first.
+    """Make JAX cache compiled programs in the user's cache directory.
 
-    Where JAX was told of a place already, by JAX_COMPILATION_CACHE_DIR say, that one stays; with
-    JAX_ENABLE_COMPILATION_CACHE=false nothing is kept. A folder that cannot be written is no error.
+    A cache directory that JAX already has, for example from JAX_COMPILATION_CACHE_DIR, is kept.
+    JAX_ENABLE_COMPILATION_CACHE=false disables the cache. An unwritable directory is not an error.
     """
     told: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if told is not None:
@@ -41,7 +41,11 @@ def keep_compiled() -> None:
 
 
 def _machine() -> str:
-    """Of machines that share a home, each kind has its own: a program may use what only one has."""
+    """Return a key for this kind of CPU.
+
+    Machines may share a home directory, and a program may use instructions that only some of them
+    have.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,5 +1,6 @@
-"""Every knob in one frozen dataclass, and `load_config`, which reads YAML files and `key=value`
-pairs.
+"""Settings of a run as one frozen dataclass.
+
+`load_config` reads them from YAML files and `key=value` pairs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,27 +45,31 @@ from lightning_jax.types import UserError
 
 T = TypeVar("T")
 
-# What a saved file holds in place of a secret. Such a file asks for the value when it is loaded.
+# Placeholder for a secret in a saved file. Loading such a file requires the value to be set.
 HIDDEN = "???"
-SECRET = "api_key"  # the name of a field, in whatever section, that is never saved
+SECRET = "api_key"  # field that is never saved, in any section
 
-MOVED = {"rollout.agent": "agent.function"}  # keys that once were, and where they are now
+MOVED = {"rollout.agent": "agent.function"}  # old keys and their new names
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run. `run_dir` holds all it leaves, and all it needs to go on after a crash."""
+    """Settings of one run.
+
+    `run_dir` holds all its outputs and all it needs to resume after a crash.
+    """
 
     run_dir: str = "runs/default"
     seed: int = 0
-    num_steps: int = 20  # GRPO steps, after the warm-up's
+    num_steps: int = 20  # policy steps, after the warm-up
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    policies: dict[str, PolicyConfig] = field(default_factory=dict)  # by name; none: there is one
-    roles: dict[str, RoleConfig] = field(default_factory=dict)  # by name; the first that fits
+    # Policies by name; empty: a single policy.
+    policies: dict[str, PolicyConfig] = field(default_factory=dict)
+    roles: dict[str, RoleConfig] = field(default_factory=dict)  # by name; the first match wins
     reward_rules: dict[str, RewardRule] = field(default_factory=dict)  # by name
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -91,26 +96,25 @@ class Config:
 
     @property
     def adapters(self) -> dict[str, int]:
-        """The place of each policy's adapter among all; empty where there is one policy, or each
-        has weights of its own.
-        """
+        """Index of each policy's adapter; empty unless several policies share weights."""
         return policy_places(self.policies) if self.model.lora.rank else {}
 
     @property
     def num_adapters(self) -> int | None:
-        """Of each kernel that has several; None where it has one or none."""
+        """Number of adapters stacked in each kernel, or None if adapters are not stacked."""
         return len(self.adapters) or None
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """The sets of weights that are trained and served apart: "" alone, or the policies that
-        have weights of their own, by name and in order.
+        """Names of the weight sets that are trained and served separately, in order.
+
+        This is `("",)` for one set, or the names of the policies that have their own weights.
         """
         return ("",) if self.model.lora.rank else tuple(self.policies) or ("",)
 
     @property
     def trained_weights(self) -> tuple[str, ...]:
-        """Those of `weights` that steps after the warm-up change."""
+        """Weight sets that steps after the warm-up change."""
         return tuple(name for name in self.weights if not name or self.policies[name].trains)
 
     @property
@@ -119,17 +123,19 @@ class Config:
 
 
 class ConfigError(UserError, ValueError):
-    """A setting is wrong; the message is one sentence for the person who wrote it."""
+    """Invalid setting. The message is one sentence for the person who wrote the setting."""
 
 
 def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None = None) -> T:
-    """`argv`: YAML paths and `dotted.key=value`, in order; later wins. A file may stand on another,
-    which it names as seen from itself (`base: spider_cpu.yaml`): that is read before it, unless it
-    was named already. Raises ConfigError, also where a file asks for a key (`key: ???`) that
-    nothing sets.
+    """Load settings from YAML paths and `dotted.key=value` pairs; later arguments win.
 
-    `only` names the sections to read; the others keep their defaults. So a reader of an older run
-    does not stumble over settings that it has no use for, nor over secrets that were not saved.
+    A file may name a base file, relative to itself (`base: spider_cpu.yaml`). The base is read
+    first, unless `argv` already named it. `only` names the sections to read; the others keep their
+    defaults. A reader of an older run then ignores settings it does not use and secrets that were
+    not saved.
+
+    Raises ConfigError for an invalid setting, or if a file requires a key (`key: ???`) that is not
+    set.
     """
     merged, given = OmegaConf.structured(schema), OmegaConf.create()
     for name, layer in _layers(argv):
@@ -140,7 +146,7 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
             merged = OmegaConf.merge(merged, layer)
             given = OmegaConf.merge(given, layer)
     try:
-        # In `merged` they keep their defaults. A reader of a run has no use for its secrets.
+        # `merged` has defaults for missing keys. A reader of a run does not need its secrets.
         unset = sorted(
             key for key in OmegaConf.missing_keys(given) if only is None or not _is_secret(key)
         )
@@ -171,10 +177,10 @@ def _is_secret(key: str) -> bool:
 
 
 def _hide(node: Any, name: str = "") -> Any:
-    """Return plain settings without the values of secrets."""
+    """Return plain settings with secrets replaced by HIDDEN."""
     if isinstance(node, dict):
         return {str(key): _hide(value, str(key)) for key, value in node.items()}
-    if name == "env":  # of agents' programs
+    if name == "env":  # variables of agents' programs
         return [text.partition("=")[0] + f"={HIDDEN}" * ("=" in text) for text in node]
     return HIDDEN if name == SECRET and node is not None else node
 
@@ -188,28 +194,28 @@ def _where(arg: str) -> str:
 
 
 def _is_setting(arg: str) -> bool:
-    """Whether it is key=value; the path of a file may hold a "=", too."""
+    """Return True if `arg` is key=value. The path of a file may also contain "="."""
     return "=" in arg and not Path(arg).is_file()
 
 
 @contextmanager
 def _told(arg: str) -> Iterator[None]:
-    """Says a fault in what the argument sets as one sentence that names it."""
+    """Convert errors in what `arg` sets to a ConfigError that names it."""
     try:
         yield
     except OmegaConfBaseException as error:
         raise ConfigError(f"{_where(arg)}: {_one_sentence(error)}") from error
-    except TypeError as error:  # of OmegaConf, for a list where names are expected
+    except TypeError as error:  # from OmegaConf, for a list in place of names
         raise ConfigError(
             f"{_where(arg)} has a list or a value where settings by name are expected, such as "
             f"`num_steps: 20` ({_one_sentence(error)})."
         ) from error
-    except YAMLError as error:  # of a setting; a file's has been told as one
+    except YAMLError as error:  # in a setting; _load_yaml has converted a file's error
         raise ConfigError(f"{_where(arg)} is not readable YAML: {_one_sentence(error)}") from error
 
 
 def _layers(argv: Sequence[str]) -> list[tuple[str, Any]]:
-    """What each argument sets, under its name, and before a file those that it stands on."""
+    """Return (name, settings) for each argument. The base files of a file come before it."""
     found: list[tuple[str, Any]] = []
     for arg in argv:
         if _is_setting(arg):
@@ -221,7 +227,7 @@ def _layers(argv: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def _from_home(layer: Any) -> Any:
-    """The layer with paths that begin with ~, which no shell has expanded, in full."""
+    """Expand paths that begin with ~, because no shell has done so."""
 
     def expanded(node: Any) -> Any:
         if isinstance(node, dict):
@@ -232,13 +238,14 @@ def _from_home(layer: Any) -> Any:
         return str(Path(node).expanduser()) if is_path else node
 
     if not isinstance(layer, DictConfig):
-        return layer  # which merging refuses
+        return layer  # merging raises
     return OmegaConf.create(expanded(OmegaConf.to_container(layer)))
 
 
 def _file_layers(path: str, before: Sequence[str]) -> list[tuple[str, Any]]:
-    """A file and those it stands on, the lowest first, without those of `before`; a circle ends
-    where it comes back to itself.
+    """Return a file and its base files, lowest first, without the files in `before`.
+
+    A cycle of bases ends where it returns to a file.
     """
     with _told(path):
         layer = _load_yaml(path)
@@ -268,20 +275,21 @@ def _load_yaml(path: str) -> Any:
 
 
 def _to_object(node: Any, key: str = "") -> Any:
-    """The section at this dotted key. Raises ConfigError with the whole key of a field that its own
-    section, which does not know where it stands, finds wrong.
+    """Convert the section at `key`.
+
+    Raises ConfigError with the full key of a field that is invalid.
     """
     try:
         return OmegaConf.to_object(node)
     except FieldError as error:
         for name in node:
-            if OmegaConf.is_dict(node[name]):  # then its error comes before that of the whole
+            if OmegaConf.is_dict(node[name]):  # its own error has the longer key
                 _to_object(node[name], f"{key}.{name}" if key else str(name))
         raise ConfigError(f"{key}.{error}" if key else str(error)) from error
 
 
 def _one_sentence(error: Exception) -> str:
-    """OmegaConf's message without its block of fields."""
+    """Return OmegaConf's message without its block of fields."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     key = next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), ""
@@ -295,8 +303,8 @@ def _one_sentence(error: Exception) -> str:
 def changed_keys(path: Path, config: Any) -> list[str]:
     """Return the dotted keys in which `config` differs from the settings saved at `path`.
 
-    Secrets are not compared. A key that the file lacks counts as its default, so that a new setting
-    changes no run. Raises ConfigError for a damaged file.
+    Secrets are not compared. A key missing in the file counts as its default, so a new setting does
+    not change old runs. Raises ConfigError for a damaged file.
     """
     if not path.exists():
         return []

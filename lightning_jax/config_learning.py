@@ -1,4 +1,4 @@
-"""Sections of the settings: the algorithm, its batches, the optimizer and the warm-up."""
+"""Settings for the algorithm, its batches, the optimizer and the warm-up."""
 
 from dataclasses import dataclass, field
 
@@ -7,53 +7,54 @@ from lightning_jax.config_sections import require
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """From rewards to a loss; docs/algorithms.md says which settings make which algorithm."""
+    """Settings that turn rewards into a loss. docs/algorithms.md lists them for each algorithm."""
 
-    # Rewards, and the rollouts that are trained on.
+    # Rewards and the choice of rollouts.
     credit: str = "identical"  # identical, per_step, turn_groups, learned or learned_token
-    discount: float = 1.0  # of all but identical, between calls; of learned_token, between tokens
-    gae_lambda: float = 1.0  # of learned and learned_token; 1: unbiased whatever the values
-    overlong_penalty: float = 0.0  # most that a long response costs, in reward units; 0: nothing
-    overlong_max_tokens: int = 1024  # tokens of a response from which it costs all of that
-    overlong_buffer: int = 256  # tokens before there, over which the cost rises from 0
-    # Rounds of rollouts a step may take. In each further one other tasks replace the groups whose
-    # returns are all equal, and such groups are never trained on. 1: no group is replaced.
+    discount: float = 1.0  # per call, or per token with learned_token; unused by identical
+    gae_lambda: float = 1.0  # for learned and learned_token; 1: unbiased for any values
+    overlong_penalty: float = 0.0  # maximum penalty for a long response, in reward units; 0: off
+    overlong_max_tokens: int = 1024  # response length, in tokens, that gets the full penalty
+    overlong_buffer: int = 256  # tokens before that length over which the penalty rises from 0
+    # Maximum rounds of rollouts in one step. Each extra round replaces groups with equal returns
+    # by other tasks; such groups are never trained on. 1: replace no group.
     max_sampling_rounds: int = 1
     # Advantages.
     baseline: str = "group_mean"  # group_mean, leave_one_out, batch_mean or none
-    normalize: str = "group_std"  # group_std, batch_std or none: what advantages are divided by
-    # What a token's gradient is, and how much it weighs.
+    normalize: str = "group_std"  # divisor of the advantages: group_std, batch_std or none
+    # Loss of a token, and its weight.
     loss: str = "clip"  # clip (PPO, per token), gspo (per call), cispo, reinforce or dpo
-    dpo_beta: float = 0.1  # of dpo: how dearly a step away from the reference is bought
-    clip_low: float = 0.2  # below 1; 1 is no lower bound
-    clip_high: float = 0.2  # above 1
-    clip_dual: float = 3.0  # of clip and gspo: ratio that ends a negative advantage; 0: none
-    aggregation: str = "rollout"  # rollout, token, call or constant: what weighs the same
-    token_divisor: float = 1024.0  # of constant: the tokens by which a rollout's sum is divided
+    dpo_beta: float = 0.1  # for dpo: strength of the penalty for leaving the reference
+    clip_low: float = 0.2  # distance of the lower bound from ratio 1; 1: no lower bound
+    clip_high: float = 0.2  # distance of the upper bound from ratio 1
+    # For clip and gspo: ratio above which a negative advantage has no gradient. 0: off.
+    clip_dual: float = 3.0
+    aggregation: str = "rollout"  # units with equal weight: rollout, token, call or constant
+    token_divisor: float = 1024.0  # for constant: divisor of a rollout's sum, in tokens
     # Off-policy correction.
-    proximal: str = "behavior"  # the policy in the ratio's denominator: behavior, or old
+    proximal: str = "behavior"  # policy in the ratio's denominator: behavior or old
     correction: str = "none"  # none, truncate or mask, by the ratio of old to behavior policy
-    correction_level: str = "token"  # token, sequence or sequence_mean: what has one ratio
-    correction_low: float = 0.5  # of mask: the least ratio that is kept
-    correction_high: float = 2.0  # of mask: the largest that is kept; of truncate: the ceiling
-    max_staleness: int = 4  # trainer steps; older transitions are dropped and counted
-    # Terms beside the policy gradient.
-    kl_coef: float = 0.0  # of the KL to the reference policy; 0: only dpo keeps a reference
+    correction_level: str = "token"  # scope of one ratio: token, sequence or sequence_mean
+    correction_low: float = 0.5  # for mask: smallest ratio that is kept
+    correction_high: float = 2.0  # for mask: largest ratio that is kept; for truncate: the cap
+    max_staleness: int = 4  # in trainer steps; older transitions are dropped and counted
+    # Additional loss terms.
+    kl_coef: float = 0.0  # weight of the KL to the reference; 0: only dpo keeps a reference
     kl_estimator: str = "k3"  # k1, k2 or k3
-    kl_in: str = "loss"  # loss, or reward (each token's advantage loses the KL still to come)
-    entropy_coef: float = 0.0  # of the bonus for the entropy of each token's distribution, in nats
-    # The value head of learned and learned_token.
-    value_learning_rate: float = 1e-3  # of its own Adam, without a schedule
-    value_clip: float = 0.0  # how far a value learns to move in a step, in reward units; 0: any
-    value_coef: float = 0.0  # of the value loss in the policy's gradient; 0: the head alone learns
+    kl_in: str = "loss"  # loss, or reward (subtract the remaining KL from each advantage)
+    entropy_coef: float = 0.0  # weight of the entropy bonus per token, in nats
+    # Value head, for learned and learned_token.
+    value_learning_rate: float = 1e-3  # of the head's own Adam, without a schedule
+    value_clip: float = 0.0  # maximum move of a value in one step, in reward units; 0: no limit
+    value_coef: float = 0.0  # weight of the value loss for the policy; 0: only the head learns
     # Several policies.
     policy_updates: str = "independent"  # independent (each from its own calls) or joint (one step)
-    value_heads: str = "per_policy"  # per_policy, or shared where policy_updates is joint
+    value_heads: str = "per_policy"  # per_policy, or shared if policy_updates is joint
     # Updates.
-    num_epochs: int = 1  # passes over the data of a step
-    num_minibatches: int = 1  # optimizer updates of a pass
-    skip_zero_advantage: bool = True  # leave out rows that cannot move the weights; same gradient
-    max_nonfinite_steps: int = 5  # in a row without a finite gradient; then the run stops
+    num_epochs: int = 1  # passes over the data of one step
+    num_minibatches: int = 1  # optimizer updates per pass
+    skip_zero_advantage: bool = True  # leave out rows without a gradient; the update is the same
+    max_nonfinite_steps: int = 5  # stop after this many steps in a row without a finite gradient
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -120,7 +121,7 @@ class AlgorithmConfig:
             require(self, **{name: (getattr(self, name) in choices, expected)})
 
     def _check_preferences(self) -> None:
-        """What DPO has no place for is refused rather than ignored."""
+        """Refuse settings that DPO would otherwise ignore."""
         require(self, dpo_beta=(self.dpo_beta > 0, "a positive number"))
         if self.loss != "dpo":
             return
@@ -135,7 +136,7 @@ class AlgorithmConfig:
             require(self, **{name: (getattr(self, name) == only, f"{only}, because loss is dpo")})
 
     def _check_gspo(self) -> None:
-        """Refuse bounds that the gap of sampler and trainer exceeds in bfloat16."""
+        """Refuse clip bounds smaller than the sampler-trainer gap in bfloat16."""
         if self.loss == "gspo" and self.proximal == "behavior":
             least = 1e-2
             for name in ("clip_low", "clip_high"):
@@ -144,30 +145,30 @@ class AlgorithmConfig:
 
     @property
     def has_reference(self) -> bool:
-        """Whether a frozen copy of the policy is kept from the beginning of the policy phase."""
+        """True if a frozen copy of the policy is kept from the start of the policy phase."""
         return self.kl_coef > 0 or self.loss == "dpo"
 
     @property
     def has_critic(self) -> bool:
-        """Whether a value head is trained."""
+        """True if a value head is trained."""
         return self.credit in ("learned", "learned_token")
 
     @property
     def has_only_policy_gradient(self) -> bool:
-        """Whether a token without an advantage has no gradient: no KL, entropy or value term."""
+        """True if a token without an advantage has no gradient: no KL, entropy or value term."""
         return self.kl_coef == 0 and self.entropy_coef == 0 and not self.has_critic
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the loss reads the trainer's own log-probs before the step's first update."""
+        """True if the loss reads the trainer's log-probabilities from before the first update."""
         return self.proximal == "old" or (self.kl_coef > 0 and self.kl_in == "reward")
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    rows: int = 1  # rows of one microbatch; gradients of microbatches are added up
-    row_len: int = 2048  # nodes of a row
-    max_targets: int = 1024  # sampled tokens of a row; siblings' same tokens count each
+    rows: int = 1  # rows of a microbatch; gradients are summed over the microbatches
+    row_len: int = 2048  # nodes per row
+    max_targets: int = 1024  # sampled tokens per row; equal tokens of siblings count separately
     head_chunk: int = 256  # targets whose logits are in memory at once; divides max_targets
 
     def __post_init__(self) -> None:
@@ -186,14 +187,15 @@ class BatchConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     learning_rate: float = 1e-6
-    warmup_steps: int = 0  # steps of linear rise from 0
-    decay_steps: int | None = None  # steps of cosine fall to a tenth after the rise; None: constant
+    warmup_steps: int = 0  # updates over which the rate rises linearly from 0
+    # Updates of cosine decay to a tenth of the rate, after the warm-up. None: constant.
+    decay_steps: int | None = None
     weight_decay: float = 0.0
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
     max_grad_norm: float = 1.0
-    mu_dtype: str = "float32"  # of AdamW's first moments; bfloat16 takes half their memory
+    mu_dtype: str = "float32"  # dtype of AdamW's first moments; bfloat16 halves their memory
 
     def __post_init__(self) -> None:
         require(
@@ -216,10 +218,9 @@ class WarmupConfig:
 
     num_steps: int = 0
     demonstrations: str | None = None  # FILE:FUNCTION: list of tasks -> list of conversations
-    group_by: str | None = None  # a field of the tasks: those that share it share a long prefix...
-    group_size: int = (
-        8  # ...so this many of them are shown in one step, where their trie is shallow
-    )
+    # Task field. Tasks with the same value share a long prefix and are trained together.
+    group_by: str | None = None
+    group_size: int = 8  # maximum tasks per group; a step computes a group's prefix once
     groups_per_step: int = 4
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-4))
 

@@ -1,6 +1,4 @@
-"""Settings of who trains and what single calls earn: the policies of a run, the parts that its
-calls play, and rules that reward what a call brings about.
-"""
+"""Settings for policies, the roles of calls, and rewards of single calls."""
 
 import math
 import re
@@ -15,41 +13,44 @@ FACTS = (
     "tool_error", "tool_timeout", "tool_output", "observation", "response", "malformed_call",
     "cut_short"
 )  # fmt: skip
-TEXTS = ("tool_output", "observation", "response")  # they always hold some text
+TEXTS = ("tool_output", "observation", "response")  # facts that always have a text
 SERVED_BY = ("policy", "initial")
-RESERVED = ("policy", "initial", "latest")  # names that mean something else to a gateway
+RESERVED = ("policy", "initial", "latest")  # model names with another meaning for the gateway
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """One of several policies: an adapter of its own on the model of the run where model.lora has
-    a rank, else weights of its own.
+    """Settings of one of several policies.
+
+    The policy is an adapter on the run's model if model.lora.rank is above 0, else a set of
+    weights.
     """
 
-    trains: bool = True  # False: the warm-up shapes it, and after that nothing does
-    # What its own weights begin as: a model of the shape and vocabulary of model.name. None: that
-    # one, and all adapters are on that one.
+    trains: bool = True  # False: only the warm-up trains it
+    # Initial weights: a model with the shape and vocabulary of model.name. None: model.name, which
+    # adapters always start from.
     base: str | None = None
 
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """A part that some calls of a run play. A call has the first role all of whose patterns fit it;
-    a call without a role trains.
+    """Role that some calls of a run play.
+
+    A call gets the first role whose patterns all match. A call without a role trains.
     """
 
-    agent: str | None = None  # the sub-agent's name, with * and ? as in file names
-    model: str | None = None  # the model's name that the call asks for, with * and ?
-    system: str | None = None  # a regular expression, found in the system prompt
+    agent: str | None = None  # pattern for the sub-agent's name, with * and ? as in file names
+    model: str | None = None  # pattern for the requested model name, with * and ?
+    system: str | None = None  # regular expression to find in the system prompt
     trains: bool = True  # False: the call is part of the environment
-    policy: str | None = None  # of several, which answers and learns. None: as the call asks
-    # policy: the present weights; initial: those that the run began with; else the URL of an
+    policy: str | None = None  # policy that answers and learns; None: the one the call asks for
+    # policy: current weights; initial: weights from the start of the run; or the URL of an
     # OpenAI-compatible server, whose calls cannot train.
     served_by: str = "policy"
-    served_model: str | None = None  # of a URL: the model to ask for. None: as the agent asks
-    api_key: str | None = field(default=None, repr=False)  # of a URL; sent to its host alone
-    timeout_s: float = 600.0  # of a URL, for calls outside of rollouts, which have their own limit
-    max_response_mib: float = 32.0  # of a URL; a longer answer breaks off
+    served_model: str | None = None  # for a URL: model to request; None: as the agent asks
+    api_key: str | None = field(default=None, repr=False)  # for a URL; sent only to its host
+    timeout_s: float = 600.0  # for a URL: limit of a call outside rollouts, which have their own
+    max_response_mib: float = 32.0  # for a URL: a longer response fails the call
 
     def __post_init__(self) -> None:
         url = urlsplit(self.served_by)
@@ -80,18 +81,18 @@ class RoleConfig:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether another server answers."""
+        """True if another server answers the calls."""
         return self.served_by not in SERVED_BY
 
 
 @dataclass(frozen=True)
 class RewardRule:
-    """A reward for a call, each time it brings something about."""
+    """Reward that a call earns each time it causes `fact`."""
 
     fact: str
     reward: float
-    pattern: str | None = None  # a regular expression, found in the fact's text; None: any
-    agent: str | None = None  # only calls of the sub-agents of this name, with * and ?
+    pattern: str | None = None  # regular expression to find in the fact's text; None: any
+    agent: str | None = None  # pattern for the sub-agent's name, with * and ?; None: any
 
     def __post_init__(self) -> None:
         require(
@@ -107,9 +108,7 @@ class RewardRule:
 
 
 def policy_places(policies: Iterable[str]) -> dict[str, int]:
-    """The place of each policy among all, which is that of its adapter or of its own weights: in
-    the order of their names here.
-    """
+    """Return the index of each policy, and so of its adapter or weights, in order of `policies`."""
     return {name: place for place, name in enumerate(policies)}
 
 
@@ -119,7 +118,7 @@ def check_policies(
     model: ModelConfig,
     algorithm: AlgorithmConfig,
 ) -> None:
-    """Raises ValueError where the policies of a run cannot be, or do not fit its roles."""
+    """Raise ValueError if the policies of a run are invalid or do not fit its roles."""
     names = ", ".join(policies)
     for name, policy in policies.items():
         if name in RESERVED or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
@@ -147,12 +146,11 @@ def check_policies(
 
 
 def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig]) -> None:
-    """Raises ValueError where a role names a policy that there is not, or no role names one while
-    some name others.
+    """Raise ValueError for a role with an unknown policy, or a policy without a role.
 
-    Agents may reach a policy by asking for it as their model, and then no role need name it; but a
-    setting like `policies.writter.trains=false` makes a policy, too, which nobody would ever call.
-    So where roles say who answers, they say it of all.
+    The second check applies only if some role names a policy. Otherwise agents reach policies by
+    asking for them as their model. It catches a typo like `policies.writter.trains=false`, which
+    makes a policy that is never called.
     """
     names = ", ".join(policies)
     for name, role in roles.items():
@@ -174,7 +172,7 @@ def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleC
 def _check_initial(
     policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig], model: ModelConfig
 ) -> None:
-    """Raises ValueError where the initial weights, which a role asks for, are not those of all."""
+    """Raise ValueError if a role asks for the initial weights but policies start differently."""
     others = [name for name, policy in policies.items() if policy.base not in (None, model.name)]
     for name, role in roles.items():
         if others and role.served_by == "initial":

@@ -1,6 +1,6 @@
-"""Sections of the settings: model, data, devices, server, agent, rollouts and what is kept.
+"""Settings for the model, data, devices, server, agent, rollouts and checkpoints.
 
-`config_learning.py` has those of the learning, `config.py` all of them together.
+`config_learning.py` has the settings for learning. `config.py` combines all sections.
 """
 
 import math
@@ -11,31 +11,33 @@ from typing import Any
 
 
 class FieldError(ValueError):
-    """A field of a section is wrong. The message begins with the field's name, to which whoever
-    knows where the section stands adds the rest of the key.
+    """Error in a field of a section.
+
+    The message begins with the field's name. A caller that knows the section's path prepends it.
     """
 
 
 def require(section: object, **conditions: tuple[bool, str]) -> None:
-    """Raises FieldError for the first field whose condition does not hold; the text says what
-    would.
+    """Raise FieldError for the first field whose condition is false.
+
+    The text says what is expected.
     """
     for name, (holds, expected) in conditions.items():
         if not holds:
             raise FieldError(f"{name} is {getattr(section, name)!r}; expected {expected}.")
 
 
-AUTO = "auto"  # as a dtype: whichever is fastest on the devices here
-KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # of each layer of a model
+AUTO = "auto"  # dtype: the fastest one on the devices here
+KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # in each layer of a model
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters, which are trained instead of the model's own weights."""
+    """Low-rank adapters, trained instead of the model's weights."""
 
-    rank: int = 0  # of each adapter; 0: none, and all weights are trained
-    alpha: float = 16.0  # an adapter's part in its layer's output is scaled by alpha / rank
-    targets: tuple[str, ...] = KERNELS  # which kernels of every layer have one
+    rank: int = 0  # rank of each adapter; 0: no adapters, all weights are trained
+    alpha: float = 16.0  # an adapter's output is scaled by alpha / rank
+    targets: tuple[str, ...] = KERNELS  # kernels of each layer that have an adapter
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
@@ -58,18 +60,15 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    name: str = (
-        "smollm2-135m-instruct"  # a name, a Hugging Face directory or hub id, or a .gguf file
-    )
-    # Of weights and activations: float32, bfloat16 or auto, which is what is fastest on the devices
-    # here, on a CPU by a short measurement (models/precision.py). A run keeps what it began with.
+    name: str = "smollm2-135m-instruct"  # name, Hugging Face directory or hub id, or .gguf file
+    # Weights and activations: float32, bfloat16 or auto. auto takes the fastest dtype on the
+    # devices here; on a CPU it is measured (models/precision.py). A run keeps its first choice.
     dtype: str = "float32"
-    # None: as `dtype`. float32 beside bfloat16 weights: activations are rounded for products with
-    # weights, and keys and values in the server's cache. On a CPU as fast as all in bfloat16.
+    # None: same as `dtype`. float32 with bfloat16 weights: activations are rounded only for
+    # products with weights and in the KV cache. On a CPU this is as fast as pure bfloat16.
     activation_dtype: str | None = None
-    remat: bool = (
-        False  # recompute activations in the backward pass: less memory, a third more time
-    )
+    # Recompute activations in the backward pass: less memory, a third more time.
+    remat: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
@@ -88,14 +87,14 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    root: str | None = (
-        None  # a folder with the data set as published or in the compact form; None: generated
-    )
+    # Folder of the data set, in the published or the compact layout. None: generate a data set.
+    root: str | None = None
     max_train_tasks: int | None = None  # None: all
-    max_schema_chars: int | None = None  # leave out databases whose schema text is longer; counted
+    # Tasks that the next settings leave out are counted.
+    max_schema_chars: int | None = None  # leave out databases with a longer schema text
     require_rows: bool = True  # leave out tasks whose gold query returns no row
-    sources: tuple[str, ...] | None = None  # of Calc-X: leave out tasks of others; counted
-    max_question_chars: int | None = None  # of Calc-X: leave out longer questions; counted
+    sources: tuple[str, ...] | None = None  # for Calc-X: keep only tasks from these sources
+    max_question_chars: int | None = None  # for Calc-X: leave out longer questions
 
     def __post_init__(self) -> None:
         limits = ("max_train_tasks", "max_schema_chars", "max_question_chars")
@@ -108,62 +107,62 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each mesh axis; -1 takes what is left."""
+    """Number of devices along each mesh axis; -1 takes the remaining devices."""
 
-    data: int = 1  # each holds whole weights and a share of the rows
-    fsdp: int = -1  # each holds a share of the weights and of the rows
-    tensor: int = 1  # each computes a share of every layer
-    first_device: int = 0  # those before it are left to another mesh
+    data: int = 1  # each device holds all weights and a share of the rows
+    fsdp: int = -1  # each device holds a share of the weights and of the rows
+    tensor: int = 1  # each device computes a share of every layer
+    first_device: int = 0  # earlier devices are left for another mesh
 
 
 @dataclass(frozen=True)
 class ServeConfig:
     host: str = "127.0.0.1"
-    port: int = 0  # 0: any free one
-    # The owner's key; a rollout has its own. None: a random one.
+    port: int = 0  # 0: any free port
+    # Key of the owner; each rollout has its own key. None: a random key.
     api_key: str | None = field(default=None, repr=False)
-    # Requests decoded at once, by each copy of the engine, for each policy with weights of its own.
+    # Requests decoded at once, per copy of the engine and per policy with its own weights.
     slots: int = 16
-    max_len: int = 1024  # tokens of prompt and response together that a slot holds
-    # Padded lengths of a prompt's chunks. A program takes as many as 1, 4, 16, ... chunks of one
-    # length at once, up to 512 tokens or the longest chunk; each is a compile.
+    max_len: int = 1024  # tokens of prompt and response in one slot
+    # Padded lengths of prompt chunks. One program prefills 1, 4, 16, ... chunks of one length,
+    # up to 512 tokens or the longest chunk. Each combination is one compile.
     prefill_buckets: tuple[int, ...] = (32, 128, 512)
-    # Decode steps that the device is told to make in one go, where no response reaches its limit in
-    # them. More than 1 compiles every decode program twice, a response that stops within them
-    # wastes the rest (serve/tokens_past_end), and who comes waits for all of them. It pays where
-    # the host is slower than a step, on an accelerator; never on a CPU.
+    # Decode steps per dispatch, if no response reaches its limit within them. Above 1, each decode
+    # program is compiled twice, and a new request waits for all the steps. A response that stops
+    # early wastes the rest (serve/tokens_past_end). Useful only on an accelerator whose steps are
+    # shorter than the host's work.
     steps_per_dispatch: int = 1
-    max_queue: int = 1024  # requests waiting for a slot; more are refused with 429
-    max_body_mib: float = 16.0  # of a request's body, unpacked; larger ones are refused with 413
+    max_queue: int = 1024  # requests that wait for a slot; more are refused with 429
+    max_body_mib: float = 16.0  # uncompressed size of a body; larger ones are refused with 413
     max_json_values: int = 200_000  # names and values in a body; more are refused with 413
-    # What one rollout may have in flight at once: calls, and responses of all its calls together.
-    # More are refused with 429.
+    # Limits of one rollout: calls in flight, and responses in flight summed over its calls. More
+    # are refused with 429.
     max_calls_per_rollout: int = 128
     max_choices_per_rollout: int = 512
-    # Prompt and response tokens of all calls of one rollout; further calls are refused with 400.
+    # Prompt and response tokens of all calls of one rollout. Further calls are refused with 400.
     max_tokens_per_rollout: int = 2**24
-    # Memory of one rollout for answers that a retry may ask for again, and as much for saved
-    # responses. The oldest are forgotten first.
+    # Memory of one rollout for answers kept for retries, and again as much for saved responses.
+    # The oldest are dropped first.
     max_kept_mib_per_rollout: float = 64.0
-    # Connections at once, or as few as the limit of open files allows. One more closes an idle one.
+    # Open connections, lowered if the limit of open files is lower. A new one closes an idle one.
     max_connections: int = 4096
-    idle_connection_s: float = 300.0  # a connection without a request, or unread, is closed then
-    slow_request_s: float = 60.0  # a request that is not whole by then is refused with 408
-    # Memory for keys and values of past calls, beside the slots'; at most 8 times theirs is taken.
-    # Each copy of the engine, and each policy that has weights of its own, has as much.
-    # SmolLM2-135M in float32 has 46 kB a token: 256 MiB are 5,800 tokens. 0: nothing is kept.
+    idle_connection_s: float = 300.0  # close a connection that is idle or unread for this long
+    slow_request_s: float = 60.0  # a request that takes longer to arrive is refused with 408
+    # Memory for cached keys and values of past calls, in addition to the slots, and at most 8 times
+    # their memory. Each copy of the engine and each policy with its own weights has this much.
+    # SmolLM2-135M in float32 needs 46 kB per token: 256 MiB hold 5,800 tokens. 0: no cache.
     prefix_cache_mib: float = 256.0
-    # Of one grammar that a tool or an answer's schema demands. Its process takes this CPU time to
-    # compile it, and again for the mask of a token, and this memory; Linux alone bounds the memory.
+    # Limits of one grammar, compiled from a tool or a response schema in its own process: CPU time
+    # to compile it, the same to compute a token mask, and memory. Memory is limited only on Linux.
     grammar_timeout_s: float = 2.0
     grammar_memory_mib: float = 512.0
-    max_grammar_kib: int = 256  # length of the schemas of one request
+    max_grammar_kib: int = 256  # total length of the schemas in one request
     max_logit_biases: int = 1024  # entries of a request's logit_bias
-    max_stop_chars: int = 1024  # of a request's stop strings together; each token looks for them
-    orchestrator: str = "native"  # native, or jetstream (cannot train: it takes no new weights)
-    # Devices that serve; `data` counts copies of the engine, each with weights, slots and a prefix
-    # cache of its own. None: the trainer's, on a GPU or TPU as many copies as they hold with
-    # `mesh.tensor` each; of several processes, all devices of process 0 as one engine.
+    max_stop_chars: int = 1024  # total length of a request's stop strings
+    orchestrator: str = "native"  # native, or jetstream (serves only: it cannot load new weights)
+    # Serving devices. `data` is the number of engine copies, each with its own weights, slots and
+    # prefix cache. None: the trainer's devices, on a GPU or TPU with one copy per `mesh.tensor`
+    # devices. With several processes, all devices of process 0 are one engine.
     mesh: MeshConfig | None = None
 
     def __post_init__(self) -> None:
@@ -209,26 +208,26 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """The program that is trained; docs/agents.md says what it gets and how it answers."""
+    """Program to train. docs/agents.md describes its input and output."""
 
-    # FILE:FUNCTION, (task, llm) -> reward, a coroutine function or not; it runs in this process...
+    # FILE:FUNCTION, (task, llm) -> reward. The function may be a coroutine function.
     function: str = "agents/spider_sql.py:run"
-    python: str | None = None  # ...or in one of this interpreter's, which has what it imports
-    # A command line, as a string or a list of its words, that runs for each rollout instead of
-    # `function`.
+    # Interpreter that runs `function` in a process with its own packages. None: this process.
+    python: str | None = None
+    # Command line, as a string or a list of words, to run for each rollout instead of `function`.
     command: Any = None
-    # Of a command. FILE:FUNCTION, (task, output) -> reward; None: the output's last line is it.
+    # For a command: FILE:FUNCTION, (task, output) -> reward. None: the last line of the output.
     reward: str | None = None
-    # Variables for a program besides those of docs/agents.md: NAME, with the value that the trainer
-    # has, or NAME=value.
+    # Environment variables for a program, in addition to docs/agents.md: NAME to pass on the
+    # trainer's value, or NAME=value.
     env: tuple[str, ...] = field(default=(), repr=False)
-    # Limits of one program with all that it started. Over one of them the program is ended.
+    # Limits of one program, including all processes it starts. A program above a limit is killed.
     max_processes: int = 1024
-    memory_mib: float | None = None  # resident, all together; None: what the machine has
+    memory_mib: float | None = None  # total resident memory; None: no limit
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "env", tuple(self.env))
-        if not all(_VARIABLE.match(each) for each in self.env):  # without the values
+        if not all(_VARIABLE.match(each) for each in self.env):  # the error hides the values
             raise FieldError(
                 f"env has {[each.partition('=')[0] for each in self.env]}; expected names of "
                 "variables, each alone or with =VALUE, and not the ??? of a saved file."
@@ -262,7 +261,7 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*(=(?!\?\?\?$)[^\0]*)?\Z", re.ASCII | re.DOT
 
 
 def _words(line: str) -> tuple[str, ...]:
-    """The words of a command line, as a shell would split them."""
+    """Split a command line into words as a shell does."""
     try:
         return tuple(shlex.split(line))
     except ValueError as error:
@@ -274,27 +273,27 @@ class RolloutConfig:
     tasks_per_step: int = 8
     group_size: int = 4  # rollouts of one task in one step
     concurrency: int = 16  # rollouts running at once
-    timeout_s: float = 120.0  # of one rollout; over it the agent has failed
-    call_timeout_s: float = 60.0  # of one LLM call; over it the infrastructure has failed
-    max_attempts: int = 3  # tries of a rollout whose infrastructure fails
-    # Seconds before the second try. The wait doubles with each try up to the maximum. Up to a half
-    # is added at random, so that rollouts do not come back all at once.
+    timeout_s: float = 120.0  # limit of a rollout; beyond it the agent has failed
+    call_timeout_s: float = 60.0  # limit of an LLM call; beyond it the infrastructure has failed
+    max_attempts: int = 3  # attempts per rollout when the infrastructure fails
+    # Seconds before the second attempt. The wait doubles up to the maximum. Up to half of it is
+    # added at random, so that rollouts do not all retry at once.
     retry_delay_s: float = 2.0
     max_retry_delay_s: float = 60.0
-    agent_failure_reward: float | None = 0.0  # None: a failed agent's rollout is not trained on
-    # Magnitude of a rollout's reward, and of all that one of its calls earns. More fails the agent.
+    agent_failure_reward: float | None = 0.0  # None: do not train on rollouts of failed agents
+    # Maximum magnitude of a rollout's reward, and of the total reward of one call. More fails the
+    # agent.
     max_abs_reward: float = 1e6
-    # Numbers besides the reward that are kept of a rollout, and different ones in a row of metrics.
+    # Numbers to keep per rollout in addition to the reward, and distinct ones in a metrics row.
     max_metrics: int = 100
-    max_infrastructure_failures: float = 0.2  # share of a step's rollouts above which the run stops
-    # Sampling of the policy in training rollouts, whatever the agent asks for. None: as the agent
-    # asks.
+    max_infrastructure_failures: float = 0.2  # the run stops if a larger share of a step fails
+    # Sampling in training rollouts, overriding the agent's request. None: as the agent asks.
     temperature: float | None = 1.0
     top_p: float | None = 1.0
     top_k: int | None = 0
-    max_tokens: int | None = None  # a ceiling, not an override
-    max_spans: int = 10_000  # that a rollout's agent posts, rewards of calls included
-    max_spans_mib: float = 64.0  # of posted spans as they are stored
+    max_tokens: int | None = None  # upper limit, not an override
+    max_spans: int = 10_000  # spans an agent may post per rollout, including rewards of calls
+    max_spans_mib: float = 64.0  # size of posted spans in the store
 
     def __post_init__(self) -> None:
         require(
@@ -334,10 +333,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    every: int = 10  # trainer steps; 0: only at the end
-    num_tasks: int = 64  # of the dev split, always the same ones
-    at_start: bool = True  # also before the first step, and after the warm-up
-    by: str | None = None  # a field of the tasks: a result for each of its values, too
+    every: int = 10  # in trainer steps; 0: only at the end
+    num_tasks: int = 64  # from the dev split, always the same tasks
+    at_start: bool = True  # also before the first step and after the warm-up
+    by: str | None = None  # task field; also report a result for each of its values
 
     def __post_init__(self) -> None:
         require(
@@ -349,14 +348,14 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """The search service of experiments whose agent searches paragraphs."""
+    """Search service for agents that search paragraphs."""
 
     retriever: str = "bm25"  # bm25, or dense
-    encoder: str = "all-MiniLM-L6-v2"  # of dense: this one, a directory or a hub id
-    index: str | None = None  # a folder with an index of this corpus; None: made once, and kept
-    top_k: int = 3  # paragraphs a query
-    max_chars: int = 500  # of a paragraph
-    start_timeout_s: float = 3600.0  # the making of a large dense index takes long
+    encoder: str = "all-MiniLM-L6-v2"  # for dense: this name, a directory or a hub id
+    index: str | None = None  # folder with an index of this corpus; None: build and keep one
+    top_k: int = 3  # paragraphs per query
+    max_chars: int = 500  # length limit of a paragraph
+    start_timeout_s: float = 3600.0  # a large dense index takes long to build
 
     def __post_init__(self) -> None:
         require(
@@ -370,8 +369,8 @@ class SearchConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 10  # trainer steps; the last one is always saved
-    keep: int = 1  # newest checkpoints kept
+    every: int = 10  # in trainer steps; the last step is always saved
+    keep: int = 1  # number of newest checkpoints to keep
 
     def __post_init__(self) -> None:
         require(self, every=(self.every >= 1, "at least 1"), keep=(self.keep >= 1, "at least 1"))
@@ -379,14 +378,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """The processes of one run, each with devices of its own; process 0 runs agents and gateway."""
+    """Processes of one run, each with its own devices.
 
-    # none: one process; auto: jax asks the TPU pod, Slurm or MPI; manual: as the other fields say.
+    Process 0 runs the agents and the gateway.
+    """
+
+    # none: one process; auto: JAX asks the TPU pod, Slurm or MPI; manual: use the fields below.
     mode: str = "none"
-    coordinator: str | None = None  # HOST:PORT of process 0, as all others reach it
+    coordinator: str | None = None  # HOST:PORT at which the others reach process 0
     num_processes: int | None = None
-    process_id: int | None = None  # 0, 1, ..., another one in each process
-    timeout_s: int = 300  # for all processes to appear
+    process_id: int | None = None  # 0, 1, ..., different in each process
+    timeout_s: int = 300  # wait for all processes to connect
 
     def __post_init__(self) -> None:
         manual = self.mode == "manual"
@@ -412,13 +414,13 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What one server is and does, without a run."""
+    """Settings of a server without a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
-    record: str | None = None  # a SQLite file that keeps every call; None: no call is kept
-    drain_s: float = 30.0  # how long running requests may go on once it is told to stop
-    tensor: int = 1  # GPUs or TPUs that share a copy of the model; the others hold copies
+    record: str | None = None  # SQLite file that records every call; None: do not record
+    drain_s: float = 30.0  # time that running requests have to finish at shutdown
+    tensor: int = 1  # GPUs or TPUs per copy of the model; the others hold more copies
 
     def __post_init__(self) -> None:
         require(

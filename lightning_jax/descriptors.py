@@ -1,4 +1,4 @@
-"""Open files: the limit of this process, what a run needs of it, and telling of its end."""
+"""Limit of open files: read it, raise it, and recognize errors from reaching it."""
 
 import contextlib
 import errno
@@ -6,26 +6,26 @@ import os
 import resource
 from collections.abc import Iterator
 
-WANTED = 2**16  # more is of no use to a run, and slow for programs that close all they could have
+WANTED = 2**16  # enough for a run; programs that close every possible descriptor get slow above
 RESERVED = 128  # for the store, checkpoints, libraries and the device
 EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 
-_original: list[int] = []  # the soft limit that this process began with
+_original: list[int] = []  # soft limit at the start of this process
 
 
 def limit_of_files() -> int:
-    """Return how many files this process may have open at once."""
+    """Return the number of files this process may have open at once."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return WANTED if soft == resource.RLIM_INFINITY else soft
 
 
 def original_limit() -> int:
-    """Return the limit from before `raise_limit`, which programs get."""
+    """Return the limit from before `raise_limit`. Agents' programs start with it."""
     return _original[0] if _original else limit_of_files()
 
 
 def raise_limit() -> int:
-    """Raise the soft limit of open files as far as it may be, up to WANTED; return it."""
+    """Raise the soft limit of open files as far as possible, up to WANTED, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     _original[:] = _original or [soft]
     wanted = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
@@ -33,17 +33,17 @@ def raise_limit() -> int:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             break
-        wanted //= 2  # macOS has a lower limit beside this one
+        wanted //= 2  # macOS has a second, lower limit
     return limit_of_files()
 
 
 def number_free() -> int:
-    """Return how many files may be opened by whoever is not the run itself."""
+    """Return the number of files that may still be opened outside the run itself."""
     return raise_limit() - number_open() - RESERVED
 
 
 def number_open() -> int:
-    """Return how many files this process has open, as far as the system says."""
+    """Return the number of files this process has open, or 64 if the system does not say."""
     for directory in ("/proc/self/fd", "/dev/fd"):
         with contextlib.suppress(OSError):
             return len(os.listdir(directory))
@@ -51,7 +51,7 @@ def number_open() -> int:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from, the outermost first."""
+    """Yield an error and its chain of causes, outermost first."""
     seen: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in seen:
@@ -61,5 +61,5 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Return whether an error comes of having no descriptor left."""
+    """Return True if the error was caused by running out of file descriptors."""
     return any(isinstance(each, OSError) and each.errno in EXHAUSTED for each in causes(error))

@@ -1,8 +1,8 @@
-"""Several processes that run one program: how they meet, and how the others follow process 0.
+"""Coordination of several processes that run one program.
 
-A program that spans the devices of several processes runs when all of them have started it, and all
-must start such programs in the same order. Process 0 runs the loop. Before each such program it
-says which method comes next, with the arguments, and the others call the same on their own object.
+A program that spans the devices of several processes needs all of them to start it, in the same
+order. Process 0 runs the loop. Before each such program it sends the method's name and arguments,
+and the other processes call that method on their own object.
 """
 
 import asyncio
@@ -25,25 +25,25 @@ log = logging.getLogger(__name__)
 _POLL_S = 30
 _HEED_S = 1.0
 _STOP = "lightning_jax/stop"
-_SMALLEST = 1 << 16  # bytes sent at once; sizes are rounded up to powers of two, a compile each
+_SMALLEST = 1 << 16  # minimum bytes per broadcast; sizes are powers of two, one compile each
 
 
 def join(config: DistributedConfig) -> None:
-    """Meets the other processes, as `config` says; before anything touches a device.
+    """Connect to the other processes. Call this before anything touches a device.
 
-    Raises ConfigError where they do not appear in time. When one process ends, so do the others.
+    When one process ends, so do the others. Raises ConfigError if they do not connect in time.
     """
     if config.mode == "none" or jax.distributed.is_initialized():
         return
     manual = config.mode == "manual"
-    # JAX's own handler of SIGTERM would take the place of ours, and only note the signal.
+    # JAX's SIGTERM handler would replace ours, and only record the signal.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             config.coordinator,
             config.num_processes,
             config.process_id,
-            # Slurm's own answer would leave each process but one device.
+            # Slurm's detection would give each process only one device.
             cluster_detection_method="deactivate" if manual else None,
             initialization_timeout=config.timeout_s,
         )
@@ -63,22 +63,25 @@ def join(config: DistributedConfig) -> None:
 
 
 def is_leader() -> bool:
-    """Whether this is process 0, or the only one."""
+    """Return True in process 0, including when it is the only process."""
     return jax.process_index() == 0
 
 
 class Stopped(UserError):
-    """A process other than 0 was told to stop, and so all do."""
+    """Stop of the run because another process was asked to stop."""
 
 
 def ask_to_stop() -> None:
-    """Has process 0 end the run, from another one that was told to stop."""
+    """Ask process 0 to end the run, from another process that was asked to stop."""
     _journal().key_value_set(_STOP, str(jax.process_index()), allow_overwrite=True)
 
 
 @asynccontextmanager
 async def heeding_others() -> AsyncIterator[None]:
-    """In process 0: cancels what runs inside once another process asks to stop; raises Stopped."""
+    """Cancel the body, in process 0, once another process asks to stop.
+
+    Raises Stopped.
+    """
     if jax.process_count() == 1:
         yield
         return
@@ -107,7 +110,7 @@ async def heeding_others() -> AsyncIterator[None]:
 
 
 def _asked_to_stop() -> str | None:
-    """The process that asks for it, if one does."""
+    """Return the process that asked to stop, or None."""
     try:
         return _journal().key_value_try_get(_STOP)
     except JaxRuntimeError as error:
@@ -117,23 +120,29 @@ def _asked_to_stop() -> str | None:
 
 
 class Leader:
-    """Process 0's way to call a method of `target` in every process at once."""
+    """Caller of `target`'s methods in all processes at once, used by process 0."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
         self._sent = 0
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What `target.method(*arguments)` returned here. The arguments must pickle."""
+        """Call `target.method(*arguments)` everywhere and return the result of this process.
+
+        The arguments must be picklable.
+        """
         self.tell(method, *arguments)
         return getattr(self._target, method)(*arguments)
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """As `call`, but here the caller does at once what the method does elsewhere."""
+        """Call the method in the other processes only.
+
+        The caller must do the same work here at once.
+        """
         self._send((method, arguments))
 
     def dismiss(self) -> None:
-        """Lets the others end."""
+        """Let the other processes end."""
         self._send(None)
 
     def _send(self, command: tuple[str, tuple[Any, ...]] | None) -> None:
@@ -146,7 +155,7 @@ class Leader:
 
 
 def follow(target: Any) -> None:
-    """Calls on `target` what process 0 calls on its own, until it says that it is over."""
+    """Call on `target` each method that process 0 sends, until process 0 dismisses this process."""
     received = 0
     while True:
         size = _wait_for(_key(received))
@@ -163,10 +172,10 @@ def _key(number: int) -> str:
 
 
 def _wait_for(key: str) -> int:
-    """The size of the next command.
+    """Return the size of the next command.
 
-    It may take as long as the rollouts of a step, so the wait is on the coordinator's journal: one
-    inside a device program would be taken for a hang.
+    A command may take as long as the rollouts of a step to arrive. The wait uses the coordinator's
+    key-value store, because a wait inside a device program would look like a hang.
     """
     while True:
         try:
@@ -177,7 +186,7 @@ def _wait_for(key: str) -> int:
 
 
 def _broadcast(payload: bytes, size: int) -> bytes:
-    """Process 0's `payload` of `size` bytes, in every process."""
+    """Return process 0's `payload` of `size` bytes in every process."""
     room = max(_SMALLEST, 1 << (size - 1).bit_length())
     buffer = np.zeros(room, np.uint8)
     buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
@@ -185,7 +194,7 @@ def _broadcast(payload: bytes, size: int) -> bytes:
 
 
 def _journal() -> Any:
-    """The key-value store of the coordinator. JAX has no public name for it."""
+    """Return the coordinator's key-value store. JAX has no public name for it."""
     from jax._src.distributed import global_state
 
     assert global_state.client is not None, "the processes have met"

@@ -1,7 +1,7 @@
-"""What the scripts in experiments/ share: the start, the two splits, the table at the end.
+"""Shared parts of the scripts in experiments/: startup, splits and result tables.
 
-A script's `main` takes the settings, does what is its own (a server that all rollouts share, say)
-and ends in `train_and_report`; `run_main` calls it.
+A script's `main` takes the settings, does its own setup (such as a server for all rollouts) and
+ends with `train_and_report`. `run_main` calls it.
 """
 
 import argparse
@@ -28,18 +28,18 @@ from lightning_jax.store import Store
 from lightning_jax.trainer import train
 from lightning_jax.types import Task, UserError
 
-# (data.root, "train" or "dev", settings, folder for what is made once) -> tasks, and how many were
-# left out for which reason.
+# (data.root, "train" or "dev", settings, cache directory) -> tasks, and the number left out per
+# reason.
 LoadTasks = Callable[[str | None, str, DataConfig, Path], tuple[list[Task], dict[str, int]]]
 
 
 def run_main(
     main: Callable[[Config], None], doc: str | None, argv: Sequence[str] | None = None
 ) -> None:
-    """Calls `main` with the settings that the command line names.
+    """Call `main` with the settings from the command line.
 
-    `doc` is the script's docstring, whose first line is the help's. A mistake of the caller's ends
-    the process with one sentence, and so do Ctrl-C and SIGTERM.
+    The first line of `doc`, the script's docstring, becomes the help text. A user error, Ctrl-C or
+    SIGTERM exits with one sentence.
     """
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     add_settings(parser)
@@ -60,12 +60,12 @@ def run_main(
 
 
 def cache_dir(config: Config) -> Path:
-    """Where data sets are unpacked or made, once for all runs beside this one."""
+    """Return the directory for unpacked or generated data sets, shared by neighboring runs."""
     return Path(config.run_dir).parent / "data"
 
 
 def load_splits(config: Config, load: LoadTasks) -> tuple[list[Task], list[Task]]:
-    """Train and dev tasks; prints how many there are and what was left out."""
+    """Return the train and dev tasks. Print their numbers and the numbers left out."""
     cache = cache_dir(config)
     train_tasks, left_out = load(config.data.root, "train", config.data, cache)
     dev_tasks, dev_left_out = load(config.data.root, "dev", config.data, cache)
@@ -81,7 +81,7 @@ def _told(tasks: Sequence[Task], split: str, left_out: Mapping[str, int]) -> str
 def train_and_report(
     config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
 ) -> None:
-    """Trains to the end, or goes on with a run that was begun, and prints the evaluations."""
+    """Train to the end, resuming if the run has begun, and print the evaluations."""
     directory = Path(config.run_dir)
     print(f"run directory: {directory}", flush=True)
     rows = asyncio.run(train(config, train_tasks, dev_tasks))
@@ -94,9 +94,9 @@ def train_and_report(
 
 
 def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> str:
-    """A line for each evaluation, and a line below for each value of the task field `by`.
+    """Return a table with a line per evaluation, and one below it per value of the task field `by`.
 
-    What changed is since the start of the phase, the warm-up or what follows it, task by task.
+    Changes are per task, relative to the start of the phase (the warm-up or the steps after it).
     """
     lines = ["step  greedy reward on dev tasks"]
     for row in rows:
@@ -109,7 +109,7 @@ def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = Non
 
 
 def failure_table(store: Store) -> str:
-    """How all rollouts and calls of a run ended, a line for each reason of a failure."""
+    """Return how a run's rollouts and calls ended, with a line per failure reason."""
     rollouts, failed_calls = store.rollouts(), store.failed_calls()
     counts = Counter(rollout.status for rollout in rollouts)
     num_failed = sum(number for _, number, _ in failed_calls)

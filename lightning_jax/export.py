@@ -1,4 +1,4 @@
-"""What a run leaves for others: each of its policies as a model that other programs load."""
+"""Export of each trained policy as a Hugging Face directory."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,16 +9,17 @@ from lightning_jax.models.load import LoadedModel, save_hf, whole_directory
 from lightning_jax.models.lora import merged, one_of
 from lightning_jax.models.transformer import Params
 
-EXPORTED = "policy.json"  # the step whose weights `policy` holds; while it is written, none
+EXPORTED = "policy.json"  # step of the weights in `policy`; absent while they are written
 
 
 def export(
     directory: Path, model: LoadedModel, policy: str, params: Params, adapters: Mapping[str, int]
 ) -> None:
-    """Writes `params`, the weights of `policy` ("": of all policies), below `directory`: as a
-    Hugging Face model in `policy`, into which adapters are merged, and those again in `peft`'s form
-    in `policy_adapter`. Of several policies each has a folder of its name in both. `adapters` are
-    the places of those that are adapters.
+    """Write the weights `params` of `policy` ("": of all policies) below `directory`.
+
+    `policy` gets a Hugging Face model with adapters merged. `policy_adapter` gets the adapters in
+    `peft`'s format. With several policies each has its own subdirectory in both. `adapters` maps
+    the names of adapter policies to their index.
     """
     model = replace(model, params=params)
     for name, place in adapters.items():

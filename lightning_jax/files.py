@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and that only their owner may read."""
+"""Files that are written atomically and are readable only by their owner."""
 
 import contextlib
 import logging
@@ -8,22 +8,22 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-PRIVATE = 0o600  # mode of a file that only its owner may read
-SHARED = 0o666  # mode of a file for others, less what the umask takes
+PRIVATE = 0o600  # mode of a file readable only by its owner
+SHARED = 0o666  # mode of a file for other users, before the umask
 
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
-    """Yield an empty file beside `path` to write. It takes the place of `path` at the end.
+    """Yield an empty file next to `path` to write. It replaces `path` at the end.
 
-    After an error `path` is what it was. A device or a pipe is yielded itself.
+    After an error `path` is unchanged. If `path` is a device or a pipe, yield it directly.
     """
     if path.exists() and not path.is_file():
         yield path
         return
-    target = Path(os.path.realpath(path))  # a link stays one
+    target = Path(os.path.realpath(path))  # keep a symbolic link
     draft = target.with_name(f".{target.name}.tmp")
-    draft.unlink(missing_ok=True)  # of a process that was killed
+    draft.unlink(missing_ok=True)  # left by a killed process
     os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
     try:
         yield draft
@@ -32,18 +32,18 @@ def replacing(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # a file system whose directories cannot be synced
+    with contextlib.suppress(OSError):  # some file systems cannot sync directories
         _sync(target.parent)
 
 
 def write_whole(path: Path, text: str, mode: int = PRIVATE) -> None:
-    """Write a UTF-8 text file in one piece."""
+    """Write a UTF-8 text file atomically."""
     with replacing(path, mode) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that only its owner may enter. One that exists stays as it is."""
+    """Create a directory that only its owner may enter. An existing one is left as it is."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
         directory.mkdir(mode=0o700)
@@ -59,7 +59,7 @@ def warn_if_open(directory: Path) -> None:
 
 
 def create_private(path: Path) -> None:
-    """Create an empty file that only its owner may read. An existing file stays as it is."""
+    """Create an empty file that only its owner may read. An existing file is left as it is."""
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE))
 

@@ -1,4 +1,4 @@
-"""Python's garbage collector and a process that serves."""
+"""Garbage collection in a serving process."""
 
 import gc
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def lasting_objects() -> Iterator[None]:
-    """Until the end, the collector leaves alone what the process holds now.
+    """Exclude all current objects from garbage collection while this context is open.
 
-    That is imported modules and traced programs, a quarter of a million objects or more. Looking
-    through all of them takes a tenth of a second in which no token is sent, again and again.
-    Nothing happens where somebody froze objects before.
+    Imported modules and traced programs are a quarter of a million objects or more. A full scan of
+    them pauses token generation for a tenth of a second, again and again. Do nothing if objects are
+    already frozen.
     """
     if gc.get_freeze_count():
         yield

@@ -1,4 +1,4 @@
-"""One phase's way to learn: its objective and optimizer over the forest batches of a step."""
+"""Objective and optimizer of one phase, applied to the forest batches of a step."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,7 @@ NO_MOMENTS = optax.set_to_zero()
 
 @dataclass(frozen=True)
 class Learner:
-    """Makes train states and updates them; holds no state of its own."""
+    """Stateless factory and updater of train states."""
 
     model: DecoderConfig
     mesh: Mesh
@@ -56,31 +56,34 @@ class Learner:
     skip_zero_advantage: bool
     num_epochs: int = 1
     num_minibatches: int = 1
-    needs_old_logprobs: bool = False  # whether the objective tells them from the sampler's
-    values_per_token: bool = False  # the states that a critic values: tokens, or calls
-    several: Several | None = None  # the policies that it trains; None: one
-    dpo_beta: float | None = None  # None: the loss is another
-    reward_kl: AlgorithmConfig | None = None  # its settings, where the KL is in the reward
-    seed: int = 0  # of the order of minibatches
+    needs_old_logprobs: bool = False  # True if the objective distinguishes them from the sampler's
+    values_per_token: bool = False  # states of the critic: tokens if True, else calls
+    several: Several | None = None  # policies to train; None: a single policy
+    dpo_beta: float | None = None  # None: the loss is not DPO
+    reward_kl: AlgorithmConfig | None = None  # settings if the KL is in the reward
+    seed: int = 0  # for the order of minibatches
 
     def init(self, params: Params, *, trains: bool = True) -> TrainState:
-        """A state with fresh moments. Takes over `params`, all weights; they go to their places.
-        One that does not train has neither moments nor a critic, and no update may change it.
+        """Place all weights, `params`, and return a state with fresh moments.
+
+        Takes ownership of `params`. With `trains=False` the state has neither moments nor a critic
+        and must not be updated.
         """
         placed = place(params, param_shardings(self.model, self.mesh), donate=True)
         return self.fresh(placed) if trains else init_state(placed, NO_MOMENTS)
 
     def fresh(self, placed: Params) -> TrainState:
-        """A state with fresh moments of weights that are at their places."""
+        """Return a state with fresh moments for weights that are already placed."""
         return init_state(placed, self.optimizer, self.functions.critic)
 
     def values(
         self, state: TrainState, trajectories: Sequence[Trajectory]
     ) -> tuple[list[tuple[CallValues, ...]] | None, Metrics]:
-        """(what the critic says of the states of each call, metrics); (None, {}) without a critic.
+        """Return (the critic's values of the states of each call, metrics).
 
-        A call that fits no row has None. One forward pass over a forest of the states, which has
-        the shape of the training batches.
+        Without a critic, return (None, {}). A call that does not fit a row has None. The values
+        come from one forward pass over a forest of the states, in the shape of the training
+        batches.
         """
         if state.critic is None:
             return None, {}
@@ -98,13 +101,15 @@ class Learner:
     def update(
         self, state: TrainState, sequences: Sequence[TrainingSequence], reference: Params | None
     ) -> tuple[TrainState, Metrics]:
-        """The optimizer updates of a step on all sequences, and metrics. Takes over `state`.
+        """Run the optimizer updates of one step and return (the new state, metrics).
 
-        There are `num_epochs` passes of up to `num_minibatches` updates, the same in each pass.
-        Sequences that could not move the weights take no part in the split. Policies that learn
-        apart have minibatches of their own, which are updated side by side. Without a sequence
-        that could move the weights the state comes back as it is, `train/num_updates` is 0 and
-        `train/skipped_updates` 1; else that counts updates whose gradient was not finite.
+        Takes ownership of `state`. There are `num_epochs` passes of up to `num_minibatches`
+        updates, the same in each pass. Sequences without a gradient are left out before the split.
+        Policies that learn separately have their own minibatches, updated side by side.
+
+        If no sequence has a gradient, the state is returned unchanged with `train/num_updates` 0
+        and `train/skipped_updates` 1. Otherwise the latter counts updates with a non-finite
+        gradient.
         """
         started, metrics = time.monotonic(), {}
         if self.dpo_beta is not None:
@@ -130,14 +135,14 @@ class Learner:
         metrics["train/num_batches"] = float(sum(map(len, minibatches)))
         if not minibatches:
             return state, metrics | {"train/skipped_updates": 1.0, "train/num_updates": 0.0}
-        # In the only update of a step the old log-probs are the current ones.
+        # With a single update the old log-probabilities equal the current ones.
         if self.needs_old_logprobs and self.num_epochs * len(minibatches) > 1:
             minibatches = [
                 train_step.with_old_logprobs(self.functions, state.policy, batches)
                 for batches in minibatches
             ]
         known = None
-        if self.dpo_beta is not None:  # there is one minibatch, and its loss needs nothing more
+        if self.dpo_beta is not None:  # one minibatch, whose loss needs no other reference values
             assert reference is not None, "DPO keeps one"
             known = self._logprobs(minibatches[0], overlay(state.base, reference))
             reference = None
@@ -156,7 +161,7 @@ class Learner:
         }
 
     def _logprobs(self, placed: Sequence[Batch], weights: Params) -> Any:
-        """Of the targets of each batch, on the host."""
+        """Return the log-probabilities of each batch's targets, on the host."""
         return to_host(measure(self.functions.logprobs_fn, placed, weights))
 
     def _prefer(
@@ -167,8 +172,9 @@ class Learner:
         logprobs: Any,
         ref_logprobs: Any,
     ) -> tuple[list[Batch], Metrics]:
-        """(the placed batches with advantages by DPO, metrics of the pairs); `batches` are the same
-        on the host, packed of the sequences.
+        """Return (the placed batches with DPO advantages, metrics of the pairs).
+
+        `batches` are the same batches on the host, packed from `sequences`.
         """
         beta = self.dpo_beta
         assert beta is not None, "DPO has one"
@@ -193,7 +199,7 @@ class Learner:
         state: TrainState,
         reference: Params,
     ) -> list[Batch]:
-        """Return the placed batches with advantages less the KL of later calls."""
+        """Return the placed batches with the KL of later calls subtracted from the advantages."""
         current = self._logprobs(placed, state.policy)
         known = self._logprobs(placed, overlay(state.base, reference))
         advantages = charge_later_calls(sequences, batches, current, known, algorithm)
@@ -209,8 +215,8 @@ class Learner:
     ) -> list[list[TrainingSequence]]:
         """Return the sequences of each update of a pass.
 
-        The order depends on the seed and the updates made. What no row takes goes with the first
-        part, where it is counted.
+        The order depends on the seed and the number of updates so far. Sequences that no row takes
+        go to the first part, so that they are counted.
         """
         if self.num_minibatches == 1:
             return [list(sequences)]
@@ -234,10 +240,10 @@ class Learner:
 
 
 def merge_updates(updates: Sequence[Metrics]) -> Metrics:
-    """One row of the metrics of a step's updates, at least one: counts are added, maxima stay
-    maxima, the rest are means over the updates.
+    """Return one row of metrics for the updates of a step, of which there is at least one.
 
-    The gap of sampler and trainer is that of the first update, whose weights did the sampling.
+    Counts are added, maxima stay maxima, and the rest are means. The sampler-trainer gap is that of
+    the first update, whose weights did the sampling.
     """
     row = {"train/num_updates": float(len(updates))}
     for name in updates[0]:
@@ -254,7 +260,10 @@ def merge_updates(updates: Sequence[Metrics]) -> Metrics:
 
 
 def _merge_packing(parts: Sequence[Metrics]) -> Metrics:
-    """What packing did to all parts of a step; parts of about one size, so shares are averaged."""
+    """Return the packing metrics of a step from those of its parts.
+
+    Parts have about the same size, so shares are averaged.
+    """
     return {
         name: sum(part[name] for part in parts) / (len(parts) if name.endswith("_share") else 1)
         for name in parts[0]
@@ -268,8 +277,10 @@ def make_learner(
     supervised: bool,
     devices: Sequence[Any] | None = None,
 ) -> Learner:
-    """The learner of the warm-up (`supervised`) or of the policy phase, on a mesh of these devices,
-    by default of all.
+    """Return the learner of the warm-up (`supervised`) or of the policy phase.
+
+    It uses a mesh of `devices`, by default of all devices. Raises ConfigError if the mesh does not
+    divide batch.rows.
     """
     algorithm, mesh = config.algorithm, make_mesh(config.mesh, devices)
     if config.batch.rows % num_row_shards(mesh):

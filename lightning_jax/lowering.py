@@ -1,4 +1,4 @@
-"""The programs of an update, lowered from shapes alone: nothing is allocated, nothing runs."""
+"""Programs of an update, lowered from shapes alone. Nothing is allocated or run."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,9 @@ from lightning_jax.types import TrainingSequence
 
 
 def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
-    """The two programs: gradients of a bundle of microbatches, and the optimizer's step. Without a
-    value head.
+    """Return the two lowered programs of a step, without a value head.
+
+    These are the gradients of a bundle of microbatches, and the optimizer update.
     """
     functions: Any = learner.functions
     whole = NamedSharding(learner.mesh, PartitionSpec())
@@ -43,7 +44,7 @@ def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
 
 
 def _abstract_state(learner: Learner, dtype: str) -> TrainState:
-    """The learner's train state in shapes and places; frozen weights are of the `dtype`."""
+    """Return the learner's train state as shapes and shardings; frozen weights have `dtype`."""
     whole = NamedSharding(learner.mesh, PartitionSpec())
     everything = param_shardings(learner.model, learner.mesh)
     shapes = param_shapes(learner.model)

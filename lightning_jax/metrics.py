@@ -1,4 +1,4 @@
-"""Metrics are `{"area/name": float}`: a JSON line per step, and a picture of the curves."""
+"""Metrics of the form `{"area/name": float}`: a JSON line per step, and a plot of the curves."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ from typing import Any
 from lightning_jax.files import replacing, write_whole
 
 Metrics = dict[str, float]
-Row = dict[str, float | int]  # metrics and their step
+Row = dict[str, float | int]  # metrics and the step
 
-# Panels of the picture: title, metrics drawn, logarithmic axis.
+# Panels of the plot: title, metrics, logarithmic axis.
 PANELS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("reward", ("rollout/reward_mean", "eval/reward_mean"), False),
     ("supervised loss (nats/token)", ("warmup/loss",), False),
@@ -24,10 +24,10 @@ PANELS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
 
 
 class MetricsLog:
-    """One JSON object a line in `metrics.jsonl`, each with its `step`.
+    """Writer of `metrics.jsonl`, with one JSON object per line that includes its `step`.
 
-    Opening it for a run that goes on at `first_step` takes back the lines of later steps, which
-    will be logged again: the file never holds a step twice.
+    Opening the file for a run that resumes at `first_step` removes the lines of later steps, which
+    will be logged again. The file never holds a step twice.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -44,7 +44,10 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a metrics file, none without one. A last line cut by a crash is left out."""
+    """Return the rows of a metrics file, or [] if it is missing.
+
+    A last line cut by a crash is ignored.
+    """
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)
@@ -52,13 +55,11 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def plot_curves(rows: Sequence[Mapping[str, float | int]], path: Path, title: str) -> None:
-    """Writes a PNG with one panel for each of PANELS that has points. The file is never
-    half-written.
-    """
+    """Write a PNG atomically, with one panel for each of PANELS that has points."""
     panels = [panel for panel in PANELS if any(name in row for row in rows for name in panel[1])]
     if not panels:
         return
-    import matplotlib  # half a second, which only what draws should take
+    import matplotlib  # takes half a second, so import only when drawing
     from matplotlib.figure import Figure
 
     columns = min(4, len(panels))
@@ -71,7 +72,7 @@ def plot_curves(rows: Sequence[Mapping[str, float | int]], path: Path, title: st
         _draw(axes, rows, metrics, log_scale)
         axes.set_title(name, fontsize=9)
         axes.set_xlabel("trainer step", fontsize=8)
-        axes.tick_params(which="both", labelsize=7)  # within a decade all labels are minor ones
+        axes.tick_params(which="both", labelsize=7)  # within one decade all labels are minor
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     for axes in figure.axes[len(panels) :]:

@@ -1,6 +1,6 @@
-"""What an agent's return value or exception says about its rollout.
+"""Outcomes of rollouts, read from an agent's return value or exception.
 
-Everything here reads foreign objects, whose methods may fail in any way.
+Everything here handles foreign objects, whose methods may fail in any way.
 """
 
 import math
@@ -19,12 +19,12 @@ MAX_REASON = 100  # characters; a reason becomes part of a metric's name
 MAX_DETAIL = 500  # characters
 MAX_METRIC_NAME = 100  # characters
 MAX_METRIC = 1e30  # magnitude; sums over a step stay finite in float32
-DROPPED_METRICS = "dropped_metrics"  # the metric that counts what a rollout measured in excess
+DROPPED_METRICS = "dropped_metrics"  # counts the metrics beyond the limit
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one attempt ended."""
+    """Result of one attempt."""
 
     status: RolloutStatus
     reward: float | None = None
@@ -34,14 +34,14 @@ class Outcome:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return what the store keeps of it."""
+        """Fields that the store keeps."""
         names = ("status", "reward", "reason", "detail", "metrics")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class LostGateway(Outcome):
-    """The agent's connection to the gateway failed. Who is to blame, the gateway knows."""
+    """Failed connection from the agent to the gateway. The gateway decides who is to blame."""
 
 
 def failure(reason: str, detail: str) -> Outcome:
@@ -52,10 +52,10 @@ def failure(reason: str, detail: str) -> Outcome:
 def outcome_of(
     result: Any, posted: float | None = None, config: RolloutConfig | None = None
 ) -> Outcome:
-    """Return what an agent's return value says: its reward and metrics, or that it has none.
+    """Return the outcome for an agent's return value: its reward and metrics, or a failure.
 
-    Without a reward in it the `posted` one counts. Metrics beyond `rollout.max_metrics`, or with a
-    name longer than MAX_METRIC_NAME, are left out and counted as `dropped_metrics`.
+    If the value has no reward, use `posted`. Metrics beyond `rollout.max_metrics`, or with a name
+    longer than MAX_METRIC_NAME, are left out and counted as `dropped_metrics`.
     """
     config = config or RolloutConfig()
     reward = result.get("reward") if isinstance(result, Mapping) else result
@@ -84,23 +84,23 @@ def outcome_of(
 
 
 def outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
-    """Return what an agent's exception says.
+    """Return the outcome for an agent's exception.
 
-    Of a group, as a task group raises it, the first member counts that is no connection's error.
+    For a group, such as a task group raises, use the first member that is not a connection error.
     """
     try:
         return _outcome_of_error(error, llm)
-    except BaseException:  # noqa: BLE001  (a class of the agent's own, which fails at everything)
+    except BaseException:  # noqa: BLE001  (the agent's own class may fail anywhere)
         return failure("unreadable_error", "the agent raised an error that cannot be read")
 
 
 def _outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
     errors = members(error)
-    # Agents share this process's descriptors: it is not one agent's fault if none is left.
+    # Agents share this process's descriptors, so running out is not one agent's fault.
     faults = [fault for fault in faults_of(errors) if not is_exhausted(fault)]
     told = (faults or errors)[0]
     reason = _storable(type(told).__name__[:MAX_REASON]) or "unnamed_error"
-    if type(told) is SystemExit:  # asyncio would end the whole run by it
+    if type(told) is SystemExit:  # raised again, it would end the whole run
         return failure(reason, _storable(f"the agent called sys.exit({told.code!r})"[:MAX_DETAIL]))
     detail = _detail(told, error)
     if faults:
@@ -111,13 +111,13 @@ def _outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
 
 
 def _detail(error: BaseException, raised: BaseException) -> str:
-    """Return the error's words; of one without, such as a time-out's, where it was raised.
+    """Return the error's message or, without one (as for a timeout), where it was raised.
 
-    A member of a group need not have been raised itself: then its group was.
+    A member of a group may never have been raised itself. Then use the group's traceback.
     """
     try:
         words = str.strip(str(error))
-    except BaseException:  # noqa: BLE001  (foreign code, which may fail at that as well)
+    except BaseException:  # noqa: BLE001  (foreign code may fail here too)
         words = ""
     if words:
         return _storable(words[:MAX_DETAIL])
@@ -140,14 +140,14 @@ def _bad(name: Any, value: Any, expected: str) -> Outcome:
 
 
 def _storable(text: str) -> str:
-    """Return the text with half surrogate pairs, which no database takes, written out."""
+    """Return the text with lone surrogates escaped, because no database accepts them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _finite(value: Any) -> float | None:
-    """Return the finite number that the value is, or None.
+    """Return the value as a finite float, or None.
 
-    Takes an array without axes, as NumPy, JAX and PyTorch return them.
+    Accepts 0-d arrays of NumPy, JAX and PyTorch.
     """
     is_array = not isinstance(value, type) and getattr(value, "ndim", None) == 0
     number = value.item() if is_array and hasattr(value, "item") else value
@@ -155,12 +155,12 @@ def _finite(value: Any) -> float | None:
         return None
     try:
         number = float(number)
-    except OverflowError:  # an integer that no float can hold
+    except OverflowError:  # integer too large for a float
         return None
     return number if math.isfinite(number) else None
 
 
 def is_bounded(rewards: Iterable[float], limit: float) -> bool:
-    """Return whether the rewards and their sum are numbers of at most this magnitude."""
+    """Return True if no reward, nor the sum, has a magnitude above `limit`."""
     values = list(rewards)
     return all(abs(value) <= limit for value in values) and abs(math.fsum(values)) <= limit

@@ -1,8 +1,8 @@
-"""Policies with weights of their own: what each learns from, and one account of what all learned.
+"""Separate updates of policies with their own weights, and their joint metrics.
 
-Losses are sums over tokens, so the gradient of one policy's weights comes from its own calls alone,
-whether credit is joint or not. Each therefore makes its update by itself, one after the other, and
-the gradients of only one are in memory.
+Losses are sums over tokens, so the gradient of one policy's weights comes only from its own calls,
+even with joint credit. Policies are therefore updated one after the other, with the gradients of
+only one in memory.
 """
 
 import math
@@ -26,7 +26,7 @@ SUMS = (
 
 
 def own_sequences(sequences: Sequence[TrainingSequence], place: int) -> list[TrainingSequence]:
-    """Those of the policy at that place, as its own learner, which knows no other, reads them."""
+    """Return the sequences of the policy at index `place`, marked for a learner of one policy."""
     return [replace(each, adapter=None) for each in sequences if each.adapter == place]
 
 
@@ -34,7 +34,7 @@ def join_values(
     trajectories: Sequence[Trajectory],
     by_policy: Mapping[str, Sequence[Sequence[CallValues]]],
 ) -> list[tuple[CallValues, ...]]:
-    """The values of all calls, from those that each policy's critic gave to `own_calls` of it."""
+    """Merge the values from each policy's critic, of its `own_calls`, into those of all calls."""
     joined = []
     for index, trajectory in enumerate(trajectories):
         rest = {name: iter(values[index]) for name, values in by_policy.items()}
@@ -43,12 +43,12 @@ def join_values(
 
 
 def join_metrics(rows: Mapping[str, Metrics]) -> Metrics:
-    """One row of the metrics of each policy's update, of at least one policy, and theirs named like
-    `train/entropy/policy=writer`.
+    """Merge the metrics of each policy's update into one row, of at least one policy.
 
-    Counts, losses and seconds are added, maxima stay maxima, norms are those of all gradients
-    together, and the rest are means over trained tokens. Policies that had nothing to learn from
-    are skipped once, and not at all where others learned.
+    Each policy's own metrics are added as `train/entropy/policy=writer`. Counts, losses and seconds
+    are summed, maxima stay maxima, norms are those of all gradients together, and the rest are
+    means over trained tokens. `train/skipped_updates` is 1 if no policy learned; otherwise policies
+    that had nothing to learn from do not count.
     """
     names = dict.fromkeys(name for row in rows.values() for name in row)
     joined = {name: _join(name, [row for row in rows.values() if name in row]) for name in names}
@@ -61,9 +61,9 @@ def join_metrics(rows: Mapping[str, Metrics]) -> Metrics:
 
 
 def _join(name: str, rows: Sequence[Metrics]) -> float:
-    """One number of those that the rows have under this name."""
+    """Merge the values that the rows have under `name`."""
     values = [row[name] for row in rows]
-    if name in RATES:  # they were made one after the other
+    if name in RATES:  # the updates ran one after the other
         tokens = [row[RATES[name]] for row in rows]
         seconds = sum(n / value for n, value in zip(tokens, values, strict=True))
         return sum(tokens) / seconds

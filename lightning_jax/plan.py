@@ -1,8 +1,7 @@
-"""What a run will hold in the memory of each device, and whether it fits, before it starts.
+"""Memory plan of a run: the bytes each device will hold, and whether they fit.
 
-`make_plan` works on shapes alone. `compile_plan` also compiles the training step for the devices
-at hand, or for simulated or absent ones (targets.py), and takes the compiler's word for what the
-step needs.
+`make_plan` uses shapes alone. `compile_plan` also compiles the training step, for the devices here
+or for simulated or absent ones (targets.py). It takes the step's memory from the compiler.
 """
 
 import os
@@ -51,7 +50,7 @@ _SPLIT_SERVING = (
 
 @dataclass(frozen=True)
 class Part:
-    """Memory of one device for one purpose. `setting` is what makes it smaller."""
+    """Memory of one device for one purpose. `setting` says how to reduce it."""
 
     name: str
     num_bytes: int
@@ -60,12 +59,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one device holds at its fullest moment, `during` which it does what that says."""
+    """Contents of one device's memory at its peak. `during` names the activity at that moment."""
 
     parts: tuple[Part, ...]
     during: str
     devices: str
-    capacity: int | None  # bytes of a device, None where nobody knows
+    capacity: int | None  # bytes of a device, or None if unknown
 
     @property
     def total(self) -> int:
@@ -73,8 +72,10 @@ class Plan:
 
 
 def settled_shape(config: Config, platform: str | None = None) -> tuple[Config, DecoderConfig]:
-    """The settings with dtypes in place of auto, for devices of that platform (None: those here),
-    and the shape of the model that they train, from its configuration alone. Raises ModelError.
+    """Return the settings with dtypes in place of auto, and the shape of the model they train.
+
+    Dtypes are chosen for devices of `platform` (None: the devices here). The shape comes from the
+    model's configuration alone. Raises ModelError.
     """
     config = replace(config, model=settle(config.model, platform))
     shape = load_shape(config.model.name)
@@ -88,8 +89,9 @@ def make_plan(
     capacity: int | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Plan:
-    """The plan from shapes: exact for what is kept, an estimate for what a step needs on top. For
-    these devices, by default all that are here.
+    """Return the plan from shapes, for `devices` (default: all devices here).
+
+    It is exact for arrays that are kept, and an estimate for the temporaries of a step.
     """
     training, serving = (
         make_mesh(config.mesh, devices),
@@ -121,8 +123,9 @@ def compile_plan(
     capacity: int | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Plan:
-    """The plan with the compiler's own figure for what an update needs beside the arrays it gets
-    and gives back. Compiles; allocates nothing.
+    """Return the plan with the compiler's figure for the temporaries of an update.
+
+    Compiles, but allocates nothing.
     """
     # A value head is too small to count.
     algorithm = replace(config.algorithm, credit="identical", value_coef=0.0)
@@ -130,7 +133,7 @@ def compile_plan(
     plan = make_plan(model, config, capacity, devices)
     if plan.during != "an update":
         return plan
-    if devices is not None:  # JAX keeps programs for absent devices, and cannot read them again
+    if devices is not None:  # JAX caches programs for absent devices but cannot load them
         jax.config.update("jax_enable_compilation_cache", False)
     learner = make_learner(model, config, supervised=False, devices=devices)
     needed = max(
@@ -145,7 +148,7 @@ def compile_plan(
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises ConfigError if a device is too small, with the setting that saves most."""
+    """Raise ConfigError if a device is too small, with the setting that saves most."""
     if plan.capacity is None or plan.total <= plan.capacity:
         return
     most = _largest(plan.parts)
@@ -157,14 +160,14 @@ def check_plan(plan: Plan) -> None:
 
 
 def one_line(plan: Plan) -> str:
-    """The plan as a line of a log."""
+    """Format the plan as one log line."""
     parts = ", ".join(f"{part.name} {part.num_bytes / GIB:.2f}" for part in plan.parts)
     of = "" if plan.capacity is None else f" of {_gib(plan.capacity)}"
     return f"memory of a device (planned): {_gib(plan.total)}{of} ({parts}) on {plan.devices}"
 
 
 def as_table(plan: Plan) -> str:
-    """The plan as lines, largest part first."""
+    """Format the plan as lines, largest part first."""
     ordered = sorted(plan.parts, key=lambda part: -part.num_bytes)
     lines = [f"{part.num_bytes / GIB:10.3f} GiB  {part.name}" for part in ordered]
     lines = [f"on each of {plan.devices}, during {plan.during}:", *lines]
@@ -175,7 +178,10 @@ def as_table(plan: Plan) -> str:
 
 
 def device_capacity() -> int | None:
-    """Bytes of one device that arrays may take. CPU devices share the host's memory."""
+    """Return the bytes of one device that arrays may take, or None if unknown.
+
+    CPU devices share the host's memory.
+    """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
@@ -183,7 +189,10 @@ def device_capacity() -> int | None:
 
 
 def simulate_devices(number: int) -> None:
-    """Makes this process's devices `number` simulated ones. Raises ConfigError if JAX is in use."""
+    """Replace this process's devices by `number` simulated ones.
+
+    Raises ConfigError if JAX is already in use.
+    """
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", number)
@@ -218,7 +227,7 @@ def _state_parts(
 
 
 def _times(number: int, part: Part) -> Part:
-    """The part of so many policies that have weights of their own."""
+    """Return the part multiplied by `number`, the policies with their own weights."""
     if number == 1:
         return part
     return replace(
@@ -263,7 +272,10 @@ def _serving_parts(
 
 
 def _step_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
-    """What the gradients of one microbatch need; the first is there between microbatches too."""
+    """Return the memory that the gradients of one microbatch need.
+
+    The first part also exists between microbatches.
+    """
     batch, remat = config.batch, config.model.remat
     activation_dtype = jnp.dtype(config.model.activation_dtype or config.model.dtype)
     weights = weight_bytes(model, mesh, jnp.float32, trained_part)
@@ -284,7 +296,7 @@ def _step_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
         ),
         Part(
             "logits",
-            # Those of one chunk, the same as probabilities, and their gradient.
+            # Logits of one chunk, their probabilities, and their gradient.
             3 * rows * batch.head_chunk * logit_bytes(model, mesh),
             f"Lower batch.head_chunk={batch.head_chunk}",
         ),
@@ -310,11 +322,11 @@ def _smaller_rows(config: Config, rows: int) -> str:
 def _publish_parts(
     model: DecoderConfig, config: Config, training: Mesh, serving: Mesh
 ) -> tuple[Part, Part]:
-    """Return the weights on their way: as spread where they were trained, and new beside old where
-    they serve.
+    """Return the memory of weights in transit.
 
-    Engines take the spread weights as they are if those are on their devices. Of several sets of
-    weights one is on its way at a time.
+    These are the weights spread over the training devices, and new weights next to old ones on the
+    serving devices. Engines use the spread weights directly if they are already on their devices.
+    Sets of weights are transferred one at a time.
     """
     dtype = jnp.dtype(config.model.dtype)
     cast = spread_bytes(model, training, split_by_data(serving)[0], dtype)

@@ -1,9 +1,11 @@
-"""Runs a program to its end, under three promises: what it prints is kept within bounds and never
-blocks it, nothing it started outlives it, and whoever waits for it may be cancelled.
+"""Execution of one agent program.
 
-A supervisor (`supervisor.py`) stands between this process and each program. It ends the program and
-its descendants when the program ends, when it is over a limit, and when this process wants it or is
-gone itself.
+Output is kept within bounds and never blocks the program. No process that it started outlives it.
+The caller may be cancelled at any time.
+
+A supervisor (`supervisor.py`) runs between this process and each program. It kills the program's
+descendants when the program exits. It kills the program too when it exceeds a limit, or when this
+process asks or is gone.
 """
 
 import asyncio
@@ -22,30 +24,30 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-MAX_OUTPUT = 2**20  # bytes of its standard output that are kept: the last ones
-MAX_ERRORS = 2**16  # and of its standard error
-END_S = 15.0  # for a supervisor to end its program, of which it takes 7 s at most
+MAX_OUTPUT = 2**20  # last bytes of standard output to keep
+MAX_ERRORS = 2**16  # last bytes of standard error to keep
+END_S = 15.0  # wait for a supervisor to end its program, which takes it at most 7 s
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _CHUNK = 2**16
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use with all that it started. 0: no limit."""
+    """Limits of one program, including all processes it starts. 0: no limit."""
 
     max_processes: int = 0
     memory_bytes: int = 0
-    num_files: int = 0  # the soft limit of open files that each of its processes begins with
+    num_files: int = 0  # soft limit of open files at the start of each process
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended, and the end of what it printed."""
+    """Exit of a program and the end of its output."""
 
-    status: int  # its exit status; minus the signal's number where one killed it
+    status: int  # exit status, or minus the signal number if a signal killed it
     output: str
     errors: str
-    exceeded: str | None = None  # the field of AgentConfig over which it was ended
+    exceeded: str | None = None  # field of AgentConfig whose limit it exceeded
 
 
 async def run_program(
@@ -55,10 +57,11 @@ async def run_program(
     keep_open: Sequence[int] = (),
     limits: Limits = Limits(),
 ) -> Ended:
-    """Runs a command line to its end, then ends whatever it left behind.
+    """Run a command line to its end, then kill all processes it left behind.
 
-    `keep_open` names file descriptors that the program inherits. Cancelled, it ends the program and
-    all that it started: SIGTERM, and SIGKILL after a grace. Raises OSError if it cannot be started.
+    `keep_open` lists file descriptors that the program inherits. If cancelled, end the program and
+    all processes it started with SIGTERM, then SIGKILL after a grace period. Raises OSError if it
+    cannot be started.
     """
     ours, theirs = socket.socketpair()
     received = bytearray()
@@ -69,7 +72,7 @@ async def run_program(
         _tail(MAX_ERRORS) as errors,
     ):
         with theirs:
-            task.write(stdin)  # a file, because a program that never reads it would fill a pipe
+            task.write(stdin)  # a file, because an unread pipe would fill up
             task.seek(0)
             numbers = (theirs.fileno(), *vars(limits).values())
             process = subprocess.Popen(
@@ -86,7 +89,7 @@ async def run_program(
             errors.start()
             await _receive(ours, received)
         finally:
-            ours.close()  # which has the supervisor end what still runs
+            ours.close()  # makes the supervisor end the program
             await _end(process, received)
         told = _told(received)
         if "errno" in told:
@@ -97,19 +100,22 @@ async def run_program(
 
 
 async def _receive(supervisor: socket.socket, received: bytearray) -> None:
-    """Add to `received` what a supervisor tells until it ends."""
+    """Append to `received` the lines of a supervisor until it exits."""
     supervisor.setblocking(False)
     while chunk := await asyncio.get_running_loop().sock_recv(supervisor, 4096):
         received += chunk
 
 
 def _told(received: bytes | bytearray) -> dict[str, str]:
-    """Return the values of the lines that `supervisor.py` describes, by their first words."""
+    """Return the values of the lines that `supervisor.py` defines, by their first words."""
     return dict(line.split() for line in received.decode().splitlines())
 
 
 async def _end(process: subprocess.Popen[bytes], received: bytearray) -> None:
-    """Wait for a supervisor to end. If its program stopped or killed it, end that one's group."""
+    """Wait for a supervisor to exit.
+
+    If its program stopped or killed the supervisor, kill the program's process group.
+    """
     process.send_signal(signal.SIGCONT)
     give_up, pause_s = time.monotonic() + END_S, 0.002
     while process.poll() is None:
@@ -123,7 +129,7 @@ async def _end(process: subprocess.Popen[bytes], received: bytearray) -> None:
 
 
 class _Tail:
-    """The reading end of a pipe, which keeps the last bytes that come out of it."""
+    """Reading end of a pipe that keeps the last bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -134,13 +140,16 @@ class _Tail:
         self._loop = asyncio.get_running_loop()
 
     def start(self) -> None:
-        """Reads from now on; to be called when the program holds the writing end."""
+        """Start reading. Call this once the program holds the writing end."""
         self._close_writer()
         self._loop.add_reader(self._reader, self._read)
 
     def finish(self, program: str) -> str:
-        """All that is kept, with what the pipe still holds; nobody ought to write to it now."""
-        for _ in range(2**20 // _CHUNK):  # a pipe's fill, and no more if somebody does
+        """Read the rest of the pipe and return the kept text.
+
+        No process should write to it now.
+        """
+        for _ in range(2**20 // _CHUNK):  # one full pipe at most, even if a process still writes
             if not self._read():
                 break
         if self.num_dropped:
@@ -163,7 +172,7 @@ class _Tail:
             self.writer = -1
 
     def _read(self) -> bool:
-        """Whether there was anything."""
+        """Read once. Return True if there was data."""
         try:
             chunk = os.read(self._reader, _CHUNK)
         except BlockingIOError:

@@ -1,9 +1,9 @@
-"""Agents that are programs: whatever `agent.*` names becomes a coroutine function like any other.
+"""Agents that are programs, wrapped as coroutine functions like any other agent.
 
 A command is started once for each rollout. It finds the policy's URL in its environment and the
-task on its standard input; the last line that it prints is the reward, or a function makes one of
-all that it printed. A function that needs another interpreter runs in a process of that
-one. docs/agents.md says what a program gets and what its exit means.
+task on its standard input. The reward is the last line of its output, or the result of a function
+of the whole output. A function for another interpreter runs in a process of that interpreter.
+docs/agents.md describes the input of a program and its exit codes.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ from lightning_jax.types import LLM, Task
 log = logging.getLogger(__name__)
 
 CHILD = Path(__file__).with_name("agent_child.py")
-MAX_VARIABLE = 2**17  # bytes of NAME=value with its end, on Linux; longer ones fail every program
+MAX_VARIABLE = 2**17  # bytes of NAME=value and its terminator, a limit of Linux
 MAX_RESULT = 2**20  # bytes
-TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h: something that the program stands on is down
-# Names of the variables that programs inherit: what finds files, interpreters and the network. The
-# rest may be secrets. Proxies may be as well, but nothing is reached without them.
+TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h: a service that the program needs is down
+# Variables that programs inherit: those that locate files, interpreters and the network. Others may
+# be secrets. So may proxies, but the network is not reachable without them.
 INHERITED = re.compile(
     "PATH|HOME|USER|LOGNAME|SHELL|PWD|LANG|LANGUAGE|LC_[A-Z]+|TZ|TERM|TMPDIR|TEMP|TMP|XDG_[A-Z_]+"
     "|PYTHON[A-Z_]*|VIRTUAL_ENV|CONDA_PREFIX|CONDA_DEFAULT_ENV|PYENV_[A-Z_]+|JAVA_HOME|GOPATH"
@@ -43,31 +43,31 @@ INHERITED = re.compile(
     "|SSL_CERT_FILE|SSL_CERT_DIR|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
     "|(HTTPS?|FTP|ALL|NO)_PROXY|(https?|ftp|all|no)_proxy"
 )
-LOAD_TIMEOUT_S = 120.0  # for another interpreter to import the agent's framework
+LOAD_TIMEOUT_S = 120.0  # for the other interpreter to import the agent's framework
 
 
 class ExitStatus(Exception):
-    """The program ended with another exit status than 0."""
+    """Non-zero exit status of the program."""
 
 
 class KilledBySignal(Exception):
-    """The program was ended by a signal that we did not send."""
+    """Death of the program by a signal that we did not send."""
 
 
 class OverLimit(Exception):
-    """The program was ended because it used more than its settings allow."""
+    """Termination of the program because it exceeded a limit of its settings."""
 
 
 class TemporaryFailure(ConnectionError):
-    """The program said that something it stands on is down."""
+    """Report by the program that a service it needs is down."""
 
 
 class NotStarted(ConnectionError):
-    """The system could not start the program just now."""
+    """Temporary failure of the system to start the program."""
 
 
 def make_agent(config: AgentConfig) -> Agent:
-    """The agent that the settings name. Raises ConfigError for what is not there."""
+    """Return the agent that the settings name. Raises ConfigError if something is missing."""
     if config.command is not None:
         return _command_agent(config)
     if config.python is not None:
@@ -76,7 +76,7 @@ def make_agent(config: AgentConfig) -> Agent:
 
 
 def inherited(extra: Sequence[str]) -> dict[str, str]:
-    """Return the variables of this process that programs get, and those that `agent.env` adds."""
+    """Return the variables that programs inherit from this process, plus those of `agent.env`."""
     given = (entry.partition("=") for entry in extra)
     added = {name: value if is_set else os.environ.get(name) for name, is_set, value in given}
     found = {name: value for name, value in os.environ.items() if INHERITED.fullmatch(name)}
@@ -84,11 +84,11 @@ def inherited(extra: Sequence[str]) -> dict[str, str]:
 
 
 def program_environment(task: Task, llm: LLM) -> dict[str, str]:
-    """The variables that a program gets beside those that it inherits.
+    """Return the variables that a program gets in addition to the inherited ones.
 
-    LIGHTNING_TASK is left out where a task is longer than a variable may be.
+    LIGHTNING_TASK is left out if the task is longer than a variable may be.
     """
-    root = llm.base_url.removesuffix("/v1")  # Ollama's and Anthropic's clients add their own path
+    root = llm.base_url.removesuffix("/v1")  # Ollama's and Anthropic's clients append a path
     variables = {
         "OPENAI_BASE_URL": llm.base_url,
         "OPENAI_API_KEY": llm.api_key,
@@ -116,7 +116,7 @@ def _command_agent(config: AgentConfig) -> Agent:
         _check_end(ended, config)
         if reward is None:
             return _last_line(ended.output)
-        # It may run tests or ask a judge for seconds, which other rollouts do not wait for.
+        # In a thread, because it may run tests or call a judge model for seconds.
         result = await asyncio.to_thread(reward, dict(task), ended.output)
         return await result if inspect.isawaitable(result) else result
 
@@ -151,7 +151,7 @@ def _found(program: str, key: str) -> str:
 
 
 def _check_loads(words: tuple[str, ...], environment: Mapping[str, str]) -> None:
-    """Tries once what each rollout will do, so that a missing framework is told before the run."""
+    """Load the agent once, so that a missing framework fails before the run."""
     what = f"agent.function {words[-1]!r} cannot be used with agent.python {words[0]}"
     try:
         tried = subprocess.run(
@@ -173,7 +173,10 @@ def _check_loads(words: tuple[str, ...], environment: Mapping[str, str]) -> None
 
 
 def _starter(words: tuple[str, ...], config: AgentConfig) -> Callable[..., Awaitable[Ended]]:
-    """Return a function that runs the command line for a task; a descriptor is its last word."""
+    """Return a function that runs the command line for a task.
+
+    Descriptors to keep open are appended as its last words.
+    """
     limits = Limits(
         max_processes=config.max_processes,
         memory_bytes=int((config.memory_mib or 0) * 2**20),
@@ -188,14 +191,14 @@ def _starter(words: tuple[str, ...], config: AgentConfig) -> Callable[..., Await
             return await run_program(
                 line, environment, json.dumps(task).encode(), keep_open, limits
             )
-        except OSError as error:  # it was there when the run began: no memory, no descriptors, ...
+        except OSError as error:  # such as no memory or descriptors; the file existed before
             raise NotStarted(f"{words[0]} could not be started: {error}") from error
 
     return start
 
 
 def _check_end(ended: Ended, config: AgentConfig) -> None:
-    """Raises for a program that did not end well; the message is its last word."""
+    """Raise an error if the program failed. The message is the last line of its standard error."""
     if ended.exceeded is not None:
         value = getattr(config, ended.exceeded)
         raise OverLimit(f"the program used more than agent.{ended.exceeded}={value}")
@@ -221,7 +224,7 @@ def _last_words(errors: str) -> str:
 
 
 def _last_line(output: str) -> Any:
-    """The last line that is not empty: what it says as JSON, else the line itself; None without."""
+    """Return the last non-empty line, decoded as JSON if possible, or None if there is none."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if not lines:
         return None
@@ -232,7 +235,7 @@ def _last_line(output: str) -> Any:
 
 
 def _told(text: bytes) -> Any:
-    """The result that an agent returned in another process; raises again what it raised."""
+    """Return the agent's result from another process, or raise its error again."""
     try:
         told = json.loads(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""What every process of a run holds alike: train states, their references and checkpoints.
+"""State that every process of a run holds: train states, references and checkpoints.
 
-All processes call the same methods in the same order, because their programs and checkpoints span
-them all; `distributed.Leader` sees to it. In a run of one process there is only the leader's.
+All processes call the same methods in the same order, because programs and checkpoints span all of
+them. `distributed.Leader` ensures that. A run of one process has only the leader's replica.
 """
 
 import contextlib
@@ -33,9 +33,11 @@ log = logging.getLogger(__name__)
 
 
 class Replica:
-    """The weights and moments at the step that the run directory has reached, and what changes
-    them: one state, under "", or that of each policy that has weights of its own, by its name (see
-    `Config.weights`). `progress` is what the newest checkpoint says beside them, None without one.
+    """Weights and moments at the current step, and the operations that change them.
+
+    `states` holds one state under "", or one per policy that has its own weights, by name (see
+    `Config.weights`). `progress` is the object saved with the newest checkpoint, or None without a
+    checkpoint.
     """
 
     def __init__(self, config: Config, model: LoadedModel) -> None:
@@ -44,7 +46,7 @@ class Replica:
         self.step = 0
         self.progress: dict[str, Any] | None = None
         self.serving_mesh = serving_mesh(config.serve.mesh, config.mesh)
-        self.adapts = adapted_facts(model)  # now, because the state takes over the weights
+        self.adapts = adapted_facts(model)  # before the state takes ownership of the weights
         if config.policies:
             self.adapts["policies"] = ", ".join(self._described(name) for name in config.policies)
         self.checkpointer = Checkpointer(directory / "checkpoints", config.checkpoint)
@@ -61,11 +63,11 @@ class Replica:
 
     @property
     def learner(self) -> Learner:
-        """Objective and optimizer of the phase that the next step belongs to."""
+        """Objective and optimizer for the next step's phase."""
         return self.learners[self.phase]
 
     def values(self, trajectories: Sequence[Trajectory]) -> Any:
-        """`Learner.values` of the present weights."""
+        """Return `Learner.values` for the current weights."""
         if "" in self.states:
             return self.learner.values(self.states[""], trajectories)
         found, seconds = {}, 0.0
@@ -78,7 +80,10 @@ class Replica:
         return join_values(trajectories, found), {"time/values_s": seconds}
 
     def update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
-        """Trains on the sequences; metrics. Without any that counts, the weights stay."""
+        """Train on the sequences and return metrics.
+
+        If no sequence has a gradient, the weights stay the same.
+        """
         if "" in self.states:
             return self._update("", sequences)
         places = policy_places(self.config.policies)
@@ -95,30 +100,31 @@ class Replica:
         return metrics
 
     def advance(self) -> None:
-        """To the next step. After the warm-up the optimizer starts afresh, and the reference is
-        what the warm-up made.
+        """Go to the next step.
+
+        After the warm-up the optimizer is reset, and the warm-up's weights become the reference.
         """
         self.step += 1
         if self.step != self.config.warmup.num_steps:
             return
         for name in self.config.weights:
-            # Its moments would double the memory while the new ones are made.
+            # Popped first, because old and new moments together would double the memory.
             params = self.states.pop(name).policy
             self.states[name] = self.learner.init(params, trains=name in self._learning)
         self.reference = self._first_reference()
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The weights that the last step trained, by name."""
+        """Names of the weights that the last step trained."""
         return self._trained_by(self.step - 1)
 
     def publish(self) -> None:
-        """The part of the other processes in `Engine.place` of what the last step trained."""
+        """Do the other processes' share of `Engine.place` for the weights just trained."""
         for name in self.changed:
             self._publish(self.states[name].params)
 
     def publish_all(self) -> None:
-        """As `publish`, of all weights."""
+        """Like `publish`, for all weights."""
         for state in self.states.values():
             self._publish(state.policy)
 
@@ -127,13 +133,13 @@ class Replica:
         reshard(params, places, jnp.dtype(self.config.model.dtype))
 
     def save(self, progress: dict[str, Any]) -> None:
-        """Writes a checkpoint of this step, unless there is one."""
+        """Write a checkpoint of this step, unless there is one."""
         if self.checkpointer.latest_step != self.step:
             described = progress | {"adapts": self.adapts}
             self.checkpointer.save(self.step, _on_disk(self.states), described)
 
     def whole_params(self, name: str) -> Params:
-        """The weights of that name, on the host if they span several processes."""
+        """Return the weights of that name, on the host if they span several processes."""
         params = self.states[name].policy
         return params if jax.process_count() == 1 else to_host(params)
 
@@ -142,21 +148,21 @@ class Replica:
 
     @property
     def _learning(self) -> tuple[str, ...]:
-        """The weights that the steps of this phase change."""
+        """Names of the weights that steps of this phase change."""
         return self._trained_by(self.step)
 
     def _trained_by(self, step: int) -> tuple[str, ...]:
-        """The weights that this step changes. A warm-up trains all."""
+        """Return the names of the weights that this step changes. The warm-up trains all."""
         config = self.config
         return config.weights if step < config.warmup.num_steps else config.trained_weights
 
     def _described(self, policy: str) -> str:
-        """A policy in the words of a checkpoint, which holds no moments of frozen weights."""
+        """Return the policy's entry in a checkpoint, which has no moments for frozen weights."""
         frozen = not self.config.adapters and not self.config.policies[policy].trains
         return f"{policy} (frozen)" if frozen else policy
 
     def _first_states(self) -> dict[str, TrainState]:
-        """As they are before the first step. Takes over the model's weights."""
+        """Return the states before the first step. Takes ownership of the model's weights."""
         return {
             name: self.learner.init(self._first_params(name), trains=name in self._learning)
             for name in self.config.weights
@@ -171,7 +177,7 @@ class Replica:
         return jax.tree.map(np.array, self.model.params)
 
     def _restore(self) -> dict[str, TrainState] | None:
-        """Goes to the newest checkpoint's step; None if there is none."""
+        """Load the newest checkpoint and its step, or return None if there is none."""
         if self.checkpointer.latest_step is None:
             return None
         self.step = self.checkpointer.latest_step
@@ -190,11 +196,11 @@ class Replica:
         return {name: found[name] for name in self.config.weights}  # JAX sorts the keys of a dict
 
     def _first_reference(self) -> dict[str, Params] | None:
-        """The frozen copies for the loss, kept on disk for resumption; None where it needs none. Of
-        a model with adapters they are copies of those.
+        """Return frozen copies of the weights for the loss, or None if it needs none.
 
-        At the policy phase's first step they are the present weights, whatever an attempt before
-        had there, which may have begun with others.
+        The copies are saved on disk for resuming. With adapters only the adapters are copied. The
+        first step of the policy phase always copies the current weights. A reference saved by an
+        earlier attempt may have had other weights.
         """
         if not self.config.algorithm.has_reference or self.phase == "warmup":
             return None
@@ -207,7 +213,7 @@ class Replica:
                     name: references.restore_params(state.params, step, name)
                     for name, state in states.items()
                 }
-            # Without moments, which nothing reads.
+            # Without moments, because they are never read.
             copies = {
                 name: init_state(
                     overlay(state.base, jax.tree.map(jnp.copy, state.params)), NO_MOMENTS
@@ -220,7 +226,7 @@ class Replica:
 
 
 def _on_disk(states: dict[str, TrainState]) -> Any:
-    """The states as a checkpoint has them: an only one stands for itself."""
+    """Return the states as a checkpoint has them: a single state without its name."""
     return states.get("", states)
 
 

@@ -1,4 +1,4 @@
-"""From finished rollouts to trajectories, with a count of all that gives no training data."""
+"""Conversion of finished rollouts to trajectories, with counts of dropped data."""
 
 import re
 import textwrap
@@ -19,16 +19,16 @@ from lightning_jax.tracing.roles import Policies, Roles, assign_roles, only_trai
 from lightning_jax.tracing.tree import placed
 from lightning_jax.types import FINISHED, Rollout, Span, Task, Trajectory, Transition
 
-MAX_DETAIL_CHARS = 240  # of what a failure says of itself
-# Names of one kind in a row of metrics: what agents measured, sub-agents, reasons of failures.
+MAX_DETAIL_CHARS = 240  # of a failure's detail
+# Maximum names of one kind in a row of metrics: agents' metrics, sub-agents, failure reasons.
 MAX_NAMES = 200
 MAX_NAME_CHARS = 100
-OTHER = "other"  # stands for the rarest names beyond MAX_NAMES
+OTHER = "other"  # replaces the rarest names beyond MAX_NAMES
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How spans are read: who plays what part, and what calls earn by what they bring about."""
+    """Settings for reading spans: roles and policies of calls, and rules for their rewards."""
 
     roles: Roles = field(default_factory=dict)
     rules: Mapping[str, RewardRule] = field(default_factory=dict)
@@ -37,9 +37,9 @@ class Reading:
     limits: RolloutConfig = field(default_factory=RolloutConfig)  # of rewards
 
     def judge(self, rollout: Rollout, transitions: Sequence[Transition]) -> Rollout:
-        """Return the rollout, failed by its agent if what its calls earned is over the limit.
+        """Return the rollout, failed by its agent if its calls' total reward exceeds the limit.
 
-        A rule's reward counts for each event that it fits, so an agent can add up any number.
+        A rule's reward applies to each event that matches, so an agent could add up any number.
         """
         if is_bounded((call.reward for call in transitions), self.limits.max_abs_reward):
             return rollout
@@ -55,7 +55,7 @@ class Reading:
     def transitions(
         self, spans: Sequence[Span]
     ) -> tuple[tuple[Transition, ...], dict[str, int], dict[str, int]]:
-        """(the calls, how many spans give none by reason, how often each rule applied)."""
+        """Return (the calls, skipped spans by reason, uses of each rule)."""
         spans = placed(spans)
         transitions, reasons = spans_to_transitions(spans)
         transitions = assign_roles(spans, transitions, self.roles, self.policies)
@@ -65,17 +65,20 @@ class Reading:
 
 @dataclass(frozen=True)
 class Failure:
-    """Rollouts that failed alike."""
+    """Group of rollouts that failed with the same status and reason."""
 
     status: str
     reason: str
     count: int
     example: str  # a rollout id
-    detail: str = ""  # what the example's failure says of itself, on one line
+    detail: str = ""  # detail of the example's failure, on one line
 
 
 def failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
-    """Failed rollouts by status and reason, the most frequent first; the example is the first."""
+    """Group failed rollouts by status and reason, most frequent first.
+
+    The example is the first rollout of a group.
+    """
     alike: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         if rollout.reason is not None:
@@ -94,10 +97,10 @@ def to_trajectories(
     policy_version: int,
     reading: Reading | None = None,
 ) -> tuple[list[Trajectory], Metrics]:
-    """(trajectories of the rewarded rollouts, with the calls that train; metrics of all rollouts).
+    """Return (trajectories of rewarded rollouts, metrics of all rollouts).
 
-    Rollouts without a reward, spans without tokens and calls that do not train are left out, each
-    under `rollout/dropped_<reason>`.
+    Trajectories hold only the calls that train. Rollouts without a reward, spans without tokens and
+    calls that do not train are left out. Each is counted under `rollout/dropped_<reason>`.
     """
     reading = reading or Reading()
     trajectories = []
@@ -133,16 +136,16 @@ def to_trajectories(
 
 
 def agent_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Of each sub-agent that calls of a step name: `rollout/calls_mean/agent=writer`, and so on.
+    """Return metrics of each sub-agent, such as `rollout/calls_mean/agent=writer`.
 
-    Means are over the rollouts for `calls_mean`, over those in which it called for `reward_mean`,
-    and over its calls for the rest. Nothing where no call names an agent.
+    `calls_mean` is over all rollouts, `reward_mean` over rollouts in which the sub-agent made a
+    call, and the rest over its calls. Empty if no call names a sub-agent.
     """
     return _metrics_by(trajectories, "agent", lambda call: call.agent)
 
 
 def policy_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """The same of each of several policies: `rollout/calls_mean/policy=writer`, and so on."""
+    """Return the same metrics for each policy, such as `rollout/calls_mean/policy=writer`."""
     return _metrics_by(trajectories, "policy", lambda call: call.answered_by)
 
 
@@ -176,9 +179,9 @@ def _metrics_by(
 def rollout_metrics(
     rollouts: Sequence[Rollout], trajectories: Sequence[Trajectory], policy_version: int
 ) -> Metrics:
-    """Reward, lengths, staleness and failures by reason of one step's rollouts.
+    """Return reward, lengths, staleness and failures by reason for one step's rollouts.
 
-    Means over nothing are left out, rather than given as 0 or NaN.
+    Means over nothing are left out instead of being 0 or NaN.
     """
     calls = [call for trajectory in trajectories for call in trajectory.transitions]
     learned_from = [call for call in calls if call.trains]
@@ -216,7 +219,7 @@ def rollout_metrics(
 
 
 def _lengths(calls: Sequence[Transition]) -> Metrics:
-    """Of at least one call."""
+    """Return length metrics of at least one call."""
     return {
         "response_tokens_mean": sum(len(c.response_token_ids) for c in calls) / len(calls),
         "cut_short_share": sum(call.finish_reason == "length" for call in calls) / len(calls),
@@ -224,9 +227,9 @@ def _lengths(calls: Sequence[Transition]) -> Metrics:
 
 
 def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Mean reward of an evaluation with its standard error; a failed agent counts as 0.
+    """Return the mean reward of an evaluation and its standard error. A failed agent counts as 0.
 
-    A rollout that the infrastructure failed to the last is no measurement and is counted apart.
+    A rollout that the infrastructure failed in all attempts is counted separately.
     """
     rewards = np.asarray([_earned(r) for r in rollouts if r.status in FINISHED])
     failed = sum(r.status == "agent_failure" for r in rollouts)
@@ -242,10 +245,10 @@ def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def eval_change(before: Sequence[Rollout], rollouts: Sequence[Rollout]) -> Metrics:
-    """How an evaluation differs from one before, task by task, over the tasks that both measured.
+    """Return how an evaluation differs from an earlier one, per task that both measured.
 
-    The standard error is that of the mean of these differences: much smaller than the two means'
-    own where most tasks come out as they did before. Nothing without such a task.
+    The standard error is that of the mean difference. It is much smaller than those of the two
+    means if most tasks have the same result in both. Empty if there is no common task.
     """
     old, new = _measured(before), _measured(rollouts)
     changes = np.asarray([new[task] - old[task] for task in new if task in old])
@@ -262,9 +265,9 @@ def eval_change(before: Sequence[Rollout], rollouts: Sequence[Rollout]) -> Metri
 def eval_metrics_by(
     field: str | None, tasks: Sequence[Task], rollouts: Sequence[Rollout]
 ) -> Metrics:
-    """The evaluation's results for each value of a task field: `eval/reward_mean/source=svamp`.
+    """Return results for each value of a task field, such as `eval/reward_mean/source=svamp`.
 
-    `rollouts` are those of `tasks`, in order; `field` None gives nothing. A task without the field
+    `rollouts` are in the order of `tasks`. Empty if `field` is None. A task without the field
     counts under `missing`.
     """
     if field is None:
@@ -280,25 +283,25 @@ def eval_metrics_by(
 
 
 def _measured(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """By task; the newest attempt counts."""
+    """Return the reward of each task. The newest attempt counts."""
     return {each.task_id: _earned(each) for each in rollouts if each.status in FINISHED}
 
 
 def _earned(rollout: Rollout) -> float:
-    """In an evaluation: `rollout.agent_failure_reward` is for training."""
+    """Return the reward in an evaluation, where a failed agent gets 0, not agent_failure_reward."""
     return rollout.reward or 0.0 if rollout.status == "scored" else 0.0
 
 
 def _standard_error(values: Float[np.ndarray, " N"]) -> float:
-    """Of the mean of at least one value; 0 of a single one."""
+    """Return the standard error of the mean of at least one value; 0 for a single value."""
     return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
 
 
 def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
-    """Means of what agents returned beside their rewards, as `eval/agent_f1_mean`.
+    """Return means of the numbers that agents returned, such as `eval/agent_f1_mean`.
 
-    They are over the same rollouts as the reward of an evaluation, and a failed agent counts as 0.
-    Names beyond MAX_NAMES are left out, and add to the mean of `dropped_metrics`.
+    Means are over the same rollouts as the reward of an evaluation, with 0 for a failed agent.
+    Names beyond MAX_NAMES are left out and counted in the mean of `dropped_metrics`.
     """
     finished = [r for r in rollouts if r.status in FINISHED]
     shown = _shown(Counter(name for rollout in finished for name in rollout.metrics))
@@ -311,8 +314,9 @@ def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
 
 
 def _shown(counts: Counter[str]) -> dict[str, str]:
-    """Return what each name stands as in a row of metrics: itself, or OTHER if it is too long, or
-    rarer than MAX_NAMES others.
+    """Return the displayed name for each name in a row of metrics.
+
+    A name that is too long, or rarer than MAX_NAMES others, is displayed as OTHER.
     """
     kept = {name for name, _ in counts.most_common(MAX_NAMES) if len(name) <= MAX_NAME_CHARS}
     return {name: name if name in kept else OTHER for name in counts}
@@ -323,7 +327,7 @@ def _one_line(text: str) -> str:
 
 
 def _code(reason: str) -> str:
-    """A reason as part of a metric's name."""
+    """Return the reason as part of a metric's name."""
     return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", reason).lower()).strip(
         "_"
     )

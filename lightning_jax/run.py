@@ -1,6 +1,7 @@
-"""The state of one run between steps, and what a step does: collect, assign credit, train, publish.
+"""State of a run between steps, and one step: collect, assign credit, train, publish.
 
-A step makes one optimizer update, or as many as `algorithm.num_epochs` and `num_minibatches` say.
+A step makes `algorithm.num_epochs` times `num_minibatches` optimizer updates at most, by default
+one.
 """
 
 import asyncio
@@ -51,13 +52,13 @@ from lightning_jax.types import FINISHED, Rollout, Task, TrainingSequence, Traje
 
 log = logging.getLogger(__name__)
 
-DRAW_EVERY_S = 30.0  # a picture takes a second to draw
-# Nats. Sampler and trainer share one forward function, so more is a fault; bfloat16 rounds by 1e-3.
+DRAW_EVERY_S = 30.0  # drawing takes a second
+# Nats. Sampler and trainer share one forward function, so more is a bug. bfloat16 rounds by 1e-3.
 MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 1e-2}
 
 
 class Run:
-    """The state of one run between steps, and the few things that change it."""
+    """State of one run between steps, and the operations that change it."""
 
     def __init__(
         self,
@@ -72,11 +73,11 @@ class Run:
         self.finite = FiniteWatch(config.weights, config.algorithm.max_nonfinite_steps)
         self.failures = FailureWatch(store)
         self.packing, self.drops = PackingWatch(config.batch), DropWatch(config.batch)
-        self.saving: asyncio.Task[float] | None = None  # a checkpoint that is being written
-        self.row_at = time.monotonic()  # when the last row was whole
+        self.saving: asyncio.Task[float] | None = None  # the checkpoint being written
+        self.row_at = time.monotonic()  # when the last row was complete
         self.drawn_at = -math.inf  # when the curves were drawn
         self.tasks = TaskIterator(train_tasks, config.rollout.tasks_per_step, config.seed)
-        self.spare_tasks: list[Task] = []  # drawn and not yet tried
+        self.spare_tasks: list[Task] = []  # drawn from `tasks` but not used yet
         groups = group_tasks(train_tasks, warmup.group_by, warmup.group_size)
         self.demonstrations = TaskIterator(groups, warmup.groups_per_step, config.seed + 1)
         self.demonstrate = load_function(warmup.demonstrations) if warmup.demonstrations else None
@@ -85,7 +86,7 @@ class Run:
         self.leader = distributed.Leader(self.replica)
         if progress := self.replica.progress:
             self.tasks.restore(progress["tasks"])
-            # As they are now: a path or a URL in a task may not be what it was.
+            # Use the tasks as they are now: a path or a URL in a task may have changed.
             present = {task["id"]: task for task in train_tasks}
             spare: list[Task] = progress.get("spare_tasks", [])
             self.spare_tasks = [present.get(task["id"], task) for task in spare]
@@ -101,19 +102,18 @@ class Run:
 
     @property
     def step(self) -> int:
-        """How many steps made the present weights."""
+        """Number of steps that made the current weights."""
         return self.replica.step
 
     def connect(self, loops: Sequence[Any], runner: Runner) -> None:
-        """Gives the run what serves its weights, a loop for each set of them in their order, and
-        what runs agents against it.
-        """
+        """Attach the serving loops, one per weight set in order, and the runner of agents."""
         self.loops, self.runner = loops, runner
 
     async def one_step(self) -> Metrics:
-        """The metrics row of one step: evaluation if it is time, its updates, new weights served.
+        """Run one step and return its metrics row.
 
-        Raises NotFinite when the gradients of too many steps in a row were not finite.
+        A step is an evaluation if one is due, the updates, and the publication of new weights.
+        Raises NotFinite if the gradients of too many steps in a row were not finite.
         """
         step, row = self.step, await self.evaluate_if_due()
         served = self.runner.gateway.stats()
@@ -125,7 +125,7 @@ class Run:
         row |= await to_end(self._publish_next)
         if self.step % self.config.checkpoint.every == 0:
             await self._begin_save()
-        # From row to row: the curves of the row before, too.
+        # From row to row, so that it includes drawing the curves of the previous row.
         row["time/step_s"] = time.monotonic() - self.row_at
         self.row_at += row["time/step_s"]
         await to_end(self.record, step, row)
@@ -133,7 +133,7 @@ class Run:
         return row
 
     async def evaluate_if_due(self) -> Metrics:
-        """Greedy rewards of the present weights on the dev tasks; empty if it is not time yet."""
+        """Return metrics of a greedy evaluation on the dev tasks, or {} if none is due."""
         settings, step = self.config.eval, self.step
         after_warmup = step - self.config.warmup.num_steps
         due = (
@@ -152,13 +152,16 @@ class Run:
         results = eval_metrics(rollouts) | eval_metrics_by(settings.by, self.dev_tasks, rollouts)
         since = 0 if after_warmup <= 0 else self.config.warmup.num_steps
         before = await self.store.in_order(self.store.rollouts, phase="eval", step=since)
-        # By the warm-up, or by the policy phase.
+        # The change made by the warm-up or by the policy phase.
         if since < step and (change := eval_change(before, rollouts)):
             results |= change | {"eval/change_since_step": float(since)}
         return results | {"time/eval_s": time.monotonic() - started}
 
     async def _was_evaluated(self, step: int) -> bool:
-        """Whether the store has it all: a run that was made longer or shorter loses no result."""
+        """Return True if the store has the complete evaluation of this step.
+
+        A run that was made longer or shorter then keeps its results.
+        """
         stored = await self.store.in_order(self.store.rollouts, phase="eval", step=step)
         done = {r.task_id for r in stored if r.status in FINISHED and not r.superseded}
         return done.issuperset(str(task["id"]) for task in self.dev_tasks)
@@ -173,7 +176,7 @@ class Run:
         prepared = time.monotonic()
         metrics = await self._learn(sequences)
         metrics["time/prepare_s"] = prepared - started
-        # Some tasks may have no demonstration: the function says so by leaving them out.
+        # The function leaves out tasks without a demonstration.
         metrics |= {
             "train/num_tasks": float(len(tasks)),
             "train/num_conversations": float(len(conversations)),
@@ -185,7 +188,7 @@ class Run:
         trajectories, metrics = await self._sample()
         metrics["time/rollout_s"] = time.monotonic() - started
         algorithm, values, of_values = self.config.algorithm, None, {}
-        if algorithm.has_critic:  # else all trajectories would go to all processes for nothing
+        if algorithm.has_critic:  # else sending trajectories to all processes is useless
             values, of_values = await to_end(self.leader.call, "values", trajectories)
         prepared = time.monotonic()
         sequences, of_data = await to_end(
@@ -211,11 +214,11 @@ class Run:
         return metrics
 
     async def _sample(self) -> tuple[list[Trajectory], Metrics]:
-        """The trajectories of the step's rollouts, and metrics of all of them.
+        """Return (trajectories of the step's rollouts, metrics of all of them).
 
-        With `max_sampling_rounds` above 1 groups whose returns are all equal are left out, and
-        while rounds are left as many other tasks are tried (dynamic sampling, DAPO, arXiv
-        2503.14476). What the rollouts earned is measured before any is left out.
+        If `max_sampling_rounds` is above 1, groups with equal returns are left out. Other tasks
+        replace them while rounds are left (dynamic sampling, DAPO, arXiv 2503.14476). Metrics of
+        rewards include the groups left out.
         """
         algorithm, size = self.config.algorithm, self.config.rollout.group_size
         wanted, num_rounds = self.config.rollout.tasks_per_step, 0
@@ -226,7 +229,7 @@ class Run:
             rollouts += await self._collect(tasks, "train", size, first_place=num_tasks)
             num_rounds, num_tasks = num_rounds + 1, num_tasks + len(tasks)
             await asyncio.to_thread(flush_process_tracer)
-            await self.store.in_order(lambda: None)  # what was given to it is written
+            await self.store.in_order(lambda: None)  # wait for pending writes
             trajectories, metrics = await to_end(
                 to_trajectories,
                 self.store,
@@ -255,9 +258,10 @@ class Run:
     async def _collect(
         self, tasks: Sequence[Task], phase: str, group_size: int, *, first_place: int = 0
     ) -> list[Rollout]:
-        """Finished rollouts of the tasks, whose places in the step begin at `first_place`.
+        """Run the tasks and return the finished rollouts.
 
-        Raises TooManyFailures or BrokenAgent where the run had better end.
+        Places in the step start at `first_place`. Raises TooManyFailures or BrokenAgent if the run
+        should end.
         """
         requests = [
             replace(request, place=first_place + request.place)
@@ -275,11 +279,14 @@ class Run:
         return rollouts
 
     async def _learn(self, sequences: Sequence[TrainingSequence]) -> Metrics:
-        """As `_update`, once nobody reads the state any more that an update takes over."""
+        """Call `_update` once the checkpoint being written no longer reads the state."""
         return await self.saved() | await to_end(self._update, sequences)
 
     def _update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
-        """Trains on the sequences; metrics. Without any that counts, the weights stay."""
+        """Train on the sequences and return metrics.
+
+        If no sequence has a gradient, the weights stay the same.
+        """
         started = time.monotonic()
         metrics = self.leader.call("update", sequences)
         self.finite.see(metrics, self.step)
@@ -288,8 +295,9 @@ class Run:
         return metrics | {"time/train_s": time.monotonic() - started}
 
     def _publish_next(self) -> Metrics:
-        """Goes to the next step and has its weights served; how long their way took. Weights that
-        the step did not train only get its version.
+        """Go to the next step, load its weights into the loops, and return timing metrics.
+
+        Weights that the step did not train only get the new version.
         """
         self.leader.call("advance")
         started = time.monotonic()
@@ -304,7 +312,7 @@ class Run:
         return {"time/publish_s": seconds, "serve/publish_gb_per_s": size / seconds / 1e9}
 
     async def close(self) -> None:
-        """Draws the curves and lets go of the state, once a checkpoint that was begun is whole."""
+        """Wait for a checkpoint being written, draw the curves and close the state."""
         try:
             await self.saved()
             self.draw()
@@ -312,8 +320,9 @@ class Run:
             self.replica.close()
 
     async def _begin_save(self) -> None:
-        """Starts to write a checkpoint of this step, unless there is one. It is written while the
-        next rollouts run; `saved` waits for it.
+        """Start writing a checkpoint of this step, unless there is one.
+
+        It is written while the next rollouts run. `saved` waits for it.
         """
         progress = {
             "tasks": self.tasks.state(),
@@ -327,13 +336,13 @@ class Run:
             return time.monotonic() - started
 
         self.saving = asyncio.create_task(to_end(save))
-        if jax.process_count() > 1:  # what the leader tells the others comes one after the other
+        if jax.process_count() > 1:  # the leader's commands must not overlap
             await self.saving
 
     async def saved(self) -> Metrics:
-        """Waits for the checkpoint that is being written, if one is; how long it took, and this.
+        """Wait for the checkpoint being written, if any. Return its duration and the wait.
 
-        Raises CheckpointError where it could not be written.
+        Raises CheckpointError if it could not be written.
         """
         saving, self.saving = self.saving, None
         if saving is None:
@@ -344,24 +353,24 @@ class Run:
         return {"time/checkpoint_s": took, "time/checkpoint_wait_s": waited}
 
     async def save(self) -> None:
-        """Writes a checkpoint of this step, unless there is one."""
+        """Write a checkpoint of this step, unless there is one."""
         await self.saved()
         await self._begin_save()
         await self.saved()
 
     def record(self, step: int, row: Metrics) -> None:
-        """Adds a row to the metrics file, and draws the curves where the picture is an old one."""
+        """Add a row to the metrics file, and redraw the curves if they are old."""
         self.metrics.write(step, row)
         if time.monotonic() - self.drawn_at >= DRAW_EVERY_S:
             self.draw()
 
     def draw(self) -> None:
-        """Writes the picture of the curves so far."""
+        """Write the plot of the curves so far."""
         plot_curves(self.metrics.rows, self.directory / "curves.png", str(self.directory))
         self.drawn_at = time.monotonic()
 
     def export(self) -> Path:
-        """Writes the policies for others to load, see `export.export`; where they are."""
+        """Export the policies, see `export.export`, and return their directory."""
         (self.directory / EXPORTED).unlink(missing_ok=True)
         for name in self.config.weights:
             params = self.leader.call("whole_params", name)
@@ -371,9 +380,10 @@ class Run:
 
 
 def _return_freed_memory() -> None:
-    """Gives memory that was freed back to the system; glibc keeps blocks of a few MB by itself.
+    """Return freed memory to the system; glibc by itself keeps blocks of a few MB.
 
-    A step frees thousands of them, in an order that leaves gigabytes of holes. Elsewhere a no-op.
+    A step frees thousands of them, in an order that leaves gigabytes of holes. Do nothing on
+    systems without glibc.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,11 +1,12 @@
-"""Runs agents: many rollouts at once, each under a deadline, each ending in exactly one status.
+"""Execution of agents: many rollouts at once, each with a deadline and exactly one final status.
 
-A rollout is *scored* when its agent returned a reward, an *agent failure* when the agent raised,
-ran out of time or returned none, and an *infrastructure failure* when it broke off after a call
-that the server could not answer, or raised a connection's error because something that it stands
-on, a search service say, is down. Only the last is tried again, and it never counts as a reward. A
-lost connection to the gateway is the agent's own failure if the agent gave up a call that the
-gateway worked on.
+A rollout is *scored* if its agent returned a reward. It is an *agent failure* if the agent raised,
+ran out of time or returned no reward. It is an *infrastructure failure* if the agent stopped after
+a call that the server could not answer. A connection error that the agent raised also counts: a
+service such as search is down.
+
+Only an infrastructure failure is retried, and it never counts as a reward. A lost connection to the
+gateway is an agent failure if the agent gave up a call that the gateway was working on.
 """
 
 import asyncio
@@ -34,22 +35,21 @@ from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task, UserError
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 10.0  # what an agent gets to end its programs once it is cancelled
-TICK_S = (
-    0.5  # a deadline counts in steps of this; longer standstills of the event loop do not count
-)
-STANDSTILL_S = 1.0  # clients of a server that stood still for so long may give up on it
+GRACE_S = 10.0  # time for a cancelled agent to end its programs
+TICK_S = 0.5  # resolution of a deadline; longer stalls of the event loop do not count
+STANDSTILL_S = 1.0  # clients may give up on a server that stalled for this long
 
-# A reward, or a mapping with "reward" and other numbers, which are kept and averaged.
+# A reward, or a mapping with "reward" and other numbers, which are stored and averaged.
 Result = float | Mapping[str, float] | None
 Agent = Callable[[Task, LLM], Awaitable[Result]]
-_loaded: dict[str, ModuleType] = {}  # the files of agents, by path and time of their last edit
+_loaded: dict[str, ModuleType] = {}  # agents' modules, by path and modification time
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One rollout to run. `place` is the task's place in its step, `index` the rollout's in its
-    group.
+    """Rollout to run.
+
+    `place` is the task's position in its step, `index` the rollout's position in its group.
     """
 
     task: Task
@@ -78,7 +78,7 @@ class RolloutRequest:
 def make_requests(
     tasks: Sequence[Task], phase: str, step: int, group_size: int
 ) -> list[RolloutRequest]:
-    """`group_size` requests for each task, the rollouts of one task next to each other."""
+    """Return `group_size` requests per task, with the rollouts of one task next to each other."""
     return [
         RolloutRequest(task, phase, step, place, index)
         for place, task in enumerate(tasks)
@@ -87,7 +87,7 @@ def make_requests(
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """The function that `FILE:FUNCTION` names. Raises ConfigError when there is none."""
+    """Return the function that `FILE:FUNCTION` names. Raises ConfigError if there is none."""
     path, _, name = reference.rpartition(":")
     file = Path(path)
     if not file.is_file():
@@ -96,7 +96,7 @@ def load_function(reference: str) -> Callable[..., Any]:
             f"FILE:FUNCTION, with the "
             "file relative to where you started the program."
         )
-    state = f"{file.resolve()} {file.stat().st_mtime_ns}"  # one that was edited is read again
+    state = f"{file.resolve()} {file.stat().st_mtime_ns}"  # an edited file is loaded again
     if state not in _loaded:
         _loaded[state] = _load_module(file, state)
     function = getattr(_loaded[state], name, None)
@@ -107,7 +107,7 @@ def load_function(reference: str) -> Callable[..., Any]:
 
 def _load_module(file: Path, state: str) -> ModuleType:
     folder = str(file.resolve().parent)
-    if folder not in sys.path:  # it may import what lies beside it; last, to hide nothing
+    if folder not in sys.path:  # lets it import its neighbors; last, to shadow nothing
         sys.path.append(folder)
     digest = hashlib.sha1(state.encode()).hexdigest()[:12]
     module_name = module_name_of(str(file), f"_loaded_{digest}")
@@ -117,7 +117,7 @@ def _load_module(file: Path, state: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except ImportError as error:  # an agent's framework is not our dependency
+    except ImportError as error:  # such as the agent's framework, which we do not require
         del sys.modules[module_name]
         raise ConfigError(f"{file} cannot be loaded: {error}") from error
     except BaseException:
@@ -127,7 +127,7 @@ def _load_module(file: Path, state: str) -> ModuleType:
 
 
 def load_agent(reference: str) -> Agent:
-    """The agent that `FILE:FUNCTION` names. Raises ConfigError when there is none.
+    """Return the agent that `FILE:FUNCTION` names. Raises ConfigError if there is none.
 
     A plain function becomes a coroutine function that calls it in a thread.
     """
@@ -138,7 +138,7 @@ def load_agent(reference: str) -> Agent:
     def call(task: Task, llm: LLM) -> Any:
         try:
             return function(task, llm)
-        except StopIteration as error:  # no future can hold it
+        except StopIteration as error:  # a future cannot hold StopIteration
             raise RuntimeError("the agent raised StopIteration") from error
 
     async def agent(task: Task, llm: LLM) -> Result:
@@ -154,9 +154,9 @@ async def run_rollouts(
     *,
     on_done: Callable[[Rollout], None] = lambda rollout: None,
 ) -> list[Rollout]:
-    """The finished rollout of each request, in order. At most `concurrency` run at once.
+    """Return the finished rollout of each request, in order, running up to `concurrency` at once.
 
-    Raises TooManyFailures when too large a share of them ends as infrastructure failure.
+    Raises TooManyFailures if too large a share of them ends as infrastructure failures.
     """
     gate = asyncio.Semaphore(runner.config.concurrency)
 
@@ -169,7 +169,7 @@ async def run_rollouts(
     try:
         async with asyncio.TaskGroup() as group:
             futures = [group.create_task(one(request)) for request in requests]
-    except ExceptionGroup as failed:  # of ours: what an agent raises fails its rollout only
+    except ExceptionGroup as failed:  # from our code: an agent's error fails only its rollout
         raise failed.exceptions[0] from None
     rollouts = [future.result() for future in futures]
     broken = [r for r in rollouts if r.status == "infrastructure_failure"]
@@ -186,14 +186,12 @@ async def run_rollouts(
 
 
 class TooManyFailures(UserError, RuntimeError):
-    """The infrastructure fails so often that going on would train on a biased sample."""
+    """Infrastructure failures so frequent that training would use a biased sample."""
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs one rollout of an agent against the gateway, with retries; the store keeps what came of
-    it.
-    """
+    """Executor of single rollouts against the gateway, with retries. Results go to the store."""
 
     agent: Agent
     gateway: Gateway
@@ -202,11 +200,11 @@ class Runner:
     seed: int
 
     async def run(self, request: RolloutRequest) -> Rollout:
-        """The request's finished rollout: a stored one where a crash left it, else a new one."""
+        """Return the request's finished rollout: stored before a crash, or else a new one."""
         stored = await self.store.in_order(self.store.rollouts, group_id=request.group_id)
         known = [rollout for rollout in stored if rollout.index == request.index]
         newest = max(known, key=lambda rollout: rollout.attempt, default=None)
-        # Only the newest: after a change of settings the ones before it are another run's.
+        # Only the newest: after a change of settings, older attempts are from another run.
         if (
             newest is not None
             and not newest.superseded
@@ -216,7 +214,7 @@ class Runner:
             return newest
         attempt = newest.attempt if newest else 0
         last = attempt + self.config.max_attempts
-        # One that ended with its process is made again as it would have been.
+        # An attempt lost in a crash is repeated with the same seed.
         num_lost = sum(rollout.reason == CRASH for rollout in known)
         while True:
             attempt += 1
@@ -249,17 +247,16 @@ class Runner:
         return replace(rollout, **outcome.fields)
 
     def _record(self, rollout_id: str, root: Span, outcome: Outcome) -> None:
-        """Write how a rollout ended. The status comes last: a resumed run trusts it."""
+        """Write the result of a rollout. The status comes last, because a resumed run trusts it."""
         self.store.add_span(rollout_id, root)
         self.store.set_status(rollout_id, **outcome.fields)
 
     async def _outcome(
         self, root: Root, rollout_id: str, task: Task, llm: LLM, clock: "_Clock"
     ) -> Outcome:
-        """What the agent itself tells. Spans that it makes go below the rollout's root.
+        """Return the outcome according to the agent, whose spans become children of `root`.
 
-        It is a task of its own, so that whatever it does, leaving the process and cancelling itself
-        included, ends no more than its rollout.
+        The agent runs in its own task. Even if it exits or cancels itself, only its rollout ends.
         """
         with below_root(root):
             running = asyncio.create_task(self._told(rollout_id, task, llm))
@@ -280,11 +277,11 @@ class Runner:
             return outcome_of(result, self.gateway.posted_reward(rollout_id), self.config)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001  (foreign code: it fails its rollout only)
+        except BaseException as error:  # noqa: BLE001  (foreign code: fails only its rollout)
             return outcome_of_error(error, llm)
 
     def _retry_delay_s(self, rollout: Rollout) -> float:
-        """Return the wait before the next attempt: doubled each time, and up to a half longer."""
+        """Return the wait before the next attempt: doubled each time, plus up to half at random."""
         config = self.config
         doubled = config.retry_delay_s * 2.0 ** min(rollout.attempt - 1, 60)
         jitter = derive_seed(self.seed, rollout.rollout_id, "retry") / 2**31
@@ -307,17 +304,17 @@ class Runner:
 
 
 class _Clock:
-    """The time that a rollout had, without standstills of this event loop.
+    """Elapsed time of a rollout, excluding stalls of this event loop.
 
-    While the loop stands still, because something holds the interpreter or the process is stopped,
-    the gateway answers no call, and no agent's time is up.
+    The loop stalls if something holds the interpreter or the process is stopped. The gateway then
+    answers no call, so the time must not count against an agent.
     """
 
     def __init__(self) -> None:
         self.standstill_s = 0.0
 
     async def wait(self, agent: asyncio.Task[Any], timeout_s: float) -> bool:
-        """Return whether the agent ended within its time."""
+        """Return True if the agent ended within its time."""
         left = timeout_s
         while left > 0 and not agent.done():
             tick, started = min(left, TICK_S), time.monotonic()
@@ -328,9 +325,9 @@ class _Clock:
 
 
 def _blamed(outcome: Outcome, traffic: Traffic, clock: _Clock) -> Outcome:
-    """Return the outcome with the blame for a failure where the gateway knows that it lies."""
+    """Return the outcome with the status that the gateway's knowledge of the calls implies."""
     if outcome.status == "agent_failure" and traffic.unanswered:
-        # The agent broke off after a call that the server could not answer.
+        # The agent stopped after a call that the server could not answer.
         return replace(outcome, status="infrastructure_failure", reason=traffic.unanswered[0])
     gave_up = traffic.num_cancelled > 0 and clock.standstill_s < STANDSTILL_S
     if isinstance(outcome, LostGateway) and gave_up and not traffic.unanswered:
@@ -339,7 +336,7 @@ def _blamed(outcome: Outcome, traffic: Traffic, clock: _Clock) -> Outcome:
 
 
 async def _end(agent: asyncio.Task[Any], rollout_id: str) -> None:
-    """Cancels an agent and waits for what it has to put in order, but not for ever."""
+    """Cancel an agent and wait up to GRACE_S for its cleanup."""
     agent.cancel()
     await asyncio.wait({agent}, timeout=GRACE_S)
     if not agent.done():
@@ -352,11 +349,14 @@ async def _end(agent: asyncio.Task[Any], rollout_id: str) -> None:
 
 
 def _copied(task: Task) -> Task:
-    """The task for one rollout alone, which may change it; what cannot be copied is shared."""
+    """Return a copy of the task that the rollout may change.
+
+    Values that cannot be copied are shared.
+    """
     own = {}
     for name, value in task.items():
         try:
             own[name] = copy.deepcopy(value)
-        except Exception:  # noqa: BLE001  (a lock, a connection, whatever an object's own rule does)
+        except Exception:  # noqa: BLE001  (a lock, a connection, a custom __deepcopy__)
             own[name] = value
     return own

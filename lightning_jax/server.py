@@ -1,4 +1,4 @@
-"""A model on its own behind the gateway: every dialect, no run directory, no training."""
+"""Server for a model without a run: every dialect, no run directory, no training."""
 
 import asyncio
 import contextlib
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 
 def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
-    """Serves until SIGINT or SIGTERM, then finishes what runs, for `drain_s` at most.
+    """Serve until SIGINT or SIGTERM, then let running requests finish for up to `drain_s`.
 
-    `announce` is told once calls are answered; before that, SIGINT raises KeyboardInterrupt. A
-    second signal ends running requests at once. Raises UserError where the model, the address or
-    the file of the record cannot be had.
+    `announce` is called once requests are answered. Before that, SIGINT raises KeyboardInterrupt. A
+    second signal cancels running requests at once. Raises UserError if the model, the address or
+    the record file is not available.
     """
-    asyncio.run(check_address(config.serve))  # a taken port should show before minutes of compiling
+    asyncio.run(check_address(config.serve))  # report a port in use before minutes of compiling
     loop, tokenizer = _load(config)
     with ExitStack() as at_end:
         store = None
@@ -43,20 +43,23 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
         runner = at_end.enter_context(asyncio.Runner())
         name = config.model.name
         gateway = Gateway(loop, tokenizer, store, model_name=name, serve=config.serve)
-        # Last in, first out: what still runs gets an error from the engine, and time to send it.
+        # Last in, first out: running requests get an error from the engine, and time to send it.
         at_end.callback(lambda: runner.run(gateway.close()))
         at_end.callback(loop.close)
         _compile(loop)
         at_end.enter_context(lasting_objects())
         loop.start()
-        # Now, for whoever connects before waits in silence, and for minutes.
+        # Only now, because an earlier client would wait for minutes without an answer.
         runner.run(gateway.start())
         announce(gateway)
         runner.run(_until_stopped(loop, config.drain_s))
 
 
 def _load(config: ServerConfig) -> tuple[EngineLoop | ReplicatedLoop, Tokenizer]:
-    """The engine with the model's weights. It has its own copy; what was loaded is freed here."""
+    """Return the engine loop and the tokenizer.
+
+    The engine has its own copy of the weights, and the loaded model is freed here.
+    """
     named, serve = settle(config.model), config.serve
     if (number := len(jax.devices())) % config.tensor:
         raise ConfigError(
@@ -103,7 +106,7 @@ async def _until_stopped(loop: EngineLoop | ReplicatedLoop, drain_s: float) -> N
 
 @contextmanager
 def _signals() -> Iterator[asyncio.Event]:
-    """An event that SIGINT and SIGTERM set, instead of what they do elsewhere."""
+    """Yield an event that SIGINT and SIGTERM set, instead of their usual effect."""
     event, event_loop = asyncio.Event(), asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:

@@ -1,4 +1,4 @@
-"""A program that runs beside an experiment and ends with it, however the experiment ends."""
+"""Helper program of an experiment that exits with the experiment, even if that is killed."""
 
 import json
 import logging
@@ -18,16 +18,16 @@ END_TIMEOUT_S = 5.0
 
 
 class SideProcessError(UserError, RuntimeError):
-    """The program did not start; the message is one sentence."""
+    """Failure of the program to start. The message is one sentence."""
 
 
 @contextmanager
 def side_process(arguments: Sequence[str], *, start_timeout_s: float) -> Iterator[dict[str, Any]]:
-    """Runs a Python program; what it says when it is ready, one JSON object on a line of output.
+    """Run a Python program and yield the JSON object that it prints on one line when ready.
 
     The program's standard input is a pipe from this process. The system closes it when this process
-    ends, killed or not, and a program that then ends itself is never left behind. Raises
-    SideProcessError with the program's last words if it is not ready in time.
+    ends, killed or not, and the program must then exit. Raises SideProcessError with the program's
+    last words if it is not ready in time.
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -36,7 +36,7 @@ def side_process(arguments: Sequence[str], *, start_timeout_s: float) -> Iterato
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            start_new_session=True,  # Ctrl-C is for us, who then end it
+            start_new_session=True,  # Ctrl-C must reach only us; we end the program
         )
         try:
             said = _ready(process, errors, arguments[0], start_timeout_s)
@@ -78,7 +78,7 @@ def _last_words(errors: IO[str]) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Closes its input, and kills it if that does not end it."""
+    """Close the program's input, and kill it if that does not end it."""
     assert process.stdin and process.stdout, "they are pipes"
     with suppress(BrokenPipeError):
         process.stdin.close()

@@ -1,5 +1,6 @@
-"""What the settings only name: an agent's files and the tasks. A run that goes on with others is
-another run, as if a setting had changed.
+"""Digests of the agent's files and the tasks, which settings only name.
+
+A run that resumes with other files or tasks is another run, as if a setting had changed.
 """
 
 import hashlib
@@ -19,9 +20,10 @@ NAME = "sources.json"  # in a run's directory
 def digests(
     config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
 ) -> dict[str, str]:
-    """A digest of each, under the setting that names it. Of an agent its own file counts, not what
-    that imports; of a task all but the values that say where something lies (an absolute path, a
-    URL), which may be another at each start.
+    """Return a digest of each source, by the setting that names it.
+
+    For an agent only its own file counts, not its imports. For a task, absolute paths and URLs do
+    not count, because they may differ at each start.
     """
     agent = config.agent
     named = {
@@ -41,7 +43,7 @@ def digests(
 
 
 def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:
-    """Return the names whose digest differs from the one saved there; none if none was saved.
+    """Return the names whose digest differs from the saved one, or [] if none was saved.
 
     Raises ConfigError for a damaged file.
     """
@@ -59,7 +61,7 @@ def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:
 
 
 def save_sources(directory: Path, now: dict[str, str]) -> None:
-    """Keeps them for the next start."""
+    """Save the digests for the next start."""
     write_whole(directory / NAME, json.dumps(now, indent=1) + "\n")
 
 
@@ -76,7 +78,10 @@ def _of_tasks(tasks: Sequence[Task]) -> str:
 
 
 def _canonical(value: Any) -> Any:
-    """The same in every process, where sets have another order and objects another address."""
+    """Return the value in a form that is the same in every process.
+
+    The order of sets and the addresses of objects would differ.
+    """
     match value:
         case Mapping():
             return {str(name): _canonical(item) for name, item in value.items()}

@@ -1,4 +1,4 @@
-"""What the numbers of a run's steps say: to a person, and about whether it can still learn."""
+"""Summaries of step metrics, and warnings or errors about steps that learn too little."""
 
 import logging
 import math
@@ -14,24 +14,25 @@ from lightning_jax.types import Rollout, UserError
 
 log = logging.getLogger(__name__)
 
-MANY_FEWER = 0.75  # of the rows
-FULL = 0.75  # the last row is rarely full, and calls do not divide evenly
+MANY_FEWER = 0.75  # share of the rows
+FULL = 0.75  # share of used targets; the last row is rarely full, and calls are not split
 
 
 class NotFinite(UserError, RuntimeError):
-    """The gradients of many steps in a row were not finite: the run no longer learns."""
+    """Non-finite gradients in many steps in a row, so that the run no longer learns."""
 
 
 class FiniteWatch:
-    """Counts the steps in a row that had no finite gradient, for each set of weights by itself."""
+    """Counter of consecutive steps without a finite gradient, per weight set."""
 
     def __init__(self, weights: Sequence[str], limit: int) -> None:
         self._weights, self._limit = weights, limit
         self._in_a_row: Counter[str] = Counter()
 
     def see(self, metrics: Metrics, step: int) -> None:
-        """Reads a step's metrics. Raises NotFinite where this was one too many. Steps with nothing
-        to learn from do not count.
+        """Read a step's metrics. Raises NotFinite if the limit is reached.
+
+        Steps with nothing to learn from do not count.
         """
         for name in self._weights:
             of = f"/policy={name}" if name else ""
@@ -53,13 +54,13 @@ class FiniteWatch:
 
 
 class PackingWatch:
-    """Tells once of a step that needed many more rows than its nodes fill, for its targets."""
+    """One-time warning about a step whose targets need many more rows than its nodes."""
 
     def __init__(self, batch: BatchConfig) -> None:
         self._batch, self._told = batch, False
 
     def see(self, metrics: Metrics, step: int) -> None:
-        """Reads a step's metrics."""
+        """Read a step's metrics."""
         batch, rows = self._batch, metrics["train/num_rows"]
         needed = math.ceil(metrics["train/tokens_forest"] / batch.row_len)
         if self._told or metrics["train/targets_share"] < FULL or needed > MANY_FEWER * rows:
@@ -73,14 +74,14 @@ class PackingWatch:
 
 
 class DropWatch:
-    """Tells once of sequences that no row holds: they are trained on by no step."""
+    """One-time warning about sequences that no row can hold and that are never trained on."""
 
     def __init__(self, batch: BatchConfig) -> None:
         self._batch = batch
         self._told: set[str] = set()
 
     def see(self, metrics: Metrics, step: int) -> None:
-        """Reads a step's metrics."""
+        """Read a step's metrics."""
         row_len, max_targets = self._batch.row_len, self._batch.max_targets
         for reason, words in (
             ("too_long", f"longer than a row of {row_len} tokens; raise batch.row_len"),
@@ -96,20 +97,21 @@ class DropWatch:
 
 
 class BrokenAgent(UserError, RuntimeError):
-    """No rollout got as far as an answer of the policy: there is nothing to learn from."""
+    """Failure of all rollouts before any answer of the policy: there is nothing to learn from."""
 
 
 class FailureWatch:
-    """Tells of each kind of failed rollouts when it is first seen, not only at a run's end."""
+    """Warning about each kind of failed rollout when it first occurs."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._told: set[tuple[str, str]] = set()
 
     def see(self, rollouts: Sequence[Rollout], what: str) -> None:
-        """Reads the finished rollouts of `what`, such as "step 3". Raises BrokenAgent where all
-        failed by the agent and the policy answered no call of theirs; a mended agent runs them
-        again.
+        """Read the finished rollouts of `what`, such as "step 3".
+
+        Raises BrokenAgent if all failed by the agent and the policy answered none of their calls. A
+        fixed agent runs them again.
         """
         found = failures(rollouts)
         if rollouts and all(
@@ -131,7 +133,7 @@ class FailureWatch:
                 )
 
     def _answered(self, rollout: Rollout) -> bool:
-        """Whether the policy answered one of its calls."""
+        """Return True if the policy answered one of the rollout's calls."""
         spans = self._store.spans(rollout.rollout_id)
         return any(names.POLICY in span.attributes and span.error is None for span in spans)
 
@@ -141,7 +143,7 @@ def _such_as(failure: Failure) -> str:
 
 
 def summary(row: Metrics) -> str:
-    """The few numbers of a row that a person watches; failed rollouts where there are any."""
+    """Format the few metrics that a person watches, with the number of failed rollouts if any."""
     shown = {
         "eval": "eval/reward_mean",
         "reward": "rollout/reward_mean",
@@ -159,7 +161,7 @@ def summary(row: Metrics) -> str:
 
 
 def serve_metrics(before: Metrics, after: Metrics) -> Metrics:
-    """What the server did between two readings of its counters."""
+    """Return the server's metrics between two readings of its counters."""
     did = {name: after[name] - before[name] for name in after if name in before}
     prompt = did["serve/prefill_tokens"] + did["serve/prefix_hit_tokens"]
     return {

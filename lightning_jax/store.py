@@ -1,6 +1,6 @@
-"""Rollouts, spans and weights versions of one run, in one SQLite file that a crash does not break.
+"""Rollouts, spans and weights versions of one run, in one SQLite file that survives a crash.
 
-Writes are committed at once (WAL), so all that a killed process recorded is there when it resumes.
+Writes are committed at once (WAL), so a resumed process finds all that a killed one recorded.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 from lightning_jax.store_file import StoreError, last_sequence, one_sentence, open_file
 from lightning_jax.types import Rollout, RolloutStatus, Span
 
-# From each status, the ones that may follow. None is a rollout that is not in the store yet.
+# Allowed next statuses of each status. None: not in the store yet.
 LEGAL_TRANSITIONS: dict[RolloutStatus | None, frozenset[RolloutStatus]] = {
     None: frozenset({"queued"}),
     "queued": frozenset({"running"}),
@@ -30,7 +30,7 @@ LEGAL_TRANSITIONS: dict[RolloutStatus | None, frozenset[RolloutStatus]] = {
     "infrastructure_failure": frozenset(),
 }
 
-CRASH = "crash"  # the reason of a rollout that ended with its process
+CRASH = "crash"  # reason of a rollout that ended with its process
 
 ROLLOUT_COLUMNS = (
     "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, reason, detail, "
@@ -47,12 +47,12 @@ T = TypeVar("T")
 
 
 class IllegalTransition(StoreError):
-    """A rollout may not change from the status it has to the one asked for."""
+    """Change of a rollout's status that is not allowed."""
 
 
 @dataclass(frozen=True)
 class WeightsVersion:
-    """When which weights began to serve. `time_s` is seconds since the epoch."""
+    """Start of serving of one weights version. `time_s` is in seconds since the epoch."""
 
     version: int
     step: int
@@ -60,17 +60,17 @@ class WeightsVersion:
 
 
 class Store:
-    """The SQLite file of one run. Any thread may call any method; each call is one transaction.
+    """SQLite file of one run. Any thread may call any method; each call is one transaction.
 
-    Where another process holds the file's lock, a call waits for it. On an event loop use
-    `in_order`, which lets the loop go on.
+    A call waits while another process holds the file's lock. On an event loop use `in_order`, which
+    does not block the loop.
     """
 
     def __init__(self, path: Path | str, *, read_only: bool = False) -> None:
-        """Opens the file, or makes it. Raises StoreError if it is not ours or cannot be written.
+        """Open the file, or create it. Raises StoreError if it is invalid or not writable.
 
-        `read_only` neither makes nor changes it, so it may belong to a run that goes on; a file of
-        an older schema is read into memory and brought up to date there.
+        `read_only` neither creates nor changes the file, so a run may be using it. A file with an
+        older schema is then read into memory and migrated there.
         """
         self.path = Path(path)
         self._lock = threading.Lock()
@@ -80,18 +80,18 @@ class Store:
         self._sequence = itertools.count(last + 1)
 
     def close(self) -> None:
-        """Ends the connection once all is written that `in_order` was given.
+        """Close the connection after the pending `in_order` calls.
 
-        Calls after it raise StoreError. Closing twice is allowed.
+        Later calls raise StoreError. Closing twice is allowed.
         """
         self._thread.shutdown()
         with self._lock:
             self._db.close()
 
     async def in_order(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the function on the store's own thread, after those before it; return its result.
+        """Call the function on the store's own thread, after earlier ones, and return its result.
 
-        A caller that is cancelled does not wait, and the function runs all the same.
+        A cancelled caller does not wait, but the function still runs.
         """
         try:
             running = self._thread.submit(partial(function, *args, **kwargs))
@@ -100,7 +100,7 @@ class Store:
         return await asyncio.shield(asyncio.wrap_future(running))
 
     def status_at_once(self, rollout_id: str) -> RolloutStatus | None:
-        """Return a rollout's status, or None if it is not in the store or the store is in use."""
+        """Return a rollout's status, or None if it is unknown or the store is busy. Do not wait."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -114,14 +114,14 @@ class Store:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """The connection, alone; what is done commits at the end, or rolls back on an exception."""
+        """Yield the locked connection. Commit at the end, or roll back after an exception."""
         with self._lock, one_sentence(self.path), self._db:
             yield self._db
 
     # Rollouts
 
     def add_rollout(self, rollout: Rollout) -> None:
-        """Records a new rollout, which must be queued. Raises ValueError if its id is taken."""
+        """Add a new rollout, which must be queued. Raises ValueError if its id is taken."""
         _check_transition(rollout.rollout_id, None, rollout.status)
         row = (
             *(rollout.rollout_id, rollout.task_id, rollout.group_id, rollout.phase, rollout.step),
@@ -147,7 +147,7 @@ class Store:
         detail: str | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Moves a rollout on. Raises IllegalTransition, or ValueError where a part is missing.
+        """Change a rollout's status. Raises IllegalTransition, or ValueError if a value is missing.
 
         A scored rollout needs a reward, a failed one a reason code.
         """
@@ -166,7 +166,7 @@ class Store:
             )
 
     def rollout(self, rollout_id: str) -> Rollout:
-        """The rollout of that id. Raises StoreError when there is none."""
+        """Return the rollout with that id. Raises StoreError if there is none."""
         with self._transaction() as db:
             row = db.execute(
                 f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE rollout_id = ?", (rollout_id,)
@@ -178,7 +178,7 @@ class Store:
     def rollouts(
         self, *, phase: str | None = None, step: int | None = None, group_id: str | None = None
     ) -> list[Rollout]:
-        """The rollouts that match what is given, by step, group, index and attempt."""
+        """Return the matching rollouts, sorted by step, group, index and attempt."""
         where, values = _where(phase=phase, step=step, group_id=group_id)
         with self._transaction() as db:
             rows = db.execute(
@@ -189,9 +189,9 @@ class Store:
         return [_rollout(row) for row in rows]
 
     def abandon_running(self) -> int:
-        """How many rollouts a crash left queued or running; they are infrastructure failures now.
+        """Mark queued and running rollouts as infrastructure failures, and return their number.
 
-        For a process that resumes a run, before it starts rollouts of its own.
+        Call this when resuming after a crash, before new rollouts start.
         """
         with self._transaction() as db:
             return db.execute(
@@ -202,8 +202,9 @@ class Store:
             ).rowcount
 
     def supersede(self, step: int) -> None:
-        """The rollouts of this step and later ones are another run's from now on: they stay on
-        record, and are not taken for those that this run asks for.
+        """Mark the rollouts of this step and later ones as those of another run.
+
+        They stay in the store but are not reused by this run.
         """
         with self._transaction() as db:
             db.execute("UPDATE rollouts SET superseded = 1 WHERE step >= ?", (step,))
@@ -213,13 +214,15 @@ class Store:
     def next_sequence(self) -> int:
         """Return the next sequence number, for a span that begins now and is recorded later.
 
-        Numbers order spans by their beginning, which the wall clock does not: it may be set back.
+        Sequence numbers order spans by their start. The wall clock does not, because it may be set
+        back.
         """
         return next(self._sequence)
 
     def add_span(self, rollout_id: str | None, span: Span) -> None:
-        """Record an ended span, of no rollout where `rollout_id` is None. Raises ValueError if the
-        rollout has a span of the same ids.
+        """Add an ended span. `rollout_id` is None if it is outside rollouts.
+
+        Raises ValueError if the rollout has a span with the same ids.
         """
         row = self._row(rollout_id, span)
         with self._transaction() as db:
@@ -232,8 +235,10 @@ class Store:
                 ) from error
 
     def add_posted_spans(self, rollout_id: str, spans: Sequence[Span]) -> tuple[list[bool], int]:
-        """Record spans that somebody else named and may send twice. Return which are new, and how
-        many others have the ids of a different recorded span, which stays as it is.
+        """Add spans whose ids a client chose, and which it may send twice.
+
+        Return (which spans are new, the number of spans whose ids are those of a different recorded
+        span). The recorded span stays as it is.
         """
         are_new: list[bool] = []
         num_taken = 0
@@ -253,9 +258,10 @@ class Store:
         return are_new, num_taken
 
     def spans(self, rollout_id: str | None) -> list[Span]:
-        """Return the spans of one rollout (None: of none) in the order in which they began.
+        """Return the spans of one rollout (None: outside rollouts) in the order of their start.
 
-        A span that an agent posted has its place by when it came in. Sequences come back as tuples.
+        A span posted by an agent is ordered by its arrival. Lists in attributes are returned as
+        tuples.
         """
         with self._transaction() as db:
             rows = db.execute(
@@ -274,9 +280,9 @@ class Store:
         )
 
     def failed_calls(self) -> list[tuple[str | None, int, str | None]]:
-        """(reason, number, example) of calls to the policy that failed, the most frequent first.
+        """Return (reason, number, example) of failed calls to the policy, most frequent first.
 
-        The example is a rollout's id, None for a call outside of rollouts.
+        The example is a rollout id, or None for a call outside rollouts.
         """
         with self._transaction() as db:
             return db.execute(
@@ -287,7 +293,10 @@ class Store:
             ).fetchall()
 
     def num_calls(self) -> int:
-        """Calls to the policy on record, failed ones too; the choices of one call are one."""
+        """Return the number of recorded calls to the policy, including failed ones.
+
+        Several choices of one call count once.
+        """
         with self._transaction() as db:
             (number,) = db.execute(
                 "SELECT COUNT(*) FROM spans WHERE "
@@ -299,7 +308,7 @@ class Store:
     # Weights
 
     def add_version(self, version: int, step: int, time_s: float | None = None) -> None:
-        """Records that these weights began to serve. A resumed run may say it again."""
+        """Record that these weights began to serve. A resumed run may repeat this."""
         moment = time.time() if time_s is None else time_s
         with self._transaction() as db:
             db.execute(
@@ -309,7 +318,7 @@ class Store:
             )
 
     def versions(self) -> list[WeightsVersion]:
-        """The weights versions that served, oldest first."""
+        """Return the weights versions that served, oldest first."""
         with self._transaction() as db:
             rows = db.execute(
                 "SELECT version, step, time FROM weights_versions ORDER BY version"
@@ -340,7 +349,7 @@ def _unknown_rollout(rollout_id: str) -> StoreError:
 
 
 def _where(**conditions: object) -> tuple[str, list[object]]:
-    """The WHERE clause for the conditions that are not None, and their values."""
+    """Return a WHERE clause for the conditions that are not None, and their values."""
     given = {name: value for name, value in conditions.items() if value is not None}
     clause = " AND ".join(f"{name} = ?" for name in given)
     return (f"WHERE {clause}" if given else ""), list(given.values())
@@ -351,7 +360,7 @@ def _marks(row: tuple[object, ...]) -> str:
 
 
 def _as_json(attributes: Mapping[str, Any]) -> str:
-    """Return the attributes as JSON, one at a time, so that other threads run between two."""
+    """Return the attributes as JSON, encoding one at a time so that other threads can run."""
     dump = partial(json.dumps, separators=(",", ":"), ensure_ascii=False)
     pairs = (f"{dump(name)}:{dump(value)}" for name, value in attributes.items())
     return "{" + ",".join(pairs) + "}"

@@ -1,4 +1,4 @@
-"""The SQLite file under a Store: its tables, its version, and errors that say what to do."""
+"""SQLite file of a Store: its tables, its schema version, and errors that suggest a fix."""
 
 import contextlib
 import sqlite3
@@ -56,18 +56,20 @@ CREATE TABLE IF NOT EXISTS weights_versions (
 
 
 class StoreError(UserError, RuntimeError):
-    """The store cannot do what was asked; the message is one sentence."""
+    """Failure of a store operation. The message is one sentence."""
 
 
 def open_file(path: Path, *, read_only: bool) -> sqlite3.Connection:
-    """A connection for any thread. `read_only` neither makes nor changes the file: one of an older
-    schema is read into memory and brought up to date there. Raises StoreError.
+    """Return a connection that any thread may use.
+
+    `read_only` neither creates nor changes the file. A file with an older schema is then read into
+    memory and migrated there. Raises StoreError.
     """
     if not path.parent.is_dir():
         raise StoreError(f"store {path} has no directory to lie in; create {path.parent} first.")
     where = f"{path.resolve().as_uri()}?mode=ro" if read_only else str(path)
     if not read_only:  # SQLite gives its journals the mode of the file
-        with contextlib.suppress(OSError):  # of which SQLite says why
+        with contextlib.suppress(OSError):  # SQLite will report it
             create_private(path)
     with one_sentence(path):
         db = sqlite3.connect(where, timeout=30.0, check_same_thread=False, uri=read_only)
@@ -94,7 +96,7 @@ def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
             "Use another run_dir, or the release that wrote it."
         )
     db.execute("PRAGMA journal_mode=WAL")
-    # A killed process loses nothing; only a power cut may lose the last moments.
+    # A killed process loses nothing. A power cut may lose the last moments.
     db.execute("PRAGMA synchronous=NORMAL")
     for since, table, column in (
         (2, "rollouts", METRICS_COLUMN),
@@ -108,14 +110,14 @@ def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
 
 
 def last_sequence(db: sqlite3.Connection, path: Path) -> int:
-    """Return the highest sequence number that a span has; 0 if none has one."""
+    """Return the highest sequence number of a span, or 0 if no span has one."""
     with one_sentence(path):
         return db.execute("SELECT COALESCE(MAX(sequence), 0) FROM spans").fetchone()[0]
 
 
 @contextlib.contextmanager
 def one_sentence(path: Path) -> Iterator[None]:
-    """Turns whatever SQLite raises into a StoreError that says what to do."""
+    """Convert SQLite errors to a StoreError that suggests a fix."""
     remedies = {
         "SQLITE_FULL": "the disk is full; free some space, then start the run again",
         "SQLITE_NOTADB": "it is not a SQLite file; move it away or use another run_dir",

@@ -1,22 +1,24 @@
-"""A process between the trainer and one program, which ends all that the program started.
+"""Supervisor of one program, which kills all processes that the program started.
 
     python supervisor.py FD MAX_PROCESSES MEMORY_BYTES NUM_FILES WORD...
 
-`process_group.py` starts it as a script. It needs nothing but the standard library. On Linux it is
-the subreaper of the program: whatever a descendant does, leave its session or clear its environment
-included, its next living ancestor is this process or a process below. So the tree is found from
-here, and is empty once this process has no child. Elsewhere the program's process group is ended.
+`process_group.py` starts it as a script. It needs only the standard library.
 
-FD is a socket to the trainer. The trainer closes it to have the program ended. Its closing by the
-system tells of a trainer that was killed. Lines go back, the second when all has ended:
+On Linux it is the subreaper of the program. Even if a descendant leaves its session or clears its
+environment, its next living ancestor is this process or a descendant of it. The tree is therefore
+found from here, and it is empty once this process has no child. On other systems the program's
+process group is killed.
+
+FD is a socket to the trainer. The trainer closes it to end the program. If the trainer is killed,
+the system closes it. These lines go back, the second one after all processes have ended:
 
     started PID
-    exit STATUS         the program's, minus the signal's number where a signal ended it
+    exit STATUS         status of the program, or minus the number of the signal that killed it
     errno NUMBER        the program could not be started
-    over SETTING        it was ended because it was over this limit
+    over SETTING        the program was killed because it exceeded this limit
 
-A limit of 0 is none. MEMORY_BYTES limits the data of each process, and the anonymous memory of all
-together. Every process of the program is the first that the kernel ends when memory runs out.
+A limit of 0 means no limit. MEMORY_BYTES limits the data of each process, and the anonymous memory
+of all of them together. When memory runs out, the kernel kills the program's processes first.
 """
 
 import contextlib
@@ -30,8 +32,8 @@ import time
 from types import FrameType
 
 GRACE_S = 2.0  # from SIGTERM to SIGKILL
-KILL_S = 5.0  # for killed processes to be gone; one in the kernel's hands may stay
-POLL_S = 0.1  # between two looks at what the program uses
+KILL_S = 5.0  # for killed processes to be gone; one blocked in the kernel may stay
+POLL_S = 0.1  # between two checks of the limits
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -53,12 +55,13 @@ class Supervisor:
         os.set_blocking(self.woken, False)
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        # Handlers, unlike SIG_IGN, are not inherited. A program's signals do not end this process.
+        # Handlers keep the program's signals from ending this process. They are not inherited,
+        # unlike SIG_IGN.
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, _wake_up)
 
     def run(self, words: list[str]) -> str:
-        """Run the program until it ends or must end; return the line for the trainer."""
+        """Run the program until it exits or must end, and return the last line for the trainer."""
         if error := self.start(words):
             return f"errno {error}"
         setting = ""
@@ -69,7 +72,7 @@ class Supervisor:
         return f"over {setting}" if setting else f"exit {self.status or 0}"
 
     def start(self, words: list[str]) -> int:
-        """Start the program; return 0, or the error's number."""
+        """Start the program. Return 0, or the error number."""
         failed, failing = os.pipe()
         self.program = os.fork()
         if not self.program:
@@ -77,20 +80,20 @@ class Supervisor:
         os.close(failing)
         said = os.read(failed, 16)
         null = os.open(os.devnull, os.O_RDWR)
-        for standard in range(3):  # which the program alone holds open from now on
+        for standard in range(3):  # only the program keeps them open
             os.dup2(null, standard)
         return int(said or 0)
 
     def become(self, words: list[str], failing: int) -> None:
-        """Turn this process, which was just forked, into the program."""
+        """Replace this process, just forked, by the program."""
         try:
             os.setsid()
-            self.tell(f"started {os.getpid()}")  # here, as the program may kill its supervisor
+            self.tell(f"started {os.getpid()}")  # here, because the program may kill its supervisor
             if self.is_subreaper:
                 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                     file.write("1000")
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
                 signal.signal(number, signal.SIG_DFL)
             limit(resource.RLIMIT_NOFILE, self.num_files)
             if self.memory:
@@ -107,14 +110,14 @@ class Supervisor:
             os.write(self.socket, f"{line}\n".encode())
 
     def is_told_to_end(self) -> bool:
-        """Wait for a signal, the trainer or a moment; return whether the program must end."""
+        """Wait for a signal, the trainer or POLL_S. Return True if the program must end."""
         ready, _, _ = select.select([self.socket, self.woken], [], [], POLL_S)
         with contextlib.suppress(BlockingIOError):
             os.read(self.woken, 4096)
         return self.socket in ready or os.getppid() != self.trainer
 
     def reap(self) -> bool:
-        """Take note of children that ended; return whether none is left."""
+        """Record children that ended. Return True if none is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -126,7 +129,7 @@ class Supervisor:
                 self.status = os.waitstatus_to_exitcode(status)
 
     def setting_exceeded(self) -> str:
-        """Return the name of a limit that the program is over, or an empty text."""
+        """Return the name of a limit that the program exceeds, or ""."""
         if not self.is_subreaper:
             return ""
         pids = descendants()
@@ -137,7 +140,7 @@ class Supervisor:
         return ""
 
     def end_all(self, at_once: bool) -> None:
-        """End the program and its descendants: politely, unless `at_once`, then for sure."""
+        """End the program and its descendants: SIGTERM, a grace unless `at_once`, then SIGKILL."""
         self.send(signal.SIGTERM)
         give_up = time.monotonic() + (0 if at_once else GRACE_S)
         while not self.reap() and time.monotonic() < give_up:
@@ -149,13 +152,13 @@ class Supervisor:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until a child ends, for a moment at most."""
+        """Wait briefly for a child to end."""
         select.select([self.woken], [], [], 0.02)
         with contextlib.suppress(BlockingIOError):
             os.read(self.woken, 4096)
 
     def stop_all(self) -> None:
-        """Stop all processes, so that none starts another while the others are killed."""
+        """Stop all processes, so that none starts another while they are killed."""
         stopped = set()
         for _ in range(50):
             found = set(descendants()) - stopped if self.is_subreaper else set()
@@ -165,7 +168,7 @@ class Supervisor:
             send_each(found, signal.SIGSTOP)
 
     def send(self, number: int) -> bool:
-        """Send all of them a signal; return whether there was one."""
+        """Send a signal to all processes. Return True if there was one."""
         if self.is_subreaper:
             return send_each(descendants(), number)
         try:
@@ -176,16 +179,16 @@ class Supervisor:
 
 
 def _wake_up(number: int, frame: "FrameType | None") -> None:
-    """Do nothing: the number is written to the pipe that `wait` reads."""
+    """Do nothing. The signal number is written to the pipe that `wait` reads."""
 
 
 def prctl(option: int, argument: int) -> int:
-    """Call Linux's prctl; return 0 if it did what was asked."""
+    """Call Linux's prctl. Return 0 if it succeeded."""
     return ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
 
 
 def limit(name: int, value: int) -> None:
-    """Lower a soft limit to the value; what cannot be had stays as it is."""
+    """Set a soft limit, or leave it as it is if that is not possible."""
     hard = resource.getrlimit(name)[1]
     with contextlib.suppress(OSError, ValueError):
         if value and (hard == resource.RLIM_INFINITY or value <= hard):
@@ -193,7 +196,7 @@ def limit(name: int, value: int) -> None:
 
 
 def send_each(pids: "set[int] | list[int]", number: int) -> bool:
-    """Send each process a signal; return whether there was one."""
+    """Send each process a signal. Return True if there was one."""
     sent = False
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -203,7 +206,7 @@ def send_each(pids: "set[int] | list[int]", number: int) -> bool:
 
 
 def descendants() -> "list[int]":
-    """Return the processes below this one; those that end or start meanwhile may be missing."""
+    """Return the descendants of this process. Those that start or end meanwhile may be missing."""
     found, unseen = [], [os.getpid()]
     while unseen:
         pid = unseen.pop()
@@ -224,7 +227,7 @@ def children_of(pid: int) -> "list[int]":
 
 
 def anonymous_memory(pid: int) -> int:
-    """Return the bytes of memory that a process alone holds, files that it maps left out."""
+    """Return the bytes of memory that only this process uses, without mapped files."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             _, resident, shared = map(int, file.read().split()[:3])
@@ -237,4 +240,4 @@ if __name__ == "__main__":
     FD, *LIMITS = map(int, sys.argv[1:5])
     SUPERVISOR = Supervisor(FD, *LIMITS)
     SUPERVISOR.tell(SUPERVISOR.run(sys.argv[5:]))
-    os._exit(0)  # nothing is left to put in order
+    os._exit(0)  # nothing is left to clean up

@@ -1,7 +1,7 @@
-"""Devices that are not here, for which their own compilers compile all the same.
+"""Descriptions of absent devices, for which their compilers can still compile.
 
-A TPU's compiler is libtpu (`pip install libtpu`), a GPU's comes with `jax[cuda12]`; neither needs
-the device, and nothing that is compiled so can run.
+A TPU's compiler is libtpu (`pip install libtpu`). A GPU's comes with `jax[cuda12]`. Neither needs
+the device. The compiled programs cannot run here.
 """
 
 import os
@@ -13,8 +13,8 @@ from jax.experimental import topologies
 
 from lightning_jax.config import ConfigError
 
-# What XLA's GPU compiler asks of a GPU; bytes, and bytes a second. From NVIDIA's data sheets and
-# what the cards say of themselves.
+# Properties that XLA's GPU compiler needs, in bytes and bytes per second. From NVIDIA's data sheets
+# and from queries of the cards.
 _HOPPER = {
     "cuda_compute_capability": "{ major: 9 feature_extension: ACCELERATED_FEATURES }",
     "core_count": 132,
@@ -58,15 +58,15 @@ _ANY_GPU = {
     "registers_per_core_limit": 65536,
     "registers_per_block_limit": 65536,
 }
-_JAX_TAKES = 0.75  # of a GPU's memory, by default
+_JAX_TAKES = 0.75  # share of a GPU's memory that JAX takes by default
 EXPECTED = f"one of {', '.join(_GPUS)}, alone or as h100:8, or a TPU slice such as v5e:2x4"
 
 
 def target_devices(target: str) -> tuple[Sequence[Any], int | None]:
-    """The devices of a target such as `h100:8` or `v5e:2x4`, and the bytes that each has for
-    arrays, None where nobody says so.
+    """Return (devices of a target such as `h100:8` or `v5e:2x4`, bytes of each for arrays).
 
-    Raises ConfigError if there is no such target, or its compiler is not installed.
+    The bytes are None if unknown. Raises ConfigError if the target is unknown or its compiler is
+    not installed.
     """
     name, _, size = target.partition(":")
     if name in _GPUS:
@@ -76,7 +76,7 @@ def target_devices(target: str) -> tuple[Sequence[Any], int | None]:
         return _gpus(target, name, int(number)), int(_JAX_TAKES * _GPUS[name]["device_memory_size"])
     if not name.startswith("v") or not size:
         raise ConfigError(f"target is {target!r}; expected {EXPECTED}.")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks a network for a TPU
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu looks for a TPU on the network
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=target).devices, None
     except RuntimeError as error:
@@ -93,7 +93,7 @@ def _gpus(target: str, name: str, number: int) -> Sequence[Any]:
         f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}\n'
         f'device_description_str: "{name.upper()}"'
     )
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # which asks for a GPU
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the check needs a GPU
     try:
         return topologies.get_topology_desc(
             platform="cuda", topology_name="", topology=f"1x1x{number}", target_config=described

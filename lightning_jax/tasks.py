@@ -1,4 +1,4 @@
-"""Tasks in a Grain pipeline whose place can be saved, and demonstrations as training sequences."""
+"""Tasks in a Grain pipeline with a resumable position, and demonstrations as training sequences."""
 
 import json
 from collections import defaultdict
@@ -23,14 +23,14 @@ from lightning_jax.types import Message, Task, TrainingSequence
 Item = TypeVar("Item")
 Conversation = Sequence[Message] | Mapping[str, Any]
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # prompt ids, response ids
-OURS = ("train", "agent")  # fields of a demonstrated message that no model reads
+OURS = ("train", "agent")  # fields of a demonstration's message that the model never sees
 
 
 class TaskIterator:
-    """Endless shuffled batches of `items`; each pass over them is shuffled anew.
+    """Endless shuffled batches of `items`, reshuffled in each pass.
 
-    Batches run over the end of a pass, so all have `batch_size` items. `state()` is a small JSON
-    object; after `restore` of it the same batches follow.
+    Batches continue across passes, so all have `batch_size` items. `state()` is a small JSON
+    object. After `restore` of it the same batches follow.
     """
 
     def __init__(self, items: Sequence[Any], batch_size: int, seed: int) -> None:
@@ -61,10 +61,10 @@ def _alone(item: Item) -> list[Item]:
 
 
 def group_tasks(tasks: Sequence[Task], field: str | None, size: int) -> list[list[Task]]:
-    """Tasks in lists of at most `size` that share the value of `field`, in order of appearance.
+    """Group tasks with the same value of `field` into lists of at most `size`, in order.
 
-    `field` None puts neighbours together. Groups let demonstrations with one long common prefix
-    meet in one batch, where the prefix is computed once.
+    If `field` is None, neighbors are grouped. Groups put demonstrations with a long shared prefix
+    into one batch, where the prefix is computed once.
     """
     by_value: dict[str, list[Task]] = defaultdict(list)
     for task in tasks:
@@ -77,7 +77,10 @@ def group_tasks(tasks: Sequence[Task], field: str | None, size: int) -> list[lis
 
 
 def spread(items: Sequence[Item], limit: int) -> list[Item]:
-    """At most `limit` items, evenly spaced: a file's beginning may know only one kind."""
+    """Return at most `limit` items, evenly spaced.
+
+    The start of a file may not be representative.
+    """
     if len(items) <= limit:
         return list(items)
     return [items[i * len(items) // limit] for i in range(limit)]
@@ -86,16 +89,16 @@ def spread(items: Sequence[Item], limit: int) -> list[Item]:
 def demonstration_sequences(
     conversations: Sequence[Conversation], tokenizer: Tokenizer, routing: Routing | None = None
 ) -> list[TrainingSequence]:
-    """One sequence per assistant message, with the prompt a gateway would have made for it.
+    """Return one sequence per assistant message, with the prompt that a gateway would have made.
 
-    A conversation is a list of messages or, with tools, OpenAI's fine-tuning record
-    `{"messages": [...], "tools": [...]}`. A message with `"train": False` is context only. A
-    response is the message's tokens, its tool calls written as the model's family writes them, and
-    the end-of-turn token; later prompts hold the same ids, so a conversation is one path of the
-    forest. Every token has the same weight, and the weights sum to 1.
+    A conversation is a list of messages or, with tools, OpenAI's fine-tuning record `{"messages":
+    [...], "tools": [...]}`. A message with `"train": False` is context only. A response is the
+    message's tokens, its tool calls in the format of the model's family, and the end-of-turn token.
+    Later prompts hold the same ids, so a conversation is one path of the forest. All tokens have
+    the same weight, and the weights sum to 1.
 
-    Of several policies each learns for itself: what a role gives to it, by the message's `"agent"`
-    or the system prompt, and what no role gives to any.
+    With several policies, a message goes to the policy of its role, found by the message's
+    `"agent"` or the system prompt. Messages without such a role train every policy.
     """
     routing = routing or Routing()
     adapters = policy_places(routing.policies)
@@ -117,8 +120,9 @@ def demonstration_sequences(
 def _turns(
     conversation: Conversation, tokenizer: Tokenizer
 ) -> list[tuple[Mapping[str, str], Pair]]:
-    """(what its call says of itself, prompt and response ids) of each assistant message to learn,
-    as the gateway would record them.
+    """Return (routing facts of its call, (prompt ids, response ids)) for each trained message.
+
+    Both are as the gateway would record them.
     """
     messages, tools = _messages_and_tools(conversation)
     memory, form = ConversationMemory(), format_of(tokenizer)
@@ -147,13 +151,13 @@ def _messages_and_tools(conversation: Conversation) -> tuple[Sequence[Message], 
 
 
 def _offered(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as the gateway shows it to the model: without what only clients read."""
+    """Return the tool as the gateway shows it to the model, without client-only fields."""
     description, parameters = function.get("description") or "", function.get("parameters")
     return Function(function["name"], description, parameters).as_tool()
 
 
 def response_text(message: Message, form: ToolFormat) -> str:
-    """What the model writes to make this assistant message: its text, then its tool calls."""
+    """Return the model's text for this assistant message: its content, then its tool calls."""
     text = message.get("content") or ""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     if not calls:
@@ -162,8 +166,9 @@ def response_text(message: Message, form: ToolFormat) -> str:
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
-    """The token that the chat template puts after an assistant's words. Raises ValueError without
-    one.
+    """Return the token that the chat template puts after an assistant message.
+
+    Raises ValueError if that is not an end-of-response token.
     """
     words = "end-of-turn"
     text = tokenizer.render_chat(

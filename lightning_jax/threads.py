@@ -1,4 +1,4 @@
-"""Work in a thread that whoever stops a run has to wait for."""
+"""Work in a thread that shutdown has to wait for."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 async def to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """As `asyncio.to_thread`, but cancelled it ends no sooner than the function does.
+    """Like `asyncio.to_thread`, but if cancelled, wait for the function to finish before raising.
 
-    A thread cannot be cancelled. What is closed after it, or told to other processes, must not
-    come between the device programs that it still starts.
+    A thread cannot be cancelled. It may still start device programs, and closing objects or sending
+    commands to other processes must not come in between.
     """
     work = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
     try:
@@ -20,5 +20,5 @@ async def to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
     except asyncio.CancelledError:
         await asyncio.wait({work})
         if not work.cancelled():
-            work.exception()  # whoever stops does not ask for it; else asyncio would report it
+            work.exception()  # retrieve it, or asyncio reports it
         raise

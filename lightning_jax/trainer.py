@@ -1,22 +1,21 @@
-"""The loop: collect rollouts, assign credit, batch, step, publish the weights, evaluate.
+"""Training loop: collect rollouts, assign credit, batch, update, publish the weights, evaluate.
 
-`train` runs it from whatever a run directory holds to `config.total_steps`:
+`train` runs it from the current state of a run directory to `config.total_steps`:
 
-    run_dir/config.yaml     the settings as resolved
+    run_dir/config.yaml     the resolved settings
     run_dir/sources.json    digests of the agent's file and the tasks
     run_dir/store.sqlite    every rollout and every span
-    run_dir/checkpoints/    params, optimizer state, places in the task pipelines
-    run_dir/run.lock        held by the process that works here
-    run_dir/metrics.jsonl   a row a step: row s is about weights version s and its update
-    run_dir/curves.png      the same as a picture, drawn every half minute at most and at the end
+    run_dir/checkpoints/    params, optimizer state, positions in the task pipelines
+    run_dir/run.lock        lock of the process that uses the directory
+    run_dir/metrics.jsonl   a row per step: row s is about weights version s and its update
+    run_dir/curves.png      plot of the metrics, redrawn every half minute at most and at the end
     run_dir/policy/         the trained policy as a Hugging Face directory
-    run_dir/policy_adapter/ its adapters alone, for peft, where model.lora has them
-                            (of several policies each in a folder of its name, here and there)
+    run_dir/policy_adapter/ its adapters alone, in peft's format, if model.lora has them
+                            (with several policies, each has a subdirectory of its name in both)
 
-Version s of the weights is what s trainer steps made. A step makes one optimizer update, or as many
-as `algorithm.num_epochs` and `num_minibatches` say. After a crash the loop goes on from the newest
-checkpoint, and the rollouts of the steps it has to do again come from the store: they are not
-sampled twice.
+Version s of the weights is the result of s trainer steps. A step makes one optimizer update, or
+more if `algorithm.num_epochs` and `num_minibatches` say so. After a crash the loop resumes from the
+newest checkpoint. The rollouts of repeated steps come from the store and are not sampled twice.
 """
 
 import asyncio
@@ -62,27 +61,27 @@ from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)
 
-# Descriptors of this process for an agent: both ends of a few connections, or the pipes of a
-# program and one end; and an event loop of its own.
+# Descriptors that this process needs per agent: both ends of a few connections, or the pipes of a
+# program and one end, and an event loop.
 FILES_PER_AGENT = 8
 
-# What may change between a crash and going on without making stored rollouts those of another run.
+# Settings that may change when a run resumes while stored rollouts stay valid.
 HARMLESS = (
     "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency",
     "rollout.retry_delay_s", "rollout.max_retry_delay_s", "mesh.", "distributed.",
     "agent.max_processes", "agent.memory_mib",
 )  # fmt: skip
 
-# What shapes a step's update, but not the rollouts of the weights that there are already.
+# Settings that affect a step's update but not the rollouts of existing weights.
 LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "model.remat")
 
 
 async def train(
     config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
 ) -> list[dict[str, float | int]]:
-    """Runs or resumes a run to its end; the rows of its metrics file.
+    """Run or resume a run to its end and return the rows of its metrics file.
 
-    In a run of several processes all call this, and only process 0 returns rows.
+    In a run of several processes all of them call this, and only process 0 returns rows.
     """
     distributed.join(config.distributed)
     if not distributed.is_leader():
@@ -98,7 +97,7 @@ async def train(
                 initial=run.step,
                 desc="steps",
                 unit="step",
-                disable=None,  # where nobody watches a terminal, the lines of the log are enough
+                disable=None,  # without a terminal, the log lines are enough
             ) as bar,
         ):
             while run.step < config.total_steps:
@@ -114,8 +113,9 @@ async def train(
 
 
 async def _follow(config: Config) -> None:
-    """The part of a process other than 0: its share of every update and checkpoint. Cancelled, it
-    ends when process 0 does, and asks for that.
+    """Do the share of a process other than 0 in every update and checkpoint.
+
+    If cancelled, ask process 0 to end the run, and return when it does.
     """
 
     def work() -> None:
@@ -138,11 +138,14 @@ async def _follow(config: Config) -> None:
 async def open_run(
     config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
 ) -> AsyncIterator["Run"]:
-    """A run at the step its directory has reached, its server up; closes all of it at the end."""
+    """Yield a run at the current step of its directory, with its server running.
+
+    Everything is closed at the end.
+    """
     agent, make_one = make_agent(config.agent), _orchestrator(config)
     directory = Path(config.run_dir)
     async with AsyncExitStack() as at_end:  # last in, first out
-        at_end.enter_context(_alone_in(directory))  # before the model, which takes long to load
+        at_end.enter_context(_alone_in(directory))  # before loading the model, which takes long
         config = _settled(config)
         sources = digests(config, train_tasks, dev_tasks)
         changed = _changed_settings(config) + changed_sources(directory, sources)
@@ -155,14 +158,14 @@ async def open_run(
         ]
 
         def make_loop(params: Any, version: int, *, share_base: bool = False) -> Any:
-            """Of one set of weights. All such loops run the engines' programs."""
+            """Return the loop for one set of weights. All loops share the engines' programs."""
             params = engines[0].spread(params, share_base=share_base)
             rest = (params, version, model.tokenizer, config.serve)
             return replicate(lambda engine: make_one(engine, *rest), engines, config.serve.slots)
 
         initial = None
         if any(role.served_by == "initial" for role in config.roles.values()):
-            initial = make_loop(model.params, 0)  # before the run, which takes the weights over
+            initial = make_loop(model.params, 0)  # before the run takes ownership of the weights
         run = Run(config, model, store, train_tasks, dev_tasks)
         at_end.push_async_callback(run.close)
         at_end.callback(run.leader.dismiss)
@@ -202,7 +205,10 @@ async def open_run(
 
 
 def _tell_of_bias(config: Config) -> None:
-    """Gradients are of the whole policy at a call's temperature; others' samples bias them."""
+    """Warn if rollouts are sampled from another distribution than the trained one.
+
+    Gradients are those of the unfiltered policy at a call's temperature. Other samples bias them.
+    """
     rollout = config.rollout
     exact = {
         "temperature": rollout.temperature is not None and rollout.temperature >= COLDEST,
@@ -221,7 +227,7 @@ def _tell_of_bias(config: Config) -> None:
 
 
 def _check_files(config: Config) -> None:
-    """Raise the limit of open files. Raises ConfigError where the agents would need more."""
+    """Raise the limit of open files. Raises ConfigError if the agents need more."""
     rollout, free = config.rollout, number_free()
     in_a_step = max(rollout.tasks_per_step * rollout.group_size, config.eval.num_tasks)
     at_once = min(rollout.concurrency, in_a_step)
@@ -236,7 +242,7 @@ def _check_files(config: Config) -> None:
 
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """Raises ConfigError where another process trains there: two would undo each other's work."""
+    """Lock the directory. Raises ConfigError if another process trains there."""
     make_private(directory)
     warn_if_open(directory)
     lock = FileLock(directory / "run.lock", blocking=False)
@@ -247,7 +253,7 @@ def _alone_in(directory: Path) -> Iterator[None]:
             f"another process trains in {directory}; expected one at a time. Wait for it or stop "
             "it, or set another run_dir."
         ) from None
-    except (OSError, NotImplementedError) as error:  # a file system that knows no locks
+    except (OSError, NotImplementedError) as error:  # a file system without locks
         log.info("%s cannot be locked (%s); start no second run there", directory, error)
     try:
         yield
@@ -256,8 +262,10 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 
 def _settled(config: Config) -> Config:
-    """With dtypes in place of auto: those that the run began with, where it has begun. Several
-    processes need no file for that, which one of them may be writing: they do not measure.
+    """Return the settings with dtypes in place of auto.
+
+    A run that has begun keeps its first choice. With several processes nothing is measured, so the
+    file is not read. One of them may be writing it.
     """
     model, saved = config.model, Path(config.run_dir) / "config.yaml"
     if model.dtype == AUTO and jax.process_count() == 1 and saved.exists():
@@ -267,14 +275,15 @@ def _settled(config: Config) -> Config:
 
 
 def _changed_settings(config: Config) -> list[str]:
-    """Keys of the settings that make the run another one than its directory holds."""
+    """Return the changed settings that make stored rollouts those of another run."""
     changed = changed_keys(Path(config.run_dir) / "config.yaml", config)
     return [key for key in changed if not key.startswith(HARMLESS)]
 
 
 def _set_aside(store: Store, changed: Sequence[str], step: int) -> None:
-    """After a change of settings the rollouts of what comes next are another run's; the store says
-    so before the settings are saved, so that a crash between the two changes nothing.
+    """Mark the stored rollouts of coming steps as those of another run if settings changed.
+
+    The store is updated before the settings are saved, so that a crash in between does no harm.
     """
     if not changed:
         return
@@ -290,13 +299,15 @@ def _set_aside(store: Store, changed: Sequence[str], step: int) -> None:
 
 
 def _front(config: Config, loops: Sequence[Any]) -> Any:
-    """What the gateway sees of the loops, of which there is one for each set of weights."""
+    """Return the gateway's view of the loops, of which there is one per set of weights."""
     return loops[0] if config.weights == ("",) else LoopsByPolicy(loops)
 
 
 def _load(config: Config) -> LoadedModel:
-    """All weights that train are loaded in float32: on bfloat16's grid they would have to leave it
-    by half its spacing before a step changed what is computed with.
+    """Load the model, with all trained weights in float32.
+
+    If rounded to bfloat16 first, a weight would have to move by half the grid spacing before any
+    computation changed.
     """
     dtype = config.model.dtype if config.model.lora.rank else "float32"
     model = load_model(config.model.name, dtype, config.model.activation_dtype)
@@ -304,11 +315,11 @@ def _load(config: Config) -> LoadedModel:
 
 
 def _model_that_fits(config: Config) -> LoadedModel:
-    """Loads the model. Raises ConfigError where the run would not fit in a device's memory."""
+    """Load the model. Raises ConfigError if the run would not fit in a device's memory."""
     model = _load(config)
     planned = plan.make_plan(model.config, config, plan.device_capacity())
     log.info("%s", plan.one_line(planned))
-    if config.policies:  # so that a misspelt name, which is one more policy, is seen
+    if config.policies:  # shows a misspelled name, which makes one more policy
         words = (f"{k}" + " (frozen)" * (not v.trains) for k, v in config.policies.items())
         log.info("policies: %s", ", ".join(words))
     plan.check_plan(planned)
@@ -316,7 +327,10 @@ def _model_that_fits(config: Config) -> LoadedModel:
 
 
 def _orchestrator(config: Config) -> Callable[..., Any]:
-    """What drives the engine. JetStream's cannot swap weights, so it only evaluates."""
+    """Return the class that drives the engine.
+
+    JetStream's cannot swap weights, so it only evaluates.
+    """
     if config.serve.orchestrator == "native":
         return EngineLoop
     if config.total_steps > 0:
@@ -325,6 +339,6 @@ def _orchestrator(config: Config) -> Callable[..., Any]:
             "to train; expected native, because JetStream's cannot take new weights. Set "
             "num_steps and warmup.num_steps to 0 to evaluate with it."
         )
-    from lightning_jax.serve.jetstream_loop import JetStreamLoop  # an optional package
+    from lightning_jax.serve.jetstream_loop import JetStreamLoop  # an optional dependency
 
     return JetStreamLoop

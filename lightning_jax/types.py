@@ -1,10 +1,10 @@
-"""The frozen records that travel through the system, and the letters that name array axes.
+"""Frozen records that travel through the system, and the letters that name array axes.
 
     Span  ->  Transition  ->  Trajectory  ->  Batch
 
 Axis letters, used in every shape annotation: B rows, T tokens of a row, R targets of a row, V
 vocabulary, E embedding, H query heads, K key/value heads, D head size, L layers, S slots, C cache
-length, G groups, N rollouts of a group. Log-probabilities are in nats, of the token at that index.
+length, G groups, N rollouts of a group. Log-probabilities are in nats, for the token at that index.
 """
 
 import math
@@ -14,26 +14,26 @@ from typing import Any, Literal
 
 import jax
 
-Leaf = Any  # an array, or what JAX puts in its place while it transforms a record
+Leaf = Any  # an array, or JAX's placeholder while it transforms a record
 FinishReason = Literal["stop", "length", "error", "cancelled"]
-# A rollout's life. "scored" and the two failures are final; only an infrastructure failure is
-# retried.
+# "scored" and the two failures are final. Only an infrastructure failure is retried.
 RolloutStatus = Literal["queued", "running", "scored", "agent_failure", "infrastructure_failure"]
-FINISHED = ("scored", "agent_failure")  # what measures the policy, and is not tried again
+FINISHED = ("scored", "agent_failure")  # statuses that measure the policy and are not retried
 Message = dict[str, Any]  # an OpenAI chat message
 TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability), best first
-Advantage = float | tuple[float, ...]  # of all tokens of a call, or of each that is trained
+Advantage = float | tuple[float, ...]  # of a whole call, or of each trained token
 MAX_TOP_LOGPROBS = 20
-Task = dict[str, Any]  # whatever one line of a task file says; "id" is always there
+Task = dict[str, Any]  # one line of a task file; always has "id"
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is sampled. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and
-    the penalties 0 are off.
+    """Sampling settings of one response.
 
-    A logit becomes logit + bias - frequency_penalty * count - presence_penalty * (count > 0), where
-    count is how often the response holds the token already. What `grammar` forbids is never drawn.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and penalties of 0 are off. A logit
+    becomes logit + bias - frequency_penalty * count - presence_penalty * (count > 0). Here count is
+    the number of times the response already contains the token. Tokens that `grammar` forbids are
+    never sampled.
     """
 
     max_tokens: int = 256
@@ -41,15 +41,15 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int | None = None  # None: drawn by the server
+    seed: int | None = None  # None: chosen by the server
     stop: tuple[str, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    top_logprobs: int = 0  # alternatives of each token to report
-    grammar: str | None = None  # the response's language, in llguidance's format
-    ignore_eos: bool = False  # go on past an end-of-turn token, as benchmarks do
-    score_prompt: bool = False  # also give the log-probabilities of the prompt's own tokens
+    top_logprobs: int = 0  # number of alternatives to report per token
+    grammar: str | None = None  # grammar of the response, in llguidance's format
+    ignore_eos: bool = False  # continue after an end-of-turn token, for benchmarks
+    score_prompt: bool = False  # also return log-probabilities of the prompt's tokens
 
     def __post_init__(self) -> None:
         biases = [-100.0 <= bias <= 100.0 and token >= 0 for token, bias in self.logit_bias]
@@ -81,10 +81,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Of each prompt token after the first, what the policy at temperature 1 gave it."""
+    """Log-probabilities of the policy at temperature 1 for each prompt token after the first."""
 
     logprobs: tuple[float, ...]
-    top_logprobs: tuple[TopLogprobs, ...]  # the likeliest tokens in its place
+    top_logprobs: tuple[TopLogprobs, ...]  # likeliest tokens at each position
 
     def __post_init__(self) -> None:
         _same_length(self, "logprobs", "top_logprobs")
@@ -92,20 +92,22 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished response of the engine, token by token. Left out, `forced` is all False,
-    `top_logprobs` empty for each token and `tempered_logprobs` what `behavior_logprobs` is.
+    """Finished response of the engine, token by token.
+
+    By default `forced` is all False, `top_logprobs` is empty for each token, and
+    `tempered_logprobs` equals `behavior_logprobs`.
     """
 
-    token_ids: tuple[int, ...]  # as sampled, the end-of-turn token included
-    text: str  # what the client sees: no special tokens, cut before a stop string
+    token_ids: tuple[int, ...]  # as sampled, including the end-of-turn token
+    text: str  # text for the client: no special tokens, cut before a stop string
     behavior_logprobs: tuple[float, ...]  # of the policy at temperature 1, unfiltered
-    sampling_logprobs: tuple[float, ...]  # of the tempered and filtered distribution drawn from
-    policy_versions: tuple[int, ...]  # weights version that made each token
+    sampling_logprobs: tuple[float, ...]  # of the sampled distribution, tempered and filtered
+    policy_versions: tuple[int, ...]  # weights version that sampled each token
     finish_reason: FinishReason
-    forced: tuple[bool, ...] = ()  # True where the grammar left the sampler no choice
-    top_logprobs: tuple[TopLogprobs, ...] = ()  # of the policy, as `behavior_logprobs`
-    prompt_scores: PromptScores | None = None  # where asked for
-    # Of the policy at the request's temperature (1 where greedy), unfiltered and unbiased.
+    forced: tuple[bool, ...] = ()  # True if the grammar allowed only this token
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # of the policy, like `behavior_logprobs`
+    prompt_scores: PromptScores | None = None  # if requested
+    # Of the policy at the request's temperature (1 if greedy), unfiltered and unbiased.
     tempered_logprobs: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -127,7 +129,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Span:
-    """One traced event, as OpenTelemetry names its parts. Times are nanoseconds since the epoch."""
+    """Traced event, with OpenTelemetry's field names. Times are in nanoseconds since the epoch."""
 
     trace_id: str
     span_id: str
@@ -136,22 +138,22 @@ class Span:
     start_ns: int
     end_ns: int
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None  # why the traced call failed; None if it did not
-    # Place in the order in which the store's spans began. None: the store gives it the next one, or
-    # the span is of a store older than schema version 4.
+    error: str | None = None  # reason of a failed call, or None
+    # Order of the span's start among the store's spans. None: the store assigns the next number, or
+    # the store is older than schema version 4.
     sequence: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class Transition:
-    """One LLM call of one agent. Ids come from the server that sampled them; text is never
-    re-tokenized. Left out, `forced` is all False.
+    """LLM call of one agent.
 
-    It is learned from at its `temperature`, which `tempered_logprobs` are of; () at 1, where they
-    are the behaviour log-probs.
+    Ids come from the server that sampled them; text is never re-tokenized. By default `forced` is
+    all False. Training uses the policy at the call's `temperature`. `tempered_logprobs` are at that
+    temperature, or () at temperature 1, where they equal the behavior log-probabilities.
     """
 
-    call_id: str  # the span's id
+    call_id: str  # id of the span
     rollout_id: str
     prompt_token_ids: tuple[int, ...]
     response_token_ids: tuple[int, ...]
@@ -159,13 +161,13 @@ class Transition:
     sampling_logprobs: tuple[float, ...]
     policy_versions: tuple[int, ...]
     finish_reason: FinishReason
-    agent: str = ""  # the sub-agent that called, where known
-    policy: str = "policy"  # the model name it asked for
-    reward: float = 0.0  # what this call earned by itself, besides the rollout's reward
-    forced: tuple[bool, ...] = ()  # True where a grammar left the sampler no choice
-    role: str = ""  # the part it plays, one of the config's `roles`; "" if none fits
-    trains: bool = True  # False: it is part of the environment
-    answered_by: str = ""  # which of several policies sampled it; "": there is but one, or none did
+    agent: str = ""  # name of the calling sub-agent, if known
+    policy: str = "policy"  # requested model name
+    reward: float = 0.0  # reward of this call alone, in addition to the rollout's reward
+    forced: tuple[bool, ...] = ()  # True if a grammar allowed only this token
+    role: str = ""  # name in the config's `roles`, or "" if none matches
+    trains: bool = True  # False: the call is part of the environment
+    answered_by: str = ""  # policy that sampled it; "": the only policy, or none
     temperature: float = 1.0
     tempered_logprobs: tuple[float, ...] = ()
 
@@ -188,10 +190,10 @@ class Transition:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The calls of one scored rollout in order, and the reward of the whole."""
+    """Calls of one scored rollout, in order, and the rollout's reward."""
 
     rollout_id: str
-    group_id: str  # rollouts of one task in one step share it
+    group_id: str  # shared by the rollouts of one task in one step
     transitions: tuple[Transition, ...]
     reward: float
 
@@ -204,14 +206,14 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class StateValues:
-    """The states of one sequence that a critic learns from, at most one a trained token.
+    """States of one sequence that a critic learns from, at most one per trained token.
 
-    State i is what the policy had read before response token `positions[i]`; 0 is the prompt.
+    State i is the context before response token `positions[i]`; position 0 is the prompt.
     """
 
     positions: tuple[int, ...]
-    values: tuple[float, ...]  # the critic's own, before the step's first update
-    returns: tuple[float, ...]  # what they should have been
+    values: tuple[float, ...]  # of the critic, before the step's first update
+    returns: tuple[float, ...]  # targets of the values
     weight: float = 1.0  # of each state in the loss
 
     def __post_init__(self) -> None:
@@ -220,25 +222,26 @@ class StateValues:
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """One response to learn from: a prompt, its response and what each of its tokens counts for.
-    Left out, `loss_mask` is all True.
+    """Prompt and response to learn from, with the advantage and weight of the response's tokens.
+
+    By default `loss_mask` is all True.
     """
 
     prompt_token_ids: tuple[int, ...]
     response_token_ids: tuple[int, ...]
     behavior_logprobs: tuple[float, ...]
     advantage: Advantage
-    weight: float  # of each token that is trained; see rl/weights.py
+    weight: float  # of each trained token; see rl/weights.py
     loss_mask: tuple[bool, ...] = ()  # False: the token is context only
     states: StateValues | None = None  # for a critic
-    # The place of the policy that learns, among several: that of the adapter it is read with, or of
-    # the weights. None: there is one policy, or it is among its own.
+    # Index of the policy that learns, and so of its adapter or weights. None: a single policy, or
+    # sequences of one policy only.
     adapter: int | None = None
-    pair: int | None = None  # of DPO: which of the step's pairs its rollout is in
-    # The places of its rollout and its group in the step. None: it is of no rollout.
+    pair: int | None = None  # for DPO: index of the rollout's pair in the step
+    # Indices of the rollout and its group in the step. None: not from a rollout.
     rollout: int | None = None
     group: int | None = None
-    # The policy that learns is the one whose logits are divided by it; the log-probs are of that.
+    # Divisor of the logits of the policy that learns. Log-probabilities are at this temperature.
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -249,10 +252,10 @@ class TrainingSequence:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StateBatch:
-    """The states of a batch that a critic learns from, at most one a target and in its place."""
+    """States of a batch that a critic learns from, at most one per target and at its index."""
 
-    nodes: Leaf  # int32 [B, R], index into the row of the last node that the state has read
-    values: Leaf  # float32 [B, R], the critic's own before the step's first update
+    nodes: Leaf  # int32 [B, R], row index of the last node in the state's context
+    values: Leaf  # float32 [B, R], of the critic before the step's first update
     returns: Leaf  # float32 [B, R]
     weights: Leaf  # float32 [B, R], 0 where there is no state
 
@@ -260,15 +263,16 @@ class StateBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DistinctTargets:
-    """What the LM head is read for: the different (node, token) pairs among a row's targets.
+    """Distinct (node, token) pairs among a row's targets, for which the LM head is evaluated.
 
-    Siblings that sampled the same token at the same place have a target each, of one such pair.
+    Siblings that sampled the same token after the same path have one target each, but share the
+    pair.
     """
 
-    nodes: Leaf  # int32 [B, R], index into the row of the node that predicts
-    ids: Leaf  # int32 [B, R], the token; -1 where there is no pair
-    of_targets: Leaf  # int32 [B, R], for each target the place of its pair
-    # float32 [B, R], by which a pair's logits are divided; pairs that differ in it are two.
+    nodes: Leaf  # int32 [B, R], row index of the node that predicts
+    ids: Leaf  # int32 [B, R], the token; -1 if there is no pair
+    of_targets: Leaf  # int32 [B, R], index of each target's pair
+    # float32 [B, R], divisor of a pair's logits. Pairs with different divisors are distinct.
     # None: all are 1.
     temperatures: Leaf = None
 
@@ -276,35 +280,36 @@ class DistinctTargets:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """A forest of token tries in fixed shapes: B rows of T nodes, and R targets a row.
+    """Forest of token tries in fixed shapes: B rows of T nodes, and R targets per row.
 
-    Nodes lie in depth-first order. Node i sees node j iff `j <= i < ends[j]`; `positions` is the
-    depth in its tree. Padding nodes see only themselves. A target is one sampled token: the model,
-    having read the path to `target_nodes`, gave `target_ids`. Two transitions that sampled the same
-    token at the same place share the node, never the target. The targets of one sequence lie side
-    by side in one row, in order.
+    Nodes are in depth-first order. Node i sees node j iff `j <= i < ends[j]`. `positions` is the
+    depth in the tree. Padding nodes see only themselves.
+
+    A target is one sampled token: after the path to `target_nodes`, the model sampled `target_ids`.
+    Two transitions that sampled the same token after the same path share the node, never the
+    target. The targets of one sequence are adjacent in one row, in order.
     """
 
     tokens: Leaf  # int32 [B, T]
     positions: Leaf  # int32 [B, T]
     ends: Leaf  # int32 [B, T]
-    target_nodes: Leaf  # int32 [B, R], index into the row of the node that predicts
+    target_nodes: Leaf  # int32 [B, R], row index of the node that predicts
     target_ids: Leaf  # int32 [B, R]
     target_mask: Leaf  # bool [B, R], True = a sampled token
-    target_calls: Leaf  # int32 [B, R], index of the sequence the target is of; -1 where masked
+    target_calls: Leaf  # int32 [B, R], index of the target's sequence; -1 where masked
     behavior_logprobs: Leaf  # float32 [B, R]
     advantages: Leaf  # float32 [B, R]
     weights: Leaf  # float32 [B, R], 0 where masked
-    # float32 [B, R], the trainer's own before the step's first update. None: this is the first.
+    # float32 [B, R], of the trainer before the step's first update. None: this is the first.
     old_logprobs: Leaf = None
-    states: Leaf = None  # StateBatch, None without a critic
-    adapters: Leaf = None  # int32 [B], which one each row is read with; None: there is but one
-    distinct: Leaf = None  # DistinctTargets; None: the LM head is read for each target by itself
+    states: Leaf = None  # StateBatch, or None without a critic
+    adapters: Leaf = None  # int32 [B], adapter index of each row; None: at most one adapter
+    distinct: Leaf = None  # DistinctTargets; None: evaluate the LM head per target
 
 
 @dataclass(frozen=True)
 class LLM:
-    """All that an OpenAI client needs."""
+    """Connection settings for an OpenAI client."""
 
     base_url: str
     api_key: str
@@ -313,28 +318,28 @@ class LLM:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One execution of an agent on a task, as the store keeps it."""
+    """One execution of an agent on a task, as stored."""
 
     rollout_id: str
     task_id: str
     group_id: str
     phase: str  # "train" or "eval"
-    step: int  # trainer step at which it was asked for
-    index: int  # 0 <= index < rollouts of the group
-    attempt: int  # 1 for the first try
+    step: int  # trainer step that requested it
+    index: int  # index in the group, from 0
+    attempt: int  # 1 for the first attempt
     status: RolloutStatus
     reward: float | None = None
-    reason: str | None = None  # a short code: why it failed
+    reason: str | None = None  # short code of the failure
     detail: str | None = None  # one sentence for people
-    metrics: dict[str, float] = field(default_factory=dict)  # what else the agent measured
-    superseded: bool = False  # settings changed since, so that it is another run's
+    metrics: dict[str, float] = field(default_factory=dict)  # other numbers that the agent returned
+    superseded: bool = False  # True if settings changed since, so that it is not reused
 
 
 class Coded(Exception):
-    """An error that says to programs what its message says to people.
+    """Error with a code for programs and a message for people.
 
-    `reason` is a short code in snake_case ("missing", "unknown_key"); `key` names the setting,
-    field, path or id that is concerned. Callers and tests read these, never the message.
+    `reason` is a short code in snake_case ("missing", "unknown_key"). `key` names the setting,
+    field, path or id in question. Callers and tests read these fields, never the message.
     """
 
     def __init__(self, message: str = "", *, reason: str = "invalid", key: str | None = None):
@@ -344,17 +349,18 @@ class Coded(Exception):
 
 
 class UserError(Coded):
-    """A fault that the person at the keyboard can mend. The message is one sentence: the fact and
-    the fix.
+    """Error that the user can fix.
+
+    The message is one sentence: the fact and the fix.
     """
 
 
 class InvalidValue(Coded, ValueError):
-    """A value from a caller, a file or a request that cannot be used."""
+    """Unusable value from a caller, a file or a request."""
 
 
 def _fill(record: Any, name: str, value: Any, *, like: str) -> None:
-    """Sets a per-token field that was left out to `value` for each item of the field `like`."""
+    """Set an omitted per-token field to `value` for each item of the field `like`."""
     if not getattr(record, name):
         object.__setattr__(record, name, (value,) * len(getattr(record, like)))
 

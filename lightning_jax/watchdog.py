@@ -1,4 +1,4 @@
-"""Says so where an agent blocks the event loop that it shares with the others."""
+"""Warning about an agent that blocks the event loop it shares with others."""
 
 import asyncio
 import logging
@@ -12,17 +12,16 @@ from contextlib import contextmanager
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
-PATIENCE = 10  # ticks without a turn of the loop
+PATIENCE = 10  # ticks without an iteration of the loop
 
 
 @contextmanager
 def watched_loop(
     loop: asyncio.AbstractEventLoop, thread: threading.Thread, tick_s: float = TICK_S
 ) -> Iterator[None]:
-    """Within it a standstill of the loop, which runs in `thread`, is logged, with the line that it
-    stands at.
+    """Log, while this context is open, when the loop in `thread` is blocked, and at which line.
 
-    Ticks are counted, not seconds, because a process that was stopped for a while has not blocked.
+    Ticks are counted instead of seconds, because a process that was suspended has not blocked.
     """
     turned, stop = threading.Event(), threading.Event()
 
@@ -55,7 +54,7 @@ def watched_loop(
 
 
 def current_line(thread: threading.Thread) -> str:
-    """Return the innermost line of the thread that is neither Python's own nor a library's."""
+    """Return the thread's innermost line outside the standard library and installed packages."""
     assert thread.ident is not None, "it was started"
     stack = traceback.extract_stack(sys._current_frames()[thread.ident])
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")

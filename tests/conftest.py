@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices, strict numerics, and no logging surprises for every test."""
+"""Test setup: eight simulated CPU devices, strict numerics, and unchanged logging."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
-hypothesis.settings.register_profile("busy", deadline=None)  # the machine may be busy
+hypothesis.settings.register_profile("busy", deadline=None)  # no deadline on a busy machine
 hypothesis.settings.load_profile("busy")
 
 
@@ -44,9 +44,7 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What one test has compiled no other compiles again, in whatever process it runs: neither
-    programs of JAX nor Python's modules.
-    """
+    """Share compiled JAX programs and Python bytecode between tests, in all processes."""
     assert config.cache is not None, "pytest's cache is switched off"
     settings = {
         "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
@@ -55,8 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     }
     for name, value in settings.items():
         jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)  # for processes that tests start
-    if sys.dont_write_bytecode:  # as where nothing may be written beside the sources
+        os.environ[name.upper()] = str(value)  # for subprocesses of tests
+    if sys.dont_write_bytecode:  # set if the source tree must stay clean
         place = str(config.cache.mkdir("bytecode"))
         sys.dont_write_bytecode, sys.pycache_prefix = False, place
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -64,14 +62,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests first: of two processes none is left with them at the end."""
+    """Run the longest tests first, so that no process is left with them at the end."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays, and tracing makes millions of objects that are no garbage: the
-    collector need not walk over either again and again.
+    """Freeze imported objects and make collections rarer.
+
+    Tracing makes millions of objects that are not garbage, which the collector need not scan again.
     """
     gc.collect()
     gc.freeze()
@@ -96,7 +95,7 @@ def bounded_programs() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how long the event loop stood still in the worst case of tests/abuse."""
+    """Print the longest stall of the event loop in tests/abuse."""
     stops = [
         (float(value), report.nodeid)
         for outcome in ("passed", "failed")
@@ -113,8 +112,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def undrawn() -> Iterator[None]:
-    """A run draws its curves when it begins and ends, which takes longer than the tests' steps do.
-    Tests of the picture take this back.
+    """Disable drawing of curves, which takes longer than the steps of a test run.
+
+    Tests of the plot enable it again.
     """
     with pytest.MonkeyPatch.context() as patch:
         if "lightning_jax.run" in sys.modules:
@@ -124,7 +124,7 @@ def undrawn() -> Iterator[None]:
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    """Takes back what a command does to the logging of its process."""
+    """Restore the logging that a command changes in this process."""
     root, ours = logging.getLogger(), logging.getLogger("lightning_jax")
     handlers, levels = list(root.handlers), (root.level, ours.level)
     yield

@@ -1,4 +1,4 @@
-"""Agents run on a loop of their own: what one of them does there ends or holds up nothing else."""
+"""Tests of the agents' event loop: an agent there can neither end nor delay anything else."""
 
 import asyncio
 import contextvars
@@ -39,7 +39,7 @@ async def rolled_out(path: Path, agent: Agent, number: int = 2, **settings: floa
 
 
 async def blocks(task: Task, llm: LLM) -> Result:
-    """A coroutine with the synchronous client."""
+    """Block in a synchronous client inside a coroutine."""
     return plain(task, llm)
 
 
@@ -52,7 +52,7 @@ def plain(task: Task, llm: LLM) -> Result:
 
 
 async def sleeps(task: Task, llm: LLM) -> Result:
-    """Blocks for longer than it may run."""
+    """Block for longer than the deadline."""
     time.sleep(1.0)
     return 1.0
 
@@ -150,7 +150,7 @@ async def test_sys_exit_in_a_task_of_an_agent_ends_no_other(
 
 
 async def test_each_call_of_to_thread_has_a_thread() -> None:
-    together = threading.Barrier(48)  # on two cores asyncio's own pool has six
+    together = threading.Barrier(48)  # more than asyncio's default pool has
 
     async def agent(task: Task, llm: LLM) -> Result:
         return float(await asyncio.to_thread(together.wait, 30) >= 0)

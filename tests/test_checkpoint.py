@@ -1,4 +1,4 @@
-"""A checkpoint brings back what was saved, and is whole or not there."""
+"""Tests of checkpoints: restoring returns the saved state, and writes are atomic."""
 
 import errno
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_save_that_broke_off_is_not_seen(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
     checkpointer.save(1, _state(1), {})
     checkpointer.close()
-    # What a killed process leaves: Orbax writes under a temporary name and renames at the end.
+    # Leftovers of a killed process: Orbax writes under a temporary name and renames at the end.
     (tmp_path / "c" / "2.orbax-checkpoint-tmp-7" / "state").mkdir(parents=True)
     again = Checkpointer(tmp_path / "c", CheckpointConfig())
     assert again.latest_step == 1

@@ -1,4 +1,4 @@
-"""The command as a person or a supervisor uses it: flags, signals, exit codes, what it prints."""
+"""Tests of the command: flags, signals, exit codes and output."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ LONG: dict[str, Any] = {
     "model": "policy",
     "messages": [{"role": "user", "content": "Count."}],
     "max_tokens": 480,
-    "logit_bias": {"258": -100},  # never ends early
+    "logit_bias": {"258": -100},  # forbids end-of-turn
 }
 SHORT: dict[str, Any] = LONG | {"max_tokens": 1}
 
@@ -42,7 +42,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_sigterm() -> Iterator[None]:
-    """Takes back what `train` does to the signal that stops jobs."""
+    """Restore the SIGTERM handler that `train` replaces."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
@@ -74,7 +74,7 @@ def test_sigterm_goes_to_the_present_handler_of_sigint(own_sigterm: None) -> Non
 
 @contextmanager
 def _serving(model_dir: Path, *flags: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """The process of `lightning-jax serve`, and the line that it prints once it answers."""
+    """Yield a process of `lightning-jax serve`, and the line it prints when ready."""
     arguments = ["serve", "--model", str(model_dir), "--max-len", "512", "--slots", "2", *flags]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     process = subprocess.Popen(
@@ -124,7 +124,7 @@ async def test_it_ends_in_time_and_a_random_key_is_printed(model_dir: Path) -> N
         async with openai.AsyncOpenAI(base_url=found[1], api_key=found[2], max_retries=0) as client:
             with pytest.raises(openai.AuthenticationError):
                 await client.with_options(api_key="wrong").models.list()
-            # Two run and the others wait for a slot.
+            # Two run; the others wait for a slot.
             calls = [asyncio.create_task(client.chat.completions.create(**LONG)) for _ in range(8)]
             async with aiohttp.ClientSession() as http:
                 while await _running(http, found[1]) < 2:
@@ -209,7 +209,7 @@ def test_what_new_makes_trains_and_goes_on(
         str(folder / name) for name in ("agent.py", "config.yaml", "tasks.jsonl")
     ]
     assert command.startswith(f"cd {folder} && lightning-jax train --config config.yaml")
-    monkeypatch.setattr("shutil.which", lambda name: None)  # called by its path
+    monkeypatch.setattr("shutil.which", lambda name: None)  # the command is not on PATH
     assert _exit_code(["new", str(tmp_path / "other")]) == 0
     assert f"&& {sys.executable} -m lightning_jax train --config" in capsys.readouterr().out
     monkeypatch.undo()
@@ -219,7 +219,7 @@ def test_what_new_makes_trains_and_goes_on(
     assert _exit_code(command) == 0
     said = capsys.readouterr().out
     assert said.startswith("240 train tasks, 60 dev tasks\n")
-    assert "rollouts: 6 scored, 0 failed by the agent" in said  # 2, and 2 evaluations of 2
+    assert "rollouts: 6 scored, 0 failed by the agent" in said  # training, 2 evaluations
     assert "policy: runs/first/policy" in said and Path("runs/first/policy").is_dir()
     assert _exit_code(command) == 0
     assert "rollouts: 6 scored" in capsys.readouterr().out
@@ -310,7 +310,7 @@ def test_a_taken_port_is_said_before_anything_compiles(
 
 
 def _exit_code(flags: list[str]) -> int:
-    """As the process would have; argparse leaves by raising."""
+    """Return the exit code of the process. argparse exits by raising."""
     try:
         return main(flags)
     except SystemExit as left:

@@ -1,4 +1,4 @@
-"""What one process compiled, the next one reads; and whose settings win."""
+"""Tests of the compilation cache: reuse in the next process, and precedence of settings."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Settings: layers, types, and one clear sentence for each mistake."""
+"""Tests of settings: layers, types, and one clear sentence per mistake."""
 
 import re
 from pathlib import Path
@@ -253,7 +253,7 @@ def test_a_file_may_stand_on_another(tmp_path: Path) -> None:
 
     assert loaded("sub/top.yaml") == Config(num_steps=3, seed=2, run_dir="top")
     assert loaded("sub/top.yaml", "seed=4") == Config(num_steps=3, seed=4, run_dir="top")
-    # A file that was named before is not read again, so what came after it stays.
+    # A base file named earlier is not read again, so settings after it stay.
     assert loaded("low.yaml", "other.yaml", "sub/top.yaml") == Config(
         num_steps=9, seed=2, run_dir="top"
     )

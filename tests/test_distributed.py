@@ -1,4 +1,4 @@
-"""Two processes run the loop as one does."""
+"""Tests of two processes that run the loop like one."""
 
 import asyncio
 import os
@@ -48,10 +48,11 @@ TASKS: list[Task] = [{"id": f"t{i}", "question": "ab"[i]} for i in range(2)]
 
 
 def config(model_dir: Path, run_dir: Path, place: DistributedConfig, kind: str = "whole") -> Config:
-    """A warm-up step and two steps of GRPO with a reference policy, on four devices. Requests run
-    one at a time, so that the same weights sample the same tokens. What is trained are whole
-    weights, also by DPO, adapters, the adapters of several policies, or policies that have weights
-    of their own.
+    """Return settings for a warm-up step and two policy steps with a reference, on four devices.
+
+    Requests run one at a time, so that the same weights sample the same tokens. `kind` selects the
+    trained weights: all of them (also with DPO), adapters, several adapters, or policies' own
+    weights.
     """
     rank, names, function = (4 if kind in ("adapters", "policies") else 0), (), "run"
     algorithm = AlgorithmConfig(loss="dpo") if kind == "dpo" else AlgorithmConfig(kl_coef=0.1)
@@ -80,7 +81,7 @@ def config(model_dir: Path, run_dir: Path, place: DistributedConfig, kind: str =
 
 
 def run_process(model_dir: str, run_dir: str, port: str, process_id: str, kind: str) -> None:
-    """What each of the two processes does."""
+    """Run one of the two processes."""
     place = DistributedConfig("manual", f"127.0.0.1:{port}", 2, int(process_id))
     settings = config(Path(model_dir), Path(run_dir), place, kind)
     stop_on_sigterm()
@@ -115,13 +116,13 @@ def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
     for ours, theirs in zip(*rows, strict=True):
         assert ours.keys() == theirs.keys()
         for name in ours:
-            # This process has compiled for the tests before, too.
+            # This process has compiled programs for other tests.
             apart = ("time/", "serve/publish", "serve/compiles")
             if not name.startswith(apart) and "per_s" not in name:
                 assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=1e-5), name
     assert rows[1][1]["train/num_updates"] == (2 if kind == "own" else 1)
     assert rows[1][1]["train/grad_norm"] > 0
-    # Rollouts, the store and the server are those of process 0 alone.
+    # Rollouts, the store and the server exist only in process 0.
     store = Store(two / "store.sqlite")
     assert [r.status for r in store.rollouts(phase="train")] == ["scored"] * 2 * 8
     store.close()
@@ -160,7 +161,7 @@ def test_all_processes_stop_when_one_is_told_to(told: int, tmp_path: Path) -> No
 
 
 def _compare_weights(settings: Config, one: Path, two: Path) -> None:
-    """What was exported, and what both processes wrote to the checkpoint, are the same weights."""
+    """Check that the exports and the checkpoints of both runs hold the same weights."""
     model, alone = load_model(str(two / "policy")), load_model(str(one / "policy"))
     learner = make_learner(model.config, settings, supervised=False)
     checkpointer = Checkpointer(two / "checkpoints", settings.checkpoint)
@@ -185,6 +186,6 @@ def test_one_process_calls_itself() -> None:
 
 
 def test_a_late_join_is_refused_in_a_sentence() -> None:
-    assert jax.devices()  # JAX is in use
+    assert jax.devices()  # initializes JAX
     with pytest.raises(ConfigError, match=r"did not meet: .*first use of JAX"):
         distributed.join(DistributedConfig("manual", "127.0.0.1:1", 2, 1))

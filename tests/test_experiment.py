@@ -1,4 +1,4 @@
-"""What the experiment scripts share."""
+"""Tests of the code shared by the experiment scripts."""
 
 import errno
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A file is whole or what it was before, and private to its owner."""
+"""Tests of files: writes are atomic, and files are private to their owner."""
 
 import stat
 from pathlib import Path

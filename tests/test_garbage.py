@@ -1,4 +1,4 @@
-"""What the collector leaves alone, and until when."""
+"""Tests of the objects excluded from garbage collection, and for how long."""
 
 import gc
 import weakref
@@ -10,7 +10,7 @@ from lightning_jax.garbage import lasting_objects
 
 
 class Node:
-    """Part of a cycle."""
+    """Member of a reference cycle."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -18,7 +18,7 @@ class Node:
 
 @pytest.fixture
 def nothing_frozen() -> Iterator[None]:
-    """The tests themselves freeze (conftest.py)."""
+    """Unfreeze the objects that conftest.py froze."""
     gc.unfreeze()
     yield
     gc.collect()

@@ -1,11 +1,11 @@
-"""Each module imports only from modules above it in docs/architecture.md's module map."""
+"""Test that each module imports only from modules above it in docs/architecture.md's module map."""
 
 import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_jax"
 
-# Rows of the module map from top to bottom; within a row modules may import each other.
+# Rows of the module map from top to bottom. Modules in a row may import each other.
 ROWS = (
     ("types",),
     (
@@ -34,7 +34,7 @@ ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 
 
 def _imports(path: Path) -> set[str]:
-    """Second parts of the lightning_jax names that a file imports, such as `rl`."""
+    """Return the second parts of the lightning_jax names that a file imports, such as `rl`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_jax."):

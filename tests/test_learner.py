@@ -1,4 +1,4 @@
-"""Several updates over the data of one step."""
+"""Tests of several updates over the data of one step."""
 
 import dataclasses
 
@@ -52,12 +52,12 @@ def test_epochs_and_minibatches_keep_the_old_policy_of_the_first_update():
     )  # fmt: skip
     state, metrics = made.update(fresh_state(made), STEP, None)
     assert metrics["train/num_updates"] == 4.0 and int(state.step) == 4
-    assert metrics["train/num_tokens"] == 2 * 18  # each of two passes
+    assert metrics["train/num_tokens"] == 2 * 18  # in each of two passes
     assert metrics["train/num_sequences"] == 6.0
-    assert metrics["train/ratio_max"] > 1.01  # the old policy is not the current one any more
+    assert metrics["train/ratio_max"] > 1.01  # the policy differs from the old one
     assert metrics["train/skipped_updates"] == 0.0
 
-    # The same by hand.
+    # The same updates by hand.
     wanted = fresh_state(made)
     parts = [make_batches(part, SHAPE)[0] for part in split_minibatches(STEP, 2, "0 0")]
     known = [with_old_logprobs(made.functions, MODEL.params, part) for part in parts]
@@ -93,7 +93,7 @@ def test_no_minibatch_is_spent_on_what_has_no_gradient():
 
 
 def test_later_calls_cost_earlier_ones_their_kl():
-    """The gradient of two calls against that of each by itself with an advantage by hand."""
+    """Compare the gradient of two calls with that of single calls with advantages by hand."""
     knobs = {"kl_coef": 0.5, "kl_estimator": "k1", "kl_in": "reward"}
     made = learner(**knobs)
     step = [trajectory(transition([1, 2], [3]), transition([1, 2, 3, 4], [5, 6]), reward=1.0)]
@@ -133,7 +133,7 @@ def test_merged_metrics_by_hand():
 
 
 def two_rollouts():
-    """Of one group: two calls and a reward, one call and none."""
+    """Return two rollouts of one group: two calls and a reward, and two calls without a reward."""
     return [
         trajectory(transition([1, 2], [3]), transition([1, 2, 3], [4, 5]), reward=1.0),
         trajectory(transition([1, 2], [6]), transition([7] * 99, [8]), rollout="s"),

@@ -1,4 +1,4 @@
-"""A learner of several policies: apart they end where each would alone, together they are one."""
+"""Tests of several policies in one learner: separate ones end as if alone, joint ones as one."""
 
 import dataclasses
 from typing import Any
@@ -32,7 +32,7 @@ CONFIG = Config(
     model=ModelConfig(lora=LORA),
     algorithm=AlgorithmConfig(num_epochs=2, num_minibatches=2),
     batch=BatchConfig(rows=2, row_len=32, max_targets=16, head_chunk=16),
-    # The clip bites, and each policy's count of updates is in its learning rate.
+    # The clip is active, and the learning rate depends on each policy's number of updates.
     optimizer=OptimizerConfig(3e-3, warmup_steps=3, weight_decay=0.1, max_grad_norm=1e-3),
     mesh=MeshConfig(fsdp=1),
 )
@@ -44,7 +44,7 @@ ALONE = [one_of(MODEL, place) for place in (0, 1)]
 
 
 def some(first: int, adapters: str, advantage: float = 1.0) -> list[TrainingSequence]:
-    """A sequence for each letter, of policy a or b."""
+    """Return one sequence per letter, for policy a or b."""
     return [
         dataclasses.replace(
             sequence([1, 2, first + i], [9, first + i, 7], advantage=advantage * (-1.2) ** i),
@@ -54,7 +54,7 @@ def some(first: int, adapters: str, advantage: float = 1.0) -> list[TrainingSequ
     ]
 
 
-STEPS = [some(10, "abbaabb"), some(30, "bbb"), some(50, "ab")]  # a has nothing in the second
+STEPS = [some(10, "abbaabb"), some(30, "bbb"), some(50, "ab")]  # a has no sequence in the second
 
 
 def start(learner: Learner, model: LoadedModel) -> Any:
@@ -95,7 +95,7 @@ def test_independent_policies_end_where_each_ends_alone(alone: Learner, apart: L
             assert np.abs(leaf - before[path]).max() > 1e-4
             np.testing.assert_allclose(mixed[path][place], leaf, atol=1e-6)
         name = f"train/grad_norm/policy={'ab'[place]}"
-        # Of four updates, as alone; the policy with one sequence has two.
+        # Over four updates, as alone; the policy with one sequence has two.
         assert rows[0][name] == pytest.approx(own_rows[0]["train/grad_norm"], rel=1e-4)
     assert rows[0]["train/num_updates"] == 4.0 and rows[1]["train/skipped_updates"] == 0.0
 
@@ -119,7 +119,7 @@ def joint(**policies: PolicyConfig) -> Config:
 def test_a_joint_step_is_one_step_over_both(apart: Learner) -> None:
     settings = joint(a=PolicyConfig(), b=PolicyConfig())
     together = make_learner(MODEL.config, settings, supervised=False)
-    # The optimizer as it is of one policy, over all adapters: one norm, one count.
+    # The optimizer of a single policy over all adapters: one norm, one count.
     plain = make_learner(MODEL.config, dataclasses.replace(settings, policies={}), supervised=False)
     one, (row, *_) = trained(together, MODEL, STEPS)
     other, _ = trained(plain, MODEL, STEPS)
@@ -131,7 +131,7 @@ def test_a_joint_step_is_one_step_over_both(apart: Learner) -> None:
     assert row["train/grad_norm"] <= sum(norms)
     bad = [
         dataclasses.replace(each, advantage=float("nan")) if each.adapter else each
-        for each in some(10, "abab")  # so that each minibatch has one of both
+        for each in some(10, "abab")  # so that each minibatch has both policies
     ]
     stopped, _ = trained(together, MODEL, [bad])
     for path, leaf in stopped.items():
@@ -139,7 +139,7 @@ def test_a_joint_step_is_one_step_over_both(apart: Learner) -> None:
     frozen = make_learner(
         MODEL.config, joint(a=PolicyConfig(), b=PolicyConfig(trains=False)), supervised=False
     )
-    held, _ = trained(frozen, MODEL, [some(10, "aaaa")])  # though weights decay
+    held, _ = trained(frozen, MODEL, [some(10, "aaaa")])  # despite weight decay
     for path, leaf in held.items():
         assert np.abs(leaf[0] - flatten(MODEL.params)[path][0]).max() > 1e-4
         np.testing.assert_array_equal(leaf[1], flatten(MODEL.params)[path][1])
@@ -176,7 +176,7 @@ def test_value_heads_of_several_policies(kind: str) -> None:
     learner, step = make_learner(MODEL.config, config, supervised=False), rollouts()
 
     def critic(learner: Learner, policies: Any) -> Any:
-        """The value heads after three steps."""
+        """Return the value heads after three steps."""
         state = start(learner, MODEL)
         for _ in range(3):
             values, _ = learner.values(state, step)
@@ -194,7 +194,7 @@ def test_value_heads_of_several_policies(kind: str) -> None:
     assert head.kernel.shape == (2, 32) and np.abs(head.kernel[0] - head.kernel[1]).max() > 1e-3
     if updates == "joint":
         return
-    # Alone, beside a policy that is frozen: what the other's head says does not matter.
+    # With the other policy frozen, the result is the same: its head has no effect.
     others = {"a": PolicyConfig(trains=False), "b": PolicyConfig()}
     single = make_learner(
         MODEL.config, dataclasses.replace(config, policies=others), supervised=False

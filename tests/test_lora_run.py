@@ -1,4 +1,4 @@
-"""A whole run that trains adapters: it learns, is verified, and leaves both forms of the policy."""
+"""Test of a run that trains adapters: it learns, verifies, and exports both forms of the policy."""
 
 import asyncio
 import dataclasses
@@ -27,8 +27,9 @@ LORA = LoraConfig(rank=8, alpha=16.0)
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose frozen head can say anything: logits of the tied embedding would all be small,
-    whatever adapters do.
+    """Save a model whose frozen head can produce any logits.
+
+    With the tied embedding, logits would stay small for any adapters.
     """
     place = tmp_path_factory.mktemp("lora") / "tiny"
     model = tiny_model(num_layers=1)
@@ -63,12 +64,12 @@ def test_adapters_are_served_saved_verified_and_exported(model_dir: Path, tmp_pa
     rollout = RolloutConfig(tasks_per_step=2, group_size=4, temperature=0.8)
     config = settings(model_dir, run, num_steps=3, rollout=rollout)
     rows = asyncio.run(train(config, TASKS, TASKS))
-    # The engine decodes with the adapters that it was sent: its log-probs are the trainer's, which
-    # takes them at the same temperature.
+    # The engine decodes with the published adapters, so its log-probabilities equal the
+    # trainer's at the same temperature.
     assert max(row.get("train/mismatch_kl", 0.0) for row in rows) < 1e-5
     base = load_model(str(model_dir))
     numbers = num_params(adapted(base, LORA, 0).config) - num_params(base.config)
-    sent = 4 * numbers / rows[0]["time/publish_s"] / 1e9  # they alone
+    sent = 4 * numbers / rows[0]["time/publish_s"] / 1e9  # adapters only
     assert rows[0]["serve/publish_gb_per_s"] == pytest.approx(sent)
 
     report = verify(run)

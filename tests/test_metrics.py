@@ -1,4 +1,4 @@
-"""The metrics file holds each step once, and the picture is a picture."""
+"""Tests of the metrics file, which holds each step once, and of the plot."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, in a kernel of their own, with tiny settings."""
+"""Tests of the notebooks, run from top to bottom in a kernel with tiny settings."""
 
 from pathlib import Path
 
@@ -14,9 +14,10 @@ BETWEEN = "%reset -f\n%env SETTINGS=mesh.fsdp=1"
 
 
 def _run(*names: str) -> list[str]:
-    """Everything that each of the notebooks prints. They run one after the other in one kernel,
-    which forgets all names in between, so that what they import is imported once. The settings of
-    the environment are the first one's.
+    """Return the output of each notebook.
+
+    They run one after the other in one kernel, which deletes all names in between. Shared imports
+    thus run only once. The environment's settings are those of the first notebook.
     """
     notebooks = [nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4) for name in names]
     whole = nbformat.v4.new_notebook()
@@ -45,10 +46,10 @@ def test_an_agent_is_trained_its_run_analysed_and_a_larger_one_planned(
     }
     monkeypatch.setenv("SETTINGS", " ".join(f"{key}={value}" for key, value in settings.items()))
     monkeypatch.setenv("RUNS", str(tmp_path / "run"))
-    monkeypatch.setenv("XLA_FLAGS", "")  # one device: where somebody reads it first
+    monkeypatch.setenv("XLA_FLAGS", "")  # one device, like a reader's machine
     trained, analysed, planned = _run("quickstart", "analysis", "tpu")
     assert "greedy reward on dev tasks" in trained and "image/png" in trained
-    assert "rollouts: 4 scored" in trained  # two of training, one before it and one after
+    assert "rollouts: 4 scored" in trained  # two in training, one before and one after
     assert "train-00000-000-0" in trained and "advantage" in trained
     assert "image/png" in analysed and "rollouts: 4 scored" in analysed
     assert "train-00000-000-00-1 call 1" in analysed

@@ -1,4 +1,4 @@
-"""What an agent returns or raises fails its rollout only, and says who failed."""
+"""Tests of outcomes: an agent's result or error fails only its rollout, with the right blame."""
 
 import asyncio
 import socket
@@ -31,7 +31,7 @@ RESPONSE: Any = httpx.Response(400, request=ELSEWHERE)
 
 
 def _made(package: str, name: str, *bases: type) -> type:
-    """A class as a client's package defines it."""
+    """Return a class as defined in a client's package."""
     return type(name, bases or (Exception,), {"__module__": f"{package}.exceptions"})
 
 
@@ -155,7 +155,7 @@ class _Nameless(Exception, metaclass=_NoType):
 
 
 class _Endless(ExceptionGroup):
-    """Its members include itself."""
+    """Group that contains itself."""
 
     @property
     def exceptions(self) -> tuple[Exception, ...]:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What policies with weights of their own learn from, and the one row that tells of all."""
+"""Tests of policies with their own weights: their training data and their joint metrics row."""
 
 import dataclasses
 import math
@@ -89,7 +89,7 @@ BOTH = dataclasses.replace(ALONE, policies={"a": PolicyConfig(), "b": PolicyConf
 
 
 def step(first: int, places: tuple[int, ...]) -> list[TrainingSequence]:
-    """A sequence for each place, of the policy there."""
+    """Return one sequence per index, for the policy at that index."""
     made = [
         sequence([1, k, first], [k + 3, first + 1], advantage=(-1.2) ** k)
         for k in range(len(places))
@@ -97,7 +97,7 @@ def step(first: int, places: tuple[int, ...]) -> list[TrainingSequence]:
     return [dataclasses.replace(each, adapter=p) for each, p in zip(made, places, strict=True)]
 
 
-STEPS = [step(5, (0, 1, 1, 0, 1)), step(6, (1, 1)), step(7, (0, 1))]  # a has none in the second
+STEPS = [step(5, (0, 1, 1, 0, 1)), step(6, (1, 1)), step(7, (0, 1))]  # a has none in step 2
 
 
 def replica(config: Config, directory: Path) -> Replica:
@@ -137,7 +137,7 @@ def test_a_policy_ends_where_it_would_alone_and_after_a_break_too(tmp_path: Path
 
 
 def test_frozen_weights_change_in_a_warm_up_only(tmp_path: Path) -> None:
-    """So they are published after its last step, and then no more."""
+    """They are published after its last step, and not again."""
     config = dataclasses.replace(
         BOTH,
         algorithm=AlgorithmConfig(),

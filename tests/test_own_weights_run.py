@@ -1,4 +1,4 @@
-"""A whole run of three policies with weights of their own: trained, saved, resumed, exported."""
+"""Test of a run of three policies with their own weights: trained, saved, resumed, exported."""
 
 import asyncio
 import dataclasses
@@ -38,7 +38,7 @@ NAMES = ("speaker", "listener", "judge")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of two models of one shape."""
+    """Save two models of one shape, and return the folder."""
     path = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("tiny", "other")):
         save_hf(path / name, tiny_model(seed, num_layers=1))
@@ -63,7 +63,7 @@ def settings(models: Path, run: Path, **changes: Any) -> Config:
             },
             "agent": AgentConfig(f"{TOY}:three_policies"),
             "serve": ServeConfig(slots=2, max_len=64, prefill_buckets=(32,)),
-            # One after the other: what shares a step changes how numbers are rounded.
+            # One at a time, because requests in one batch change the rounding.
             "rollout": RolloutConfig(tasks_per_step=2, group_size=4, concurrency=1),
             "optimizer": OptimizerConfig(learning_rate=3e-2),
             "eval": EvalConfig(every=0, num_tasks=2, at_start=False),
@@ -90,12 +90,12 @@ def test_two_policies_learn_and_the_frozen_one_stays(models: Path, trained: Any)
         assert rows[0][f"rollout/calls_mean/policy={name}"] == 1.0
         moved = max(np.abs(leaf - before[path]).max() for path, leaf in exported(run, name).items())
         assert moved == 0.0 if name == "judge" else moved > 1e-3
-    # The listener's and the speaker's weights were copied, the judge's only got the next version.
+    # The listener's and speaker's weights were copied. The judge's only got the next version.
     leaves = begin[0].values()
     size = 2 * 4 * sum(leaf.size for leaf in leaves) / 1e9
     published = rows[0]["serve/publish_gb_per_s"] * rows[0]["time/publish_s"]
     assert published == pytest.approx(size)
-    # Each is trained on what it sampled itself, with the weights that sampled it.
+    # Each policy is trained on its own samples, with the weights that sampled them.
     assert max(row.get("train/mismatch_kl", 0.0) for row in rows) < 1e-5
     assert rows[0]["rollout/dropped_frozen_calls"] == 8.0
     assert rows[0]["train/num_updates"] == 2.0
@@ -138,8 +138,8 @@ def test_after_a_break_each_policy_is_served_by_its_own_weights(
         asyncio.run(train(config, TASKS, []))
     monkeypatch.undo()
     _, row = asyncio.run(train(config, TASKS, []))
-    assert row["train/mismatch_kl"] < 1e-5  # all of its rollouts are of after the break
-    assert not verify(tmp_path / "run").off  # the frozen policy's, too
+    assert row["train/mismatch_kl"] < 1e-5  # all its rollouts are from after the crash
+    assert not verify(tmp_path / "run").off  # including the frozen policy
 
 
 def test_after_a_break_it_ends_with_the_same_weights(
@@ -179,7 +179,7 @@ def test_a_joint_run_with_critics_and_a_warm_up(models: Path, tmp_path: Path) ->
         warmup=WarmupConfig(num_steps=1, demonstrations=f"{TOY}:demonstrate", groups_per_step=1),
     )
     shown, row, final = asyncio.run(train(config, TASKS, TASKS))
-    # Nothing says whose the demonstrations are: all three learn them, the frozen one too.
+    # Demonstrations name no policy, so all three learn them, including the frozen one.
     assert min(shown[f"warmup/grad_norm/policy={name}"] for name in NAMES) > 0.0
     assert row["train/kl_to_reference"] < 1e-6 and row["train/value_loss"] > 0.0
     assert "train/num_groups" in row and "train/num_groups/policy=speaker" not in row

@@ -1,4 +1,4 @@
-"""What a run holds in memory, by hand and as compiled."""
+"""Tests of the memory plan, by hand and as compiled."""
 
 import dataclasses
 import os
@@ -90,11 +90,11 @@ def test_eight_devices_by_hand() -> None:
         model=ModelConfig(dtype="bfloat16"),
     )
     found = sizes(plan.make_plan(MODEL.config, config))
-    # 259 tokens do not divide by two; norms are whole everywhere.
+    # 259 tokens are not divisible by two, and each device holds whole norms.
     numbers = EMBEDDING // 4 + MATRICES // 8 + NORMS
     assert found["weights in float32"] == found["reference policy"] == 4 * numbers
     assert found["weights that serve"] == 2 * numbers
-    assert found["keys and values of slots"] == 2 * 2 * 64 * 2 * 8  # a head on each device
+    assert found["keys and values of slots"] == 2 * 2 * 64 * 2 * 8  # one head per device
     assert found["logits"] == 3 * 4 * 2 * 4 * 259  # 2 rows
 
 
@@ -105,7 +105,7 @@ def test_dpo_keeps_a_reference() -> None:
 
 
 def test_first_moments_in_bfloat16_take_half() -> None:
-    """Of the phase that takes more: a warm-up that keeps them in float32 needs all of it."""
+    """A warm-up that keeps them in float32 needs the full size."""
     narrow = OptimizerConfig(mu_dtype="bfloat16")
     shares = []
     for warmup in (WarmupConfig(), WarmupConfig(num_steps=1, demonstrations="f:g")):
@@ -132,7 +132,7 @@ def test_of_a_model_with_adapters_they_alone_have_gradients_and_moments() -> Non
     assert found["reference policy"] == 4 * adapters
     assert found["frozen weights, which also serve"] == 2 * base
     assert found["weights that serve"] == 2 * adapters
-    # What is cast for a microbatch are the adapters.
+    # Only the adapters are cast for a microbatch.
     assert found["gradients of a microbatch and weights as used"] == (4 + 2) * adapters
 
 
@@ -145,7 +145,7 @@ class _Gpu:
 
 
 def adapters_of_8b(number: int, **mesh: int) -> dict[str, int]:
-    """The plan of Qwen3-8B with adapters on this many GPUs."""
+    """Return the plan of Qwen3-8B with adapters on `number` GPUs."""
     lora = LoraConfig(rank=16)
     config = Config(
         model=ModelConfig(name="Qwen/Qwen3-8B", dtype="bfloat16", remat=True, lora=lora),
@@ -187,7 +187,7 @@ def test_policies_with_weights_of_their_own_are_counted_each() -> None:
         "weights in float32", "weights that serve", "keys and values of slots", "prefix cache"
     ):  # fmt: skip
         assert found[f"{name}, of 3 policies"] == 3 * one[name] > 0
-    # The frozen one needs neither; gradients are there of one at a time.
+    # The frozen policy needs neither. Only one policy's gradients exist at a time.
     for name in ("optimizer moments", "reference policy"):
         assert found[f"{name}, of 2 policies"] == 2 * one[name]
     assert found["gradients"] == one["gradients"]
@@ -217,7 +217,7 @@ def test_gathered_weights_become_the_engines() -> None:
     found = publishing(8, CONFIG.serve)
     assert found["new weights beside the old"] == whole
     assert found["weights cast for serving"] < whole / 4  # the shards, before they are gathered
-    # On devices of their own the trainer holds for a moment what an engine's device will hold.
+    # If serving has its own devices, the trainer briefly holds all weights of an engine's device.
     found = publishing(4, alone)
     assert found["weights cast for serving"] == pytest.approx(1.25 * whole, rel=0.05)
 
@@ -269,7 +269,7 @@ def test_the_command_compiles_and_compares(
     assert main([*arguments, "1e-5", "--quick"]) == 1
     assert "an update needs" in capsys.readouterr().err
     assert main([*arguments, "-1"]) == 2
-    # The compiler's figure is what it allocates for one device: at least the new gradients.
+    # The compiler's figure is its allocation on one device: at least the new gradients.
     made = plan.compile_plan(MODEL.config, config)
     others = sizes(made)["activations and all else, as compiled"] + sizes(made)["logits"]
     assert others >= sizes(made)["gradients"]
@@ -280,7 +280,7 @@ def test_the_tpu_settings_fit_their_chips() -> None:
     for name in ("spider", "calcx", "musique"):
         config = load_config(Config, [str(CONFIGS / f"{name}_tpu.yaml")])
         plan.check_plan(plan.make_plan(load_shape(config.model.name), config, 16 * plan.GIB))
-    # Sixteen devices have to be simulated in a process of their own.
+    # Sixteen simulated devices need a separate process.
     command = [sys.executable, "-m", "lightning_jax", "plan", "--quick", "--devices", "16"]
     command += ["--config", str(CONFIGS / "spider_8b_tpu.yaml"), "--device-gib", "16"]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
@@ -290,7 +290,7 @@ def test_the_tpu_settings_fit_their_chips() -> None:
     needed = re.search(
         r"needs ([\d.]+) GiB on each device and a device has 16.00 GiB; most of it", done.stderr
     )
-    assert needed and 16 < float(needed[1]) < 32  # so that 32 would do
+    assert needed and 16 < float(needed[1]) < 32  # 32 GiB are enough
 
 
 def test_known_shapes_have_as_many_parameters_as_published() -> None:

@@ -1,4 +1,4 @@
-"""A whole run of three policies, one of them frozen: trained, saved, verified, shown, exported."""
+"""Test of a run of three policies, one frozen: trained, saved, verified, shown, exported."""
 
 import asyncio
 import dataclasses
@@ -70,7 +70,7 @@ def settings(model_dir: Path, run: Path, **changes: Any) -> Config:
 
 
 def adapters(config: Config) -> dict[Any, np.ndarray]:
-    """The trained ones of the newest checkpoint."""
+    """Return the trained adapters of the newest checkpoint."""
     loaded = load_model(config.model.name)
     replica = Replica(config, adapted(loaded, LORA, config.seed, len(NAMES)))
     leaves = {path: np.asarray(leaf) for path, leaf in flatten(replica.states[""].params).items()}
@@ -78,7 +78,7 @@ def adapters(config: Config) -> dict[Any, np.ndarray]:
     return leaves
 
 
-@pytest.mark.parametrize("rank", [4, 0])  # adapters, or weights of their own
+@pytest.mark.parametrize("rank", [4, 0])  # adapters, or their own weights
 def test_dpo_teaches_each_policy_by_its_own_calls(
     rank: int, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -93,7 +93,7 @@ def test_dpo_teaches_each_policy_by_its_own_calls(
     (row,) = asyncio.run(train(config, TASKS, []))
     for name in NAMES[:2]:
         assert row[f"train/num_pairs/policy={name}"] > 0.0
-    # Of each policy the mean over its pairs is ln 2 while it is its own reference.
+    # The mean over a policy's pairs is ln 2 while the policy equals its reference.
     losses = [row["train/loss"] / 2] if rank else [row[f"train/loss/policy={n}"] for n in NAMES[:2]]
     assert losses == pytest.approx([np.log(2.0)] * len(losses), abs=1e-5)
 
@@ -149,7 +149,7 @@ def test_a_joint_run_with_a_critic_and_a_warm_up(model_dir: Path, tmp_path: Path
         warmup=WarmupConfig(num_steps=1, demonstrations=f"{TOY}:demonstrate", groups_per_step=1),
     )
     shown, row = asyncio.run(train(config, TASKS, []))
-    # Nothing says whose the demonstrations are: all three learn them, the frozen one too.
+    # Demonstrations name no policy, so all three learn them, including the frozen one.
     assert min(shown[f"warmup/grad_norm/policy={name}"] for name in NAMES) > 0.0
     assert row["train/kl_to_reference"] < 1e-6 and row["train/value_loss"] > 0.0
     assert "train/num_groups" in row and "train/num_groups/policy=judge" not in row

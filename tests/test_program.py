@@ -1,4 +1,4 @@
-"""Agents that are programs: each ends in one status, and nothing that it started outlives it."""
+"""Tests of agents that are programs: one status each, and no process outlives the program."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ async def rolled_out(path: Path, agent: Agent, **settings: Any) -> Rollout:
 
 
 def is_running(pid: int) -> bool:
-    """Dead processes that nobody has waited for yet do not run."""
+    """Return True if the process runs. A zombie does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def is_running(pid: int) -> bool:
 
 
 async def pids_in(path: Path, number: int) -> list[int]:
-    """The process ids that a program wrote, when all are there."""
+    """Return the process ids that a program wrote, once all are there."""
     for _ in range(500):
         if path.exists() and len(found := path.read_text().split()) == number:
             return [int(pid) for pid in found]
@@ -65,7 +65,7 @@ async def pids_in(path: Path, number: int) -> list[int]:
 
 
 async def ended(pids: list[int]) -> None:
-    """Returns once none of them runs."""
+    """Wait until none of the processes runs."""
     for _ in range(1000):
         if not any(is_running(pid) for pid in pids):
             return
@@ -73,7 +73,7 @@ async def ended(pids: list[int]) -> None:
     raise AssertionError(f"some of {pids} run still")
 
 
-# ---- What a program gets -------------------------------------------------------------------------
+# ---- Input of a program --------------------------------------------------------------------------
 
 
 def test_the_environment_names_the_policy_for_each_client() -> None:
@@ -87,7 +87,7 @@ def test_the_environment_names_the_policy_for_each_client() -> None:
 
 @pytest.mark.parametrize("over", [0, 1])
 async def test_a_task_too_long_for_a_variable_is_on_standard_input(over: int) -> None:
-    empty = len(f"LIGHTNING_TASK={json.dumps({'id': ''})}") + 1  # the zero byte at its end
+    empty = len(f"LIGHTNING_TASK={json.dumps({'id': ''})}") + 1  # for the terminating zero byte
     task = {"id": "x" * (MAX_VARIABLE - empty + over)}
     assert ("LIGHTNING_TASK" in program_environment(task, URL)) == (not over)
     agent = shell("test ${LIGHTNING_TASK:+set} && wc -c || wc -c | sed s/^/-/")
@@ -123,7 +123,7 @@ async def test_a_slow_reward_holds_up_no_other(tmp_path: Path) -> None:
     assert await shell("echo 1", reward=f"{path}:later")(TASKS[0], URL) == 2
 
 
-# ---- How it ends ---------------------------------------------------------------------------------
+# ---- Exit ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ async def test_a_program_that_reads_nothing_is_not_waited_for() -> None:
     assert await shell("exec <&-; echo 1")(task, URL) == 1
 
 
-# ---- What it leaves behind -----------------------------------------------------------------------
+# ---- Leftover processes --------------------------------------------------------------------------
 
-# A child, one of the child's and one in a session of its own; each says its number.
+# A child, a grandchild and a child in its own session. Each writes its process id.
 CHILDREN = """sh -c 'echo $$ >> {pids}; sleep 1000 & echo $! >> {pids}; wait' &
 setsid sh -c 'echo $$ >> {pids}; exec sleep 1000' &
 """
@@ -227,7 +227,7 @@ async def test_what_ignores_the_first_signal_gets_the_second(tmp_path: Path) -> 
     assert not any(is_running(pid) for pid in all_pids)
 
 
-# A child that leaves its session and clears its environment, in a pipe of two that end at once.
+# A process that leaves its session and clears its environment; its two ancestors exit at once.
 ESCAPE = "setsid env -i /bin/sh -c '(/bin/sh -c \"echo \\$\\$ >> {pids}; exec sleep 1000\" &) &'"
 
 
@@ -277,7 +277,7 @@ async def test_a_program_may_signal_its_supervisor() -> None:
     assert await shell("kill -TERM $PPID; kill -HUP $PPID; echo 1")(TASKS[0], URL) == 1
 
 
-# ---- What it may use -----------------------------------------------------------------------------
+# ---- Limits --------------------------------------------------------------------------------------
 
 
 @linux
@@ -294,7 +294,7 @@ async def test_a_program_with_too_many_processes_is_ended(tmp_path: Path) -> Non
 
 @linux
 async def test_a_program_that_forks_without_end_is_ended(tmp_path: Path) -> None:
-    """It stops forking by itself in a moment, so that a failure of the test harms nobody."""
+    """The forking stops by itself, so that a failed test does no harm."""
     bomb = (
         "import os, time\nfor _ in range(9):\n    os.fork()\n    time.sleep(0.05)\ntime.sleep(60)"
     )
@@ -309,7 +309,7 @@ async def test_a_program_that_forks_without_end_is_ended(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("hog", "reason"),
     [
-        ("b = bytearray(300 * 2**20)", "ExitStatus"),  # a MemoryError of its own
+        ("b = bytearray(300 * 2**20)", "ExitStatus"),  # raises MemoryError itself
         (
             "import os, time\nfor _ in range(4): os.fork()\n"
             "b = bytearray(40 * 2**20); time.sleep(60)",
@@ -355,21 +355,21 @@ async def test_a_program_begins_with_the_limit_of_files_that_the_trainer_had() -
 
 
 async def test_hundreds_of_other_processes_do_not_hold_up_the_loop(tmp_path: Path) -> None:
-    """Its end looks at no process but its own: the trainer reads nothing of /proc."""
+    """At its end only its own processes are inspected: the trainer reads nothing in /proc."""
     opened: list[str] = []
     sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
     assert await shell("echo 1")(TASKS[0], URL) == 1
     assert not [path for path in opened if path.startswith("/proc")]
 
 
-# ---- What it leaves behind -----------------------------------------------------------------------
+# ---- Leftover processes --------------------------------------------------------------------------
 
 
 async def test_what_it_left_behind_ends_with_it(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     until_there = f"while [ $(wc -l < {pids}) -lt 3 ]; do sleep 0.01; done"
     agent = shell(f"touch {pids}\n{CHILDREN.format(pids=pids)}{until_there}; echo 1")
-    assert await agent(TASKS[0], URL) == 1  # they hold its output open, too
+    assert await agent(TASKS[0], URL) == 1  # its children also hold its output open
     assert [is_running(pid) for pid in await pids_in(pids, 3)] == [False] * 3
 
 
@@ -411,7 +411,7 @@ async def test_an_endless_loop_of_calls_ends_at_the_deadline(tmp_path: Path) -> 
     )
     endless = make_agent(AgentConfig(command=[sys.executable, "-S", str(program)]))
     async with running(tmp_path, load_agent(f"{TOY}:run"), timeout_s=60.0) as runner:
-        await run_rollouts(make_requests(TASKS[1:2], "train", 0, 1), runner)  # it compiles
+        await run_rollouts(make_requests(TASKS[1:2], "train", 0, 1), runner)  # compiles
         impatient = replace(runner.config, timeout_s=1.0)
         runner = replace(runner, agent=endless, config=impatient)
         (rollout,) = await run_rollouts(make_requests(TASKS[:1], "train", 1, 1), runner)

@@ -1,4 +1,4 @@
-"""A replica of a model with adapters: what trains, what stays, and what a checkpoint holds."""
+"""Tests of a replica with adapters: trained and frozen parts, and the contents of a checkpoint."""
 
 import dataclasses
 import json
@@ -74,7 +74,7 @@ def test_only_adapters_move_and_eight_devices_agree_with_one(tmp_path: Path) -> 
         assert before.keys() == host(MODEL().params).keys()
         for path, leaf in after.items():
             assert leaf.tobytes() == before[path].tobytes()
-            assert flatten(made.states[""].base)[path] is buffers[path]  # nobody copied it either
+            assert flatten(made.states[""].base)[path] is buffers[path]  # not copied either
         assert {path[-1] for path in flatten(made.states[""].params)} == {"lora_a", "lora_b"}
         moments = optax.tree.get(made.states[""].opt_state, "mu")
         assert jax.tree.structure(moments) == jax.tree.structure(made.states[""].params)
@@ -103,7 +103,7 @@ def test_a_checkpoint_holds_the_adapters_and_goes_on_over_the_base(tmp_path: Pat
         np.testing.assert_array_equal(got, want)
     again.close()
     made.close()
-    assert not (tmp_path / "reference").exists()  # without a KL term there is none
+    assert not (tmp_path / "reference").exists()  # no reference without a KL term
     for lora, words in (
         (LoraConfig(rank=2, alpha=8.0), r"\['down'\]\['lora_a'\] has shape \[64, 4\], .*\[64, 2\]"),
         (LoraConfig(rank=4, alpha=8.0, targets=("q",)), r"\['down'\]\['lora_a'\].* expected None"),
@@ -131,7 +131,7 @@ def test_the_reference_is_what_the_warmup_made_of_the_adapters(tmp_path: Path) -
     assert made.reference is not None
     reference = host(made.reference[""])
     assert reference.keys() == start.keys()
-    assert not np.allclose(reference["layers_0", "q", "lora_b"], 0.0)  # the warm-up trains, too
+    assert not np.allclose(reference["layers_0", "q", "lora_b"], 0.0)  # the warm-up trains it
     kls = []
     for step in STEPS:
         kls.append(made.update(step)["train/kl_to_reference"])
@@ -152,7 +152,7 @@ def test_the_reference_is_what_the_warmup_made_of_the_adapters(tmp_path: Path) -
 
 
 def test_the_reference_of_an_attempt_before_is_not_kept(tmp_path: Path) -> None:
-    """It ended after its warm-up, without a checkpoint, and the next one warms up otherwise."""
+    """It stopped after its warm-up, without a checkpoint. The next one has another warm-up."""
     algorithm = AlgorithmConfig(kl_coef=0.1)
     for learning_rate in (1e-1, 1e-3):
         warmup = WarmupConfig(

@@ -1,4 +1,4 @@
-"""Nothing is left out of training without a counter."""
+"""Tests that nothing is left out of training without a counter."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +129,7 @@ def test_what_agents_measured_is_averaged() -> None:
         _rollout(0, "scored", reward=1.0, metrics={"f1": 1.0, "goldFound": 0.5}),
         _rollout(1, "scored", reward=0.2, metrics={"f1": 0.25}),
         _rollout(2, "agent_failure", reason="deadline"),  # counts as 0
-        _rollout(3, "infrastructure_failure", reason="engine_error"),  # no measurement
+        _rollout(3, "infrastructure_failure", reason="engine_error"),  # not measured
     ]
     metrics = eval_metrics(rollouts)
     assert metrics["eval/agent_f1_mean"] == pytest.approx(1.25 / 3)
@@ -187,7 +187,7 @@ def test_frozen_agents_are_left_out_and_rules_reach_the_others(tmp_path: Path) -
     (trained,), metrics = to_trajectories(store, rollouts, policy_version=0, reading=reading)
     store.close()
     assert [(call.agent, call.reward) for call in trained.transitions] == [
-        ("writer", -0.5),  # what its checker cost
+        ("writer", -0.5),  # the checker's penalty
         ("writer", 0.0),
     ]
     assert metrics["rollout/dropped_frozen_calls"] == 1
@@ -205,7 +205,7 @@ def test_calls_without_a_name_have_no_metrics_of_their_own() -> None:
 
 @pytest.mark.parametrize("cost", [-6e5, -1e308])
 def test_rewards_of_rules_over_the_limit_fail_the_agent(tmp_path: Path, cost: float) -> None:
-    """A rule applies once an event, so that an agent can add up any number."""
+    """A rule applies to each event, so an agent can add up any number."""
     store = Store(tmp_path / "store.sqlite")
     for number in range(2):
         store.add_span("r0", _call(number, "", "length"))
@@ -237,7 +237,7 @@ def test_names_in_a_row_of_metrics_are_bounded() -> None:
     assert len(measured) == MAX_NAMES - 2
     mean = metrics["rollout/agent_f1_mean"]
     assert mean == pytest.approx(0.5 * len(rollouts) / (len(rollouts) + len(failed)))
-    dropped = (len(rollouts) - len(measured)) + len(rollouts)  # rare names, and the long one
+    dropped = (len(rollouts) - len(measured)) + len(rollouts)  # rare names, and the long name
     assert metrics["rollout/agent_dropped_metrics_mean"] == pytest.approx(
         dropped / (len(rollouts) + len(failed))
     )

@@ -1,4 +1,4 @@
-"""Each rollout ends in exactly one status, and only infrastructure is tried again."""
+"""Tests of the runner: one status per rollout, and only infrastructure failures are retried."""
 
 import asyncio
 import functools
@@ -45,7 +45,7 @@ TASKS = [{"id": f"t{i}", "question": f"{i}?"} for i in range(3)]
 SERVE = ServeConfig(slots=4, max_len=128, prefill_buckets=(16, 64))
 
 
-@functools.cache  # made and compiled once for all tests
+@functools.cache  # built and compiled once for all tests
 def _model_and_engine() -> tuple[LoadedModel, Engine]:
     model = tiny_model()
     return model, Engine(model.config, SERVE)
@@ -159,7 +159,7 @@ class _Mute(Exception):
 
 
 class _Failed(BaseException):
-    """As pytest's own: no Exception."""
+    """Error that is not an Exception, like pytest's own."""
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ async def test_each_rollout_finds_its_task_as_it_was(tmp_path: Path) -> None:
         task["messages"].append("more")
         return 1.0
 
-    tasks = [{"id": "a", "messages": ["one"], "lock": threading.Lock()}]  # no lock can be copied
+    tasks = [{"id": "a", "messages": ["one"], "lock": threading.Lock()}]  # a lock cannot be copied
     async with _runner(tmp_path, "run") as runner:
         crowded = replace(runner, agent=agent)
         await run_rollouts(make_requests(tasks, "train", 0, 3), crowded)
@@ -278,11 +278,11 @@ async def test_attempts_back_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         await run_rollouts(requests[1:2], runner)
     for wait, least in zip(first, (2.0, 4.0, 8.0, 12.0, 12.0), strict=True):
         assert least <= wait <= 1.5 * least
-    assert first != waits[5:]  # jitter: rollouts come back apart
+    assert first != waits[5:]  # with jitter, rollouts retry at different times
 
 
 async def test_an_agent_that_gives_up_a_call_of_ours_has_failed_itself(tmp_path: Path) -> None:
-    """Its client's time-out was over while the gateway worked on the answer."""
+    """Its client timed out while the gateway worked on the answer."""
 
     async def agent(task: Task, llm: LLM) -> float:
         async with openai.AsyncOpenAI(
@@ -311,7 +311,7 @@ async def test_a_gateway_that_cannot_be_reached_is_infrastructure(tmp_path: Path
 
 
 async def test_a_flood_of_one_agent_fails_nobody_else(tmp_path: Path) -> None:
-    """Its own time-outs and refusals are its own, so the run goes on."""
+    """Its timeouts and refusals fail only itself, so the run continues."""
 
     async def agent(task: Task, llm: LLM) -> float:
         flood, url = task["id"] == "t0", f"{llm.base_url}/completions"
@@ -356,7 +356,7 @@ async def test_a_finished_rollout_is_taken_from_the_store(tmp_path: Path) -> Non
     async with _runner(tmp_path, "run") as runner:
         first = await _one(runner)
         assert await _one(runner) == first
-        other = [{"id": "another", "question": "0?"}]  # the same place, but not the same task
+        other = [{"id": "another", "question": "0?"}]  # same position, other task
         (fresh,) = await run_rollouts(make_requests(other, "train", 0, 1), runner)
         assert (fresh.task_id, fresh.attempt) == ("another", 2)
         assert await run_rollouts(make_requests(other, "train", 0, 1), runner) == [fresh]
@@ -437,7 +437,7 @@ def test_processes_that_an_agent_starts_can_import_it(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(double, 21).result() == 42
     path.write_text(source.replace("2 *", "3 *"))
-    os.utime(path, ns=(0, 0))  # another time than before, however coarse the clock
+    os.utime(path, ns=(0, 0))  # a different time even on a coarse clock
     assert load_function(f"{path}:double")(2) == 6
 
 
@@ -454,7 +454,7 @@ def test_an_agent_whose_framework_is_missing_is_one_sentence(tmp_path: Path) -> 
     path = tmp_path / "agent.py"
     path.write_text("import no_such_framework\n\nasync def run(task, llm):\n    return 0.0\n")
     expected = r"agent\.py cannot be loaded: No module named 'no_such_framework'$"
-    for _ in range(2):  # the broken module is not kept
+    for _ in range(2):  # the broken module is not cached
         with pytest.raises(ConfigError, match=expected):
             load_agent(f"{path}:run")
 

@@ -1,4 +1,4 @@
-"""A side process says when it is ready, ends with us, and is explained when it does not start."""
+"""Tests of side processes: ready message, exit with us, and errors when starting."""
 
 import json
 import time
@@ -76,7 +76,7 @@ def test_one_that_does_not_start_is_one_sentence(
         side_process([_program(tmp_path, text)], start_timeout_s=30.0),
     ):
         pytest.fail("it was never ready")
-    assert caplog.text == ""  # said once
+    assert caplog.text == ""  # reported once
 
 
 def test_one_that_is_never_ready_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

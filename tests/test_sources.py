@@ -1,4 +1,4 @@
-"""What the settings only name is compared from start to start."""
+"""Tests that named files and tasks are compared between starts."""
 
 import subprocess
 import sys

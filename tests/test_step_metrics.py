@@ -1,6 +1,4 @@
-"""Steps without a finite gradient are counted in a row, for each set of weights; what fails is told
-at once.
-"""
+"""Tests of step checks: consecutive steps without a finite gradient, and early failure reports."""
 
 import logging
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from lightning_jax.types import Rollout, RolloutStatus, Span
 
 
 def step(**skipped: float) -> dict[str, float]:
-    """Of one update each, which policies skipped it."""
+    """Return metrics of one update per policy, and whether it was skipped."""
     found = {}
     for name, value in skipped.items():
         found |= {f"train/num_updates/policy={name}": 1.0}
@@ -37,7 +35,7 @@ def test_one_policy_that_never_learns_stops_the_run_though_the_other_does() -> N
     watch = FiniteWatch(("a", "b"), 2)
     watch.see(step(a=0.0, b=1.0), 0)
     watch.see(step(a=1.0, b=0.0), 1)
-    watch.see(step(a=0.0), 2)  # nothing for b
+    watch.see(step(a=0.0), 2)  # b has no update
     watch.see(step(a=0.0, b=1.0), 3)
     with pytest.raises(NotFinite, match="gradient of b was not finite in 2 steps in a row, the la"):
         watch.see(step(a=0.0, b=1.0), 4)
@@ -46,7 +44,7 @@ def test_one_policy_that_never_learns_stops_the_run_though_the_other_does() -> N
 def test_rows_that_are_full_of_targets_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "lightning_jax")
     watch = PackingWatch(BatchConfig(row_len=512, max_targets=256))
-    # Not full; full of nodes as well; a single row; full of targets, twice.
+    # Not full; also full of nodes; a single row; full of targets, twice.
     for step, (rows, nodes, full) in enumerate(
         [
             (9.0, 2e3, 0.2),

@@ -1,4 +1,4 @@
-"""The store survives crashes, allows legal changes only, and explains what it cannot do."""
+"""Tests of the store: it survives crashes, allows only legal changes, and explains errors."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ PATHS: dict[RolloutStatus, tuple[RolloutStatus, ...]] = {
 def test_only_legal_changes_happen(store: Store, old: RolloutStatus, new: RolloutStatus) -> None:
     store.add_rollout(QUEUED)
     _move(store, "r1", *PATHS[old])
-    # The table of the design, written out a second time.
+    # The table of legal changes, written independently.
     legal = (old, new) == ("queued", "running") or (old == "running" and new in STATUSES[2:])
     if legal:
         _move(store, "r1", new)
@@ -146,7 +146,7 @@ def test_spans_come_back_as_they_were(store: Store) -> None:
     store.add_span("r1", late)
     store.add_span("r1", failed)
     store.add_span(None, replace(SPAN, span_id="e" * 16))
-    assert store.spans("r1") == [late, failed]  # as they came in, whatever their clocks said
+    assert store.spans("r1") == [late, failed]  # in order of arrival, not of their clocks
     assert [s.span_id for s in store.spans(None)] == ["e" * 16]
     assert store.spans("unknown") == []
     with pytest.raises(ValueError, match="in the store already"):
@@ -203,7 +203,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(tmp_path: P
     store = Store(tmp_path / "store.sqlite")
     store.add_rollout(QUEUED)
     pages = store._db.execute("PRAGMA page_count").fetchone()[0]
-    store._db.execute(f"PRAGMA max_page_count={pages + 2}")  # SQLite's own way to run full
+    store._db.execute(f"PRAGMA max_page_count={pages + 2}")  # makes SQLite run full
     big = replace(SPAN, attributes={"text": "x" * 100_000})
     with pytest.raises(StoreError, match=r"^store .* the disk is full; free some space.*\.$"):
         store.add_span("r1", big)
@@ -298,7 +298,7 @@ def test_posted_spans_may_be_sent_twice_and_replace_nothing(store: Store) -> Non
     assert store.add_posted_spans("r1", [SPAN, other]) == ([True, True], 0)
     changed = replace(SPAN, name="forged")
     assert store.add_posted_spans("r1", [SPAN, changed]) == ([False, False], 1)
-    assert store.add_posted_spans("r2", [changed]) == ([True], 0)  # ids of another rollout's
+    assert store.add_posted_spans("r2", [changed]) == ([True], 0)  # ids of another rollout
     assert store.spans("r1") == [SPAN, other] and store.spans("r2") == [changed]
 
 
@@ -366,7 +366,7 @@ async def test_event_loop_goes_on_while_another_process_holds_the_lock(store: St
         for _ in range(100):
             await asyncio.sleep(0.001)
         assert not writing.done()
-        assert store.status_at_once("r1") is None  # it does not wait
+        assert store.status_at_once("r1") is None  # without waiting
         cancelled.cancel()
         other.execute("ROLLBACK")
     await writing

@@ -1,4 +1,4 @@
-"""Devices that are not here: what is asked of their compilers, and what is said without one."""
+"""Tests of absent devices: requests to their compilers, and errors without one."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ CONFIG = Path(__file__).parents[1] / "experiments" / "configs" / "spider.yaml"
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What was asked of the compilers; the answer is two of this machine's devices."""
+    """Record requests to the compilers, and answer with two of this machine's devices."""
     calls: list[dict[str, Any]] = []
 
     def get_topology_desc(**arguments: Any) -> Any:
@@ -86,7 +86,7 @@ def test_plan_takes_a_target(
 
 @pytest.mark.slow
 def test_a_training_step_is_compiled_for_a_gpu_that_is_not_here() -> None:
-    """Needs JAX's CUDA plugin, and no GPU."""
+    """Needs JAX's CUDA plugin, but no GPU."""
     pytest.importorskip("jax_plugins.xla_cuda12")
     command = [sys.executable, "-m", "lightning_jax", "plan", "--config", str(CONFIG)]
     command += ["data.root=DIR", "--target", "h100"]

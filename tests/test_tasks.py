@@ -1,6 +1,4 @@
-"""The task pipeline goes on where it was, and demonstrations are what the gateway would have
-recorded.
-"""
+"""Tests of the resumable task pipeline, and of demonstrations as the gateway sees them."""
 
 import json
 
@@ -81,7 +79,7 @@ def test_all_demonstrated_tokens_weigh_the_same() -> None:
         for text in ("a", "bcd")
     ]
     sequences = demonstration_sequences(conversations, tokenizer)
-    assert [len(s.response_token_ids) for s in sequences] == [2, 4]  # the end of turn included
+    assert [len(s.response_token_ids) for s in sequences] == [2, 4]  # including end-of-turn
     assert [s.weight for s in sequences] == [pytest.approx(1 / 6)] * 2
 
 
@@ -111,7 +109,7 @@ def test_demonstrations_go_to_the_policies_that_roles_name() -> None:
     words = [tokenizer.decode(each.response_token_ids[:-1]) for each in sequences]
     found = sorted((each.adapter, text) for each, text in zip(sequences, words, strict=True))
     assert found == [(0, "anyone"), (0, "named"), (1, "anyone"), (1, "ok")]
-    for place in (0, 1):  # each learns for itself
+    for place in (0, 1):  # each policy learns separately
         own = [each for each in sequences if each.adapter == place]
         assert sum(e.weight * len(e.response_token_ids) for e in own) == pytest.approx(1.0)
     plain = demonstration_sequences(conversations, tokenizer)
@@ -128,7 +126,7 @@ def test_a_demonstrated_tool_call_is_written_as_the_model_would() -> None:
     tokenizer = tiny_tokenizer()
     tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    strict = tool | {"function": tool["function"] | {"strict": False}}  # the gateway reads no more
+    strict = tool | {"function": tool["function"] | {"strict": False}}  # the gateway ignores it
     conversation = {
         "messages": [
             {"role": "user", "content": "q"},
@@ -146,6 +144,6 @@ def test_a_demonstrated_tool_call_is_written_as_the_model_would() -> None:
     prompt = render(conversation["messages"][:1], [tool], tokenizer)
     assert first.prompt_token_ids == prompt.token_ids
     assert '"name": "f"' in tokenizer.decode(list(first.prompt_token_ids))
-    # The second prompt goes on from the first response, token for token.
+    # The second prompt continues the first response, token for token.
     path = first.prompt_token_ids + first.response_token_ids
     assert second.prompt_token_ids[: len(path)] == path

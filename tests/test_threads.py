@@ -1,4 +1,4 @@
-"""Whoever stops waits for the thread."""
+"""Test that shutdown waits for the thread."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ def test_cancelled_it_ends_no_sooner_than_the_function(fails: bool) -> None:
         assert not fails
 
     async def main() -> None:
-        # The exception of the work that nobody asks for is not reported as lost.
+        # The exception of abandoned work is not reported as never retrieved.
         asyncio.get_running_loop().set_exception_handler(lambda _, context: seen.append(context))
         task = asyncio.create_task(to_end(work))
         await asyncio.to_thread(begun.wait, 10)

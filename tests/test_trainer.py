@@ -1,4 +1,4 @@
-"""The whole loop on a toy task: it learns, it resumes, and it counts what it leaves out."""
+"""Tests of the whole loop on a toy task: it learns, resumes, and counts dropped data."""
 
 import asyncio
 import contextlib
@@ -114,7 +114,7 @@ def test_a_run_keeps_the_dtype_that_auto_was_when_it_began(
     auto = _config(
         model_dir, tmp_path / "run", num_steps=0, model=ModelConfig(str(model_dir), dtype="auto")
     )
-    for seconds in ((2.0, 1.0), (1.0, 2.0)):  # of float32, of bfloat16
+    for seconds in ((2.0, 1.0), (1.0, 2.0)):  # seconds of float32, of bfloat16
         monkeypatch.setattr(precision, "_seconds", Mock(return_value=seconds))
         asyncio.run(train(auto, TASKS, TASKS))
         saved = load_config(Config, [str(tmp_path / "run/config.yaml")]).model
@@ -140,7 +140,7 @@ def test_a_toy_task_is_learned_in_eight_steps(model_dir: Path, tmp_path: Path) -
     rewards = [row["rollout/reward_mean"] for row in rows if "rollout/reward_mean" in row]
     assert rewards[0] < 0.3 and rewards[-1] > 0.8
     assert rows[-1]["eval/reward_mean"] > 0.8
-    # One forward function: the sampler's log-probs are the trainer's.
+    # Sampler and trainer share one forward function, so their log-probabilities agree.
     assert max(row.get("train/mismatch_kl", 0.0) for row in rows) < 1e-5
     _check_run_directory(tmp_path / "run", config)
 
@@ -158,9 +158,9 @@ def test_dpo_learns_it_from_pairs(model_dir: Path, tmp_path: Path) -> None:
     assert rows[-1]["eval/reward_mean"] > 0.8
     steps = [row for row in rows if "train/num_pairs" in row]
     assert len(steps) == 10 and steps[0]["train/num_pairs"] > 1.0
-    # At first policy and reference are one.
+    # At first the policy equals its reference.
     assert steps[0]["train/loss"] == pytest.approx(math.log(2.0), abs=1e-6)
-    # Had the sixth step taken a new reference, it would be so again.
+    # A new reference at the sixth step would give ln 2 again.
     assert steps[5]["train/loss"] < 0.6 and steps[5]["train/preference_accuracy"] > 0.5
     assert max(row["train/mismatch_kl"] for row in steps) < 1e-5
 
@@ -176,14 +176,14 @@ def test_a_learned_value_goes_on_where_it_was(model_dir: Path, tmp_path: Path) -
     asyncio.run(train(config, TASKS, []))
     (first, second) = asyncio.run(train(dataclasses.replace(config, num_steps=2), TASKS, []))
     assert first["train/value_mean"] == 0.0 and first["train/value_loss"] > 0.0
-    assert second["train/value_mean"] != 0.0  # the head came back with the checkpoint
+    assert second["train/value_mean"] != 0.0  # the head was restored from the checkpoint
     assert first["time/values_s"] > 0.0 and first["train/calls_without_value"] == 0.0
 
 
 def test_a_checkpoint_is_written_beside_the_next_rollouts(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 1's is not begun before step 2's rollouts are, and the third step's fails."""
+    """Step 1's save starts after step 2's rollouts do, and the third step's save fails."""
     config = _config(
         model_dir,
         tmp_path / "run",
@@ -254,7 +254,7 @@ def test_the_warmup_learns_the_demonstrations_first(model_dir: Path, tmp_path: P
     evals = {row["step"]: row["eval/reward_mean"] for row in rows if "eval/reward_mean" in row}
     assert evals[0] < 0.5 < evals[10]
     assert sorted(evals) == [0, 10, 12]
-    # What the warm-up changed, then what came after it.
+    # The change made by the warm-up, then the change after it.
     assert "eval/change_mean" not in rows[0]
     for row, since in ((rows[10], 0), (rows[12], 10)):
         assert row["eval/change_since_step"] == since
@@ -302,7 +302,7 @@ def test_killed_at_any_moment_it_resumes_on_the_same_curve(model_dir: Path, tmp_
         for run in (whole, broken)
     ]
     assert len(curves[0]) == len(curves[1]) == 6
-    # The same seeds; what is left is the rounding of batches that met other requests.
+    # Seeds are the same. Only the rounding differs, because of other requests in the batch.
     assert np.allclose(*curves, atol=0.1)
     store = Store(broken / "store.sqlite")
     again = [r for r in store.rollouts(phase="train") if r.status == "scored" and r.attempt > 1]
@@ -312,12 +312,12 @@ def test_killed_at_any_moment_it_resumes_on_the_same_curve(model_dir: Path, tmp_
 
 
 def _during_rollouts(run: Path) -> bool:
-    """Some rollouts of step 1 have ended and others have not; no checkpoint is there yet."""
+    """Return True if only some rollouts of step 1 have ended, and there is no checkpoint yet."""
     if not (run / "store.sqlite").exists():
         return False
     with (
         contextlib.closing(sqlite3.connect(run / "store.sqlite")) as store,
-        contextlib.suppress(sqlite3.OperationalError),  # the table is not there yet
+        contextlib.suppress(sqlite3.OperationalError),  # the table does not exist yet
     ):
         rows = store.execute("SELECT status FROM rollouts WHERE step = 1").fetchall()
         return {("scored",), ("running",)} <= set(rows)
@@ -325,8 +325,9 @@ def _during_rollouts(run: Path) -> bool:
 
 
 def _during_a_save(run: Path) -> bool:
-    """A step is done that the last checkpoint does not hold; Orbax has begun the next one and not
-    yet given it its name.
+    """Return True while Orbax is writing a checkpoint under its temporary name.
+
+    The last complete checkpoint does not include the newest step.
     """
     if len(read_metrics(run / "metrics.jsonl")) < 4:
         return False
@@ -334,14 +335,14 @@ def _during_a_save(run: Path) -> bool:
 
 
 def _interrupted_steps(store: Store) -> set[int]:
-    """Steps in which a rollout was running when its process died."""
+    """Return the steps in which a rollout was running when its process died."""
     return {r.step for r in store.rollouts(phase="train") if r.reason == "crash"}
 
 
 def test_rollouts_of_other_settings_never_come_back(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 2 was sampled at another temperature; two starts later it is sampled anew."""
+    """Step 2 was sampled at another temperature. Two starts later it is sampled again."""
     cold, warm = (RolloutConfig(tasks_per_step=1, group_size=4, temperature=t) for t in (0.5, 1.0))
     config = _config(model_dir, tmp_path / "run", num_steps=3, rollout=cold)
     learn, ends = Run._learn, [2, 1]
@@ -361,7 +362,7 @@ def test_rollouts_of_other_settings_never_come_back(
     assert max(row["train/mismatch_kl"] for row in rows) < 1e-5
     with contextlib.closing(Store(tmp_path / "run/store.sqlite")) as store:
         taken = {s: [r.attempt for r in store.rollouts(step=s)] for s in range(3)}
-    # Of step 1 the rollouts of the second start are taken over, so there is no third attempt.
+    # The rollouts of step 1 are reused from the second start, so there is no third attempt.
     assert taken == {step: [1, 2] * 4 for step in range(3)}
 
 
@@ -389,7 +390,7 @@ def test_one_process_at_a_time_works_in_a_run_directory(model_dir: Path, tmp_pat
                 await train(config, TASKS, [])
 
     asyncio.run(twice())
-    asyncio.run(train(config, TASKS, []))  # it is free again
+    asyncio.run(train(config, TASKS, []))  # the lock is free again
 
 
 def test_more_agents_than_open_files_allow_are_refused_at_the_start(
@@ -485,7 +486,7 @@ def test_no_equal_group_moves_the_weights(
 
 
 def test_groups_with_equal_returns_are_replaced(model_dir: Path, tmp_path: Path) -> None:
-    """Rewards are multiples of 1/4: of pairs of rollouts some are equal and some are not."""
+    """Rewards are multiples of 1/4, so some pairs of rollouts are equal and some are not."""
     config = _config(
         model_dir,
         tmp_path / "run",
@@ -502,7 +503,7 @@ def test_groups_with_equal_returns_are_replaced(model_dir: Path, tmp_path: Path)
         assert replaced == left_out or row["rollout/num_sampling_rounds"] == 3
     replaced = sum(int(row["rollout/num_groups_replaced"]) for row in rows)
     assert replaced > 0
-    # No task is skipped: those drawn and not tried wait in the checkpoint for the next step.
+    # No task is skipped: unused tasks are kept in the checkpoint for the next step.
     store = Store(tmp_path / "run" / "store.sqlite")
     run = Run(config, load_model(str(model_dir)), store, TASKS, TASKS)
     assert (run.step, len(run.spare_tasks)) == (2, -replaced % 3)
@@ -516,11 +517,11 @@ def test_steps_without_a_finite_gradient_stop_the_run(tmp_path: Path, model_dir:
     store = Store(tmp_path / "store.sqlite")
     run = Run(config, load_model(str(model_dir)), store, TASKS, TASKS)
     good = [sequence([1], [2, 3])]
-    bad = [sequence([1], [2, 3], weight=1e36)]  # the square of the gradient's norm overflows
-    for sequences in (bad, good, [], bad):  # a good step in between: not in a row
+    bad = [sequence([1], [2, 3], weight=1e36)]  # the squared gradient norm overflows
+    for sequences in (bad, good, [], bad):  # not in a row, because of the good step
         metrics = run._update(sequences)
     assert metrics["train/skipped_updates"] == metrics["train/num_updates"] == 1
-    assert run._update([])["train/num_updates"] == 0  # nothing to learn from counts neither way
+    assert run._update([])["train/num_updates"] == 0  # an empty step does not count
     with pytest.raises(NotFinite, match="not finite in 2 steps in a row, the last of them step 0"):
         run._update(bad)
     asyncio.run(run.close())

@@ -1,4 +1,4 @@
-"""The records refuse what cannot be."""
+"""Tests that records reject invalid values."""
 
 import pickle
 

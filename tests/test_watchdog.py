@@ -1,4 +1,4 @@
-"""Who blocks the event loop is named."""
+"""Test that the agent blocking the event loop is named."""
 
 import asyncio
 import threading

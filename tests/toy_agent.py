@@ -1,4 +1,4 @@
-"""Agents for the tests: ordinary programs on the plain openai client."""
+"""Agents for the tests: ordinary programs that use the plain openai client."""
 
 import asyncio
 import contextlib
@@ -16,12 +16,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-GOOD_IDS = range(48)  # of the tiny model's 259 tokens: a random policy earns about 0.19
+GOOD_IDS = range(48)  # of the tiny model's 259 tokens; a random policy earns about 0.19
 
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()  # 30 ms each, so one for all clients
+    return ssl.create_default_context()  # takes 30 ms, so one for all clients
 
 
 @asynccontextmanager
@@ -33,7 +33,7 @@ async def _client(llm, **settings) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def run(task: dict, llm) -> float:
-    """The share of sampled tokens that are good ones."""
+    """Return the share of good tokens among the sampled ones."""
     async with _client(llm) as client:
         reply = await client.chat.completions.create(
             model=llm.model,
@@ -46,7 +46,7 @@ async def run(task: dict, llm) -> float:
 
 
 async def two_turns(task: dict, llm) -> float:
-    """Two calls, the second of which goes on from the first."""
+    """Make two calls, the second of which continues the first."""
     messages: list[Any] = [{"role": "user", "content": task["question"]}]
     async with _client(llm) as client:
         for words in ("and", "then"):
@@ -62,7 +62,10 @@ async def two_turns(task: dict, llm) -> float:
 
 
 async def three_policies(task: dict, llm) -> float:
-    """Three sub-agents: two say their names, one asks for its policy. Good tokens of all count."""
+    """Return the share of good tokens of three sub-agents.
+
+    Two of them give their names; one asks for its policy.
+    """
     good = total = 0
     async with _client(llm) as client:
         for model, agent in (("policy", "speaker"), ("policy", "listener"), ("judge", "")):
@@ -79,16 +82,16 @@ async def three_policies(task: dict, llm) -> float:
 
 
 async def quiet(task: dict, llm) -> None:
-    """No reward."""
+    """Return no reward."""
 
 
 async def odd(task: dict, llm) -> str:
-    """No number."""
+    """Return a text instead of a number."""
     return "good"
 
 
 async def measured(task: dict, llm) -> dict[str, float]:
-    """A reward, and what else the agent measured."""
+    """Return a reward and other numbers."""
     return {"reward": 0.5, "f1": 0.25, "searches": 2}
 
 
@@ -101,7 +104,7 @@ async def without_reward(task: dict, llm) -> dict[str, float]:
 
 
 async def posts_reward(task: dict, llm) -> dict[str, float]:
-    """Its reward goes another way."""
+    """Post the reward instead of returning it."""
     url = f"{llm.base_url.removesuffix('/v1')}/reward"
     async with aiohttp.ClientSession() as http, http.post(url, json={"reward": 0.75}) as answer:
         assert answer.status == 200, await answer.text()
@@ -113,7 +116,7 @@ async def posts_and_returns(task: dict, llm) -> dict[str, float]:
 
 
 async def traced(task: dict, llm) -> float:
-    """Instrumented with the SDK of OpenTelemetry; sends what it made over OTLP."""
+    """Make a span with OpenTelemetry's SDK and send it over OTLP."""
     reward = await run(task, llm)
     memory = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
@@ -141,12 +144,12 @@ async def traced(task: dict, llm) -> float:
 
 
 async def cut_off(task: dict, llm) -> float:
-    """Stands on a service that is down."""
+    """Fail because a service is down."""
     raise ConnectionRefusedError("the search gave no answer")
 
 
 async def broken(task: dict, llm) -> float:
-    """A mistake of the agent's own."""
+    """Fail by the agent's own bug."""
     raise KeyError("no such tool")
 
 
@@ -156,7 +159,7 @@ async def slow(task: dict, llm) -> float:
 
 
 async def impatient(task: dict, llm) -> float:
-    """Gives up when the server does not answer."""
+    """Give up when the server does not answer."""
     async with _client(llm, max_retries=0) as client:
         await client.chat.completions.create(
             model=llm.model, messages=[{"role": "user", "content": "?"}], max_tokens=100
@@ -165,12 +168,12 @@ async def impatient(task: dict, llm) -> float:
 
 
 def plain(task: dict, llm) -> float:
-    """No coroutine; it may start an event loop of its own."""
+    """Start an event loop in a plain function."""
     return asyncio.run(run(task, llm))
 
 
 def hands_on(task: dict, llm):
-    """A plain function in front of a coroutine function, as decorators make them."""
+    """Return a coroutine from a plain function, as decorators do."""
     return run(task, llm)
 
 
@@ -179,7 +182,7 @@ def runs_out(task: dict, llm) -> float:
 
 
 def demonstrate(tasks: list[dict]) -> list[list[dict]]:
-    """Each question is answered with four good tokens' text."""
+    """Return a conversation per question, answered with four good tokens."""
     return [
         [
             {"role": "user", "content": task["question"]},
@@ -190,12 +193,12 @@ def demonstrate(tasks: list[dict]) -> list[list[dict]]:
 
 
 def demonstrate_some(tasks: list[dict]) -> list[list[dict]]:
-    """Of each second task nobody knows how to do it."""
+    """Return demonstrations of every second task only."""
     return demonstrate(tasks[::2])
 
 
 async def swallows_its_end(task: dict, llm) -> float:
-    """Is cancelled and goes on, to a reward that comes too late."""
+    """Ignore cancellation and return a reward too late."""
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.sleep(60)
     await asyncio.sleep(0.1)
@@ -203,19 +206,19 @@ async def swallows_its_end(task: dict, llm) -> float:
 
 
 async def waits_too_long(task: dict, llm) -> float:
-    """Has a time limit of its own."""
+    """Exceed the agent's own timeout."""
     async with asyncio.timeout(0.01):
         await asyncio.sleep(60)
     return 1.0
 
 
 async def leaves(task: dict, llm) -> float:
-    """Ends as a script would."""
+    """Exit like a script."""
     sys.exit(0)
 
 
 async def cancels_itself(task: dict, llm) -> float:
-    """Awaits what it has cancelled."""
+    """Await a cancelled task."""
     waiting = asyncio.create_task(asyncio.sleep(60))
     waiting.cancel()
     await waiting

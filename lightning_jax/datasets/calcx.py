@@ -1,4 +1,4 @@
-"""Word problems with a number for an answer: Calc-X as published, the compact files, or our own.
+"""Word problems with a numeric answer: Calc-X as published, the compact files, or a generated set.
 
 Calc-X: Kadlcik et al., EMNLP 2023 (arXiv 2305.15017).
 """
@@ -22,19 +22,19 @@ from lightning_jax.datasets.files import (
 from lightning_jax.datasets.generated_problems import generated_problems
 from lightning_jax.types import Task
 
-# What the splits are called in the published files. Calc-X's own test part is never read.
+# File names of the splits as published. Calc-X's test split is never read.
 _NAMES = {"train": ("train",), "dev": ("dev", "validation")}
 
 
 def load_calcx(
     root: str | Path | None, split: str, config: DataConfig, cache_dir: str | Path
 ) -> tuple[list[Task], dict[str, int]]:
-    """The split's tasks in file order, and how many were left out for which reason.
+    """Return the split's tasks in file order, and the number left out for each reason.
 
-    A task has `id`, `question`, `result` (a number as text), `source`, mostly `chain`, and whatever
-    else its row says. `root` None is the generated set; else a folder with the published parquet or
-    jsonl files (`train-*.parquet` there or in `data/`, `validation.jsonl`), or with the compact
-    `train.jsonl.gz`. Nothing is written to `cache_dir`. Raises DatasetError.
+    A task has `id`, `question`, `result` (a number as text), `source`, usually `chain`, and the
+    other fields of its row. `root` None is the generated set. Otherwise it is a folder with the
+    published parquet or jsonl files (`train-*.parquet` there or in `data/`, `validation.jsonl`), or
+    with the compact `train.jsonl.gz`. Writes nothing to `cache_dir`. Raises DatasetError.
     """
     check_split(split)
     if root is None:
@@ -52,12 +52,13 @@ def load_calcx(
     return tasks, dict(dropped)
 
 
-_SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # of thousands; 3_1/2 is a mixed number
+_SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # thousands separator; 3_1/2 is a mixed number
 
 
 def plain_number(text: Any) -> str | None:
-    """The number of a `result` field as it is written, without Calc-X's "= around ..." and without
-    the "_" of its 3_900; None if it is not one number.
+    """Return the number in a `result` field as written, or None if it is not a single number.
+
+    Calc-X's "= around ..." and the "_" of numbers such as 3_900 are removed.
     """
     number = _SEPARATOR.sub("", str(text).partition("= around")[0].strip())
     whole = re.fullmatch(r"(-?\d+)[ _](\d+/\d+)", number)  # a mixed number
@@ -88,7 +89,7 @@ def _filter(
 
 
 def _task(row: Record, where: str) -> Task:
-    """The row with `source` and a plain `result`; None where that is not a number."""
+    """Return the row with `source` and a plain `result`, which is None if it is not a number."""
     require_text(row, ("id", "question"), where)
     if "result" not in row:
         raise DatasetError(f"{where}: result is missing; expected the answer's number, correct it.")
@@ -109,7 +110,7 @@ def _reason_to_drop(task: Task, config: DataConfig) -> str | None:
 
 
 def _rows(folder: Path, split: str) -> Iterator[tuple[str, Record]]:
-    """The records of the split's files, whichever the layout, each with where it stands."""
+    """Yield (location, record) for the split's files in any layout."""
     if not folder.is_dir():
         raise DatasetError(
             f"data.root is {str(folder)!r}, which is not a folder; expected Calc-X's files there, "
@@ -151,7 +152,7 @@ def _numbered(rows: Any, prefix: str = "row ") -> Iterator[tuple[str, Record]]:
 
 
 def _parquet(path: Path) -> Iterator[Record]:
-    """The rows without their empty fields, a batch at a time."""
+    """Yield the rows without empty fields, reading one batch at a time."""
     try:
         import pyarrow
         import pyarrow.parquet

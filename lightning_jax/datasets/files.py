@@ -1,4 +1,4 @@
-"""Records out of JSON files, and directories that appear whole or not at all."""
+"""Readers of JSON records, and directories that are created atomically."""
 
 import gzip
 import hashlib
@@ -20,13 +20,13 @@ Record = dict[str, Any]
 
 
 class DatasetError(UserError, ValueError):
-    """A data set cannot be used; the message is one sentence for the person who named it."""
+    """Unusable data set. The message is one sentence for the user who named it."""
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """Each record of a `.jsonl` or `.jsonl.gz` file or a JSON list, and words for where it stands.
+    """Yield (location, record) for each record of a `.jsonl`, `.jsonl.gz` or JSON-list file.
 
-    Raises DatasetError for a file that is missing or broken, at the first broken record.
+    Raises DatasetError for a missing or broken file, at the first broken record.
     """
     try:
         records = _lines(path) if path.suffix in (".gz", ".jsonl") else _items(path)
@@ -44,7 +44,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     read = gzip.open if path.suffix == ".gz" else open
-    with read(path, "rt", encoding="utf-8-sig") as lines:  # Windows marks its files
+    with read(path, "rt", encoding="utf-8-sig") as lines:  # Windows adds a byte order mark
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield f"{path}:{number}", _parse(line, f"{path}:{number}")
@@ -71,7 +71,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def require_text(record: Record, names: tuple[str, ...], where: str) -> None:
-    """Raises DatasetError unless each named field is a non-empty text."""
+    """Raise DatasetError unless each named field is a non-empty text."""
     for name in names:
         value = record.get(name)
         if not isinstance(value, str) or not value.strip():
@@ -81,7 +81,7 @@ def require_text(record: Record, names: tuple[str, ...], where: str) -> None:
 
 
 def check_split(split: str) -> None:
-    """Raises DatasetError unless it is one that data sets have."""
+    """Raise DatasetError unless `split` is "train" or "dev"."""
     if split not in ("train", "dev"):
         raise DatasetError(f"split is {split!r}; expected 'train' or 'dev'.")
 
@@ -89,8 +89,10 @@ def check_split(split: str) -> None:
 def limit_tasks(
     tasks: list[Task], split: str, limit: int | None, dropped: Counter[str]
 ) -> list[Task]:
-    """At most `limit` tasks of the train split, spread over the file, whose beginning may know only
-    one kind; those left out are counted in `dropped`. All of another split, or without a limit.
+    """Return at most `limit` tasks of the train split, or all tasks of another split.
+
+    Tasks are spread over the file, because its start may have only one kind. Those left out are
+    counted in `dropped`.
     """
     if split != "train" or limit is None or limit >= len(tasks):
         return tasks
@@ -99,10 +101,10 @@ def limit_tasks(
 
 
 def make_directory(target: Path, fill: Callable[[Path], None]) -> Path:
-    """`target`, made by `fill(directory)` if it is not there yet.
+    """Return `target`, created by `fill(directory)` if it does not exist.
 
-    It is filled under another name and renamed when complete, so a crash leaves no half of it, and
-    of two processes that make it at once the first one wins.
+    The directory is filled under another name and renamed when complete. A crash thus leaves no
+    partial directory, and if two processes create it at once, the first one wins.
     """
     if target.is_dir():
         return target
@@ -127,7 +129,7 @@ def make_directory(target: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def unpack(archive: Path, cache_dir: Path) -> Path:
-    """The directory with what the `.tar.gz` holds, unpacked once for each content of it."""
+    """Return the directory with the contents of the `.tar.gz`, unpacked once per content."""
     try:
         digest = hashlib.sha256(archive.read_bytes()).hexdigest()[:12]
     except OSError as error:
@@ -140,7 +142,7 @@ def unpack(archive: Path, cache_dir: Path) -> Path:
             with tarfile.open(archive, "r:gz") as tar:
                 tar.extractall(
                     directory, filter="data"
-                )  # refuses links and paths that lead outside
+                )  # rejects links and paths that lead outside
         except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise DatasetError(
                 f"{archive} cannot be unpacked ({error}); get the file again."

@@ -1,9 +1,9 @@
-"""The small worlds of the generated task set: what their tables are called and hold.
+"""Small worlds of the generated task set: the names and contents of their tables.
 
-A world has three tables. The second and third each refer to the first. A table has a label (a text
-that names the row), one category (a text that rows share) and one or two numbers (no two rows
-alike, so that orders and extremes have one answer). Questions say the column names, with blanks for
-underscores.
+A world has three tables. The second and third refer to the first. A table has a label (a text that
+names the row), one category (a text shared by rows) and one or two numbers. Numbers are distinct
+across rows, so that orders and extremes have one answer. Questions use the column names, with
+spaces for underscores.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ THINGS = (
 class Table:
     name: str
     plural: str
-    label: tuple[str, str]  # column, and words to draw from without repetition
-    category: tuple[str, str]  # column, and words to draw from
+    label: tuple[str, str]  # column, and words to sample without replacement
+    category: tuple[str, str]  # column, and words to sample from
     numbers: tuple[tuple[str, int, int], ...]  # column, smallest, largest
     num_rows: int
 
@@ -47,7 +47,7 @@ class World:
 
 
 def columns_of(world: World, table: Table) -> list[tuple[str, str]]:
-    """Names and SQLite types of the table's columns."""
+    """Return names and SQLite types of the table's columns."""
     foreign: list[tuple[str, str]] = (
         [] if table is world.parent else [(f"{world.parent.name}_id", "INTEGER")]
     )
@@ -57,7 +57,10 @@ def columns_of(world: World, table: Table) -> list[tuple[str, str]]:
 
 
 def _world(db_id: str, split: str, *tables: str) -> World:
-    """From tables like `name/plural rows | label words | category words | number low high`."""
+    """Build a world from table lines.
+
+    A line is `name/plural rows | label words | category words | number low high`.
+    """
     parent, *children = map(_table, tables)
     return World(db_id, split, parent, (children[0], children[1]))
 

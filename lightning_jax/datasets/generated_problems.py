@@ -1,7 +1,7 @@
-"""Word problems made by code, with their solutions in Calc-X's markup.
+"""Generated word problems, with solutions in Calc-X's markup.
 
-Six kinds of story with numbers too large to work out without a calculator. Dev has people and
-things of its own; the wordings are shared.
+There are six kinds of story, with numbers too large to calculate without a calculator. Dev has its
+own people and things; the wordings are shared.
 """
 
 import random
@@ -50,9 +50,9 @@ _BOXES = {"train": ["boxes", "bags", "crates", "shelves"], "dev": ["baskets", "c
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and the calculations that lead to its answer, an operation each.
+    """Question and the calculations that lead to its answer, one operation each.
 
-    In an expression `{0}` stands for what the first calculation gave, `{1}` for the second's.
+    In an expression `{0}` is the result of the first calculation, `{1}` that of the second.
     """
 
     question: str
@@ -61,7 +61,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what a story is about."""
+    """People and things of a story."""
 
     one: str
     other: str
@@ -70,9 +70,9 @@ class Cast:
 
 
 def generated_problems(split: str) -> list[dict[str, Any]]:
-    """The split's tasks: `id`, `source` (the kind), `question`, `chain` and `result`."""
+    """Return the split's tasks: `id`, `source` (the kind), `question`, `chain` and `result`."""
     kinds = [sorted(_KINDS)[i % len(_KINDS)] for i in range(SIZES[split])]
-    random.Random(f"order {split}").shuffle(kinds)  # an evenly spaced sample has them all
+    random.Random(f"order {split}").shuffle(kinds)  # so that an evenly spaced sample has all kinds
     return [_task(split, kind, i) for i, kind in enumerate(kinds)]
 
 
@@ -92,7 +92,7 @@ def _task(split: str, kind: str, index: int) -> dict[str, Any]:
 
 
 def solve(expressions: tuple[str, ...]) -> tuple[str, str]:
-    """(chain in Calc-X's markup, result) of calculations such as `12 * 7` and `{0} - 5`."""
+    """Return (chain in Calc-X's markup, result) of calculations such as `12 * 7` and `{0} - 5`."""
     values: list[str] = []
     chain = []
     for expression in expressions:
@@ -115,7 +115,7 @@ def _decimal(value: Fraction) -> str:
 
 
 def _change(rng: random.Random, cast: Cast) -> Problem:
-    """A number of things goes up and down."""
+    """Ask for a number of things after gains and losses."""
     start = rng.randint(200, 900)
     lines, expressions, last = [f"{cast.one} has {start} {cast.things}."], [], str(start)
     for step in range(rng.choice((1, 2, 2))):
@@ -141,7 +141,7 @@ _DOWNS = (
 
 
 def _rate(rng: random.Random, cast: Cast) -> Problem:
-    """Boxes of equal content."""
+    """Ask for the content of boxes that hold equal numbers."""
     boxes, content, extra = rng.randint(12, 89), rng.randint(13, 78), rng.randint(15, 99)
     start = f"{cast.one} fills {boxes} {cast.boxes} with {content} {cast.things} each."
     total = f"{boxes} * {content}"
@@ -162,7 +162,7 @@ def _rate(rng: random.Random, cast: Cast) -> Problem:
 
 
 def _share(rng: random.Random, cast: Cast) -> Problem:
-    """Things of two people go to a number of others in equal parts."""
+    """Ask for equal shares of two people's things."""
     parts, each = rng.randint(6, 24), rng.randint(17, 68)
     total = parts * each
     if rng.random() < 0.4:
@@ -181,7 +181,7 @@ def _share(rng: random.Random, cast: Cast) -> Problem:
 
 
 def _compare(rng: random.Random, cast: Cast) -> Problem:
-    """One person has more or fewer than the other."""
+    """Ask about one person who has more or fewer things than another."""
     first, difference = rng.randint(150, 800), rng.randint(17, 120)
     more = rng.random() < 0.5
     start = (
@@ -197,7 +197,7 @@ def _compare(rng: random.Random, cast: Cast) -> Problem:
 
 
 def _price(rng: random.Random, cast: Cast) -> Problem:
-    """Money spent on things of one price."""
+    """Ask for the cost of things of one price, or for the change."""
     number, cents = rng.randint(12, 65), rng.randint(105, 995)
     price = _decimal(Fraction(cents, 100))
     start = f"{cast.one} buys {number} {cast.things} for ${price} each."
@@ -210,7 +210,7 @@ def _price(rng: random.Random, cast: Cast) -> Problem:
 
 
 def _average(rng: random.Random, cast: Cast) -> Problem:
-    """The mean over days."""
+    """Ask for a mean over days."""
     days, mean = rng.randint(3, 9), rng.randint(31, 260)
     total = days * mean
     if rng.random() < 0.5:

@@ -1,4 +1,4 @@
-"""Questions on a table of the generated worlds, each with its kind, some wordings and the query."""
+"""Questions on a table of the generated worlds, each with its kind, wordings and query."""
 
 import random
 import sqlite3
@@ -7,13 +7,13 @@ from typing import Any
 
 from lightning_jax.datasets.generated_domains import Table, World, columns_of
 
-Question = tuple[str, tuple[str, ...], str]  # kind, ways to ask, query
+Question = tuple[str, tuple[str, ...], str]  # kind, wordings, query
 
 
 def all_questions(
     database: sqlite3.Connection, world: World, rng: random.Random
 ) -> Iterator[Question]:
-    """Every question that the templates give; thresholds are drawn with `rng`."""
+    """Yield every question of the templates, with thresholds chosen by `rng`."""
     for table in (world.parent, *world.children):
         values = {
             name: [row[0] for row in database.execute(f"SELECT DISTINCT {name} FROM {table.name}")]

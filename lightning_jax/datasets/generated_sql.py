@@ -1,8 +1,8 @@
-"""A text-to-SQL task set made from templates, in the layout that Spider is published in.
+"""Generated text-to-SQL tasks, in the published layout of Spider.
 
-For a first run without data: small databases, short schemas and short queries. The dev questions
-are of the same kinds as those of train, on databases that train has not seen. The same code always
-writes the same set. No published data went into it.
+They serve a first run without data: small databases, short schemas and short queries. Dev questions
+have the same kinds as those of train, on other databases. The same code always writes the same set.
+No published data is used.
 """
 
 import json
@@ -17,17 +17,17 @@ from lightning_jax.datasets.files import make_directory
 from lightning_jax.datasets.generated_domains import WORLDS, Table, World, columns_of
 from lightning_jax.datasets.generated_questions import Question, all_questions
 
-VERSION = 1  # raise it when the set changes, so that no cached copy of the old one is read
+VERSION = 1  # increase when the set changes, so that old cached copies are not read
 _PER_DATABASE = {"train": 80, "dev": 60}
 
 
 def generated_root(cache_dir: Path) -> Path:
-    """The folder of the generated set, written if it is not there yet. Raises DatasetError."""
+    """Return the folder of the generated set, writing it if needed. Raises DatasetError."""
     return make_directory(cache_dir / f"generated-sql-v{VERSION}", write_generated)
 
 
 def write_generated(folder: Path) -> None:
-    """Writes train_spider.json, dev.json, tables.json and database/ into the folder."""
+    """Write train_spider.json, dev.json, tables.json and database/ into the folder."""
     rows: dict[str, list[dict[str, Any]]] = {"train": [], "dev": []}
     for world in WORLDS:
         path = folder / "database" / world.db_id / f"{world.db_id}.sqlite"
@@ -65,7 +65,7 @@ def _rows(world: World, table: Table) -> list[tuple[Any, ...]]:
     labels = rng.sample(table.label[1].split(), size)
     words = table.category[1].split()
     kinds = rng.sample(words, min(len(words), 5))
-    # Uneven shares, so that counts tell the categories apart.
+    # Uneven shares, so that the categories have different counts.
     categories = rng.choices(kinds, weights=range(2, len(kinds) + 2), k=size)
     numbers = [rng.sample(range(low, high + 1), size) for _, low, high in table.numbers]
     columns: list[list[Any]] = [list(range(1, size + 1)), labels, categories, *numbers]
@@ -76,7 +76,7 @@ def _rows(world: World, table: Table) -> list[tuple[Any, ...]]:
 
 
 def _schema_record(world: World) -> dict[str, Any]:
-    """The database's entry in tables.json."""
+    """Return the database's entry in tables.json."""
     tables = (world.parent, *world.children)
     names: list[tuple[int, str]] = [(-1, "*")]
     types = ["text"]
@@ -104,7 +104,7 @@ def _schema_record(world: World) -> dict[str, Any]:
 
 
 def _choose(database: sqlite3.Connection, world: World) -> list[dict[str, Any]]:
-    """The database's tasks: kinds in equal shares as far as they last, in mixed order."""
+    """Return the database's tasks: as equal numbers of each kind as possible, shuffled."""
     rng = random.Random(f"questions {world.db_id}")
     kinds: dict[str, list[Question]] = defaultdict(list)
     for question in all_questions(database, world, rng):
@@ -131,7 +131,7 @@ def _choose(database: sqlite3.Connection, world: World) -> list[dict[str, Any]]:
 
 
 def _is_clear(database: sqlite3.Connection, sql: str, kind: str) -> bool:
-    """Whether the query has an answer, one only, that says something."""
+    """Return True if the query has exactly one meaningful answer."""
     rows = database.execute(sql).fetchall()
     if not rows or rows == [(0,)] or rows == [(None,)]:
         return False

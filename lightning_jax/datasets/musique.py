@@ -1,8 +1,7 @@
-"""Multi-hop questions over a paragraph corpus: MuSiQue as released, the compact files cut from it,
-or a generated set.
+"""Multi-hop questions over a corpus: MuSiQue as released, its compact files, or a generated set.
 
-MuSiQue: Trivedi et al., TACL 2022. The release gives each question its own twenty paragraphs; the
-corpus that an agent searches is all of them together, repeats removed.
+MuSiQue: Trivedi et al., TACL 2022. The release gives each question its own twenty paragraphs. The
+corpus that an agent searches is the union of all of them.
 """
 
 import gzip
@@ -41,12 +40,12 @@ def load_musique(
     *,
     corpus: "Corpus | None" = None,
 ) -> tuple[list[Task], dict[str, int]]:
-    """The split's tasks in file order, and how many were left out for which reason.
+    """Return the split's tasks in file order, and the number left out for each reason.
 
     A task has `id`, `question`, `answer`, `answer_aliases`, `hops`, `supporting` (pids) and
     `decomposition`: for each hop `question`, `answer` and `paragraph` (pid, title, text). `root`
-    None is the generated set. What is made is written under `cache_dir`, once. Who loads both
-    splits reads the `corpus` once, and gives it. Raises DatasetError.
+    None is the generated set. Generated files are written once, under `cache_dir`. To load both
+    splits, read the `corpus` once and pass it. Raises DatasetError.
     """
     check_split(split)
     folder, released = _find(root, Path(cache_dir).absolute())
@@ -65,9 +64,9 @@ def load_musique(
 
 
 def corpus_of(root: str | Path | None, cache_dir: str | Path) -> Path:
-    """The `.jsonl.gz` file with the corpus: pid, title and text of each paragraph.
+    """Return the `.jsonl.gz` file with the corpus: pid, title and text of each paragraph.
 
-    That of the release is made under `cache_dir`, once for each content of its two files. Raises
+    For the release it is written under `cache_dir`, once per content of its two files. Raises
     DatasetError.
     """
     cache = Path(cache_dir).absolute()
@@ -97,14 +96,14 @@ def corpus_of(root: str | Path | None, cache_dir: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Paragraphs by their id, and ids by title and text."""
+    """Paragraphs by id, and ids by title and text."""
 
     by_pid: dict[str, Paragraph]
     pid_of: dict[tuple[str, str], str]
 
 
 def read_corpus(path: Path) -> Corpus:
-    """The paragraphs of a corpus file. Raises DatasetError."""
+    """Read the paragraphs of a corpus file. Raises DatasetError."""
     by_pid: dict[str, Paragraph] = {}
     for where, row in read_records(path):
         require_text(row, ("pid", "text"), where)
@@ -117,11 +116,11 @@ def read_corpus(path: Path) -> Corpus:
 
 
 def _find(root: str | Path | None, cache: Path) -> tuple[Path, bool]:
-    """The folder, and whether it has the released layout."""
+    """Return the folder, and True if it has the released layout."""
     folder = generated_root(cache) if root is None else Path(root).expanduser().absolute()
     if (folder / _CORPUS).is_file():
         return folder, False
-    for place in (folder, folder / "data"):  # the release's archive has a folder of its own
+    for place in (folder, folder / "data"):  # folder inside the release's archive
         if (place / _RELEASED["train"]).is_file():
             return place, True
     raise DatasetError(
@@ -157,7 +156,7 @@ def _hop(step: Any, corpus: Corpus, where: str) -> dict[str, Any]:
 
 
 def _released_paragraphs(files: list[Path]) -> Iterator[Paragraph]:
-    """Every paragraph of the files once, in order of appearance."""
+    """Yield each distinct paragraph of the files, in order of appearance."""
     seen: set[tuple[str, str]] = set()
     for path in files:
         for where, row in read_records(path):
@@ -181,7 +180,7 @@ def _paragraphs(row: Record, where: str) -> list[Record]:
 
 
 def _released_tasks(path: Path, corpus: Corpus) -> tuple[list[Task], Counter[str]]:
-    """The answerable questions whose hops each name a paragraph."""
+    """Return the answerable questions whose hops all name a paragraph, and the dropped counts."""
     tasks, dropped = [], Counter()
     seen: set[str] = set()
     for where, row in read_records(path):

@@ -1,9 +1,8 @@
-"""A multi-hop question set about a made-up world, in the compact layout that musique.py reads.
+"""Generated multi-hop questions about invented worlds, in the compact layout of musique.py.
 
-For a first run without data: short paragraphs on invented people, towns, books and so on, and
-questions whose answer takes two or three of them. Train and dev ask about two worlds that share no
-name, both in one corpus, so that dev questions are of the same kinds on entities that training has
-not seen. The same code always writes the same set. No published data went into it.
+They serve a first run without data: short paragraphs on invented people, towns, books and so on,
+and questions that need two or three of them. Train and dev use two worlds that share no name, both
+in one corpus. Dev questions thus have the same kinds, on entities that training has not seen.
 """
 
 import gzip
@@ -16,18 +15,18 @@ from typing import Any
 
 from lightning_jax.datasets.files import make_directory
 
-VERSION = 1  # raise it when the set changes, so that no cached copy of the old one is read
+VERSION = 1  # increase when the set changes, so that old cached copies are not read
 NUM_QUESTIONS = {"train": 480, "dev": 120}
 
 
 @dataclass(frozen=True)
 class Relation:
-    """A fact that each entity of kind `subject` has. `{}` is the subject, `{o}` the object."""
+    """Fact that each entity of kind `subject` has. `{}` is the subject, `{o}` the object."""
 
     subject: str
     object: str
-    sentence: str  # how the subject's paragraph says it
-    noun: str  # the object, described
+    sentence: str  # sentence in the subject's paragraph
+    noun: str  # description of the object
     questions: tuple[str, ...]
 
 
@@ -53,7 +52,7 @@ RELATIONS = (
     Relation("river", "lake", "{} is a river that flows into {o}.", "the lake that {} flows into",
              ("Which lake does {} flow into?", "Into which lake does {} flow?")),
 )  # fmt: skip
-# What else a paragraph says, so that not every sentence is a fact that is asked for.
+# Other sentences of a paragraph, so that not every sentence is a fact to ask about.
 ASIDES = {
     "book": "It has {n} chapters.",
     "company": "It has {n} workers.",
@@ -74,12 +73,12 @@ _TRADES = "Tools Mills Glass Paper Ships Bells Salt Looms"
 
 
 def generated_root(cache_dir: Path) -> Path:
-    """The folder of the generated set, written if it is not there yet. Raises DatasetError."""
+    """Return the folder of the generated set, writing it if needed. Raises DatasetError."""
     return make_directory(cache_dir / f"generated-multihop-v{VERSION}", write_generated)
 
 
 def write_generated(folder: Path) -> None:
-    """Writes corpus.jsonl.gz, train.jsonl.gz and dev.jsonl.gz into the folder."""
+    """Write corpus.jsonl.gz, train.jsonl.gz and dev.jsonl.gz into the folder."""
     names = _Names(random.Random("names of the generated worlds"))
     corpus: list[dict[str, str]] = []
     for split, number in NUM_QUESTIONS.items():
@@ -98,7 +97,7 @@ def write_generated(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Hop:
-    """One fact of a question's chain."""
+    """One fact in a question's chain."""
 
     subject: str
     relation: Relation
@@ -106,7 +105,7 @@ class Hop:
 
 
 class World:
-    """Entities with one object for each relation of their kind."""
+    """Entities, each with one object per relation of its kind."""
 
     def __init__(self, names: "_Names", rng: random.Random) -> None:
         of_kind = {kind: [names.of(kind) for _ in range(n)] for kind, n in COUNTS.items()}
@@ -126,7 +125,7 @@ class World:
         return " ".join([*facts, aside])
 
     def choose(self, number: int, rng: random.Random) -> list[tuple[Hop, ...]]:
-        """Chains of two and three hops in equal numbers, kinds of chains as even as they last."""
+        """Return equal numbers of two- and three-hop chains, with relations balanced."""
         chosen: list[tuple[Hop, ...]] = []
         for length in (2, 3):
             kinds: dict[tuple[Relation, ...], list[tuple[Hop, ...]]] = {}
@@ -143,7 +142,7 @@ class World:
         return chosen
 
     def chains(self, name: str, length: int) -> Iterator[tuple[Hop, ...]]:
-        """The chains from an entity that come to no entity twice."""
+        """Yield the chains from an entity that visit no entity twice."""
         if length == 0:
             yield ()
             return
@@ -156,7 +155,7 @@ class World:
 def _row(
     split: str, index: int, hops: tuple[Hop, ...], rng: random.Random, pids: dict[str, str]
 ) -> dict[str, Any]:
-    """A question's record: what its hops ask, nested in one another."""
+    """Return a question's record. The question nests the descriptions of its hops."""
     described = hops[0].subject
     for hop in hops[:-1]:
         described = hop.relation.noun.format(described)
@@ -178,7 +177,7 @@ def _row(
 
 
 class _Names:
-    """Invented names, of words that no other name has."""
+    """Generator of invented names from unique words."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -214,4 +213,4 @@ class _Names:
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    path.write_bytes(gzip.compress(lines.encode(), mtime=0))  # no time: the same bytes each time
+    path.write_bytes(gzip.compress(lines.encode(), mtime=0))  # no timestamp, for reproducible bytes

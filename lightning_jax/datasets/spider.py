@@ -1,4 +1,4 @@
-"""Text-to-SQL tasks: Spider as published, the compact files cut from it, or a generated set.
+"""Text-to-SQL tasks: Spider as published, its compact files, or a generated set.
 
 Spider: Yu et al., EMNLP 2018.
 """
@@ -32,7 +32,7 @@ _GOLD_TIME_LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class _Source:
-    """Where one split lies, whichever the layout."""
+    """Files of one split, in either layout."""
 
     questions: tuple[Path, ...]
     tables: Path
@@ -42,11 +42,11 @@ class _Source:
 def load_spider(
     root: str | Path | None, split: str, config: DataConfig, cache_dir: str | Path
 ) -> tuple[list[Task], dict[str, int]]:
-    """The split's tasks in file order, and how many were left out for which reason.
+    """Return the split's tasks in file order, and the number left out for each reason.
 
     A task has `id`, `db_id`, `question`, `query` (gold SQL), `db_path` (absolute), `schema` (text
-    for a prompt) and whatever else its row says. `root` None is the generated set. Archives are
-    unpacked, and the generated set is written, under `cache_dir`, once. Raises DatasetError.
+    for a prompt) and the other fields of its row. `root` None is the generated set. Archives are
+    unpacked, and the generated set is written, once, under `cache_dir`. Raises DatasetError.
     """
     check_split(split)
     cache = Path(cache_dir).absolute()
@@ -64,16 +64,16 @@ def load_spider(
 
 
 def schema_text(record: Record) -> str:
-    """A line `table(column, ...)` for each table and one with the foreign keys, for a prompt.
+    """Return the schema for a prompt: a line `table(column, ...)` per table, then the foreign keys.
 
-    `record` is an entry of Spider's tables.json. Names are the database's own, quoted as SQL asks.
+    `record` is an entry of Spider's tables.json. Names are those of the database, quoted for SQL.
     """
     tables = [_quoted(name) for name in record["table_names_original"]]
     columns = [(table, _quoted(name)) for table, name in record["column_names_original"]]
     lines = [
         f"{name}({', '.join(column for owner, column in columns if owner == index)})"
         for index, name in enumerate(tables)
-        if not name.startswith("sqlite_")  # SQLite's own bookkeeping
+        if not name.startswith("sqlite_")  # internal tables of SQLite
     ]
     keys = [
         "=".join(f"{tables[columns[i][0]]}.{columns[i][1]}" for i in pair)
@@ -84,7 +84,7 @@ def schema_text(record: Record) -> str:
 
 @functools.cache
 def _quoted(name: str) -> str:
-    """The name, in double quotes if SQLite cannot read it bare: `Home Town`, `From`."""
+    """Return the name, in double quotes if SQLite cannot parse it bare: `Home Town`, `From`."""
     if re.fullmatch(r"[A-Za-z_]\w*", name):
         with closing(sqlite3.connect(":memory:")) as empty, suppress(sqlite3.OperationalError):
             empty.execute(f"SELECT {name} FROM (SELECT 1 AS {name})")
@@ -174,7 +174,7 @@ def _reason_to_drop(task: Task, config: DataConfig) -> str | None:
 
 
 def _has_rows(task: Task) -> bool:
-    """Whether the gold query returns a row, by running it on the database opened read-only."""
+    """Run the gold query on the database, opened read-only. Return True if it returns a row."""
     deadline = time.monotonic() + _GOLD_TIME_LIMIT_S
     uri = f"{Path(task['db_path']).as_uri()}?mode=ro"
     with closing(sqlite3.connect(uri, uri=True)) as connection:

@@ -1,4 +1,4 @@
-"""Sums of two small numbers, made by code: a task that a 135M model learns in minutes."""
+"""Generated sums of two small numbers: a task that a 135M model learns in minutes."""
 
 import random
 from collections import Counter
@@ -15,10 +15,10 @@ DEV_SHARE = 0.2
 def load_sums(
     root: str | Path | None, split: str, config: DataConfig, cache_dir: str | Path
 ) -> tuple[list[Task], dict[str, int]]:
-    """The split's tasks, and how many were left out for which reason.
+    """Return the split's tasks and the number left out for each reason.
 
-    A task has `id`, `question` and `answer`, a number. Dev has pairs of numbers that train does not
-    have in either order. Nothing is read or written. Raises DatasetError.
+    A task has `id`, `question` and `answer` (a number). Pairs of numbers in dev are not in train,
+    in either order. Reads and writes nothing. Raises DatasetError.
     """
     check_split(split)
     if root is not None:
@@ -29,7 +29,7 @@ def load_sums(
 
 
 def _tasks(split: str) -> list[Task]:
-    """Always the same ones in the same order."""
+    """Return the same tasks in the same order each time."""
     choose = random.Random(0)
     numbers = range(1, LARGEST + 1)
     pairs = [choose.sample((a, b), 2) for a in numbers for b in numbers if a <= b]

@@ -1,4 +1,4 @@
-"""A user's own tasks: JSON objects in files, one a line."""
+"""Tasks of a user: JSON objects in files, one per line."""
 
 import json
 import random
@@ -14,19 +14,19 @@ from lightning_jax.datasets.files import (
 )
 from lightning_jax.types import Task
 
-DEV_SHARE = 0.2  # of the tasks of a single file
+DEV_SHARE = 0.2  # share of a single file
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
 
 
 def load_task_files(
     root: str | Path | None, split: str, config: DataConfig, cache_dir: str | Path
 ) -> tuple[list[Task], dict[str, int]]:
-    """The split's tasks as they stand in the file, and how many were left out for which reason.
+    """Return the split's tasks as in the file, and the number left out for each reason.
 
-    `root` is a folder with a file `train` and a file `dev`, each `.jsonl`, `.jsonl.gz` or `.json`
-    (a list), or one such file, of which a fifth, always the same one, is dev. A task may have any
-    fields; one without `id` gets its place in the file. A task is asked once however often it is
-    there, and one that dev has is not trained on. Nothing is written. Raises DatasetError.
+    `root` is a folder with a file `train` and a file `dev`, or one file of which a fixed fifth is
+    dev. Files are `.jsonl`, `.jsonl.gz` or `.json` (a list). A task may have any fields. Without
+    `id` it gets its position in the file. Repeated tasks are used once, and tasks in dev are not
+    trained on. Writes nothing. Raises DatasetError.
     """
     check_split(split)
     if root is None:
@@ -68,7 +68,7 @@ def _file(folder: Path, split: str) -> Path:
 
 
 def _read(path: Path, dropped: Counter[str]) -> list[Task]:
-    """The file's tasks, each once; those that repeat another are counted."""
+    """Return the file's distinct tasks, and count repeated ones in `dropped`."""
     contents: set[str] = set()
     places: dict[str, str] = {}
     tasks: list[Task] = []
@@ -89,5 +89,5 @@ def _read(path: Path, dropped: Counter[str]) -> list[Task]:
 
 
 def _content(task: Task) -> str:
-    """What makes two tasks the same one."""
+    """Return a key that is equal for equal tasks, ignoring ids."""
     return json.dumps({name: task[name] for name in task if name != "id"}, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Calc-X as published, the compact files and the generated problems."""
+"""Tests of Calc-X as published, the compact files and the generated problems."""
 
 import gzip
 import json

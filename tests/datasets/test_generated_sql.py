@@ -1,4 +1,4 @@
-"""The generated set: that it can be learned from, and is always the same."""
+"""Tests of the generated set: it is learnable and reproducible."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ def splits(cache: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _results(tasks: list[dict[str, Any]]) -> dict[str, dict[str, list[tuple]]]:
-    """Database -> query -> its rows."""
+    """Return the rows of each query, by database."""
     results: dict[str, dict[str, list[tuple]]] = defaultdict(dict)
     for task in tasks:
         with closing(sqlite3.connect(task["db_path"])) as db:
@@ -115,7 +115,7 @@ def test_it_is_written_once_and_always_the_same(cache: Path, tmp_path: Path) -> 
 
 
 def test_the_set_is_that_of_its_version(splits: dict[str, list[dict[str, Any]]]) -> None:
-    # Results are reported for a version: raise VERSION when this changes.
+    # Results are reported per version: increase VERSION when this changes.
     facts = [[t["id"], t["question"], t["query"]] for t in splits["train"] + splits["dev"]]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     assert digest == "63eddcfe1389d424"

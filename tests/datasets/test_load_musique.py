@@ -1,4 +1,4 @@
-"""MuSiQue as released and in the compact layout: the same questions, and what is left out."""
+"""Tests of MuSiQue in the released and the compact layout: same questions, same counts left out."""
 
 import gzip
 import json
@@ -134,7 +134,7 @@ def test_the_released_files(released: Path, tmp_path: Path) -> None:
             },
         ],
     }  # fmt: skip
-    # Three paragraphs that all rows share, and one with a title that two texts have.
+    # Three paragraphs shared by all rows, and one whose title has two texts.
     corpus = read_corpus(corpus_of(released, tmp_path / "cache"))
     assert [each["title"] for each in corpus.by_pid.values()] == [*TEXTS, "Steam"]
     assert corpus.by_pid["p000003"]["text"] == "Other."
@@ -149,7 +149,7 @@ def test_the_corpus_is_made_once_for_each_content(released: Path, tmp_path: Path
     assert corpus_of(released, cache) == first and first.stat().st_mtime_ns == before
     _write_released(released, "dev", [_released_row(9), _released_row(10)])
     assert corpus_of(released, cache) != first
-    # The release's archive holds the files in a folder "data".
+    # The release's archive has the files in a folder "data".
     (tmp_path / "archive").mkdir()
     released.rename(tmp_path / "archive" / "data")
     assert len(load_musique(tmp_path / "archive", "dev", ALL, cache)[0]) == 2
@@ -164,7 +164,7 @@ def test_a_corpus_that_is_given_is_not_made_or_read_again(released: Path, tmp_pa
 
 def test_the_compact_files(compact: Path, tmp_path: Path) -> None:
     tasks, dropped = load_musique(compact, "train", DataConfig(max_train_tasks=2), tmp_path)
-    assert [task["id"] for task in tasks] == ["q0", "q2"]  # of 4, spread
+    assert [task["id"] for task in tasks] == ["q0", "q2"]  # 2 of 4, evenly spaced
     assert dropped == {"over_max_train_tasks": 2}
     assert tasks[0]["decomposition"][1]["paragraph"]["title"] == "James Watt"
     assert tasks[0]["supporting"] == ["p0", "p1"] and tasks[0]["hops"] == 2
@@ -255,7 +255,7 @@ def test_real_files(tmp_path: Path) -> None:
         tasks, dropped = load_musique(REAL, split, ALL, tmp_path)
         assert dropped == {}
         assert Counter(task["hops"] for task in tasks) == hops
-        for task in tasks:  # as published: each hop's answer is in its paragraph
+        for task in tasks:  # as in the release, each hop's answer is in its paragraph
             for hop in task["decomposition"]:
                 text = f"{hop['paragraph']['title']} {hop['paragraph']['text']}".lower()
                 assert hop["answer"].lower().strip(". ")[:4] in text
@@ -277,7 +277,7 @@ def test_generated_questions_can_be_answered_from_the_corpus(tmp_path: Path) -> 
             known = None
             for place, hop in enumerate(task["decomposition"]):
                 paragraph = hop["paragraph"]
-                # Each hop asks about the answer of the last one, and its paragraph says the answer.
+                # Each hop asks about the previous answer, and its paragraph contains the answer.
                 assert known in (None, paragraph["title"])
                 assert hop["answer"] in paragraph["text"]
                 about = paragraph["title"] if place == 0 else f"#{place}"

@@ -1,4 +1,4 @@
-"""Both layouts of Spider, built here in small, broken ones, and the real files if present."""
+"""Tests of both layouts of Spider: small ones, broken ones, and the real files if present."""
 
 import gzip
 import io
@@ -92,7 +92,7 @@ def test_published_layout(published: Path, tmp_path: Path) -> None:
     expected = {"id": "spider_train_00000", "db_path": str(path), "schema": SCHEMA_TEXT}
     assert tasks[0] == QUESTIONS[0] | expected
     assert len(load_spider(published, "dev", KEEP_ALL, tmp_path)[0]) == 2
-    (published / "train_others.json").unlink()  # it is optional
+    (published / "train_others.json").unlink()  # optional
     assert len(load_spider(published, "train", KEEP_ALL, tmp_path)[0]) == 4
 
 
@@ -103,7 +103,7 @@ def test_compact_layout_is_unpacked_once(compact: Path, tmp_path: Path) -> None:
     assert tasks[3]["id"] == "q3" and tasks[3]["n_rows"] == 3 and tasks[3]["schema"] == SCHEMA_TEXT
     path = Path(tasks[0]["db_path"])
     assert path.is_absolute() and path.is_relative_to(cache)
-    (unpacked,) = cache.iterdir()  # and nothing half-made beside it
+    (unpacked,) = cache.iterdir()  # no partial directory next to it
     before = path.stat().st_mtime_ns, path.stat().st_ino
     assert load_spider(compact, "train", KEEP_ALL, cache)[0] == tasks
     assert (path.stat().st_mtime_ns, path.stat().st_ino) == before
@@ -116,7 +116,7 @@ def test_what_is_left_out_is_counted(published: Path, compact: Path, tmp_path: P
     tasks, dropped = load_spider(published, "train", DataConfig(), tmp_path)
     assert [task["id"][-1] for task in tasks] == ["0", "1", "3"]
     assert dropped == {"gold_returns_no_row": 1, "gold_fails": 1}
-    # The compact files say how many rows there are: 0 for the first.
+    # The compact files give the number of rows: 0 for the first task.
     tasks, dropped = load_spider(compact, "train", DataConfig(max_train_tasks=2), tmp_path)
     assert dropped == {"gold_returns_no_row": 1, "over_max_train_tasks": 1}
     assert [task["id"] for task in tasks] == ["q1", "q2"]
@@ -125,7 +125,7 @@ def test_what_is_left_out_is_counted(published: Path, compact: Path, tmp_path: P
 def test_max_train_tasks_is_spread_and_leaves_dev_alone(published: Path, tmp_path: Path) -> None:
     config = DataConfig(require_rows=False, max_train_tasks=2)
     tasks, dropped = load_spider(published, "train", config, tmp_path)
-    assert [task["id"][-1] for task in tasks] == ["0", "2"]  # of 5
+    assert [task["id"][-1] for task in tasks] == ["0", "2"]  # 2 of 5
     assert dropped == {"over_max_train_tasks": 3}
     (published / "dev.json").write_text(json.dumps(QUESTIONS))
     assert len(load_spider(published, "dev", config, tmp_path)[0]) == 4
@@ -179,7 +179,7 @@ def test_broken_input_is_one_sentence(
     with pytest.raises(DatasetError, match=message) as error:
         load_spider(compact, "train", KEEP_ALL, cache)
     assert "\n" not in str(error.value)
-    assert not [path for path in cache.glob(".*") if path.is_dir()]  # nothing half-written
+    assert not [path for path in cache.glob(".*") if path.is_dir()]  # no partial directory
 
 
 def test_a_broken_archive_leaves_nothing(compact: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sums made by code: right, always the same, and of other numbers in each split."""
+"""Tests of the generated sums: correct, reproducible, with different numbers in each split."""
 
 import re
 

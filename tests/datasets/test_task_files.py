@@ -1,4 +1,4 @@
-"""A user's own tasks: every line is asked once, or counted; dev and train share none."""
+"""Tests of a user's tasks: each line is used once or counted, and dev and train are disjoint."""
 
 import gzip
 import json
@@ -55,7 +55,7 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path) -> None:
 
 
 def test_a_mark_at_the_files_beginning_is_no_text(tmp_path: Path) -> None:
-    """As some programs of Windows write it."""
+    """Some Windows programs write a byte order mark."""
     for name, text in (("a.jsonl", '{"q": 1}\r\n{"q": 2}\r\n'), ("a.json", '[{"q": 1}, {"q": 2}]')):
         path = tmp_path / name
         path.write_bytes(b"\xef\xbb\xbf" + text.encode())
