@@ -19,6 +19,7 @@ patterns.
 """
 
 import asyncio
+import copy
 import hashlib
 import json
 import threading
@@ -160,7 +161,8 @@ class GrammarCompiler:
         except GrammarError as error:
             with self._lock:
                 self._processes.pop(_digest(grammar), None)
-            return error
+            # A copy has no traceback, whose frames would keep the process alive.
+            return copy.copy(error)
         return None
 
     def _start_server(self) -> GrammarServer:
@@ -257,14 +259,14 @@ class Matcher:
     def _look(self, timeout_s: float | None) -> bool:
         """Take the reply if it arrives in time. An error is raised again on every later call."""
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
         if self._packed is None:
             try:
                 reply = self._replies.receive(timeout_s)
                 if reply is not None:
                     self._take(reply)
             except (GrammarError, GrammarProcessLost) as error:
-                self._error = error
+                self._error = copy.copy(error)  # without a traceback that refers to this matcher
                 raise
         return self._packed is not None
 

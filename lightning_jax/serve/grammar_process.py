@@ -1,6 +1,7 @@
 """Handles of the grammar processes, which run grammar_child.py. No JAX."""
 
 import contextlib
+import copy
 import json
 import select
 import signal
@@ -218,7 +219,7 @@ class Replies:
             except ConnectionError:
                 part = b""
             if not part:
-                raise self._process.why()
+                raise copy.copy(self._process.why())
             held += part
 
     def close(self) -> None:

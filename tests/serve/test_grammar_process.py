@@ -1,9 +1,11 @@
 """Tests of grammar processes: a limit ends only the process that exceeds it."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +75,23 @@ def test_long_grammar_starts_no_process() -> None:
     reason, text = refusal(compiler, json_grammar({"const": "x" * 2048}))
     assert reason == "size" and "serve.max_grammar_kib" in text
     assert compiler._server is None
+
+
+def test_rejected_grammars_keep_no_process() -> None:
+    """Not even until the garbage collector runs: there may be thousands."""
+    compiler = GrammarCompiler(TINY)
+    gc.disable()
+    try:
+        for number in range(4):
+            assert refusal(compiler, f'start: "{number}" & /x/')[0] == "invalid"
+        server = compiler._server
+        assert server is not None and server.pid is not None
+        deadline = time.monotonic() + 30
+        while children_of(server.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert children_of(server.pid) == set()
+    finally:
+        gc.enable()
 
 
 def test_lost_fork_server_starts_again() -> None:
