@@ -7,22 +7,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_jax.serve.response import Chunk
-from lightning_jax.types import Completion
+from lightning_jax.types import Coded, Completion, InvalidValue
 
 
-class EngineError(RuntimeError):
+class EngineError(Coded, RuntimeError):
     """The engine failed or was closed; the request got no full response."""
 
 
-class PromptTooLong(ValueError):
+class PromptTooLong(InvalidValue):
     """The prompt leaves no room for a response in a slot."""
 
 
-class QueueFull(RuntimeError):
+class QueueFull(Coded, RuntimeError):
     """Too many requests wait already."""
 
 
-class Draining(RuntimeError):
+class Draining(Coded, RuntimeError):
     """The engine finishes what it has and takes no more."""
 
 
