@@ -76,7 +76,11 @@ class SamplingParams:
             ),
         ):
             if not ok:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
+                raise InvalidValue(
+                    f"{name} is {getattr(self, name)!r}; expected {expected}.",
+                    reason="out_of_range",
+                    key=name,
+                )
 
 
 @dataclass(frozen=True)
@@ -368,6 +372,7 @@ def _fill(record: Any, name: str, value: Any, *, like: str) -> None:
 def _same_length(record: Any, *names: str) -> None:
     lengths = {name: len(getattr(record, name)) for name in names}
     if len(set(lengths.values())) != 1:
-        raise ValueError(
-            f"{type(record).__name__} fields differ in length: {lengths}; expected equal."
+        raise InvalidValue(
+            f"{type(record).__name__} fields differ in length: {lengths}; expected equal.",
+            reason="mismatch",
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import jax
 import openai
 import pytest
 
@@ -95,17 +96,17 @@ def _serving(model_dir: Path, *flags: str) -> Iterator[tuple["subprocess.Popen[s
 async def test_it_answers_records_and_finishes_what_runs(model_dir: Path, tmp_path: Path) -> None:
     record = tmp_path / "calls.sqlite"
     with _serving(model_dir, "--api-key", "k", "--record", str(record)) as (process, line):
-        found = re.fullmatch(rf"{model_dir} answers at (http://127\.0\.0\.1:\d+/v1)\n", line)
-        assert found, line
+        found = re.search(r"(http://127\.0\.0\.1:\d+/v1)\n$", line)
+        assert found and line.startswith(f"{model_dir} "), line
         async with openai.AsyncOpenAI(base_url=found[1], api_key="k", max_retries=0) as client:
             assert str(model_dir) in [model.id async for model in await client.models.list()]
             stream = await client.chat.completions.create(**LONG, stream=True)
             pieces = [await anext(stream)]
             process.send_signal(signal.SIGINT)
-            with pytest.raises(openai.InternalServerError, match="draining") as refused:
+            with pytest.raises(openai.InternalServerError) as refused:
                 while True:  # until the signal has arrived
                     await client.chat.completions.create(**SHORT)
-            assert refused.value.status_code == 503
+            assert (refused.value.status_code, refused.value.code) == (503, "draining")
             async with aiohttp.ClientSession() as http, http.get(found[1][:-3] + "/healthz") as got:
                 assert (got.status, (await got.json())["status"]) == (503, "draining")
             pieces += [piece async for piece in stream]
@@ -119,7 +120,7 @@ async def test_it_answers_records_and_finishes_what_runs(model_dir: Path, tmp_pa
 
 async def test_it_ends_in_time_and_a_random_key_is_printed(model_dir: Path) -> None:
     with _serving(model_dir, "--drain-s", "0") as (process, line):
-        found = re.fullmatch(r".* answers at (http://\S+) with API key (\S{32})\n", line)
+        found = re.search(r"(http://\S+/v1)\b.* (\S{32})\n$", line)
         assert found, line
         async with openai.AsyncOpenAI(base_url=found[1], api_key=found[2], max_retries=0) as client:
             with pytest.raises(openai.AuthenticationError):
@@ -132,11 +133,13 @@ async def test_it_ends_in_time_and_a_random_key_is_printed(model_dir: Path) -> N
             process.send_signal(signal.SIGTERM)
             for ended in await asyncio.gather(*calls, return_exceptions=True):
                 assert isinstance(ended, openai.InternalServerError)
-                assert "the engine was closed" in str(ended)
+                assert ended.code == "engine_error"
         assert await asyncio.to_thread(process.wait, 20) == 0
-        said = process.communicate()[1]
-        assert "8 requests were cut off" in said
-        assert re.search(r"loaded .*\ncompiling: .*\ncompiled in \d+ s\nserving ", said), said
+        said = process.communicate()[1].splitlines()
+        compiling = next(i for i, line in enumerate(said) if "compiling" in line)
+        assert re.search(r"\b\d+ s\b", said[compiling + 1]), said  # how long it took
+        assert found[1].removesuffix("/v1") in said[compiling + 2], said
+        assert re.search(r"\b8\b", said[-1]), said  # how many were cut off
 
 
 async def _running(http: aiohttp.ClientSession, base_url: str) -> float:
@@ -153,34 +156,35 @@ def test_stopped_while_it_compiles_it_says_so(model_dir: Path) -> None:
             assert process.poll() is None
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        assert process.stderr.read() == "stopped\n"
+        rest = process.stderr.read()
+        assert rest.count("\n") == 1 and "Traceback" not in rest
     assert process.returncode == 130
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "sentence"),
+    ("flags", "code", "names"),
     [
-        ([], 2, "the following arguments are required: COMMAND; see lightning-jax --help"),
-        (["serve", "--slotz", "3"], 2, "arguments: --slotz 3; see lightning-jax serve --help"),
-        (["serve", "--port", "x"], 2, "argument --port: invalid int value: 'x'"),
-        (["serve", "--port", "70000"], 2, "port is 70000; expected 0 (any free port) to 65535."),
-        (["serve", "--tensor", "0"], 2, "tensor is 0; expected at least 1."),
-        (["serve", "--tensor", "3"], 1, "tensor is 3; expected a divisor of 8, the number of dev"),
-        (["serve", "--drain-s", "nan"], 2, "drain_s is nan; expected 0 or more seconds."),
-        (["serve", "--record", ""], 2, "record is ''; expected the name of a file."),
-        (["serve", "--dtype", "int4"], 2, "dtype is 'int4'; expected float32, bfloat16 or auto."),
-        (["serve", "--model", "./none"], 1, "model './none' does not exist; expected"),
-        (["serve", "--max-len", "9999"], 1, "serve.max_len is 9999; expected at most the model's"),
-        (["serve", "--record", "no/such/place"], 1, "has no directory to lie in"),
-        (["serve", "--host", "0.0.0.0"], 1, "which other machines can reach"),
-        (["serve", "--host", "0.0.0.0", "--api-key", ""], 1, "which other machines can reach"),
-        (["serve", "--host", "203.0.113.1", "--api-key", "k"], 1, "cannot listen on 203.0.113.1:0"),
+        ([], 2, ("COMMAND", "lightning-jax --help")),
+        (["serve", "--slotz", "3"], 2, ("--slotz 3", "lightning-jax serve --help")),
+        (["serve", "--port", "x"], 2, ("--port", "'x'", "lightning-jax serve --help")),
+        (["serve", "--port", "70000"], 2, ("port", "70000", "65535")),
+        (["serve", "--tensor", "0"], 2, ("tensor", "0", "1")),
+        (["serve", "--tensor", "3"], 1, ("tensor", "3", "8")),
+        (["serve", "--drain-s", "nan"], 2, ("drain_s", "nan")),
+        (["serve", "--record", ""], 2, ("record", "''")),
+        (["serve", "--dtype", "int4"], 2, ("dtype", "'int4'", "float32", "bfloat16", "auto")),
+        (["serve", "--model", "./none"], 1, ("model", "'./none'")),
+        (["serve", "--max-len", "9999"], 1, ("serve.max_len", "9999", "2048")),
+        (["serve", "--record", "no/such/place"], 1, ("no/such/place", "no/such")),
+        (["serve", "--host", "0.0.0.0"], 1, ("'0.0.0.0'", "--api-key")),
+        (["serve", "--host", "0.0.0.0", "--api-key", ""], 1, ("'0.0.0.0'", "--api-key")),
+        (["serve", "--host", "203.0.113.1", "--api-key", "k"], 1, ("203.0.113.1:0", "--port")),
     ],
 )
 def test_mistakes_give_one_sentence(
     flags: list[str],
     code: int,
-    sentence: str,
+    names: tuple[str, ...],
     model_dir: Path,
     capsys: pytest.CaptureFixture[str],
     own_logging: None,
@@ -189,7 +193,8 @@ def test_mistakes_give_one_sentence(
         flags = [*flags, "--model", str(model_dir)]
     assert _exit_code(flags) == code
     output = capsys.readouterr()
-    assert sentence in output.err and "Traceback" not in output.err and output.out == ""
+    assert _holds(output.err, *names), output.err
+    assert "Traceback" not in output.err and output.out == ""
     assert sum(line.startswith("error: ") for line in output.err.splitlines()) == 1
 
 
@@ -218,13 +223,13 @@ def test_what_new_makes_trains_and_goes_on(
     command = ["train", "--config", "config.yaml", *(f"{k}={v}" for k, v in settings.items())]
     assert _exit_code(command) == 0
     said = capsys.readouterr().out
-    assert said.startswith("240 train tasks, 60 dev tasks\n")
-    assert "rollouts: 6 scored, 0 failed by the agent" in said  # training, 2 evaluations
-    assert "policy: runs/first/policy" in said and Path("runs/first/policy").is_dir()
+    assert re.findall(r"\d+", said.splitlines()[0]) == ["240", "60"]
+    assert _num_rollouts(said) == [6, 0, 0]  # 2, and 2 evaluations of 2
+    assert "runs/first/policy" in said and Path("runs/first/policy").is_dir()
     assert _exit_code(command) == 0
-    assert "rollouts: 6 scored" in capsys.readouterr().out
+    assert _num_rollouts(capsys.readouterr().out) == [6, 0, 0]
     assert _exit_code([*command, "agent.function=agent.py:walk"]) == 1
-    assert "agent.py has no such function" in capsys.readouterr().err
+    assert _holds(capsys.readouterr().err, "'agent.py:walk'")
 
 
 def test_a_mended_or_edited_agent_is_asked_again(
@@ -244,36 +249,36 @@ def test_a_mended_or_edited_agent_is_asked_again(
     command = ["train", "num_steps=0", "--config", "own.yaml"]
     command += [f"{key}={value}" for key, value in settings.items() if key != "num_steps"]
     whole = "from rewards_of_mine import REWARD\n\ndef run(task, llm):\n    "
-    for body, code, sentence in (
-        ("return task['txt']", 1, "all 2 rollouts failed before the policy had answered a call"),
-        ("return REWARD", 0, "\n   0  0.250 "),
-        ("return REWARD + 0.5", 0, "\n   0  0.750 "),
-        ("return REWARD + 0.5", 0, "\n   0  0.750 "),
+    for body, code, words in (
+        ("return task['txt']", 1, ("2", "KeyError", "'txt'")),
+        ("return REWARD", 0, ("0.250",)),
+        ("return REWARD + 0.5", 0, ("0.750",)),
+        ("return REWARD + 0.5", 0, ("0.750",)),
     ):
         Path("agent.py").write_text(whole + body)
         assert _exit_code(command) == code, capsys.readouterr()
         output = capsys.readouterr()
-        assert sentence in output.out + output.err
+        assert _holds(output.out + output.err, *words), output
     with closing(Store(Path("run/store.sqlite"))) as store:
         assert [rollout.attempt for rollout in store.rollouts()] == [1, 2, 3] * 2
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "sentence"),
+    ("flags", "code", "names"),
     [
-        (["new"], 2, "the following arguments are required: DIR"),
-        (["new", "."], 1, "error: . is there already; expected a new folder"),
-        (["new", "file/below"], 1, "error: file/below cannot be made ([Errno 20] Not a"),
-        (["train"], 2, "the following arguments are required: --config"),
-        (["train", "--config", "no.yaml"], 1, "config no.yaml does not exist"),
-        (["train", "--config", "own.yaml"], 1, "data.root is null; expected a file of tasks"),
-        (["train", "--config", "own.yaml", "data.root=x.jsonl"], 1, "'x.jsonl', which does not"),
+        (["new"], 2, ("DIR", "lightning-jax new --help")),
+        (["new", "."], 1, (".",)),
+        (["new", "file/below"], 1, ("file/below", "[Errno 20]")),
+        (["train"], 2, ("--config", "lightning-jax train --help")),
+        (["train", "--config", "no.yaml"], 1, ("config", "no.yaml")),
+        (["train", "--config", "own.yaml"], 1, ("data.root",)),
+        (["train", "--config", "own.yaml", "data.root=x.jsonl"], 1, ("data.root", "'x.jsonl'")),
     ],
 )
 def test_mistakes_before_training_give_one_sentence(
     flags: list[str],
     code: int,
-    sentence: str,
+    names: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -285,7 +290,9 @@ def test_mistakes_before_training_give_one_sentence(
     Path("own.yaml").write_text("num_steps: 1\n")
     assert _exit_code(flags) == code
     output = capsys.readouterr()
-    assert sentence in output.err and "Traceback" not in output.err and output.out == ""
+    assert _holds(output.err, *names), output.err
+    assert "Traceback" not in output.err and output.out == ""
+    assert output.err.startswith("error: ") and output.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("flags", [["--help"], ["serve", "--help"], ["serv"], ["view", "--chars"]])
@@ -298,15 +305,41 @@ def test_nothing_large_is_imported_for_help_and_wrong_flags(flags: list[str]) ->
     assert not imported & {"jax", "numpy", "matplotlib", "aiohttp", "omegaconf"}
 
 
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """What JAX traces, lowers and compiles while a test runs."""
+    found: list[str] = []
+
+    def note(event: str, duration_secs: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
 def test_a_taken_port_is_said_before_anything_compiles(
-    model_dir: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+    model_dir: Path, capsys: pytest.CaptureFixture[str], own_logging: None, compiled: list[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        started = time.monotonic()
         assert _exit_code(["serve", "--model", str(model_dir), "--port", str(port)]) == 1
-    assert time.monotonic() - started < 20
-    assert f"the gateway cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    assert compiled == []
+    assert _holds(capsys.readouterr().err, f"127.0.0.1:{port}")
+    jax.jit(lambda x: x + port)(1.0)
+    assert "/jax/core/compile/backend_compile_duration" in compiled  # so it would have been seen
+
+
+def _holds(text: str, *names: str) -> bool:
+    """Whether a text has all of these names and values, each as a word of its own."""
+    return all(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text) for name in names)
+
+
+def _num_rollouts(printed: str) -> list[int]:
+    """How many were scored, failed by the agent and failed by the infrastructure."""
+    (line,) = (line for line in printed.splitlines() if line.startswith("rollouts: "))
+    return [int(number) for number in re.findall(r"\d+", line)[:3]]
 
 
 def _exit_code(flags: list[str]) -> int:

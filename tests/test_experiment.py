@@ -1,11 +1,13 @@
 """Tests of the code shared by the experiment scripts."""
 
 import errno
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_jax.command_line import STOPPED
 from lightning_jax.config import Config, ConfigError, load_config
 from lightning_jax.experiment import failure_table, load_splits, result_table, run_main
 from lightning_jax.store import Store
@@ -38,8 +40,8 @@ def test_settings_come_from_the_file_and_then_the_command_line(config_file: str)
     "raised, message",
     [
         (UserError("x is 1; expected 2."), "error: x is 1; expected 2."),
-        (OSError(errno.ENOSPC, "disk full"), "error: [Errno 28] disk full; free or open"),
-        (KeyboardInterrupt(), "stopped; the same command goes on"),
+        (OSError(errno.ENOSPC, "disk full"), "error: [Errno 28] disk full"),
+        (KeyboardInterrupt(), STOPPED),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(
@@ -57,8 +59,9 @@ def test_our_own_faults_keep_their_traceback(config_file: str) -> None:
     def main(config: Config) -> None:
         raise OSError(errno.ECONNRESET, "reset")
 
-    with pytest.raises(OSError, match="reset"):
+    with pytest.raises(OSError) as caught:
         run_main(main, None, ["--config", config_file])
+    assert caught.value.errno == errno.ECONNRESET
 
 
 def test_an_unknown_setting_is_named(config_file: str) -> None:
@@ -80,9 +83,8 @@ def test_both_splits_are_loaded_and_counted(
     train, dev = load_splits(config, load)
     assert [task["id"] for task in train] == ["train0", "train1"]
     assert len(dev) == 3
-    assert capsys.readouterr().out == (
-        "2 train tasks (left out: 2 too_long, 1 broken), 3 dev tasks\n"
-    )
+    printed = capsys.readouterr().out
+    assert re.findall(r"\d+|too_long|broken", printed) == ["2", "2", "too_long", "1", "broken", "3"]
 
 
 def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
@@ -104,11 +106,13 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
             "eval/num_tasks/hops=2": 4.0,
         },
     ]
-    assert result_table(rows, "hops").splitlines() == [
-        "step  greedy reward on dev tasks",
-        "   0  0.250 ± 0.125 (n=12)",
-        "   2  0.500 ± 0.100 (n=12)   +0.250 ± 0.062 since step 0: 4 better, 1 worse",
-        "      hops=2: 0.750 ± 0.200 (n=4)",
+    assert [
+        re.findall(r"[-+]?\d+\.?\d*|hops", line) for line in result_table(rows, "hops").splitlines()
+    ] == [
+        [],
+        ["0", "0.250", "0.125", "12"],
+        ["2", "0.500", "0.100", "12", "+0.250", "0.062", "0", "4", "1"],
+        ["hops", "2", "0.750", "0.200", "4"],
     ]
     assert len(result_table(rows).splitlines()) == 3
 
@@ -117,8 +121,9 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
 def test_the_configs_load_and_name_their_run(path: Path) -> None:
     argv = [str(path)]
     if path.stem.endswith("_real"):
-        with pytest.raises(ConfigError, match=r"data\.root is left to be set"):
+        with pytest.raises(ConfigError) as caught:
             load_config(Config, argv)
+        assert "data.root=VALUE" in str(caught.value)
         argv = [*argv, "data.root=DIR"]
     config = load_config(Config, argv)
     assert config.run_dir == f"runs/{path.stem}"
@@ -152,10 +157,9 @@ def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
     ]
     for span in spans:
         store.add_span("r0", span)
-    assert failure_table(store).splitlines() == [
-        "rollouts: 1 scored, 2 failed by the agent, 0 by the infrastructure; "
-        "calls: 1 answered, 1 failed",
-        "  agent: 2 deadline, such as in r1: it took long 1",
-        "  call: 1 call_timeout, such as in r0",
-    ]
+    totals, agent, call_ = failure_table(store).splitlines()
+    # Scored, failed by the agent, by the infrastructure; calls answered, failed.
+    assert re.findall(r"\d+", totals) == ["1", "2", "0", "1", "1"]
+    assert re.fullmatch(r"\W*agent\W*2 deadline\b.*\br1: it took long 1", agent)
+    assert re.fullmatch(r"\W*call\W*1 call_timeout\b.*\br0", call_)
     store.close()

@@ -17,7 +17,7 @@ from lightning_jax.gateway.calls import CallHandler
 from lightning_jax.gateway.complete import PolicyLoop
 from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Dialect, Listing
-from lightning_jax.gateway.errors import ApiError, GatewayError, invalid
+from lightning_jax.gateway.errors import ApiError, GatewayError, to_api_error
 from lightning_jax.gateway.http import (
     Bodies,
     listen,
@@ -201,7 +201,8 @@ class Gateway:
                 try:
                     export = await self._offload.run(len(raw), otlp.read_request, body)
                 except ValueError as error:
-                    raise invalid(f"{error}; expected an ExportTraceServiceRequest.") from error
+                    expected = f"{error}; expected an ExportTraceServiceRequest."
+                    raise to_api_error(error, message=expected) from error
                 refused = await self._reports.add_spans(export, owner)
         answer = otlp.write_response(refused, export.num_dropped_attributes, kind)
         return web.Response(body=answer, content_type=kind)

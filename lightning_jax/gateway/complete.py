@@ -200,7 +200,8 @@ async def _follow(index: int, generation: Generation, on_chunk: OnChunk | None) 
     if completion.finish_reason == "error":
         raise GrammarError(
             "the schema cannot be followed to its end, as the server's log says; expected one that "
-            "is smaller or contradicts itself nowhere."
+            "is smaller or contradicts itself nowhere.",
+            "unfinished",
         )
     if completion.finish_reason == "cancelled":
         raise EngineError("the generation was cancelled; send the call again.")

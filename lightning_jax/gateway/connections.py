@@ -258,6 +258,7 @@ class ExhaustionLog:
                 "no file can be opened any more, so connections wait (%d tries so far): %s. Raise "
                 "`ulimit -Hn`, or lower rollout.concurrency or serve.max_connections.",
                 *(self.num_failed, error),
+                extra={"event": "no_descriptors", "num_failed": self.num_failed},
             )
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_jax.types import UserError
+from lightning_jax.types import Coded, InvalidValue, UserError
 
 # OpenAI's error `type` for each status.
 _TYPES = {
@@ -29,8 +29,11 @@ def our_fault(error: Exception, *, infrastructure: bool = True) -> "ApiError":
     return ApiError(500, "internal_error", message, infrastructure=infrastructure)
 
 
-class ApiError(Exception):
+class ApiError(Coded):
     """Error that a call gets instead of an answer.
+
+    `reason` and `key` default to `code` and `param` and may be finer: a message's role has the key
+    "messages[0].role" and the param "messages". Clients see neither of them.
 
     `infrastructure` is True if neither the agent nor the policy caused it. The rollout may then be
     retried.
@@ -45,8 +48,10 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
         infrastructure: bool = False,
+        reason: str | None = None,
+        key: str | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, reason=reason or code, key=key or param)
         self.status = status
         self.code = code
         # It may quote the caller's text, which can be of any length.
@@ -72,6 +77,8 @@ class ApiError(Exception):
             param=self.param and names.get(self.param, self.param),
             retry_after_s=self.retry_after_s,
             infrastructure=self.infrastructure,
+            reason=self.reason,
+            key=self.key and names.get(self.key, self.key),
         )
 
     @property
@@ -83,6 +90,21 @@ class ApiError(Exception):
         return {"x-should-retry": "false"} if self.status >= 500 else {}
 
 
-def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+def invalid(
+    message: str,
+    param: str | None = None,
+    code: str = "invalid_value",
+    *,
+    reason: str | None = None,
+    key: str | None = None,
+) -> ApiError:
     """Return a 400 error for a request that can never succeed as it is."""
-    return ApiError(400, code, message, param=param)
+    return ApiError(400, code, message, param=param, reason=reason, key=key)
+
+
+def to_api_error(
+    error: ValueError, param: str | None = None, message: str | None = None
+) -> ApiError:
+    """Return a 400 error for a value that another part of the program rejected."""
+    coded = error if isinstance(error, InvalidValue) else InvalidValue()
+    return invalid(message or str(error), param, reason=coded.reason, key=coded.key)

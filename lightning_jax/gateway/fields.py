@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lightning_jax.gateway.errors import invalid
+from lightning_jax.gateway.errors import ApiError, invalid
 
 log = logging.getLogger(__name__)
 
@@ -21,9 +21,13 @@ MAX_DEPTH = 100  # of nested lists and objects; recursive code can handle it
 def as_object(body: object) -> Body:
     """Return the body if it is a JSON object. Raise ApiError if it is not, or nests too deep."""
     if not isinstance(body, dict):
-        raise invalid(f"the body is {type(body).__name__}; expected a JSON object.")
+        raise invalid(
+            f"the body is {type(body).__name__}; expected a JSON object.", reason="wrong_type"
+        )
     if is_deep(body):
-        raise invalid(f"the body nests deeper than {MAX_DEPTH} levels; expected fewer.")
+        raise invalid(
+            f"the body nests deeper than {MAX_DEPTH} levels; expected fewer.", reason="too_deep"
+        )
     return body
 
 
@@ -82,7 +86,7 @@ def field(body: Mapping[str, Any], name: str, kind: type, default: Any, expected
     if value is None:
         return default
     if not isinstance(value, kind):
-        raise invalid(f"{name} is {brief(value)}; expected {expected}.", name, "invalid_type")
+        raise _wrong_type(name, value, expected)
     return value
 
 
@@ -101,7 +105,7 @@ def integer(body: Mapping[str, Any], name: str, default: int | None = None) -> i
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid(f"{name} is {brief(value)}; expected an integer.", name, "invalid_type")
+        raise _wrong_type(name, value, "an integer")
     return value
 
 
@@ -117,10 +121,12 @@ def number(
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise invalid(f"{name} is {brief(value)}; expected a number.", name, "invalid_type")
+        raise _wrong_type(name, value, "a number")
     value = float(min(max(value, -MAX_INT32), MAX_INT32))  # an integer may be too large for a float
     if not low <= value <= high:
-        raise invalid(f"{name} is {value:g}; expected {low:g} to {high:g}.", name)
+        raise invalid(
+            f"{name} is {value:g}; expected {low:g} to {high:g}.", name, reason="out_of_range"
+        )
     return value
 
 
@@ -129,7 +135,9 @@ def bounded(body: Mapping[str, Any], name: str, default: int, low: int, high: in
     value = integer(body, name, default)
     assert value is not None, "there is a default"
     if not low <= value <= high:
-        raise invalid(f"{name} is {brief(value)}; expected {low} to {high}.", name)
+        raise invalid(
+            f"{name} is {brief(value)}; expected {low} to {high}.", name, reason="out_of_range"
+        )
     return value
 
 
@@ -143,11 +151,7 @@ def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = body.get(name)
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
-        raise invalid(
-            f"{name} is {brief(value)}; expected a string or a list of strings.",
-            name,
-            "invalid_type",
-        )
+        raise _wrong_type(name, value, "a string or a list of strings")
     return tuple(found)
 
 
@@ -155,7 +159,9 @@ def objects(body: Mapping[str, Any], name: str) -> list[Body]:
     """Return a list of objects, empty if it is missing or null."""
     value = field(body, name, list, [], "a list of objects")
     if not all(isinstance(item, dict) for item in value):
-        raise invalid(f"{name} is {brief(value)}; expected a list of objects.", name)
+        raise invalid(
+            f"{name} is {brief(value)}; expected a list of objects.", name, reason="wrong_type"
+        )
     return value
 
 
@@ -171,7 +177,14 @@ def refuse_unsupported(body: Mapping[str, Any], harmless: Mapping[str, tuple[Any
                 "out.",
                 name,
                 "unsupported_parameter",
+                reason="unsupported",
             )
+
+
+def _wrong_type(name: str, value: Any, expected: str) -> ApiError:
+    return invalid(
+        f"{name} is {brief(value)}; expected {expected}.", name, "invalid_type", reason="wrong_type"
+    )
 
 
 def brief(value: Any) -> str:
@@ -206,4 +219,5 @@ def warn_unknown(dialect: str, body: Mapping[str, Any], known: Collection[str]) 
         ", ".join(map(repr, fresh)),
         f" and {more} more" if more > 0 else "",
         "; no more of them are logged" if len(told) >= MAX_WARNINGS else "",
+        extra={"event": "unknown_fields", "fields": fresh, "num_more": max(0, more)},
     )

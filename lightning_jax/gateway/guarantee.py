@@ -46,6 +46,7 @@ def check_size(request: PolicyRequest, max_kib: int) -> None:
             "where the answer must follow them. Shorten them.",
             field,
             "invalid_schema",
+            reason="too_large",
         )
 
 

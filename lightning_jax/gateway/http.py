@@ -52,7 +52,9 @@ class Bodies:
         except web.HTTPRequestEntityTooLarge as error:
             raise self._too_large() from error
         except RequestPayloadError as error:
-            raise invalid(f"the body cannot be read ({error}); expected it whole.") from error
+            raise invalid(
+                f"the body cannot be read ({error}); expected it whole.", reason="unreadable"
+            ) from error
         coding = request.headers.get("Content-Encoding", "").strip().lower()
         if coding in ("", "identity") or not raw:
             return raw
@@ -72,6 +74,7 @@ class Bodies:
                 "body_too_large",
                 f"the body has more than {limit} names and values; send fewer, or raise "
                 "serve.max_json_values.",
+                key="serve.max_json_values",
             )
         try:
             body = as_object(json.loads(raw.decode("utf-8-sig")))
@@ -79,7 +82,9 @@ class Bodies:
             if (b"\\ud" in raw or b"\\uD" in raw) and has_surrogates(body):
                 raise ValueError("it holds half of a surrogate pair")
         except (ValueError, RecursionError) as error:
-            raise invalid(f"the body is not JSON ({error}); expected a JSON object.") from error
+            raise invalid(
+                f"the body is not JSON ({error}); expected a JSON object.", reason="malformed"
+            ) from error
         return body
 
     def _unpacked(self, packed: bytes, coding: str) -> bytes:
@@ -94,11 +99,15 @@ class Bodies:
         try:
             unpacked = unpacker.decompress(packed, self.max_bytes + 1)
         except zlib.error as error:
-            raise invalid(f"the body cannot be read as {coding} ({error}).") from error
+            raise invalid(
+                f"the body cannot be read as {coding} ({error}).", reason="unreadable"
+            ) from error
         if len(unpacked) > self.max_bytes:
             raise self._too_large()
         if not unpacker.eof or unpacker.unused_data:
-            raise invalid(f"the body cannot be read; expected one whole {coding} stream.")
+            raise invalid(
+                f"the body cannot be read; expected one whole {coding} stream.", reason="unreadable"
+            )
         return unpacked
 
     def _too_large(self) -> ApiError:
@@ -107,6 +116,7 @@ class Bodies:
             "body_too_large",
             f"the body is larger than the limit of {self.max_bytes} bytes; send less, or raise "
             "serve.max_body_mib.",
+            key="serve.max_body_mib",
         )
 
 
@@ -152,7 +162,9 @@ async def listen(
         raise GatewayError(
             f"the gateway cannot listen on {serve.host}:{serve.port} "
             f"({error.strerror or error}); expected a free port of its own. Set serve.port, "
-            "or --port, to another one, or to 0 for any."
+            "or --port, to another one, or to 0 for any.",
+            reason="address_unavailable",
+            key="serve.port",
         ) from error
     return runner
 
@@ -176,7 +188,9 @@ def check_exposure(serve: ServeConfig) -> None:
         raise GatewayError(
             f"serve.host is {serve.host!r}, which other machines can reach, and serve.api_key "
             "is not set; expected a key. Set serve.api_key, or --api-key, or leave serve.host "
-            "at 127.0.0.1."
+            "at 127.0.0.1.",
+            reason="missing",
+            key="serve.api_key",
         )
 
 
@@ -201,6 +215,12 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         raise  # the client has disconnected
     except Exception as error:
         # Without the rollout's token, which is the only credential that some of its calls need.
-        log.exception("%s %s failed", request.method, re.sub(r"~[^/]*", "", request.path))
+        path = re.sub(r"~[^/]*", "", request.path)
+        log.exception(
+            "%s %s failed",
+            request.method,
+            path,
+            extra={"event": "request_failed", "path": path},
+        )
         failure = our_fault(error)
     return web.json_response(failure.body, status=failure.status, headers=failure.headers)

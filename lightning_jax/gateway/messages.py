@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_jax.gateway.fields import brief
 from lightning_jax.gateway.tool_calls import read_arguments
-from lightning_jax.types import Message
+from lightning_jax.types import InvalidValue, Message
 
 ROLES = {
     "developer": "system",
@@ -21,31 +21,49 @@ def normalize_messages(messages: Sequence[Any]) -> list[Message]:
     """Return messages as templates expect them: known roles, one text each, tool arguments as
     objects.
 
-    Raise ValueError that names the first malformed message.
+    Raise InvalidValue that names the first malformed message.
     """
     if not messages:
-        raise ValueError("messages is empty; expected at least 1 message.")
+        raise InvalidValue(
+            "messages is empty; expected at least 1 message.", reason="empty", key="messages"
+        )
     return [
         normalize_message(message, f"messages[{index}]") for index, message in enumerate(messages)
     ]
 
 
 def normalize_message(message: Any, where: str) -> Message:
-    """Return one message as templates expect it. Raise ValueError naming it `where` if invalid."""
+    """Return one message as templates expect it. Raise InvalidValue naming it `where`."""
     if not isinstance(message, dict):
-        raise ValueError(f"{where} is {type(message).__name__}; expected an object.")
+        raise InvalidValue(
+            f"{where} is {type(message).__name__}; expected an object.",
+            reason="wrong_type",
+            key=where,
+        )
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"{where}.role is {brief(role)}; expected one of {', '.join(ROLES)}.")
+        raise InvalidValue(
+            f"{where}.role is {brief(role)}; expected one of {', '.join(ROLES)}.",
+            reason="unknown",
+            key=f"{where}.role",
+        )
     calls = message.get("tool_calls")
     if calls and role != "assistant":
-        raise ValueError(f"{where}.tool_calls stands on a {role} message; expected an assistant's.")
+        raise InvalidValue(
+            f"{where}.tool_calls stands on a {role} message; expected an assistant's.",
+            reason="wrong_role",
+            key=f"{where}.tool_calls",
+        )
     extra = {key: message[key] for key in _TEMPLATE_KEYS if message.get(key)}
     if calls:
         extra["tool_calls"] = _tool_calls(calls, where)
     content = message.get("content")
     if content is None and not (role == "assistant" and calls):
-        raise ValueError(f"{where}.content is missing; expected a string or a list of text parts.")
+        raise InvalidValue(
+            f"{where}.content is missing; expected a string or a list of text parts.",
+            reason="missing",
+            key=f"{where}.content",
+        )
     return {"role": ROLES[role], "content": _text(content, f"{where}.content"), **extra}
 
 
@@ -55,8 +73,10 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, list):
         return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
     if not isinstance(content, str):
-        raise ValueError(
-            f"{where} is {type(content).__name__}; expected a string or a list of text parts."
+        raise InvalidValue(
+            f"{where} is {type(content).__name__}; expected a string or a list of text parts.",
+            reason="wrong_type",
+            key=where,
         )
     return content
 
@@ -64,8 +84,10 @@ def _text(content: Any, where: str) -> str:
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(
-            f"{where} is of type {brief(kind)}; expected a text part, the policy reads only text."
+        raise InvalidValue(
+            f"{where} is of type {brief(kind)}; expected a text part, the policy reads only text.",
+            reason="not_text",
+            key=where,
         )
     return _text(part["text"], where)
 
@@ -76,8 +98,10 @@ def _tool_calls(calls: Any, where: str) -> list[Message]:
     for call in calls if isinstance(calls, list) else [{}]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(
-                f"{where}.tool_calls is malformed; expected a list of named function calls."
+            raise InvalidValue(
+                f"{where}.tool_calls is malformed; expected a list of named function calls.",
+                reason="malformed",
+                key=f"{where}.tool_calls",
             )
         arguments = function.get("arguments", "{}")
         if isinstance(arguments, str):  # a call that was cut at the token limit stays text

@@ -19,7 +19,7 @@ from lightning_jax.gateway.complete import (
     complete,
 )
 from lightning_jax.gateway.dialects.base import ReplyContext
-from lightning_jax.gateway.errors import ApiError, invalid
+from lightning_jax.gateway.errors import ApiError, invalid, to_api_error
 from lightning_jax.gateway.guarantee import check_size, grammar_of, guarantees_call, may_call
 from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.offload import Offload
@@ -161,6 +161,8 @@ class Policy:
                     f"n is {request.num_choices} and the call asks for {number} responses; "
                     f"expected at most {limit} ({name}).",
                     "n",
+                    reason="too_many",
+                    key=name,
                 )
         if rollout:
             rollout.check_room(number)
@@ -232,6 +234,7 @@ class Policy:
                     f"prompt has {len(request.prompts)} entries of {request.num_choices} choices; "
                     f"expected at most {MAX_CHOICES} responses a call.",
                     "prompt",
+                    reason="too_many",
                 )
             return [Rendered(self._prompt_ids(prompt), 0, 0) for prompt in request.prompts]
         assert request.messages is not None, "a request has messages or prompts"
@@ -249,7 +252,7 @@ class Policy:
         except PromptTooLong:
             raise
         except ValueError as error:
-            raise invalid(str(error), "messages") from error
+            raise to_api_error(error, "messages") from error
         return [rendered]
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -259,7 +262,7 @@ class Policy:
         else:
             ids = prompt
         if not ids:
-            raise invalid("prompt has no tokens; expected at least 1.", "prompt")
+            raise invalid("prompt has no tokens; expected at least 1.", "prompt", reason="empty")
         return ids
 
     def _parser(self, request: PolicyRequest) -> ToolCallParser | PlainText:

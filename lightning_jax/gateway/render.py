@@ -202,7 +202,8 @@ class _View:
         if any(name not in text for name in names):
             raise TemplateError(
                 "the chat template does not show the assistant's tool calls "
-                f"({', '.join(sorted(names))}); expected one that does. Send tools as well."
+                f"({', '.join(sorted(names))}); expected one that does. Send tools as well.",
+                reason="hides_tool_calls",
             )
         return text
 

@@ -121,6 +121,7 @@ class Reports:
                 f"choice is {choice}; expected 0 to {call.num_choices - 1}, as the call has "
                 f"{call.num_choices} choices.",
                 "choice",
+                reason="out_of_range",
             )
         now, known_id = time.time_ns(), call.call_id
         total = rollout.call_rewards.get((known_id, choice), 0.0) + reward
@@ -170,6 +171,8 @@ def _check_size(name: str, value: float, limit: float) -> None:
             f"{name} is {value:g}; expected a magnitude of at most {limit:g} "
             "(rollout.max_abs_reward).",
             "reward",
+            reason="out_of_range",
+            key="rollout.max_abs_reward",
         )
 
 
@@ -202,4 +205,6 @@ def _finite(body: Body) -> float:
         with contextlib.suppress(OverflowError):
             if math.isfinite(reward):
                 return float(reward)
-    raise invalid(f"reward is {brief(reward)}; expected a finite number.", "reward")
+    raise invalid(
+        f"reward is {brief(reward)}; expected a finite number.", "reward", reason="wrong_type"
+    )

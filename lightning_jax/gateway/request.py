@@ -86,26 +86,40 @@ class PolicyRequest:
             raise invalid(
                 f"messages has {len(self.messages)} entries; expected at most {MAX_MESSAGES}.",
                 "messages",
+                reason="too_many",
             )
         _check_tools(self.functions, self.tool_choice)
 
 
 def _check_tools(functions: tuple[Function, ...], choice: ToolChoice) -> None:
     if len(functions) > MAX_TOOLS:
-        raise invalid(f"tools has {len(functions)} entries; expected at most {MAX_TOOLS}.", "tools")
+        raise invalid(
+            f"tools has {len(functions)} entries; expected at most {MAX_TOOLS}.",
+            "tools",
+            reason="too_many",
+        )
     names = [function.name for function in functions]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise invalid(f"tools names {brief(twice[0])} twice; expected different names.", "tools")
+        raise invalid(
+            f"tools names {brief(twice[0])} twice; expected different names.",
+            "tools",
+            reason="duplicate",
+        )
     missing = [name for name in choice.names if name not in names]
     if missing:
         raise invalid(
             f"tool_choice names {brief(missing[0])}, which is not in tools; expected one of "
             f"{brief(names)}.",
             "tool_choice",
+            reason="unknown_tool",
         )
     if choice.mode == "required" and not functions:
-        raise invalid("tool_choice asks for a call, but tools is empty; expected tools.", "tools")
+        raise invalid(
+            "tool_choice asks for a call, but tools is empty; expected tools.",
+            "tools",
+            reason="empty",
+        )
 
 
 def check_model(model: str, accepted: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from lightning_jax.gateway.running import RunningCall, RunningCalls
 from lightning_jax.store import Store
 from lightning_jax.store_file import StoreError
 from lightning_jax.tracing.tracer import Root
+from lightning_jax.types import InvalidValue
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,11 @@ class OpenRollouts:
     def open(self, settings: RolloutSettings) -> OpenRollout:
         """Open a rollout and return it. Raise ValueError if it is open already."""
         if settings.rollout_id in self._by_id:
-            raise ValueError(f"rollout {settings.rollout_id!r} is open already; expected a new id.")
+            raise InvalidValue(
+                f"rollout {settings.rollout_id!r} is open already; expected a new id.",
+                reason="exists",
+                key=settings.rollout_id,
+            )
         sequence = self._store.next_sequence() if self._store else None
         rollout = OpenRollout(settings, Root(sequence=sequence), self._limits)
         self.owners.add(rollout.owner)
@@ -244,8 +249,10 @@ class OpenRollouts:
         """Close a rollout and return its traffic. Raise ValueError if it is not open."""
         rollout = self._by_id.pop(rollout_id, None)
         if rollout is None:
-            raise ValueError(
-                f"rollout {rollout_id!r} is not open; expected one that open_rollout began."
+            raise InvalidValue(
+                f"rollout {rollout_id!r} is not open; expected one that open_rollout began.",
+                reason="not_found",
+                key=rollout_id,
             )
         self.owners.end(rollout.owner)
         return rollout.end()

@@ -8,7 +8,7 @@ from lightning_jax.gateway import fields
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.gateway.rollouts import OpenRollout, derive_seed
-from lightning_jax.types import SamplingParams
+from lightning_jax.types import InvalidValue, SamplingParams
 
 
 def sampling_params(
@@ -61,8 +61,8 @@ def sampling_params(
             )
             for index, (room, _) in enumerate(places)
         )
-    except ValueError as error:
-        raise invalid(str(error), str(error).split(" ", 1)[0]) from error
+    except InvalidValue as error:
+        raise invalid(str(error), error.key, reason=error.reason) from error
 
 
 def _logit_biases(bias: Mapping[str, Any], most: int) -> tuple[tuple[int, float], ...]:
@@ -73,11 +73,15 @@ def _logit_biases(bias: Mapping[str, Any], most: int) -> tuple[tuple[int, float]
         raise invalid(
             f"logit_bias has {len(bias)} entries; serve.max_logit_biases allows {most}.",
             "logit_bias",
+            reason="too_many",
+            key="serve.max_logit_biases",
         )
     for key in bias:
         if not key.isdecimal() or len(key) > 9:
             raise invalid(
-                f"logit_bias has the key {fields.brief(key)}; expected a token id.", "logit_bias"
+                f"logit_bias has the key {fields.brief(key)}; expected a token id.",
+                "logit_bias",
+                reason="unknown",
             )
     return tuple((int(key), fields.number(bias, key, 0.0)) for key in bias)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from lightning_jax.serve.constraint import GrammarCompiler, Matcher
-from lightning_jax.types import SamplingParams
+from lightning_jax.types import InvalidValue, SamplingParams
 
 
 def needs_adjusting(sampling: SamplingParams) -> bool:
@@ -45,9 +45,11 @@ class LogitAdjuster:
         biases: defaultdict[int, float] = defaultdict(float)
         for token_id, bias in self.sampling.logit_bias:
             if token_id >= self.vocab_size:
-                raise ValueError(
+                raise InvalidValue(
                     f"logit_bias has token id {token_id}; expected at most {self.vocab_size - 1}. "
-                    "Encode with the model's own tokenizer."
+                    "Encode with the model's own tokenizer.",
+                    reason="out_of_range",
+                    key="logit_bias",
                 )
             biases[token_id] += bias
         self._biased_ids = np.fromiter(biases, np.int64, len(biases))

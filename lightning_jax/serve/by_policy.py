@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lightning_jax.serve.generation import Generation
 from lightning_jax.serve.intake import LoopStatus, together
 from lightning_jax.serve.loop import EngineLoop
-from lightning_jax.types import SamplingParams
+from lightning_jax.types import InvalidValue, SamplingParams
 
 SHARED = ("serve/compiles",)  # counted by the engine, which all loops share
 
@@ -46,8 +46,10 @@ class LoopsByPolicy:
         Raises ValueError if there is no such loop.
         """
         if adapter is None or not 0 <= adapter < len(self._loops):
-            raise ValueError(
-                f"the policy's place is {adapter}; expected 0 to {len(self._loops) - 1}."
+            raise InvalidValue(
+                f"the policy's place is {adapter}; expected 0 to {len(self._loops) - 1}.",
+                reason="unknown",
+                key="adapter",
             )
         return self._loops[adapter].submit(prompt_ids, sampling, tenant=tenant)
 

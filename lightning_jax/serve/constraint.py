@@ -171,7 +171,8 @@ class GrammarCompiler:
             if end_of_turn_id is None:
                 raise GrammarError(
                     "this model's tokenizer has 0 end-of-turn tokens; expected one that ends what "
-                    "a grammar has finished. Set eos_token in tokenizer_config.json."
+                    "a grammar has finished. Set eos_token in tokenizer_config.json.",
+                    "no_end_of_turn",
                 )
             self._server = GrammarServer(self._tokenizer, end_of_turn_id, self._limits)
         return self._server
@@ -273,7 +274,8 @@ class Matcher:
     def _take(self, reply: bytes) -> None:
         kind, stopped, body = reply[:1], reply[1:2], reply[2:]
         if kind == FAILED:
-            raise GrammarError(reply[1:].decode("utf-8", "replace"))
+            reason, _, message = reply[1:].decode("utf-8", "replace").partition("\n")
+            raise GrammarError(message, reason)
         packed = np.zeros((self._vocab_size + 7) // 8, np.uint8)
         if kind == FORCED:
             (token_id,) = LENGTH.unpack(body)
@@ -287,7 +289,8 @@ class Matcher:
         if not len(held):
             raise GrammarError(
                 "the grammar cannot go on: no token may come next; expected a grammar that every "
-                "text it begins can finish. Simplify it."
+                "text it begins can finish. Simplify it.",
+                "dead_end",
             )
         byte = int(packed[held[0]])
         only = len(held) == 1 and byte & (byte - 1) == 0

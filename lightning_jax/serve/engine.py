@@ -34,7 +34,7 @@ from lightning_jax.serve.pages import PageCopier
 from lightning_jax.serve.programs import DecodeState, Start, start_of
 from lightning_jax.serve.sampling import Adjustment, Sampled
 from lightning_jax.serve.scheduler import plan_prefill, row_counts
-from lightning_jax.types import SamplingParams
+from lightning_jax.types import InvalidValue, SamplingParams
 
 Params = Any
 
@@ -66,7 +66,9 @@ class Engine:
         if serve.max_len > config.max_positions:
             raise ConfigError(
                 f"serve.max_len is {serve.max_len}; expected at most the model's "
-                f"{config.max_positions} positions. Lower serve.max_len."
+                f"{config.max_positions} positions. Lower serve.max_len.",
+                reason="out_of_range",
+                key="serve.max_len",
             )
         self._plain, self._cache = _shardings(mesh, config)
         on_one_cpu = _on_one_cpu(self._plain)
@@ -174,9 +176,11 @@ class Engine:
         """
         for fill in fills:
             if (total := fill.start + len(fill.ids)) > self.max_len:
-                raise ValueError(
+                raise InvalidValue(
                     f"a sequence of {total} tokens does not fit; expected at most {self.max_len}. "
-                    "Raise serve.max_len or shorten the prompt."
+                    "Raise serve.max_len or shorten the prompt.",
+                    reason="too_long",
+                    key="prompt",
                 )
         lengths = [len(fill.ids) for fill in fills]
         for batch in plan_prefill(lengths, self.buckets, self._chunks_at_once):

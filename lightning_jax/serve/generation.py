@@ -7,22 +7,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_jax.serve.response import Chunk
-from lightning_jax.types import Completion
+from lightning_jax.types import Coded, Completion, InvalidValue
 
 
-class EngineError(RuntimeError):
+class EngineError(Coded, RuntimeError):
     """Failure or shutdown of the engine before the response was complete."""
 
 
-class PromptTooLong(ValueError):
+class PromptTooLong(InvalidValue):
     """Prompt that leaves no room for a response in a slot."""
 
 
-class QueueFull(RuntimeError):
+class QueueFull(Coded, RuntimeError):
     """Refusal of a request because too many are waiting."""
 
 
-class Draining(RuntimeError):
+class Draining(Coded, RuntimeError):
     """Refusal of a request because the engine only finishes the ones it has."""
 
 

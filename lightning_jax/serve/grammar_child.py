@@ -88,7 +88,8 @@ def look(matcher: llguidance.LLMatcher) -> bytes:
     if matcher.is_error():
         return failed(
             f"the grammar cannot go on: {brief(matcher.get_error())}; expected a grammar that "
-            "every text it begins can finish. Simplify it."
+            "every text it begins can finish. Simplify it.",
+            "dead_end",
         )
     stopped = bytes([matcher.is_stopped()])
     return FORCED + stopped + LENGTH.pack(ahead[0]) if ahead else MASK + stopped + mask
@@ -100,12 +101,14 @@ def push(matcher: llguidance.LLMatcher, token_id: int) -> bytes:
         return look(matcher)
     return failed(
         f"token {token_id} does not fit the grammar: {brief(matcher.get_error())}; expected one "
-        "that the mask allows."
+        "that the mask allows.",
+        "token_does_not_fit",
     )
 
 
-def failed(message: str) -> bytes:
-    return FAILED + message.encode("utf-8", "replace")
+def failed(message: str, reason: str = "invalid") -> bytes:
+    """Return the reply that ends a response: a reason and, on the next line, what happened."""
+    return FAILED + f"{reason}\n{message}".encode("utf-8", "replace")
 
 
 def limited(seconds: float, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -149,7 +152,9 @@ class Response:
         reply = push(self.matcher, token_id)
         self.seconds_left -= time.process_time() - start - TOKEN_SECONDS
         if self.seconds_left < 0:
-            return failed("the masks of this response take more than serve.grammar_timeout_s.")
+            return failed(
+                "the masks of this response take more than serve.grammar_timeout_s.", "time"
+            )
         return reply
 
 

@@ -17,20 +17,21 @@ from pathlib import Path
 
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.grammar_child import LENGTH, WALL_FACTOR
+from lightning_jax.types import InvalidValue
 
 CHILD = Path(__file__).with_name("grammar_child.py")
 END_TIMEOUT_S = 5.0
 
 
-class GrammarError(ValueError):
+class GrammarError(InvalidValue):
     """Grammar or JSON schema that cannot be used.
 
-    `reason` is "invalid", or "size", "time", "memory" or "crash" if it exceeded a limit.
+    `reason` is "invalid", or "size", "time", "memory" or "crash" if it exceeded a limit. During a
+    response it may also be "token_does_not_fit", "dead_end" or "unfinished".
     """
 
     def __init__(self, message: str, reason: str = "invalid") -> None:
-        super().__init__(message)
-        self.reason = reason
+        super().__init__(message, reason=reason)
 
 
 class GrammarProcessLost(RuntimeError):

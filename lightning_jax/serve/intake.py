@@ -15,6 +15,7 @@ from lightning_jax.serve.generation import (
     QueueFull,
     deliver,
 )
+from lightning_jax.types import InvalidValue
 
 Request = TypeVar("Request")
 LoopStatus = Literal["ok", "draining", "failed"]  # a closed loop is "failed", too
@@ -64,16 +65,22 @@ class Intake(Generic[Request]):
         token.
         """
         if not prompt:
-            raise ValueError("the prompt has 0 tokens; expected at least 1.")
+            raise InvalidValue(
+                "the prompt has 0 tokens; expected at least 1.", reason="empty", key="prompt"
+            )
         if len(prompt) >= self._max_len:
             raise PromptTooLong(
                 f"the prompt has {len(prompt)} tokens; expected at most {self._max_len - 1}, which "
-                "leaves 1 for the response. Shorten it or raise serve.max_len."
+                "leaves 1 for the response. Shorten it or raise serve.max_len.",
+                reason="too_long",
+                key="prompt",
             )
         if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            raise ValueError(
+            raise InvalidValue(
                 f"the prompt has a token id outside 0..{self._vocab_size - 1}; expected ids of "
-                "this model's vocabulary. Encode it with the model's own tokenizer."
+                "this model's vocabulary. Encode it with the model's own tokenizer.",
+                reason="out_of_range",
+                key="prompt",
             )
 
     def add(self, generation: Generation, request: Request, tenant: str | None = None) -> None:
@@ -85,14 +92,17 @@ class Intake(Generic[Request]):
         with self._lock:
             self.check_failure()
             if self._draining:
-                raise Draining("the engine is draining; send the request to another one.")
+                raise Draining(
+                    "the engine is draining; send the request to another one.", reason="draining"
+                )
             room = self._slots + self._max_queue
             own = self._counts[tenant]
             others = len(self._counts) - (own > 0)
             if len(self._open) >= room and own >= max(1, room // (others + 1)):
                 raise QueueFull(
                     f"{len(self._open)} requests are open, {own} of them from this caller; "
-                    "expected fewer than serve.slots + serve.max_queue. Try later."
+                    "expected fewer than serve.slots + serve.max_queue. Try later.",
+                    reason="queue_full",
                 )
             self._open[generation] = request
             self._tenants[generation] = tenant
@@ -102,7 +112,7 @@ class Intake(Generic[Request]):
     def check_failure(self) -> None:
         """Raise EngineError if the engine has failed or was closed."""
         if self.failure:
-            raise EngineError(str(self.failure)) from self.failure
+            raise EngineError(str(self.failure), reason=self.failure.reason) from self.failure
 
     def remove(self, generations: Iterable[Generation]) -> None:
         """Remove requests that have ended."""

@@ -197,7 +197,8 @@ def _spares_the_process(method: Any) -> Any:
             return method(self, *args, **kwargs)
         except Exception as error:
             log.exception("the engine failed under JetStream's Driver")
-            self.on_failure(EngineError(f"the engine failed: {error!r}. See the log; start anew."))
+            words = f"the engine failed: {error!r}. See the log; start anew."
+            self.on_failure(EngineError(words, reason="failed"))
             raise SystemExit from error
 
     return guarded

@@ -21,7 +21,7 @@ from lightning_jax.serve.jetstream import (
     orchestrator,
 )
 from lightning_jax.serve.response import Response, SampledToken
-from lightning_jax.types import FinishReason, SamplingParams
+from lightning_jax.types import FinishReason, InvalidValue, SamplingParams
 
 
 class _Channel:
@@ -128,14 +128,23 @@ class JetStreamLoop:
         Raises ValueError for options that JetStream's Driver does not support.
         """
         if self._driver is None:
-            raise EngineError("the engine loop does not run; expected start() before submit().")
+            raise EngineError(
+                "the engine loop does not run; expected start() before submit().",
+                reason="not_running",
+            )
         if adapter is not None:
-            raise ValueError(f"adapter is {adapter}; expected None under JetStream's Driver.")
+            raise InvalidValue(
+                f"adapter is {adapter}; expected None under JetStream's Driver.",
+                reason="unsupported",
+                key="adapter",
+            )
         if needs_adjusting(sampling) or sampling.score_prompt:
-            raise ValueError(
+            raise InvalidValue(
                 "the request has a logit_bias, a penalty, a grammar, or asks for log-probs of the "
                 "prompt or of other tokens; expected none under JetStream's Driver. Set "
-                "serve.orchestrator=native."
+                "serve.orchestrator=native.",
+                reason="unsupported",
+                key="serve.orchestrator",
             )
         ids = tuple(prompt_ids)
         self._intake.check_prompt(ids)
@@ -162,7 +171,9 @@ class JetStreamLoop:
         """Raise EngineError: JetStream's Driver reads the weights only when it starts."""
         raise EngineError(
             f"weights version {version} cannot be loaded: serve.orchestrator is jetstream, which "
-            "only serves. Set serve.orchestrator=native to train."
+            "only serves. Set serve.orchestrator=native to train.",
+            reason="unsupported",
+            key="serve.orchestrator",
         )
 
     async def drain(self) -> None:
@@ -171,7 +182,9 @@ class JetStreamLoop:
 
     def close(self) -> None:
         """Stop the Driver. Unfinished requests fail with EngineError."""
-        self._intake.fail(EngineError("the engine was closed before the response was finished."))
+        self._intake.fail(
+            EngineError("the engine was closed before the response was finished.", reason="closed")
+        )
         if self._driver is not None:
             self._driver.stop()
 

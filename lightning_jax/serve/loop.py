@@ -26,7 +26,7 @@ from lightning_jax.serve.prompts import Prompts
 from lightning_jax.serve.response import Response, SampledToken
 from lightning_jax.serve.scheduler import Admission, Scheduler
 from lightning_jax.serve.steps import Request, Stepper, Steps
-from lightning_jax.types import FinishReason, SamplingParams
+from lightning_jax.types import FinishReason, InvalidValue, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -113,13 +113,17 @@ class EngineLoop:
     def warmup(self) -> None:
         """Compile all programs. Call before `start`."""
         if self._thread is not None:
-            raise EngineError("the engine loop runs already; expected warmup() before start().")
+            raise EngineError(
+                "the engine loop runs already; expected warmup() before start().", reason="running"
+            )
         self._state = self._prefixes.warmup(self._engine.warmup(self._params, self._state))
 
     def start(self) -> None:
         """Start the engine's thread."""
         if self._thread is not None:
-            raise EngineError("the engine loop was started before; make a new one.")
+            raise EngineError(
+                "the engine loop was started before; make a new one.", reason="running"
+            )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -177,8 +181,11 @@ class EngineLoop:
         placed = None if params is None else overlay(self._base, self._engine.place(params))
         with self._changed:
             if version <= self._published:
-                raise ValueError(
-                    f"weights version is {version}; expected more than the last, {self._published}."
+                raise InvalidValue(
+                    f"weights version is {version}; expected more than the last, "
+                    f"{self._published}.",
+                    reason="out_of_range",
+                    key="version",
                 )
             self._intake.check_failure()
             self._published = self._inbox.version = version
@@ -192,7 +199,9 @@ class EngineLoop:
 
     def close(self) -> None:
         """Stop the thread. Unfinished requests fail with EngineError."""
-        self._fail(EngineError("the engine was closed before the response was finished."))
+        self._fail(
+            EngineError("the engine was closed before the response was finished.", reason="closed")
+        )
         if self._thread is not None:
             self._thread.join()
 
@@ -212,7 +221,11 @@ class EngineLoop:
     def _check_adapter(self, adapter: int | None) -> None:
         number = self._engine.config.num_adapters
         if (adapter is None) != (number is None) or not 0 <= (adapter or 0) < (number or 1):
-            raise ValueError(f"adapter is {adapter}; expected one of the model's {number or 0}.")
+            raise InvalidValue(
+                f"adapter is {adapter}; expected one of the model's {number or 0}.",
+                reason="unknown",
+                key="adapter",
+            )
 
     def _adjuster(self, sampling: SamplingParams) -> LogitAdjuster | None:
         if not moves_logits(sampling):
@@ -239,7 +252,10 @@ class EngineLoop:
         except Exception as error:
             log.exception("the engine's thread failed")
             self._fail(
-                EngineError(f"the engine failed: {error!r}. See the log; start a new engine.")
+                EngineError(
+                    f"the engine failed: {error!r}. See the log; start a new engine.",
+                    reason="failed",
+                )
             )
 
     def _turn(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.rewards import posted_rewards
 from lightning_jax.tracing.tree import call_order, from_gateway, has_choice_spans
-from lightning_jax.types import Rollout, Span, Trajectory, Transition
+from lightning_jax.types import InvalidValue, Rollout, Span, Trajectory, Transition
 
 # Gradients scale with the inverse temperature, so samples below this temperature are trained on
 # at 1.
@@ -57,8 +57,10 @@ def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...],
 def to_trajectory(rollout: Rollout, transitions: Sequence[Transition]) -> Trajectory:
     """Return the rollout's calls with its reward. Raise ValueError if the rollout has none."""
     if rollout.reward is None:
-        raise ValueError(
-            f"rollout {rollout.rollout_id!r} is {rollout.status}; expected one that has a reward."
+        raise InvalidValue(
+            f"rollout {rollout.rollout_id!r} is {rollout.status}; expected one that has a reward.",
+            reason="no_reward",
+            key=rollout.rollout_id,
         )
     return Trajectory(rollout.rollout_id, rollout.group_id, tuple(transitions), rollout.reward)
 

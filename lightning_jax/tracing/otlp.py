@@ -22,7 +22,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from lightning_jax.tracing import attributes as names
-from lightning_jax.types import Span
+from lightning_jax.types import InvalidValue, Span
 
 OWN_PREFIX = "lightning."
 MAX_CHARS = 32_768  # for one attribute; a tool may print megabytes
@@ -52,7 +52,7 @@ class Export:
 def read_request(body: bytes | Mapping[str, Any]) -> Export:
     """Return the spans of an export request, which is protobuf or a JSON object.
 
-    Raise ValueError if the body is not such a request.
+    Raise InvalidValue if the body is not such a request.
     """
     kind = PROTOBUF if isinstance(body, bytes) else JSON
     sent: list[OtlpSpan] = []
@@ -74,8 +74,8 @@ def read_request(body: bytes | Mapping[str, Any]) -> Export:
                     num_spans += len(scope.spans)
                     sent += scope.spans[: MAX_SPANS - len(sent)]
     except (DecodeError, json_format.ParseError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"the body is no OTLP trace export as {kind} ({str(error)[:200]})"
+        raise InvalidValue(
+            f"the body is no OTLP trace export as {kind} ({str(error)[:200]})", reason="malformed"
         ) from error
     spans = tuple(map(_span, sent))
     return Export(
@@ -155,12 +155,18 @@ def write_response(
 
 def _span(span: OtlpSpan) -> Span:
     if len(span.trace_id) != 16 or len(span.span_id) != 8:
-        raise ValueError(
+        raise InvalidValue(
             f"span {span.name!r} has a trace id of {len(span.trace_id)} bytes and a span id of "
-            f"{len(span.span_id)}; expected 16 and 8"
+            f"{len(span.span_id)}; expected 16 and 8",
+            reason="wrong_length",
+            key="trace_id",
         )
     if max(span.start_time_unix_nano, span.end_time_unix_nano) >= 2**63:
-        raise ValueError(f"span {span.name!r} ends after the year 2262; expected nanoseconds")
+        raise InvalidValue(
+            f"span {span.name!r} ends after the year 2262; expected nanoseconds",
+            reason="out_of_range",
+            key="end_time_unix_nano",
+        )
     reader = _Reader()
     values = reader.attributes(span.attributes)
     error = None

@@ -24,7 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from lightning_jax.store import Store
 from lightning_jax.tracing import attributes as names
-from lightning_jax.types import Span
+from lightning_jax.types import InvalidValue, Span
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,8 +53,10 @@ def make_tracer(store: Store) -> trace.Tracer:
     provider.add_span_processor(StoreSpanProcessor(store))
     tracer = provider.get_tracer("lightning_jax")
     if isinstance(tracer, trace.NoOpTracer):
-        raise ValueError(
-            "OTEL_SDK_DISABLED is true; expected it unset, because training needs spans."
+        raise InvalidValue(
+            "OTEL_SDK_DISABLED is true; expected it unset, because training needs spans.",
+            reason="conflict",
+            key="OTEL_SDK_DISABLED",
         )
     return tracer
 

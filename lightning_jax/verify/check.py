@@ -37,7 +37,9 @@ def verify(run_dir: Path, *, limit: int | None = None, tolerance: float | None =
         if not (run_dir / name).is_file():
             raise ConfigError(
                 f"{run_dir} has no {name}; expected the directory of a training run. "
-                "Check the path."
+                "Check the path.",
+                reason="not_found",
+                key=str(run_dir / name),
             )
     config = load_config(Config, [str(run_dir / "config.yaml")], only=SECTIONS)
     with contextlib.closing(Store(run_dir / "store.sqlite")) as store:
@@ -56,7 +58,9 @@ def verify(run_dir: Path, *, limit: int | None = None, tolerance: float | None =
         raise VerifyError(
             f"{run_dir} has no call that can be compared ({counted or 'none is stored'}); expected "
             f"calls of the weights versions {sorted(versions)}. Raise checkpoint.keep in later "
-            "runs."
+            "runs.",
+            reason="nothing_to_compare",
+            key=str(run_dir),
         )
     chosen = calls if limit is None else spread(calls, limit)
     if len(chosen) < len(calls):

@@ -25,7 +25,11 @@ def show(
     Raises UserError if there is nothing to show or the page cannot be written.
     """
     if html is not None and html.suffix not in (".html", ".htm"):  # for example a run's store
-        raise ViewError(f"--html is {str(html)!r}; expected a name that ends in .html.")
+        raise ViewError(
+            f"--html is {str(html)!r}; expected a name that ends in .html.",
+            reason="wrong_suffix",
+            key="--html",
+        )
     console = Console(highlight=False)
     with open_run(run_dir) as reader:
         if rollout_id is not None:
@@ -48,5 +52,7 @@ def _write(path: Path, page: str) -> None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise ViewError(
             f"--html is {str(path)!r}, which cannot be written ({error.strerror}); expected a file "
-            "in a directory that exists."
+            "in a directory that exists.",
+            reason="not_found",
+            key="--html",
         ) from error

@@ -15,6 +15,7 @@ from lightning_jax.types import FINISHED, Rollout, Trajectory
 from lightning_jax.view.records import CallCredit, StepCredit
 
 EQUAL_GROUP = "not trained: the returns of its group are all equal"
+PAIR_SIGNS = "advantages are signs: 1 in the rollout of a pair that is preferred, -1 in the other"
 
 
 def trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -71,9 +72,7 @@ def step_credit(
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         notes.append("advantages are shown before each token's share of the KL is taken off")
     if algorithm.loss == "dpo":
-        notes.append(
-            "advantages are signs: 1 in the rollout of a pair that is preferred, -1 in the other"
-        )
+        notes.append(PAIR_SIGNS)
     return StepCredit(by_call, tuple(notes))
 
 

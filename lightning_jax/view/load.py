@@ -23,6 +23,8 @@ from lightning_jax.view.build import newest_first, view_rollout, view_run
 from lightning_jax.view.credit import step_credit, trained_on
 from lightning_jax.view.records import RolloutView, RunView, StepCredit
 
+EVALUATION = "an evaluation: it trains nothing, so no credit"
+
 
 class ViewError(UserError, ValueError):
     """Request for a view that has nothing to show. The message gives the reason."""
@@ -33,8 +35,13 @@ def open_run(directory: Path) -> Iterator["RunReader"]:
     """Open the run in that directory. Raises ViewError or StoreError if there is none."""
     path = directory / "store.sqlite"
     if not path.is_file():
-        missing = "has no store.sqlite" if directory.is_dir() else "is no directory"
-        raise ViewError(f"{directory} {missing}; expected the directory of a run. Check the path.")
+        is_there = directory.is_dir()
+        missing = "has no store.sqlite" if is_there else "is no directory"
+        raise ViewError(
+            f"{directory} {missing}; expected the directory of a run. Check the path.",
+            reason="no_store" if is_there else "not_found",
+            key=str(directory),
+        )
     with contextlib.closing(Store(path, read_only=True)) as store:
         yield RunReader(directory, store)
 
@@ -53,7 +60,7 @@ class RunReader:
         """Return the table of the newest rollouts that match. Raises ViewError if none does."""
         matching = newest_first(self._store.rollouts(phase=phase, step=step))
         if not matching:
-            raise ViewError(self._nothing_matches(phase, step))
+            raise self._nothing_matches(phase, step)
         shown = [(each, self._store.spans(each.rollout_id)) for each in matching[:limit]]
         return view_run(str(self._directory), matching, shown)
 
@@ -74,18 +81,27 @@ class RunReader:
             return known[rollout_id]
         close = difflib.get_close_matches(rollout_id, known, n=3, cutoff=0.5)
         hint = f"the closest are {', '.join(close)}" if close else "leave it out for a list"
-        raise ViewError(f"{self._directory} has no rollout {rollout_id!r}; {hint}.")
+        raise ViewError(
+            f"{self._directory} has no rollout {rollout_id!r}; {hint}.",
+            reason="unknown_rollout",
+            key=rollout_id,
+        )
 
-    def _nothing_matches(self, phase: str | None, step: int | None) -> str:
+    def _nothing_matches(self, phase: str | None, step: int | None) -> ViewError:
         everything = self._store.rollouts()
         if not everything:
-            return f"{self._directory} has no rollouts yet; expected a run past its start."
+            return ViewError(
+                f"{self._directory} has no rollouts yet; expected a run past its start.",
+                reason="empty",
+                key=str(self._directory),
+            )
         wanted = [f"phase {phase}"] * (phase is not None) + [f"step {step}"] * (step is not None)
         steps = [each.step for each in everything]
-        return (
+        return ViewError(
             f"none of the {len(everything)} rollouts of {self._directory} has "
             f"{' and '.join(wanted)}; expected train or eval and a step of {min(steps)} to "
-            f"{max(steps)} in which there were some."
+            f"{max(steps)} in which there were some.",
+            reason="nothing_matches",
         )
 
     # Other inputs of a rollout's view
@@ -129,7 +145,7 @@ class RunReader:
         """Return the credit of the calls of the rollout's step, or a note if there is none."""
         config, why_not = self._config
         if rollout.phase != "train":
-            return StepCredit(notes=("an evaluation: it trains nothing, so no credit",))
+            return StepCredit(notes=(EVALUATION,))
         if rollout.reward is None:
             return StepCredit(
                 notes=(f"no credit: the rollout has no reward, as its status is {rollout.status}",)

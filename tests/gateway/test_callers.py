@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from gateway_bench import Bench
 
+from lightning_jax.types import Rollout
+
 BODY: dict[str, Any] = {
     "model": "policy",
     "messages": [{"role": "user", "content": "Say something."}],
@@ -56,12 +58,16 @@ async def test_a_key_ends_with_its_rollout(bench: Bench) -> None:
 
 
 async def test_how_a_rollout_ended_is_told_to_its_own_agent_only(bench: Bench) -> None:
+    bench.store.add_rollout(Rollout("r1", "t", "g", "train", 0, 0, 1, "queued"))
+    bench.store.set_status("r1", "running")
     bench.rollout()
     base = bench.gateway.url + "/rollout/r1~" + "0" * 16
     bench.gateway.close_rollout("r1")
+    bench.store.set_status("r1", "scored", reward=1.0)
     for path, key in (("/reward", ""), ("/v1/chat/completions", "right-key")):
         status, reply, _ = await bench.post(BODY, base=base, path=path, key=key)
-        assert status == 404 and "is unknown" in reply["error"]["message"]
+        assert (status, reply["error"]["code"]) == (404, "rollout_not_found")
+        assert "scored" not in reply["error"]["message"]
 
 
 async def test_a_saved_response_is_its_rollouts_alone(bench: Bench) -> None:

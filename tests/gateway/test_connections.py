@@ -155,7 +155,8 @@ async def test_lack_of_descriptors_is_told_once(caplog: pytest.LogCaptureFixture
         for _ in range(1000):
             loop.call_exception_handler({"message": "accept", "exception": error})
         loop.call_exception_handler({"message": "other", "exception": ValueError()})
-    assert len(caplog.records) == 1 and exhaustion.num_failed == 1000
+    assert [getattr(record, "event", None) for record in caplog.records] == ["no_descriptors"]
+    assert exhaustion.num_failed == 1000
     assert [context["message"] for context in others] == ["other"]
     exhaustion.close()
     loop.call_exception_handler({"message": "accept", "exception": error})
@@ -164,5 +165,6 @@ async def test_lack_of_descriptors_is_told_once(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("name", ["max_connections", "idle_connection_s", "slow_request_s"])
 def test_limits_are_positive(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"serve\.{name}"):
+    with pytest.raises(ConfigError) as caught:
         load_config(Config, [f"serve.{name}=0"])
+    assert f"serve.{name}" in str(caught.value)

@@ -16,7 +16,7 @@ from lightning_jax.config import ServeConfig
 from lightning_jax.gateway import fields, offload
 from lightning_jax.gateway.dialects.chat import ChatReply
 from lightning_jax.gateway.errors import MAX_MESSAGE, ApiError
-from lightning_jax.gateway.fields import _without_strings, num_values
+from lightning_jax.gateway.fields import MAX_DEPTH, _without_strings, num_values
 from lightning_jax.gateway.http import Bodies
 from lightning_jax.gateway.offload import INLINE_BYTES, Offload
 from lightning_jax.gateway.request import check_model
@@ -68,7 +68,28 @@ def test_too_many_values_are_refused(value: Any) -> None:
     with pytest.raises(ApiError) as refused:
         _bodies(max_json_values=1000).as_json(raw)
     assert (refused.value.status, refused.value.code) == (413, "body_too_large")
-    assert "serve.max_json_values" in refused.value.message
+    assert refused.value.key == "serve.max_json_values"
+    assert refused.value.key in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"{", "malformed"),
+        (b"\xff\xfe", "malformed"),
+        (b"[" * 100_000, "malformed"),
+        (b'{"model": "\\ud800"}', "malformed"),
+        (b'{"stop": "\xed\xa0\x80"}', "malformed"),
+        ('{"model": "policy"}'.encode("utf-16"), "malformed"),
+        (b"[]", "wrong_type"),
+        (b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "too_deep"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_body_that_is_no_object_has_a_reason(raw: bytes, reason: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        _bodies().as_json(raw)
+    assert (refused.value.status, refused.value.reason) == (400, reason)
 
 
 @pytest.mark.parametrize("value", [[1] * MAX_VALUES, {"a": [{}] * MAX_VALUES}])
@@ -195,7 +216,10 @@ def test_unknown_fields_are_logged_in_one_line(caplog: pytest.LogCaptureFixture)
     for _ in range(3):
         fields.warn_unknown("test_http", body, {"known"})
     (record,) = caplog.records
-    assert "odd_0" in record.getMessage() and f"{100_000 - fields.MAX_NAMED} more" in record.message
+    assert vars(record)["event"] == "unknown_fields"
+    assert vars(record)["fields"] == [f"odd_{i}" for i in range(fields.MAX_NAMED)]
+    assert vars(record)["num_more"] == 100_000 - fields.MAX_NAMED
+    assert "odd_0" in record.getMessage() and "\n" not in record.getMessage()
     for i in range(1000):
         fields.warn_unknown("test_http", {f"other_{i}": 1}, ())
     assert len(caplog.records) <= fields.MAX_WARNINGS

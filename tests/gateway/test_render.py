@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 
 from lightning_jax.gateway.messages import normalize_messages
 from lightning_jax.gateway.render import ConversationMemory, Generated, render
+from lightning_jax.gateway.tool_formats import format_of
+from lightning_jax.models.chat_template import TemplateError
 from lightning_jax.models.gguf_vocab import byte_level_bpe
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
+from lightning_jax.types import InvalidValue
 
 TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.encode("<|im_end|>")[0]
@@ -149,7 +152,8 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
         "tool\n1\nassistant\n"
     )
     system = {"role": "system", "content": "Be brief."}
-    assert "Be brief.\n\nYou can call" in TOKENIZER.decode(
+    offer = format_of(TOKENIZER).instructions(tools)
+    assert f"Be brief.\n\n{offer}" in TOKENIZER.decode(
         render([system, USER], tools, TOKENIZER).token_ids
     )
 
@@ -158,8 +162,9 @@ def test_a_template_with_tools_gets_them_as_they_are() -> None:
     tools = [{"type": "function", "function": {"name": "run"}}]
     tokenizer = _with_template("{{ tools[0].function.name if tools }}{{ messages[0].content }}")
     assert TOKENIZER.decode(render([USER], tools, tokenizer).token_ids) == "runhi"
-    with pytest.raises(ValueError, match="does not show the assistant's tool calls"):
+    with pytest.raises(TemplateError) as caught:
         render([USER, {"role": "assistant", "tool_calls": [TOOL_CALL]}], None, tokenizer)
+    assert caught.value.reason == "hides_tool_calls"
 
 
 def test_content_may_be_text_parts() -> None:
@@ -170,27 +175,42 @@ def test_content_may_be_text_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("message", "key", "reason"),
     [
-        ("hi", r"messages\[1\] is str; expected an object"),
-        ({"content": "hi"}, r"messages\[1\].role is None; expected one of developer, system"),
-        ({"role": "robot", "content": "hi"}, "role is 'robot'"),
-        ({"role": ["user"], "content": "hi"}, "role is"),
-        ({"role": "user"}, r"messages\[1\].content is missing"),
-        ({"role": "assistant", "content": None}, "content is missing"),
-        ({"role": "user", "content": 5}, "content is int; expected a string"),
-        ({"role": "user", "content": ["hi"]}, r"content\[0\] is of type 'str'"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "type 'image_url'; expected a text"),
-        ({"role": "user", "content": "x", "tool_calls": [TOOL_CALL]}, "on a user message"),
-        ({"role": "assistant", "tool_calls": "run"}, "tool_calls is malformed"),
-        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "tool_calls is malformed"),
+        ("hi", "messages[1]", "wrong_type"),
+        ({"content": "hi"}, "messages[1].role", "unknown"),
+        ({"role": "robot", "content": "hi"}, "messages[1].role", "unknown"),
+        ({"role": ["user"], "content": "hi"}, "messages[1].role", "unknown"),
+        ({"role": "user"}, "messages[1].content", "missing"),
+        ({"role": "assistant", "content": None}, "messages[1].content", "missing"),
+        ({"role": "user", "content": 5}, "messages[1].content", "wrong_type"),
+        ({"role": "user", "content": ["hi"]}, "messages[1].content[0]", "not_text"),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "messages[1].content[0]",
+            "not_text",
+        ),
+        (
+            {"role": "user", "content": "x", "tool_calls": [TOOL_CALL]},
+            "messages[1].tool_calls",
+            "wrong_role",
+        ),
+        ({"role": "assistant", "tool_calls": "run"}, "messages[1].tool_calls", "malformed"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {}}]},
+            "messages[1].tool_calls",
+            "malformed",
+        ),
     ],
 )
-def test_a_bad_message_is_named(message: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_bad_message_is_named(message: Any, key: str, reason: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
         normalize_messages([USER, message])
+    assert (caught.value.key, caught.value.reason) == (key, reason)
+    assert key in str(caught.value)
 
 
 def test_no_messages_are_no_prompt() -> None:
-    with pytest.raises(ValueError, match="messages is empty"):
+    with pytest.raises(InvalidValue) as caught:
         normalize_messages([])
+    assert (caught.value.key, caught.value.reason) == ("messages", "empty")

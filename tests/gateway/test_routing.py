@@ -23,7 +23,7 @@ from lightning_jax.testing.tiny import tiny_policies
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.convert import spans_to_transitions
 from lightning_jax.tracing.roles import assign_roles
-from lightning_jax.types import SamplingParams, Transition
+from lightning_jax.types import InvalidValue, SamplingParams, Transition
 
 SERVE = ServeConfig(slots=2, max_len=128, prefill_buckets=(64,), api_key="right-key")
 MODEL = tiny_policies(LoraConfig(rank=2))
@@ -110,13 +110,14 @@ async def test_roles_route_agents_that_all_ask_for_one_name(bench: Bench) -> Non
 
 async def test_a_call_for_no_policy_is_refused_and_the_policies_are_named(bench: Bench) -> None:
     base = bench.rollout().base_url
-    for model, agent in (("policy", "an agent without a name"), ("policy:third", "agent 'third'")):
+    for model, agent in (("policy", ""), ("policy:third", "'third'")):
         status, body, _ = await bench.post(BODY | {"model": model}, base=base)
         assert status == 404 and body["error"]["code"] == "model_not_found"
-        assert f"asked for by {agent}" in body["error"]["message"]
-        assert "one of writer, rewriter" in body["error"]["message"]
+        message = body["error"]["message"]
+        assert all(name in message for name in (repr(model), agent, "writer", "rewriter"))
     status, body, _ = await bench.post(BODY | {"model": "reviser"}, base=base)
-    assert status == 404 and "'writer' or 'rewriter'" in body["error"]["message"]
+    assert status == 404 and body["error"]["code"] == "model_not_found"
+    assert all(name in body["error"]["message"] for name in ("'writer'", "'rewriter'"))
 
 
 async def test_listings_name_the_policies(bench: Bench) -> None:
@@ -141,7 +142,6 @@ async def test_prompts_are_scored_by_the_policy_that_is_asked(bench: Bench) -> N
 
 async def test_an_adapter_that_is_not_there_is_refused(bench: Bench) -> None:
     for adapter in (None, 2):
-        with pytest.raises(
-            ValueError, match=f"adapter is {adapter}; expected one of the model's 2"
-        ):
+        with pytest.raises(InvalidValue) as caught:
             bench.loop.submit([1, 2], SamplingParams(), adapter)
+        assert (caught.value.key, caught.value.reason) == ("adapter", "unknown")

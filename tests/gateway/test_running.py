@@ -56,12 +56,13 @@ async def test_every_listener_hears_all_from_the_beginning() -> None:
 
 async def test_a_refused_call_raises_for_all() -> None:
     async def work(accept: Any, emit: Any) -> tuple[Answer, ...]:
-        raise invalid("no", "x")
+        raise invalid("no", "x", reason="conflict")
 
     call = RunningCall(work, CONTEXT)
     for ask in (call.accepted, call.answers):
-        with pytest.raises(ApiError, match="no"):
+        with pytest.raises(ApiError) as caught:
             await ask()
+        assert (caught.value.param, caught.value.reason) == ("x", "conflict")
     assert not call.joinable()
 
 

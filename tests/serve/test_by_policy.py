@@ -10,7 +10,7 @@ from lightning_jax.serve.by_policy import LoopsByPolicy
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.types import Completion, SamplingParams
+from lightning_jax.types import Completion, InvalidValue, SamplingParams
 
 SERVE = ServeConfig(slots=2, max_len=64, prefill_buckets=(32,))
 MODELS = [tiny_model(seed, num_layers=1) for seed in range(2)]
@@ -52,8 +52,9 @@ def test_neither_policy_reads_what_the_other_computed(loops: list[EngineLoop]) -
 def test_a_place_that_is_none_and_a_loop_that_failed(loops: list[EngineLoop]) -> None:
     front = LoopsByPolicy(loops)
     for place in (None, 2, -1):
-        with pytest.raises(ValueError, match=f"place is {place}; expected 0 to 1"):
+        with pytest.raises(InvalidValue) as caught:
             front.submit(PROMPT, GREEDY, place)
+        assert (caught.value.key, caught.value.reason) == ("adapter", "unknown")
     assert front.status == "ok"
     loops[1].close()
     assert front.status == "failed"

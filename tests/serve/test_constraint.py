@@ -114,8 +114,9 @@ def test_the_text_of_a_special_token_in_a_schema_is_ordinary_characters():
 def test_the_mask_has_the_models_width():
     wide = GrammarCompiler(TINY, 300).matcher("start: /[^a]/")
     assert wide.allowed().shape == (300,) and not wide.allowed()[259:].any()
-    with pytest.raises(GrammarError, match="cannot go on: no token may come next"):
+    with pytest.raises(GrammarError) as caught:
         GrammarCompiler(TINY, 10).matcher('start: "a"').allowed()  # "a" has id 64
+    assert caught.value.reason == "dead_end"
 
 
 @pytest.mark.parametrize("text", ['a"b\\c', "\n\t\x00\x7f", "é€😀", "// no # comment", "", "{}|*"])
@@ -160,29 +161,33 @@ def test_repetitions_keep_their_bounds():
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "name"),
     [
-        ("start: nothing", 'unknown name: "nothing"'),
-        ('start: "a', "does not compile"),
-        (json_grammar({"type": "objct"}), "Invalid type: objct"),
+        ("start: nothing", '"nothing"'),
+        ('start: "a', ""),
+        (json_grammar({"type": "objct"}), "objct"),
         (json_grammar({"type": "array", "uniqueItems": True}), "uniqueItems"),
-        (json_grammar({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+        (json_grammar({"type": "string", "pattern": "(?=a)b"}), "regex"),
         (json_grammar({"$ref": "#/$defs/none"}), "none"),
     ],
 )
-def test_a_grammar_that_does_not_compile_gets_one_sentence(text, reason):
-    with pytest.raises(GrammarError, match="does not compile") as raised:
+def test_a_grammar_that_does_not_compile_gets_one_sentence(text, name):
+    with pytest.raises(GrammarError) as raised:
         COMPILER.matcher(text)
-    assert reason in str(raised.value) and "\n" not in str(raised.value)
+    assert raised.value.reason == "invalid"
+    assert name in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_a_token_that_is_not_allowed_is_refused():
     matcher = COMPILER.matcher('start: "a"')
     matcher.push(65)
-    with pytest.raises(GrammarError, match=r"token 65 does not fit the grammar: [^\n]*$"):
+    with pytest.raises(GrammarError) as caught:
         matcher.allowed()
-    with pytest.raises(GrammarError, match="0 end-of-turn tokens"):
+    assert caught.value.reason == "token_does_not_fit"
+    assert "65" in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(GrammarError) as caught:
         GrammarCompiler(Tokenizer(merging_tokenizer()._backend)).matcher('start: "a"')
+    assert caught.value.reason == "no_end_of_turn"
 
 
 def test_grammars_are_compiled_once_and_the_oldest_forgotten():

@@ -1,5 +1,6 @@
 """Tests that slots compute the same as one full forward pass, regardless of other slots."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from lightning_jax.config import MeshConfig, ServeConfig
+from lightning_jax.config import ConfigError, MeshConfig, ServeConfig
 from lightning_jax.models.sharding import make_mesh, param_shardings
 from lightning_jax.models.transformer import forward, init_cache, init_params, unembed
 from lightning_jax.serve import engine as engine_module
@@ -20,7 +21,7 @@ from lightning_jax.serve.engine import Engine, Fill
 from lightning_jax.serve.programs import start_of
 from lightning_jax.targets import target_devices
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.types import SamplingParams
+from lightning_jax.types import InvalidValue, SamplingParams
 
 LENGTHS = (270, 41, 9, 60, 2)
 GREEDY = SamplingParams(temperature=0.0)
@@ -358,10 +359,14 @@ def test_one_and_eight_devices_agree(model, engine):
 
 def test_what_does_not_fit_is_refused(model, engine):
     params = engine.place(model.params)
-    with pytest.raises(ValueError, match=r"97 tokens does not fit.*at most 96"):
+    with pytest.raises(InvalidValue) as caught:
         engine.prefill(params, engine.init_row(), [Fill(0, 40, [1] * 57)])
-    with pytest.raises(ValueError, match=r"serve\.max_len is 4096.*2048 positions"):
+    assert caught.value.reason == "too_long"
+    assert {"97", "96"} <= set(re.findall(r"\d+", str(caught.value)))
+    with pytest.raises(ConfigError) as refused:
         Engine(model.config, ServeConfig(max_len=4096))
+    assert (refused.value.key, refused.value.reason) == ("serve.max_len", "out_of_range")
+    assert "2048" in str(refused.value)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Tests of the running engine through its public methods, under load and under failure."""
 
 import asyncio
+import re
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.generation import Draining, EngineError, PromptTooLong, QueueFull
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.types import SamplingParams
+from lightning_jax.types import InvalidValue, SamplingParams
 
 from .conftest import SERVE, Bench
 from .test_engine import full_logprobs
@@ -153,8 +154,9 @@ async def test_weights_swap_between_steps_and_no_prefix_survives_it(bench: Bench
     expected = full_logprobs(model, [*ids, *fresh.token_ids])[len(ids) - 1 : -1]
     picked = expected[np.arange(4), fresh.token_ids]
     np.testing.assert_allclose(fresh.behavior_logprobs, picked, atol=1e-5)
-    with pytest.raises(ValueError, match="version is 3; expected more than the last, 3"):
+    with pytest.raises(InvalidValue) as caught:
         bench.loop.load_weights(other_params, 3)
+    assert (caught.value.key, caught.value.reason) == ("version", "out_of_range")
 
 
 async def test_the_same_weights_under_a_new_version_keep_their_prefixes(bench: Bench, other_params):
@@ -233,10 +235,13 @@ async def test_penalties_count_the_response_as_openai_does(bench: Bench):
 
 
 async def test_a_grammar_that_is_wrong_is_refused_and_a_failing_one_fails_alone(bench: Bench):
-    with pytest.raises(GrammarError, match="unknown name"):
+    with pytest.raises(GrammarError) as refused:
         await bench.loop.prepare("start: nothing")
-    with pytest.raises(ValueError, match="token id 259; expected at most 258"):
+    assert refused.value.reason == "invalid"
+    with pytest.raises(InvalidValue) as caught:
         bench.loop.submit([1], greedy(logit_bias=((259, 1.0),)))
+    assert (caught.value.key, caught.value.reason) == ("logit_bias", "out_of_range")
+    assert "259" in str(caught.value) and "258" in str(caught.value)
     assert len(bench.loop._intake) == 0
     unknown = bench.loop.submit([1], greedy(grammar="start: nothing"))
     endless = bench.loop.submit([1], greedy(grammar='start: "a" start'))
@@ -247,15 +252,18 @@ async def test_a_grammar_that_is_wrong_is_refused_and_a_failing_one_fails_alone(
 
 
 async def test_refusals_say_what_would_be_right(bench: Bench):
-    with pytest.raises(PromptTooLong, match="96 tokens; expected at most 95"):
+    with pytest.raises(PromptTooLong) as too_long:
         bench.loop.submit([1] * 96, greedy())
-    with pytest.raises(ValueError, match="0 tokens"):
-        bench.loop.submit([], greedy())
-    with pytest.raises(ValueError, match=r"outside 0\.\.258"):
-        bench.loop.submit([259], greedy())
+    assert {"96", "95"} <= set(re.findall(r"\d+", str(too_long.value)))
+    for prompt, reason in (([], "empty"), ([259], "out_of_range")):
+        with pytest.raises(InvalidValue) as caught:
+            bench.loop.submit(prompt, greedy())
+        assert (caught.value.key, caught.value.reason) == ("prompt", reason)
+    assert "258" in str(caught.value)
     open_ = [bench.loop.submit([1], greedy(90)) for _ in range(SERVE.slots + SERVE.max_queue)]
-    with pytest.raises(QueueFull, match="12 requests are open"):
+    with pytest.raises(QueueFull) as full:
         bench.loop.submit([1], greedy())
+    assert "12" in str(full.value)
     for generation in open_:
         generation.cancel()
     for generation in open_:
@@ -277,8 +285,9 @@ async def test_a_crash_fails_every_request_and_hangs_none(model, engine):
     loop.start()
     generations = [loop.submit([1, 2, 3], greedy()) for _ in range(6)]
     for generation in generations:
-        with pytest.raises(EngineError, match="the engine failed"):
+        with pytest.raises(EngineError) as caught:
             await asyncio.wait_for(generation.result(), 20)
+        assert caught.value.reason == "failed"
         with pytest.raises(EngineError):
             async for _ in generation:
                 pass
@@ -293,8 +302,9 @@ async def test_close_fails_what_is_not_finished(model, engine):
     loop.start()
     generation = loop.submit([1], greedy(90))
     loop.close()
-    with pytest.raises(EngineError, match="closed before"):
+    with pytest.raises(EngineError) as caught:
         await generation.result()
+    assert caught.value.reason == "closed"
 
 
 async def test_the_caller_may_donate_its_weights(model, engine):

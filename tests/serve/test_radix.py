@@ -149,7 +149,7 @@ def test_pins_hold_a_path_and_survive_a_reset():
     tree.insert(tokens(50, 2 * PAGE), 1)
     tree.unpin(node)
     assert len(tree.insert(tokens(90, 2 * PAGE), 1).pages) == 2
-    with pytest.raises(AssertionError, match="taken off once"):
+    with pytest.raises(AssertionError):  # its pin was taken off above
         tree.unpin(node)
 
 

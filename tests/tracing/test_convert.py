@@ -7,7 +7,7 @@ import pytest
 
 from lightning_jax.tracing import attributes as names
 from lightning_jax.tracing.convert import spans_to_transitions, to_trajectory
-from lightning_jax.types import Rollout, Span, Trajectory, Transition
+from lightning_jax.types import InvalidValue, Rollout, Span, Trajectory, Transition
 
 CALL: dict[str, Any] = {
     names.OPERATION_NAME: "chat",
@@ -52,8 +52,9 @@ def test_forced_tokens_are_read_and_old_spans_have_none() -> None:
     forced = _span("new", 1, CALL | {names.FORCED: (True, False)})
     transitions, _ = spans_to_transitions([forced, _span("old", 2, CALL)])
     assert [t.forced for t in transitions] == [(True, False), (False, False)]
-    with pytest.raises(ValueError, match="differ in length"):
+    with pytest.raises(InvalidValue) as caught:
         spans_to_transitions([_span("torn", 1, CALL | {names.FORCED: (True,)})])
+    assert caught.value.reason == "mismatch"
 
 
 def test_the_temperature_of_a_call_comes_with_its_logprobs() -> None:
@@ -110,5 +111,6 @@ def test_a_trajectory_needs_a_reward() -> None:
     rollout = Rollout("r1", "t1", "g1", "train", 0, 0, 1, "scored", reward=0.5)
     transitions, _ = spans_to_transitions([_span("s1", 5, CALL)])
     assert to_trajectory(rollout, transitions) == Trajectory("r1", "g1", transitions, 0.5)
-    with pytest.raises(ValueError, match="'r1' is running; expected one that has a reward"):
+    with pytest.raises(InvalidValue) as caught:
         to_trajectory(replace(rollout, status="running", reward=None), transitions)
+    assert (caught.value.key, caught.value.reason) == ("r1", "no_reward")

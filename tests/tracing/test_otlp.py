@@ -1,6 +1,7 @@
 """Tests that spans from OpenTelemetry's SDK and others are read but cannot pass for samples."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from lightning_jax.tracing.otlp import (
     read_request,
     write_response,
 )
+from lightning_jax.types import InvalidValue
 
 TRACE, SPAN = bytes(range(16)), bytes(range(8))
 
@@ -122,20 +124,22 @@ def test_long_values_read_alike_in_both_encodings() -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "reason"),
     [
-        b"\xff\xff",
-        b"\x0a\x05",  # a field that ends after the body
-        b"\x0a" + b"\xff" * 12,  # a length that does not end
-        b"\x0b",  # a group
-        {"resourceSpans": 3},
-        {"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xyz"}]}]}]},
-        _request(trace_id=b"short"),
+        (b"\xff\xff", "malformed"),
+        (b"\x0a\x05", "malformed"),  # a field that ends after the body
+        (b"\x0a" + b"\xff" * 12, "malformed"),  # a length that does not end
+        (b"\x0b", "malformed"),  # a group
+        ({"resourceSpans": 3}, "malformed"),
+        ({"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xyz"}]}]}]}, "malformed"),
+        (_request(trace_id=b"short"), "wrong_length"),
+        (_request(start_time_unix_nano=2**63), "out_of_range"),
     ],
 )
-def test_what_is_no_export_is_refused(body: bytes | dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"no OTLP trace export|expected 16 and 8"):
+def test_what_is_no_export_is_refused(body: bytes | dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
         read_request(body)
+    assert caught.value.reason == reason
 
 
 def test_spans_are_found_as_the_library_finds_them() -> None:
@@ -161,10 +165,11 @@ def test_the_answer_tells_what_was_rejected() -> None:
     told = write_response({"why": 2, "wherefore": 1}, 0, PROTOBUF)
     answer = ExportTraceServiceResponse.FromString(told)
     assert answer.partial_success.rejected_spans == 3
-    assert answer.partial_success.error_message == "2 spans: why; 1 spans: wherefore"
+    message = answer.partial_success.error_message
+    assert re.findall(r"\d|why|wherefore", message) == ["2", "why", "1", "wherefore"]
     assert write_response({}, 0, PROTOBUF) == b""
     partial = json.loads(write_response({}, 5, JSON))["partialSuccess"]
-    assert "rejectedSpans" not in partial and partial["errorMessage"].startswith("5 attributes")
+    assert "rejectedSpans" not in partial and "5" in partial["errorMessage"]
 
 
 def _list(*values: AnyValue) -> AnyValue:

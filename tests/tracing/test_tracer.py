@@ -25,6 +25,7 @@ from lightning_jax.tracing.tracer import (
     trace_headers,
 )
 from lightning_jax.tracing.tree import call_order
+from lightning_jax.types import InvalidValue
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -164,8 +165,9 @@ def test_the_process_keeps_its_own_opentelemetry(
     (record,) = store.spans(None)
     assert record.attributes == {"a": "long text", "b": tuple(range(500))}
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    with pytest.raises(ValueError, match="OTEL_SDK_DISABLED is true; expected it unset"):
+    with pytest.raises(InvalidValue) as caught:
         make_tracer(store)
+    assert (caught.value.key, caught.value.reason) == ("OTEL_SDK_DISABLED", "conflict")
 
 
 def test_a_span_that_cannot_be_written_is_not_lost_in_silence(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from view_records import TOKENIZER, call, conversation, rollout, span, tool
 from lightning_jax.rollout_metrics import Reading
 from lightning_jax.tracing import attributes as names
 from lightning_jax.types import Rollout, Span
-from lightning_jax.view.build import newest_first, view_rollout, view_run
+from lightning_jax.view.build import NO_SPANS, newest_first, view_rollout, view_run
 from lightning_jax.view.records import CallCredit, RolloutView, StepCredit
 
 
@@ -159,7 +159,7 @@ def test_spans_without_times_do_not_stretch_the_waterfall() -> None:
 def test_a_rollout_without_spans_says_so() -> None:
     view = _view([])
     assert view.spans == () and view.duration_s == 0.0
-    assert any("no spans" in note for note in view.notes)
+    assert NO_SPANS in view.notes
 
 
 def test_the_table_counts_calls_and_failures_of_all_that_match() -> None:

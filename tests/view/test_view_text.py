@@ -27,10 +27,11 @@ def test_control_characters_become_visible(text: str, shown: str) -> None:
 def test_a_cut_says_how_much_is_missing() -> None:
     text = "".join(chr(65 + i % 26) for i in range(1_000_000))
     shown = cut(text, 100)
-    assert "[... 999,900 characters left out ...]" in shown
+    assert "999,900" in shown and len(shown) < 150
     assert shown.startswith(text[:75]) and shown.endswith(text[-25:])
     assert cut(text, 0) == text and cut("abc", 3) == "abc"
-    assert cut("abcd", 3) == "abc\n[... 1 characters left out ...]\n"
+    head, hint, tail = cut("abcd", 3).split("\n")
+    assert (head, tail) == ("abc", "") and "1" in hint
 
 
 def test_values_that_are_no_text_are_json() -> None:

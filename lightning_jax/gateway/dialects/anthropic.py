@@ -54,7 +54,9 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     max_tokens = fields.integer(body, "max_tokens")
     if max_tokens is None:
         raise invalid(
-            "max_tokens is missing; expected the most tokens the answer may have.", "max_tokens"
+            "max_tokens is missing; expected the most tokens the answer may have.",
+            "max_tokens",
+            reason="missing",
         )
     request = _request(body, sender, max_tokens)
     return request, lambda context: MessagesReply(request, context)
@@ -102,12 +104,24 @@ def _functions(body: fields.Body) -> tuple[Function, ...]:
                 f"{where}.type is {fields.brief(tool['type'])}, which this server does not host; "
                 "expected a tool of your own, with an input_schema.",
                 "tools",
+                reason="unsupported",
+                key=f"{where}.type",
             )
         name, schema = tool.get("name"), tool.get("input_schema")
         if not isinstance(name, str) or not name:
-            raise invalid(f"{where}.name is {fields.brief(name)}; expected a name.", "tools")
+            raise invalid(
+                f"{where}.name is {fields.brief(name)}; expected a name.",
+                "tools",
+                reason="wrong_type",
+                key=f"{where}.name",
+            )
         if not isinstance(schema, dict):
-            raise invalid(f"{where}.input_schema is no object; expected a JSON schema.", "tools")
+            raise invalid(
+                f"{where}.input_schema is no object; expected a JSON schema.",
+                "tools",
+                reason="wrong_type",
+                key=f"{where}.input_schema",
+            )
         found.append(Function(name, fields.text(tool, "description"), schema))
     return tuple(found)
 
@@ -129,12 +143,17 @@ def _tool_choice(body: fields.Body) -> tuple[ToolChoice, bool]:
         f"tool_choice is {fields.brief(choice)}; expected type auto, any, none, or tool with the "
         "name of one.",
         "tool_choice",
+        reason="unknown",
     )
 
 
 def _messages(body: fields.Body) -> tuple[Message, ...]:
     if not isinstance(body.get("messages"), list):
-        raise invalid("messages is missing or no list; expected a list of messages.", "messages")
+        raise invalid(
+            "messages is missing or no list; expected a list of messages.",
+            "messages",
+            reason="wrong_type",
+        )
     messages: list[Message] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"], "system", "system")})
@@ -148,13 +167,17 @@ def _messages(body: fields.Body) -> tuple[Message, ...]:
                 _add_input(messages, role, blocks, f"{where}.content")
             case _:
                 raise invalid(
-                    f"{where}.role is {fields.brief(role)}; expected user or assistant.", "messages"
+                    f"{where}.role is {fields.brief(role)}; expected user or assistant.",
+                    "messages",
+                    reason="unknown",
+                    key=f"{where}.role",
                 )
     if messages and messages[-1]["role"] == "assistant":
         raise invalid(
             "messages ends with an assistant's, which this server cannot go on writing; expected a "
             "user's at the end.",
             "messages",
+            reason="ends_with_assistant",
         )
     return tuple(messages)
 
@@ -165,7 +188,10 @@ def _blocks(content: Any, where: str, param: str = "messages") -> list[fields.Bo
     if isinstance(content, list) and all(isinstance(block, dict) for block in content):
         return content
     raise invalid(
-        f"{where} is {fields.brief(content)}; expected a string or a list of content blocks.", param
+        f"{where} is {fields.brief(content)}; expected a string or a list of content blocks.",
+        param,
+        reason="wrong_type",
+        key=where,
     )
 
 
@@ -219,6 +245,8 @@ def _block_text(block: fields.Body, where: str, param: str = "messages") -> str:
             f"{where} is of type {fields.brief(block.get('type'))}; expected text, or a tool's use "
             "or result in its place: the policy reads only text.",
             param,
+            reason="not_text",
+            key=where,
         )
     return _string(block, "text", where, param)
 
@@ -226,7 +254,12 @@ def _block_text(block: fields.Body, where: str, param: str = "messages") -> str:
 def _string(block: fields.Body, name: str, where: str, param: str = "messages") -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise invalid(f"{where}.{name} is {fields.brief(value)}; expected a string.", param)
+        raise invalid(
+            f"{where}.{name} is {fields.brief(value)}; expected a string.",
+            param,
+            reason="wrong_type",
+            key=f"{where}.{name}",
+        )
     return value
 
 

@@ -58,7 +58,11 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     fields.warn_unknown("chat", body, _KNOWN)
     messages = body.get("messages")
     if not isinstance(messages, list):
-        raise invalid("messages is missing or no list; expected a list of messages.", "messages")
+        raise invalid(
+            "messages is missing or no list; expected a list of messages.",
+            "messages",
+            reason="wrong_type",
+        )
     model = fields.field(body, "model", str, "", "a model name")
     metadata = fields.field(body, "metadata", dict, {}, "an object")
     stream_options = fields.field(body, "stream_options", dict, {}, "an object")
@@ -87,7 +91,11 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
 def _top_logprobs(body: fields.Body) -> int:
     number = fields.bounded(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
     if number and not fields.flag(body, "logprobs"):
-        raise invalid(f"top_logprobs is {number} without logprobs; set it to true.", "top_logprobs")
+        raise invalid(
+            f"top_logprobs is {number} without logprobs; set it to true.",
+            "top_logprobs",
+            reason="needs_logprobs",
+        )
     return number
 
 
@@ -107,6 +115,7 @@ def _tool_choice(body: fields.Body) -> ToolChoice:
     raise invalid(
         f"tool_choice is {fields.brief(choice)}; expected auto, none, required or a function.",
         "tool_choice",
+        reason="unknown",
     )
 
 

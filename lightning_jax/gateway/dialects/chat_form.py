@@ -21,9 +21,19 @@ def tool_call(name: Any, arguments: Any, call_id: Any, where: str, param: str) -
     Raise ApiError unless the name is text and the arguments are an object.
     """
     if not isinstance(name, str) or not name:
-        raise invalid(f"{where}.name is {fields.brief(name)}; expected a function's name.", param)
+        raise invalid(
+            f"{where}.name is {fields.brief(name)}; expected a function's name.",
+            param,
+            reason="wrong_type",
+            key=f"{where}.name",
+        )
     if not isinstance(arguments, dict):
-        raise invalid(f"{where} has {fields.brief(arguments)}; expected an object.", param)
+        raise invalid(
+            f"{where} has {fields.brief(arguments)}; expected an object.",
+            param,
+            reason="wrong_type",
+            key=f"{where}.arguments",
+        )
     written = json.dumps(arguments, ensure_ascii=False)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": written}}
 

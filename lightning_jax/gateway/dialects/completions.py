@@ -43,6 +43,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
             "suffix is set, but the policy only writes on; expected it left out.",
             "suffix",
             "unsupported_parameter",
+            reason="unsupported",
         )
     model = fields.text(body, "model")
     metadata = fields.field(body, "metadata", dict, {}, "an object")
@@ -69,6 +70,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
             "echo asks for the prompt's logprobs and stream is true; expected one of the two, "
             "since a stream begins before they are known.",
             "echo",
+            reason="conflict",
         )
     return request, lambda context: CompletionsReply(request, echo, include_usage, context)
 
@@ -82,6 +84,7 @@ def _num_choices(body: fields.Body) -> int:
             "is sampled is returned.",
             "best_of",
             "unsupported_parameter",
+            reason="unsupported",
         )
     return number
 
@@ -96,6 +99,7 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
         f"prompt is {fields.brief(value)}; expected a text, a list of token ids, or a list of "
         "either.",
         "prompt",
+        reason="wrong_type",
     )
 
 

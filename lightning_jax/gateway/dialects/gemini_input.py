@@ -27,7 +27,10 @@ def messages_of(said: fields.Body) -> tuple[Message, ...]:
                 _add_input(messages, content, where)
             case role:
                 raise invalid(
-                    f"{where}.role is {fields.brief(role)}; expected user or model.", "contents"
+                    f"{where}.role is {fields.brief(role)}; expected user or model.",
+                    "contents",
+                    reason="unknown",
+                    key=f"{where}.role",
                 )
     return tuple(messages)
 
@@ -45,10 +48,17 @@ def _parts(content: fields.Body, where: str) -> list[tuple[str, str, Any]]:
                 f"{at} is {fields.brief(kinds)}; expected text, functionCall or functionResponse: "
                 "the policy reads only text.",
                 "contents",
+                reason="not_text",
+                key=at,
             )
         kind, value = kinds[0], part[kinds[0]]
         if not isinstance(value, str if kind == "text" else dict):
-            raise invalid(f"{at}.{kind} is {fields.brief(value)}; expected {kind}.", "contents")
+            raise invalid(
+                f"{at}.{kind} is {fields.brief(value)}; expected {kind}.",
+                "contents",
+                reason="wrong_type",
+                key=f"{at}.{kind}",
+            )
         found.append((at, kind, value))
     return found
 
@@ -57,7 +67,7 @@ def _texts(content: fields.Body, where: str) -> str:
     parts = _parts(content, where)
     for at, kind, _ in parts:
         if kind != "text":
-            raise invalid(f"{at} is a {kind}; expected text.", where)
+            raise invalid(f"{at} is a {kind}; expected text.", where, reason="not_text", key=at)
     return "\n".join(text for _, _, text in parts)
 
 
@@ -71,7 +81,12 @@ def _add_model(messages: list[Message], content: fields.Body, where: str) -> Non
             arguments = value.get("args") or {}
             calls.append(tool_call(value.get("name"), arguments, call_id, at, "contents"))
         else:
-            raise invalid(f"{at} is a {kind} of the model; expected a user's.", "contents")
+            raise invalid(
+                f"{at} is a {kind} of the model; expected a user's.",
+                "contents",
+                reason="wrong_role",
+                key=at,
+            )
     add_assistant(messages, text, calls)
 
 
@@ -86,7 +101,12 @@ def _add_input(messages: list[Message], content: fields.Body, where: str) -> Non
             messages.append({"role": "user", "content": "\n".join(texts)})
             texts = []
         if kind != "functionResponse":
-            raise invalid(f"{at} is a {kind} of the user; expected the model's.", "contents")
+            raise invalid(
+                f"{at} is a {kind} of the user; expected the model's.",
+                "contents",
+                reason="wrong_role",
+                key=at,
+            )
         ids = {"name": value.get("name"), "tool_call_id": value.get("id")}
         ids = {name: said for name, said in ids.items() if isinstance(said, str)}
         messages.append({"role": "tool", "content": _result(value.get("response")), **ids})
@@ -112,6 +132,8 @@ def functions_of(said: fields.Body) -> tuple[Function, ...]:
                 f"tools[{index}] has {fields.brief(hosted)}, which this server does not host; "
                 "expected functionDeclarations.",
                 "tools",
+                reason="unsupported",
+                key=f"tools[{index}]",
             )
         found += [_function(camel(f)) for f in fields.objects(tool, "functionDeclarations")]
     return tuple(found)
@@ -120,12 +142,20 @@ def functions_of(said: fields.Body) -> tuple[Function, ...]:
 def _function(declared: fields.Body) -> Function:
     name, schema = declared.get("name"), declared.get("parametersJsonSchema")
     if not isinstance(name, str) or not name:
-        raise invalid(f"a function's name is {fields.brief(name)}; expected a name.", "tools")
+        raise invalid(
+            f"a function's name is {fields.brief(name)}; expected a name.",
+            "tools",
+            reason="wrong_type",
+            key="tools.functionDeclarations.name",
+        )
     if schema is None and declared.get("parameters") is not None:
         schema = json_schema(declared["parameters"], f"{name[:50]}.parameters", "tools")
     if schema is not None and not isinstance(schema, dict):
         raise invalid(
-            f"{name[:50]}.parametersJsonSchema is no object; expected a JSON schema.", "tools"
+            f"{name[:50]}.parametersJsonSchema is no object; expected a JSON schema.",
+            "tools",
+            reason="wrong_type",
+            key=f"{name[:50]}.parametersJsonSchema",
         )
     return Function(name, fields.text(declared, "description"), schema)
 
@@ -146,6 +176,8 @@ def tool_choice_of(said: fields.Body) -> ToolChoice:
                 f"toolConfig.functionCallingConfig.mode is {fields.brief(mode)}; expected AUTO, "
                 "ANY or NONE.",
                 "toolConfig",
+                reason="unknown",
+                key="toolConfig.functionCallingConfig.mode",
             )
 
 
@@ -155,10 +187,13 @@ def output_schema_of(config: fields.Body) -> JsonSchema | None:
         raise invalid(
             f"responseMimeType is {fields.brief(kind)}; expected text/plain or application/json.",
             "responseMimeType",
+            reason="unknown",
         )
     if (schema := config.get("responseJsonSchema")) is not None:
         if not isinstance(schema, dict):
-            raise invalid("responseJsonSchema is no object.", "responseJsonSchema")
+            raise invalid(
+                "responseJsonSchema is no object.", "responseJsonSchema", reason="wrong_type"
+            )
         return schema
     if (schema := config.get("responseSchema")) is not None:
         return json_schema(schema, "responseSchema", "responseSchema")

@@ -28,10 +28,20 @@ def json_schema(schema: Any, where: str, param: str) -> JsonSchema:
     Properties are in the order that it asks for. Raise ApiError if it is not a schema.
     """
     if not isinstance(schema, dict):
-        raise invalid(f"{where} is {fields.brief(schema)}; expected a schema object.", param)
+        raise invalid(
+            f"{where} is {fields.brief(schema)}; expected a schema object.",
+            param,
+            reason="wrong_type",
+            key=where,
+        )
     said = camel(schema)
     if said.get("ref") or said.get("$ref"):
-        raise invalid(f"{where} has a reference; expected it written out.", param)
+        raise invalid(
+            f"{where} has a reference; expected it written out.",
+            param,
+            reason="unsupported",
+            key=where,
+        )
     plain: JsonSchema = {name: said[name] for name in _SAME if said.get(name) is not None}
     for name in _SIZES:
         if (size := said.get(name)) is not None:
@@ -51,7 +61,10 @@ def _type(kind: Any, where: str, param: str) -> JsonSchema:
     if isinstance(kind, str) and kind.lower() in _TYPES:
         return {"type": kind.lower()}
     raise invalid(
-        f"{where}.type is {fields.brief(kind)}; expected one of {', '.join(_TYPES).upper()}.", param
+        f"{where}.type is {fields.brief(kind)}; expected one of {', '.join(_TYPES).upper()}.",
+        param,
+        reason="unknown",
+        key=f"{where}.type",
     )
 
 

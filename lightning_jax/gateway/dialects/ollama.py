@@ -78,7 +78,9 @@ def parse_generate(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, Ma
     prompt, system = fields.text(body, "prompt"), fields.text(body, "system")
     if fields.flag(body, "raw"):
         if system:
-            raise invalid("system is set and raw is true; expected one of them.", "system")
+            raise invalid(
+                "system is set and raw is true; expected one of them.", "system", reason="conflict"
+            )
         request = _request(body, sender, prompts=(prompt,))
     else:
         messages = [{"role": "system", "content": system}] if system else []
@@ -122,7 +124,11 @@ def _output_schema(form: Any) -> JsonSchema | None:
     if form == "json":
         return {}
     if not isinstance(form, dict):
-        raise invalid(f"format is {fields.brief(form)}; expected json or a JSON schema.", "format")
+        raise invalid(
+            f"format is {fields.brief(form)}; expected json or a JSON schema.",
+            "format",
+            reason="wrong_type",
+        )
     return form
 
 
@@ -134,10 +140,18 @@ def _messages(body: fields.Body) -> tuple[Message, ...]:
         content = "" if content is None else content
         if not isinstance(content, str):
             raise invalid(
-                f"{where}.content is {fields.brief(content)}; expected a string.", "messages"
+                f"{where}.content is {fields.brief(content)}; expected a string.",
+                "messages",
+                reason="wrong_type",
+                key=f"{where}.content",
             )
         if message.get("images"):
-            raise invalid(f"{where}.images is set, but the policy reads only text.", "messages")
+            raise invalid(
+                f"{where}.images is set, but the policy reads only text.",
+                "messages",
+                reason="not_text",
+                key=f"{where}.images",
+            )
         match message.get("role"):
             case "assistant":
                 add_assistant(messages, content, _calls(message, where))
@@ -155,7 +169,12 @@ def _calls(message: fields.Body, where: str) -> list[Message]:
     for index, call in enumerate(fields.objects(message, "tool_calls")):
         at, function = f"{where}.tool_calls[{index}]", call.get("function")
         if not isinstance(function, dict):
-            raise invalid(f"{at}.function is missing; expected an object.", "messages")
+            raise invalid(
+                f"{at}.function is missing; expected an object.",
+                "messages",
+                reason="missing",
+                key=f"{at}.function",
+            )
         arguments = function.get("arguments") or {}
         # An id would be the client's own, so it does not identify a generated call.
         found.append(tool_call(function.get("name"), arguments, None, at, "messages"))

@@ -48,7 +48,10 @@ def functions_of(body: fields.Body) -> tuple[Function, ...]:
         where = f"tools[{index}]"
         if tool.get("type", "function") != "function" or not isinstance(tool.get("function"), dict):
             raise invalid(
-                f"{where} is {fields.brief(tool)}; expected an object of type function.", "tools"
+                f"{where} is {fields.brief(tool)}; expected an object of type function.",
+                "tools",
+                reason="wrong_type",
+                key=where,
             )
         found.append(function_of(tool["function"], f"{where}.function"))
     return tuple(found)
@@ -58,10 +61,20 @@ def function_of(tool: Mapping[str, Any], where: str, param: str = "tools") -> Fu
     """Return a function's name, description and parameters. Raise ApiError if one is invalid."""
     name = tool.get("name")
     if not isinstance(name, str) or not name:
-        raise invalid(f"{where}.name is {fields.brief(name)}; expected a function's name.", param)
+        raise invalid(
+            f"{where}.name is {fields.brief(name)}; expected a function's name.",
+            param,
+            reason="wrong_type",
+            key=f"{where}.name",
+        )
     parameters = tool.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise invalid(f"{where}.parameters is no object; expected a JSON schema.", param)
+        raise invalid(
+            f"{where}.parameters is no object; expected a JSON schema.",
+            param,
+            reason="wrong_type",
+            key=f"{where}.parameters",
+        )
     description = tool.get("description")
     return Function(name, description if isinstance(description, str) else "", parameters)
 
@@ -77,10 +90,17 @@ def output_schema(spec: Mapping[str, Any], where: str) -> JsonSchema | None:
         raise invalid(
             f"{where}.type is {fields.brief(kind)}; expected text, json_object or json_schema.",
             where,
+            reason="unknown",
+            key=f"{where}.type",
         )
     schema = spec.get("schema")
     if not isinstance(schema, dict):
-        raise invalid(f"{where} has no schema; expected a JSON schema object.", where)
+        raise invalid(
+            f"{where} has no schema; expected a JSON schema object.",
+            where,
+            reason="missing",
+            key=f"{where}.schema",
+        )
     return schema
 
 

@@ -91,17 +91,23 @@ def _settings(body: fields.Body) -> dict[str, Any]:
     limit = fields.integer(body, "max_output_tokens")
     if limit is not None and limit < 1:
         raise invalid(
-            f"max_output_tokens is {fields.brief(limit)}; expected at least 1.", "max_output_tokens"
+            f"max_output_tokens is {fields.brief(limit)}; expected at least 1.",
+            "max_output_tokens",
+            reason="out_of_range",
         )
     metadata = fields.field(body, "metadata", dict, {}, "an object of strings")
     if not all(isinstance(value, str) for value in metadata.values()):
         raise invalid(
-            f"metadata is {fields.brief(metadata)}; expected an object of strings.", "metadata"
+            f"metadata is {fields.brief(metadata)}; expected an object of strings.",
+            "metadata",
+            reason="wrong_type",
         )
     truncation = fields.text(body, "truncation", "disabled")
     if truncation not in ("auto", "disabled"):
         raise invalid(
-            f"truncation is {fields.brief(truncation)}; expected auto or disabled.", "truncation"
+            f"truncation is {fields.brief(truncation)}; expected auto or disabled.",
+            "truncation",
+            reason="unknown",
         )
     return {
         "model": fields.text(body, "model"),
@@ -158,6 +164,8 @@ def _functions(body: fields.Body) -> Iterable[Function]:
                 "does not have; expected a function.",
                 "tools",
                 "unsupported_parameter",
+                reason="unsupported",
+                key=f"tools[{index}].type",
             )
         yield function_of(tool, f"tools[{index}]")
 
@@ -183,6 +191,7 @@ def _tool_choice(body: fields.Body) -> ToolChoice:
     raise invalid(
         f"tool_choice is {fields.brief(choice)}; expected auto, none, required or named functions.",
         "tool_choice",
+        reason="unknown",
     )
 
 

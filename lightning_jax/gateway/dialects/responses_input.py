@@ -101,13 +101,15 @@ def _add(conversation: _Conversation, item: Any, where: str) -> None:
                 f"{where}.type is {fields.brief(other)}, which this server cannot take; expected "
                 "message, function_call or function_call_output.",
                 "input",
+                reason="unsupported",
+                key=f"{where}.type",
             )
 
 
 def _message(item: dict[str, Any], where: str) -> Message:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _bad(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
+        raise _bad(f"{where}.role", role, f"one of {', '.join(_ROLES)}", "unknown")
     return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
 
 
@@ -122,7 +124,7 @@ def _text(content: Any, where: str) -> str:
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise _bad(where, kind or part, "a text part, the policy reads only text")
+        raise _bad(where, kind or part, "a text part, the policy reads only text", "not_text")
     return _string(part, _TEXT_PARTS[kind], where)
 
 
@@ -133,5 +135,6 @@ def _string(item: dict[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _bad(where: str, value: Any, expected: str) -> ApiError:
-    return invalid(f"{where} is {fields.brief(value)}; expected {expected}.", "input")
+def _bad(where: str, value: Any, expected: str, reason: str = "wrong_type") -> ApiError:
+    message = f"{where} is {fields.brief(value)}; expected {expected}."
+    return invalid(message, "input", reason=reason, key=where)

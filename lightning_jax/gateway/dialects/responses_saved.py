@@ -28,13 +28,18 @@ def _without_logprobs(item: Mapping[str, Any]) -> dict[str, Any]:
 def _retrieve(body: Body, sender: Sender) -> Any:
     found = _find(sender)
     if sender.query.get("stream", "false") != "false":
-        raise invalid("stream is set, and a saved response comes whole; expected none.", "stream")
+        raise invalid(
+            "stream is set, and a saved response comes whole; expected none.",
+            "stream",
+            reason="unsupported",
+        )
     asked = [value for name, value in sender.query.items() if name in ("include", "include[]")]
     if LOGPROBS in asked:
         raise invalid(
             f"include asks for {LOGPROBS}, which are not saved; expected them to be taken from the "
             "first answer.",
             "include",
+            reason="unsupported",
         )
     return found.body
 

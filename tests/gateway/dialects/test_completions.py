@@ -176,49 +176,50 @@ def test_offsets_of_a_known_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("fields", "param", "reason"),
     [
-        ({"prompt": None}, "prompt", "prompt is None; expected a text"),
-        ({"prompt": []}, "prompt", "prompt is []"),
-        ({"prompt": [[]]}, "prompt", "prompt is [[]]"),
-        ({"prompt": ["a", 1]}, "prompt", "prompt is ['a', 1]"),
-        ({"prompt": [1.5]}, "prompt", "prompt is [1.5]"),
-        ({"prompt": [True]}, "prompt", "prompt is [True]"),
-        ({"prompt": [-1]}, "prompt", "prompt is [-1]"),
-        ({"prompt": [2**70]}, "prompt", "prompt is [1180591620717411303424]"),
-        ({"suffix": "end"}, "suffix", "expected it left out"),
-        ({"best_of": 2}, "best_of", "best_of is 2 and n is 1"),
-        ({"logprobs": 6}, "logprobs", "logprobs is 6; expected 0 to 5"),
-        ({"logprobs": True}, "logprobs", "expected an integer"),
-        ({"n": 0}, "n", "n is 0"),
-        ({"echo": "yes"}, "echo", "expected true or false"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "echo", "expected one of the two"),
-        ({"model": "gpt"}, "model", "model is 'gpt'"),
+        ({"prompt": None}, "prompt", "wrong_type"),
+        ({"prompt": []}, "prompt", "wrong_type"),
+        ({"prompt": [[]]}, "prompt", "wrong_type"),
+        ({"prompt": ["a", 1]}, "prompt", "wrong_type"),
+        ({"prompt": [1.5]}, "prompt", "wrong_type"),
+        ({"prompt": [True]}, "prompt", "wrong_type"),
+        ({"prompt": [-1]}, "prompt", "wrong_type"),
+        ({"prompt": [2**70]}, "prompt", "wrong_type"),
+        ({"suffix": "end"}, "suffix", "unsupported"),
+        ({"best_of": 2}, "best_of", "unsupported"),
+        ({"logprobs": 6}, "logprobs", "out_of_range"),
+        ({"logprobs": True}, "logprobs", "wrong_type"),
+        ({"n": 0}, "n", "out_of_range"),
+        ({"echo": "yes"}, "echo", "wrong_type"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo", "conflict"),
+        ({"model": "gpt"}, "model", "model_not_found"),
     ],
 )
-def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, words: str) -> None:
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, reason: str) -> None:
     with pytest.raises(ApiError) as caught:
         parse(BODY | fields, SENDER)
-    assert caught.value.param == param and words in caught.value.message
+    assert (caught.value.param, caught.value.reason) == (param, reason)
+    assert param in caught.value.message
     assert parse(BODY | {"n": 2, "best_of": 2, "suffix": None}, SENDER)[0].num_choices == 2
 
 
 @pytest.mark.parametrize(
-    ("prompt", "code", "param", "words"),
+    ("prompt", "code", "param", "number"),
     [
-        ([1, 259], "invalid_value", None, "a token id outside 0..258"),
-        ("", "invalid_value", "prompt", "prompt has no tokens"),
-        ("x" * 600, "context_length_exceeded", "prompt", "the prompt has 600 tokens"),
-        (["x"] * 65, "invalid_value", "prompt", "prompt has 65 entries"),
+        ([1, 259], "invalid_value", None, "258"),
+        ("", "invalid_value", "prompt", ""),
+        ("x" * 600, "context_length_exceeded", "prompt", "600"),
+        (["x"] * 65, "invalid_value", "prompt", "65"),
     ],
 )
 async def test_what_the_engine_cannot_take_is_refused(
-    bench: Bench, prompt: Any, code: str, param: str | None, words: str
+    bench: Bench, prompt: Any, code: str, param: str | None, number: str
 ) -> None:
     base = bench.rollout().base_url
     status, reply, _ = await bench.post(BODY | {"prompt": prompt}, base=base, path=PATH)
     assert (status, reply["error"]["code"], reply["error"]["param"]) == (400, code, param)
-    assert words in reply["error"]["message"]
+    assert number in reply["error"]["message"]
     assert bench.gateway.close_rollout("r1").num_refused == {code: 1}
     json.dumps(reply)
 
@@ -226,6 +227,7 @@ async def test_what_the_engine_cannot_take_is_refused(
 async def test_a_broken_stream_ends_in_an_error(bench: Bench, connect: Connect) -> None:
     client = connect(bench.rollout(call_timeout_s=0.05))
     fields: Any = BODY | {"max_tokens": 480, "logit_bias": {"258": -100}}
-    with pytest.raises(openai.APIError, match=r"longer than 0\.05 s"):
+    with pytest.raises(openai.APIError) as caught:
         async for _ in await client.completions.create(**fields, stream=True):
             pass
+    assert caught.value.code == "call_timeout"

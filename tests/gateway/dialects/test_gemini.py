@@ -149,29 +149,45 @@ def _content(*parts: Any, role: str = "user") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "key", "reason"),
     [
-        ({"contents": "hi"}, "contents is 'hi'; expected a list of objects"),
-        (_content(role="robot"), "contents[0].role is 'robot'; expected user or model"),
-        (_content({"inlineData": {}}), "contents[0].parts[0] is ['inlineData']; expected text"),
-        (_content({"text": 5}), "contents[0].parts[0].text is 5"),
-        (_content({}), "contents[0].parts[0] is []"),
-        (_content({"functionCall": {}}, role="model"), "contents[0].parts[0].name is None"),
-        (_content({"functionCall": {"name": "f"}}), "is a functionCall of the user"),
-        ({"tools": [{"googleSearch": {}}]}, "tools[0] has ['googleSearch'], which this server"),
-        ({"tools": [{"functionDeclarations": [{}]}]}, "a function's name is None"),
-        ({"toolConfig": {"functionCallingConfig": {"mode": "SOME"}}}, "mode is 'SOME'"),
-        ({"generationConfig": {"responseMimeType": "text/x.enum"}}, "responseMimeType is 'text/x"),
-        ({"generationConfig": {"responseSchema": {"type": "MAP"}}}, "responseSchema.type is 'MAP'"),
-        ({"generationConfig": {"responseModalities": ["IMAGE"]}}, "this server cannot do"),
-        ({"generationConfig": {"candidateCount": 65}}, "candidateCount is 65; expected 1 to 64"),
-        ({"cachedContent": "c"}, "cachedContent is 'c', which this server cannot do"),
+        ({"contents": "hi"}, "contents", "wrong_type"),
+        (_content(role="robot"), "contents[0].role", "unknown"),
+        (_content({"inlineData": {}}), "contents[0].parts[0]", "not_text"),
+        (_content({"text": 5}), "contents[0].parts[0].text", "wrong_type"),
+        (_content({}), "contents[0].parts[0]", "not_text"),
+        (_content({"functionCall": {}}, role="model"), "contents[0].parts[0].name", "wrong_type"),
+        (_content({"functionCall": {"name": "f"}}), "contents[0].parts[0]", "wrong_role"),
+        ({"tools": [{"googleSearch": {}}]}, "tools[0]", "unsupported"),
+        (
+            {"tools": [{"functionDeclarations": [{}]}]},
+            "tools.functionDeclarations.name",
+            "wrong_type",
+        ),
+        (
+            {"toolConfig": {"functionCallingConfig": {"mode": "SOME"}}},
+            "toolConfig.functionCallingConfig.mode",
+            "unknown",
+        ),
+        ({"generationConfig": {"responseMimeType": "x/x"}}, "responseMimeType", "unknown"),
+        (
+            {"generationConfig": {"responseSchema": {"type": "MAP"}}},
+            "responseSchema.type",
+            "unknown",
+        ),
+        (
+            {"generationConfig": {"responseModalities": ["IMAGE"]}},
+            "responseModalities",
+            "unsupported",
+        ),
+        ({"generationConfig": {"candidateCount": 65}}, "candidateCount", "out_of_range"),
+        ({"cachedContent": "c"}, "cachedContent", "unsupported"),
     ],
 )
-def test_the_wrong_field_is_named(fields: dict[str, Any], words: str) -> None:
+def test_the_wrong_field_is_named(fields: dict[str, Any], key: str, reason: str) -> None:
     with pytest.raises(ApiError) as caught:
         _parse(**fields)
-    assert words in caught.value.message and caught.value.status == 400
+    assert (caught.value.key, caught.value.reason, caught.value.status) == (key, reason, 400)
 
 
 async def _ask(bench: Bench, base: str, path: str, body: Any) -> str:
@@ -246,7 +262,7 @@ async def test_errors_and_models_in_its_own_terms(bench: Bench) -> None:
         async with bench.http.post(
             bench.gateway.url + GENERATE, json=wrong, headers=headers
         ) as response:
-            assert (await response.json())["error"]["message"].startswith(f"{name} is -9")
+            assert name in (await response.json())["error"]["message"]
     for path, key in (
         ("/v1beta/models?key=right-key", "models"),
         ("/v1/models", "models"),

@@ -93,29 +93,35 @@ def test_a_call_that_was_cut_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "words"),
+    ("field", "value", "key", "reason"),
     [
-        ("messages", "hi", "messages is 'hi'; expected a list of objects"),
-        ("messages", [{"role": "user", "content": []}], "messages[0].content is []"),
-        ("messages", [{"role": "user", "images": ["aGk="]}], "messages[0].images is set"),
-        ("messages", [{"role": "assistant", "tool_calls": [{}]}], "tool_calls[0].function is miss"),
+        ("messages", "hi", "messages", "wrong_type"),
+        ("messages", [{"role": "user", "content": []}], "messages[0].content", "wrong_type"),
+        ("messages", [{"role": "user", "images": ["aGk="]}], "messages[0].images", "not_text"),
+        (
+            "messages",
+            [{"role": "assistant", "tool_calls": [{}]}],
+            "messages[0].tool_calls[0].function",
+            "missing",
+        ),
         (
             "messages",
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
-            "tool_calls[0] has '{}'; expected an object",
+            "messages[0].tool_calls[0].arguments",
+            "wrong_type",
         ),
-        ("tools", [{"type": "function"}], "tools[0] is {'type': 'function'}"),
-        ("format", "xml", "format is 'xml'; expected json or a JSON schema"),
-        ("think", True, "think is True, which this server cannot do"),
-        ("options", {"repeat_penalty": 1.1}, "repeat_penalty is 1.1, which this server cannot do"),
-        ("options", {"temperature": "hot"}, "temperature is 'hot'; expected a number"),
-        ("top_logprobs", 21, "top_logprobs is 21; expected 0 to 20"),
+        ("tools", [{"type": "function"}], "tools[0]", "wrong_type"),
+        ("format", "xml", "format", "wrong_type"),
+        ("think", True, "think", "unsupported"),
+        ("options", {"repeat_penalty": 1.1}, "repeat_penalty", "unsupported"),
+        ("options", {"temperature": "hot"}, "temperature", "wrong_type"),
+        ("top_logprobs", 21, "top_logprobs", "out_of_range"),
     ],
 )
-def test_the_wrong_field_is_named(field: str, value: Any, words: str) -> None:
+def test_the_wrong_field_is_named(field: str, value: Any, key: str, reason: str) -> None:
     with pytest.raises(ApiError) as caught:
         _parse(**{field: value})
-    assert words in caught.value.message and caught.value.status == 400
+    assert (caught.value.key, caught.value.reason, caught.value.status) == (key, reason, 400)
 
 
 async def _ask(bench: Bench, base: str, body: Any, path: str = "/api/chat") -> tuple[Any, str]:
@@ -184,7 +190,7 @@ async def test_errors_and_models_in_its_own_terms(bench: Bench) -> None:
         response, text = await _ask(bench, base, BODY | change)
         assert response.status == status and isinstance(json.loads(text)["error"], str)
     _, text = await _ask(bench, base, BODY | {"options": {"num_predict": 0}})
-    assert json.loads(text)["error"].startswith("num_predict is 0; expected")
+    assert "num_predict" in json.loads(text)["error"]
     response, text = await _ask(bench, bench.gateway.url, BODY)
     assert response.status == 401 and set(json.loads(text)) == {"error"}
     _, text = await _ask(bench, base, {"model": "policy:latest"}, "/api/show")

@@ -37,6 +37,8 @@ TOOL: dict[str, Any] = {
 }
 TOOLS: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "output": ""}
+PREVIOUS = "previous_response_id"
 AS_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 PART = {"type": "input_text", "text": "x"}
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -233,8 +235,9 @@ async def test_a_response_is_read_again_until_it_is_deleted(bench: Bench, stream
         assert found.to_dict() == made.to_dict() and _extras(found) == set()
         await client.responses.delete(made.id)
         for again in (client.responses.retrieve, client.responses.delete):
-            with pytest.raises(openai.NotFoundError, match="is not stored here") as refused:
+            with pytest.raises(openai.NotFoundError) as refused:
                 await again(made.id)
+            assert refused.value.code == "response_not_found"
             assert refused.value.param == "response_id"
 
 
@@ -247,10 +250,12 @@ async def test_a_saved_response_has_no_logprobs_and_comes_whole(bench: Bench) ->
         assert len(part["logprobs"]) == len(made.pop("token_ids")) and made.pop("prompt_token_ids")
         part["logprobs"] = []
         assert (await client.responses.retrieve(made["id"])).to_dict() == made
-        with pytest.raises(openai.BadRequestError, match="which are not saved"):
+        with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.retrieve(made["id"], include=[LOGPROBS])
-        with pytest.raises(openai.BadRequestError, match="a saved response comes whole"):
+        assert refused.value.param == "include"
+        with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.retrieve(made["id"], stream=True)
+        assert refused.value.param == "stream"
     async with openai.AsyncOpenAI(api_key="wrong", **place) as client:
         with pytest.raises(openai.AuthenticationError):
             await client.responses.delete(made["id"])
@@ -391,54 +396,61 @@ def test_harmless_fields_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("fields", "param", "key", "reason"),
     [
-        ({"input": None}, "input", "input is None; expected a text or a list of items"),
-        ({"input": []}, "input", "input is []"),
-        ({"input": ["hi"]}, "input", "input[0] is 'hi'; expected an object"),
-        ({"input": [{"role": "x", "content": ""}]}, "input", "input[0].role is 'x'"),
-        ({"input": [{"role": "user"}]}, "input", "input[0].content is None"),
+        ({"input": None}, "input", "input", "wrong_type"),
+        ({"input": []}, "input", "input", "wrong_type"),
+        ({"input": ["hi"]}, "input", "input[0]", "wrong_type"),
+        ({"input": [{"role": "x", "content": ""}]}, "input", "input[0].role", "unknown"),
+        ({"input": [{"role": "user"}]}, "input", "input[0].content", "wrong_type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input",
-            "input[0].content[0] is 'input_image'; expected a text part",
+            "input[0].content[0]",
+            "not_text",
         ),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "is 'item_reference'"),
-        ({"input": [CALL | {"arguments": {}}]}, "input", "input[0].arguments is {}"),
-        ({"input": [{"type": "function_call_output", "output": ""}]}, "input", "call_id is None"),
-        ({"input": [{"type": ["x"]}]}, "input", "input[0].type is ['x']"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools[0] is of type 'web_search'"),
-        ({"tools": [{"type": "function"}]}, "tools", "tools[0].name is None"),
-        ({"tools": [TOOL | {"strict": "no"}]}, "strict", "expected true or false"),
-        ({"tool_choice": "required"}, "tools", "tools is empty"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "expected auto"),
+        ({"input": [{"type": "item_reference"}]}, "input", "input[0].type", "unsupported"),
+        ({"input": [CALL | {"arguments": {}}]}, "input", "input[0].arguments", "wrong_type"),
+        ({"input": [OUTPUT]}, "input", "input[0].call_id", "wrong_type"),
+        ({"input": [{"type": ["x"]}]}, "input", "input[0].type", "unsupported"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type", "unsupported"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0].name", "wrong_type"),
+        ({"tools": [TOOL | {"strict": "no"}]}, "strict", "strict", "wrong_type"),
+        ({"tool_choice": "required"}, "tools", "tools", "empty"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice", "unknown"),
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [1]}},
             "tool_choice",
-            "expected auto",
+            "tool_choice",
+            "unknown",
         ),
-        ({"background": True}, "background", "cannot do"),
-        ({"conversation": "conv_1"}, "conversation", "cannot do"),
-        ({"prompt": {"id": "p"}}, "prompt", "cannot do"),
-        ({"previous_response_id": ["x"]}, "previous_response_id", "expected a string"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "not stored here"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format", "type is 'xml'"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "has no schema"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "expected at least 1"),
-        ({"top_logprobs": 21}, "top_logprobs", "expected 0 to 20"),
-        ({"metadata": {"a": 1}}, "metadata", "an object of strings"),
-        ({"truncation": "left"}, "truncation", "expected auto or disabled"),
-        ({"instructions": ["x"]}, "instructions", "expected a string"),
-        ({"include": [1]}, "include", "a list of strings"),
-        ({"stream": 1}, "stream", "expected true or false"),
-        ({"model": "gpt-5"}, "model", "model is 'gpt-5'"),
+        ({"background": True}, "background", "background", "unsupported"),
+        ({"conversation": "conv_1"}, "conversation", "conversation", "unsupported"),
+        ({"prompt": {"id": "p"}}, "prompt", "prompt", "unsupported"),
+        ({"previous_response_id": ["x"]}, PREVIOUS, PREVIOUS, "wrong_type"),
+        ({"previous_response_id": "resp_1"}, PREVIOUS, PREVIOUS, "previous_response_not_found"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format", "text.format.type", "unknown"),
+        (
+            {"text": {"format": {"type": "json_schema"}}},
+            "text.format",
+            "text.format.schema",
+            "missing",
+        ),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens", "out_of_range"),
+        ({"top_logprobs": 21}, "top_logprobs", "top_logprobs", "out_of_range"),
+        ({"metadata": {"a": 1}}, "metadata", "metadata", "wrong_type"),
+        ({"truncation": "left"}, "truncation", "truncation", "unknown"),
+        ({"instructions": ["x"]}, "instructions", "instructions", "wrong_type"),
+        ({"include": [1]}, "include", "include", "wrong_type"),
+        ({"stream": 1}, "stream", "stream", "wrong_type"),
+        ({"model": "gpt-5"}, "model", "model", "model_not_found"),
     ],
     ids=str,
 )
-def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, words: str) -> None:
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, key: str, reason: str) -> None:
     with pytest.raises(ApiError) as caught:
         _parse(**fields)
-    assert caught.value.param == param and words in caught.value.message
+    assert (caught.value.param, caught.value.key, caught.value.reason) == (param, key, reason)
 
 
 async def test_errors_name_this_dialects_fields(bench: Bench) -> None:
@@ -450,7 +462,7 @@ async def test_errors_name_this_dialects_fields(bench: Bench) -> None:
     assert (status, reply["error"]["param"]) == (400, "text.format")
     _, reply, _ = await bench.post(BODY | {"max_output_tokens": 0}, path=PATH)
     assert reply["error"]["param"] == "max_output_tokens"
-    assert reply["error"]["message"].startswith("max_output_tokens is 0; expected")
+    assert "max_output_tokens" in reply["error"]["message"]
 
 
 async def test_a_broken_stream_ends_in_an_error(bench: Bench, connect: Connect) -> None:
@@ -459,16 +471,19 @@ async def test_a_broken_stream_ends_in_an_error(bench: Bench, connect: Connect) 
     events = await _events(bench, llm.base_url, **fields)
     last = events[-1]
     assert (last["type"], last["code"]) == ("error", "call_timeout")
-    assert "longer than" in last["message"]
-    with pytest.raises(openai.APIError, match=r"longer than 0\.05 s"):
+    assert "0.05" in last["message"]
+    with pytest.raises(openai.APIError) as caught:
         async with connect(llm).responses.stream(
             model="policy", input="Hi.", extra_body=fields
         ) as stream:
             await stream.until_done()
+    assert caught.value.code == "call_timeout"
     assert bench.gateway.close_rollout("r1").num_errors == {"call_timeout": 2}
 
 
 async def test_a_refused_stream_has_a_status(bench: Bench, connect: Connect) -> None:
     client = connect(LLM(f"{bench.gateway.url}/v1", "right-key", "policy"))
-    with pytest.raises(openai.BadRequestError, match="expected at most 511"):
+    with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model="policy", input="x" * 600, stream=True)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+    assert "511" in str(caught.value)
