@@ -9,20 +9,23 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_jax.types import InvalidValue
 
-class FieldError(ValueError):
-    """A field of a section is wrong. The message begins with the field's name, to which whoever
-    knows where the section stands adds the rest of the key.
+
+class FieldError(InvalidValue):
+    """A field of a section is wrong. The message begins with the field's name, which is the error's
+    key, too; whoever knows where the section stands adds the rest of both.
     """
 
 
-def require(section: object, **conditions: tuple[bool, str]) -> None:
+def require(section: object, **conditions: tuple[bool, str] | tuple[bool, str, str]) -> None:
     """Raises FieldError for the first field whose condition does not hold; the text says what
-    would.
+    would. A third item is the error's reason, where "invalid" does not say enough.
     """
-    for name, (holds, expected) in conditions.items():
+    for name, (holds, expected, *reason) in conditions.items():
         if not holds:
-            raise FieldError(f"{name} is {getattr(section, name)!r}; expected {expected}.")
+            message = f"{name} is {getattr(section, name)!r}; expected {expected}."
+            raise FieldError(message, reason=reason[0] if reason else "invalid", key=name)
 
 
 AUTO = "auto"  # as a dtype: whichever is fastest on the devices here
@@ -229,7 +232,9 @@ class AgentConfig:
         if not all(_VARIABLE.match(each) for each in self.env):  # without the values
             raise FieldError(
                 f"env has {[each.partition('=')[0] for each in self.env]}; expected names of "
-                "variables, each alone or with =VALUE, and not the ??? of a saved file."
+                "variables, each alone or with =VALUE, and not the ??? of a saved file.",
+                reason="invalid",
+                key="env",
             )
         command = self.command
         if isinstance(command, str):
@@ -242,6 +247,7 @@ class AgentConfig:
             python=(
                 self.python is None or command is None,
                 "none beside agent.command, whose first word is what runs",
+                "conflict",
             ),
             command=(
                 self.command is None or (isinstance(self.command, tuple) and any(self.command[:1])),
@@ -264,7 +270,11 @@ def _words(line: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(line))
     except ValueError as error:
-        raise ValueError(f"agent.command {line!r} cannot be split into words: {error}.") from None
+        raise InvalidValue(
+            f"agent.command {line!r} cannot be split into words: {error}.",
+            reason="unbalanced_quotes",
+            key="agent.command",
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,10 @@ class SamplingParams:
             ),
         ):
             if not ok:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
+                raise InvalidValue(
+                    f"{name} is {getattr(self, name)!r}; expected {expected}.",
+                    key=name,
+                )
 
 
 @dataclass(frozen=True)
@@ -181,8 +184,10 @@ class Transition:
             *(["tempered_logprobs"] if self.temperature != 1.0 else []),
         )
         if not self.prompt_token_ids:
-            raise ValueError(
-                f"transition {self.call_id!r} has an empty prompt; expected at least 1 token."
+            raise InvalidValue(
+                f"transition {self.call_id!r} has an empty prompt; expected at least 1 token.",
+                reason="empty",
+                key=self.call_id,
             )
 
 
@@ -197,8 +202,10 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
-            raise ValueError(
-                f"rollout {self.rollout_id!r} has reward {self.reward}; expected a finite number."
+            raise InvalidValue(
+                f"rollout {self.rollout_id!r} has reward {self.reward}; expected a finite number.",
+                reason="not_finite",
+                key=self.rollout_id,
             )
 
 
@@ -362,6 +369,7 @@ def _fill(record: Any, name: str, value: Any, *, like: str) -> None:
 def _same_length(record: Any, *names: str) -> None:
     lengths = {name: len(getattr(record, name)) for name in names}
     if len(set(lengths.values())) != 1:
-        raise ValueError(
-            f"{type(record).__name__} fields differ in length: {lengths}; expected equal."
+        raise InvalidValue(
+            f"{type(record).__name__} fields differ in length: {lengths}; expected equal.",
+            reason="mismatch",
         )

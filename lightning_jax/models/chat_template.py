@@ -11,10 +11,10 @@ import jinja2.ext
 import jinja2.nodes
 
 from lightning_jax.models.template_limits import LimitedEnvironment, start
-from lightning_jax.types import Message
+from lightning_jax.types import InvalidValue, Message
 
 
-class TemplateError(ValueError):
+class TemplateError(InvalidValue):
     """The template refuses these messages; the text says why."""
 
 
@@ -57,7 +57,8 @@ def render(
         words = str(error)[:500] if isinstance(error, jinja2.TemplateError) else repr(error)[:500]
         raise TemplateError(
             f"the chat template rejects these {len(messages)} messages ({words}); expected the "
-            "roles and text contents it was written for. Change the messages."
+            "roles and text contents it was written for. Change the messages.",
+            reason="rejected",
         ) from error
 
 
