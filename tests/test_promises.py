@@ -47,7 +47,7 @@ def _counts(folder: Path) -> str:
 
 
 def _asks(folder: Path) -> str:
-    (folder / "asks.yaml").write_text("data: {root: ???}\n")
+    (folder / "asks.yaml").write_text("data:\n  root: ???\n")
     return _setting(str(folder / "asks.yaml"))
 
 
