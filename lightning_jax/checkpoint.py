@@ -74,7 +74,11 @@ class Checkpointer:
                 ),
             )
         except OSError as error:
-            raise CheckpointError(f"cannot use {directory} for checkpoints: {error}.") from error
+            raise CheckpointError(
+                f"cannot use {directory} for checkpoints: {error}.",
+                reason="not_writable",
+                key=str(directory),
+            ) from error
 
     @property
     def latest_step(self) -> int | None:
@@ -100,10 +104,13 @@ class Checkpointer:
             self._manager.save(step, args=arguments, force=True)
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
+            reason, remedy = _remedy(error)
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self._directory}: "
-                f"{str(error).rstrip('.')}. {_remedy(error)}; the same command goes on from the "
-                "checkpoint before."
+                f"{str(error).rstrip('.')}. {remedy}; the same command goes on from the "
+                "checkpoint before.",
+                reason=reason,
+                key=str(step),
             ) from error
 
     def clear(self) -> None:
@@ -122,11 +129,15 @@ class Checkpointer:
         """
         step = self.latest_step if step is None else step
         if step is None:
-            raise CheckpointError(f"{self._directory} holds no checkpoint.")
+            raise CheckpointError(
+                f"{self._directory} holds no checkpoint.", reason="empty", key=str(self._directory)
+            )
         if step not in self.steps:
             raise CheckpointError(
                 f"{self._directory} holds no checkpoint of step {step}; expected one of "
-                f"{self.steps}."
+                f"{self.steps}.",
+                reason="not_found",
+                key=str(step),
             )
         described = self._read(step, progress=ocp.args.JsonRestore())["progress"]
         kept = _kept(like)
@@ -159,12 +170,16 @@ class Checkpointer:
             if not (self._directory / str(step)).exists():
                 raise CheckpointError(
                     f"the checkpoint of step {step} was deleted from {self._directory} meanwhile. "
-                    "A run keeps its newest checkpoint.keep of them: wait for its end, or stop it."
+                    "A run keeps its newest checkpoint.keep of them: wait for its end, or stop it.",
+                    reason="deleted",
+                    key=str(step),
                 ) from error
             raise CheckpointError(
                 f"the checkpoint of step {step} in {self._directory} cannot be read: "
                 f"{str(error).rstrip('.')}. Delete its folder to go on from the one before, or use "
-                "another run_dir."
+                "another run_dir.",
+                reason="malformed",
+                key=str(step),
             ) from error
 
     def _check_shapes(self, step: int, found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -173,25 +188,30 @@ class Checkpointer:
             raise CheckpointError(
                 f"the checkpoint of step {step} in {self._directory} does not fit this run: "
                 f"{wrong[0]} has shape {found.get(wrong[0])}, expected {expected.get(wrong[0])}. "
-                "Use the model it was written with, or another run_dir."
+                "Use the model it was written with, or another run_dir.",
+                reason="mismatch",
+                key=wrong[0],
             )
 
     def close(self) -> None:
         self._manager.close()
 
 
-def _remedy(error: Exception) -> str:
-    """Return a fix for a checkpoint that could not be written.
+def _remedy(error: Exception) -> tuple[str, str]:
+    """Return a reason and a fix for a checkpoint that could not be written.
 
     Libraries may put the system's error number only into the text of their own errors.
     """
     text = " ".join(str(each) for each in causes(error))
     numbers = {each.errno for each in causes(error) if isinstance(each, OSError)}
     if is_exhausted(error) or os.strerror(errno.EMFILE) in text:
-        return "Raise the limit of open files (`ulimit -Hn`) or lower rollout.concurrency"
+        return (
+            "open_files",
+            "Raise the limit of open files (`ulimit -Hn`) or lower rollout.concurrency",
+        )
     if numbers & {errno.ENOSPC, errno.EDQUOT} or os.strerror(errno.ENOSPC) in text:
-        return "Free some disk space"
-    return "Check the directory and the disk that it is on"
+        return "disk_full", "Free some disk space"
+    return "not_writable", "Check the directory and the disk that it is on"
 
 
 def _is_state(node: Any) -> bool:

@@ -41,7 +41,7 @@ from lightning_jax.config_sections import (
     require,
 )
 from lightning_jax.files import write_whole
-from lightning_jax.types import UserError
+from lightning_jax.types import InvalidValue, UserError
 
 T = TypeVar("T")
 
@@ -89,9 +89,11 @@ class Config:
         )
         check_policies(self.policies, self.roles, self.model, self.algorithm)
         if self.policies and self.serve.orchestrator != "native":
-            raise ValueError(
+            raise InvalidValue(
                 f"serve.orchestrator is {self.serve.orchestrator!r} with several policies; "
-                "expected native, as JetStream's has no place for a request's policy."
+                "expected native, as JetStream's has no place for a request's policy.",
+                reason="conflict",
+                key="serve.orchestrator",
             )
 
     @property
@@ -152,13 +154,17 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
         )
         if unset:
             raise ConfigError(
-                f"{unset[0]} is left to be set by one of the files; add {unset[0]}=VALUE."
+                f"{unset[0]} is left to be set by one of the files; add {unset[0]}=VALUE.",
+                reason="missing",
+                key=unset[0],
             )
         return _to_object(merged)
     except ConfigError:
         raise
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_sentence(error)) from error
+        raise ConfigError(_one_sentence(error), **_fields(error)) from error
+    except InvalidValue as error:
+        raise ConfigError(str(error), reason=error.reason, key=error.key) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -201,17 +207,22 @@ def _is_setting(arg: str) -> bool:
 @contextmanager
 def _told(arg: str) -> Iterator[None]:
     """Convert errors in what `arg` sets to a ConfigError that names it."""
+    key = arg.partition("=")[0] if _is_setting(arg) else arg
     try:
         yield
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{_where(arg)}: {_one_sentence(error)}") from error
+        message = f"{_where(arg)}: {_one_sentence(error)}"
+        raise ConfigError(message, **({"key": key} | _fields(error))) from error
     except TypeError as error:  # from OmegaConf, for a list in place of names
         raise ConfigError(
             f"{_where(arg)} has a list or a value where settings by name are expected, such as "
-            f"`num_steps: 20` ({_one_sentence(error)})."
+            f"`num_steps: 20` ({_one_sentence(error)}).",
+            reason="wrong_type",
+            key=key,
         ) from error
     except YAMLError as error:  # in a setting; _load_yaml has converted a file's error
-        raise ConfigError(f"{_where(arg)} is not readable YAML: {_one_sentence(error)}") from error
+        message = f"{_where(arg)} is not readable YAML: {_one_sentence(error)}"
+        raise ConfigError(message, reason="malformed", key=key) from error
 
 
 def _layers(argv: Sequence[str]) -> list[tuple[str, Any]]:
@@ -256,7 +267,9 @@ def _file_layers(path: str, before: Sequence[str]) -> list[tuple[str, Any]]:
     if not below.is_file():
         raise ConfigError(
             f"config {path} has base: {base}, but {below} does not exist; expected a YAML file, as "
-            "seen from this one. Check the path."
+            "seen from this one. Check the path.",
+            reason="not_found",
+            key=str(below),
         )
     if below.resolve() in {Path(each).resolve() for each in before}:
         return [(path, layer)]
@@ -266,12 +279,15 @@ def _file_layers(path: str, before: Sequence[str]) -> list[tuple[str, Any]]:
 def _load_yaml(path: str) -> Any:
     if not Path(path).is_file():
         raise ConfigError(
-            f"config {path} does not exist; expected a YAML file or key=value. Check the path."
+            f"config {path} does not exist; expected a YAML file or key=value. Check the path.",
+            reason="not_found",
+            key=path,
         )
     try:
         return OmegaConf.load(path)
     except (YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path} is not readable YAML: {error}") from error
+        message = f"config {path} is not readable YAML: {error}"
+        raise ConfigError(message, reason="malformed", key=path) from error
 
 
 def _to_object(node: Any, key: str = "") -> Any:
@@ -285,7 +301,21 @@ def _to_object(node: Any, key: str = "") -> Any:
         for name in node:
             if OmegaConf.is_dict(node[name]):  # its own error has the longer key
                 _to_object(node[name], f"{key}.{name}" if key else str(name))
-        raise ConfigError(f"{key}.{error}" if key else str(error)) from error
+        if not key:
+            raise ConfigError(str(error), reason=error.reason, key=error.key) from error
+        raise ConfigError(
+            f"{key}.{error}", reason=error.reason, key=f"{key}.{error.key}"
+        ) from error
+
+
+def _fields(error: OmegaConfBaseException) -> dict[str, str]:
+    """Return the reason and, where OmegaConf names one, the key of an error."""
+    key = {"key": error.full_key} if error.full_key else {}
+    if error.full_key in MOVED:
+        return key | {"reason": "moved"}
+    if isinstance(error, InterpolationResolutionError):
+        return key | {"reason": "unresolved"}
+    return key | {"reason": "unknown" if isinstance(error, KeyError) else "wrong_type"}
 
 
 def _one_sentence(error: Exception) -> str:
@@ -315,7 +345,9 @@ def changed_keys(path: Path, config: Any) -> list[str]:
     except (YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{path} is damaged ({_one_sentence(error)}); delete it to go on with the settings "
-            "given now, or set another run_dir."
+            "given now, or set another run_dir.",
+            reason="malformed",
+            key=str(path),
         ) from error
     old = _flatten(_hide(_as_container(type(config)()))) | _flatten(_hide(saved))
     new = _flatten(_hide(_as_container(config)))

@@ -77,6 +77,7 @@ class AlgorithmConfig:
                 self.correction != "truncate" or self.proximal == "old" or self.loss == "reinforce",
                 "none or mask, because the ratio of this loss is to the behavior policy already; "
                 "or set proximal to old",
+                "conflict",
             ),
             correction_low=(self.correction_low >= 0, "0 or more"),
             correction_high=(
@@ -92,6 +93,7 @@ class AlgorithmConfig:
             value_heads=(
                 self.value_heads != "shared" or self.policy_updates == "joint",
                 "per_policy, as policy_updates=independent shares nothing between them",
+                "conflict",
             ),
             value_coef=(
                 self.value_coef >= 0 and (self.value_coef == 0 or self.has_critic),
@@ -118,7 +120,7 @@ class AlgorithmConfig:
             "value_heads": ("per_policy", "shared"),
         }.items():
             expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
-            require(self, **{name: (getattr(self, name) in choices, expected)})
+            require(self, **{name: (getattr(self, name) in choices, expected, "unknown")})
 
     def _check_preferences(self) -> None:
         """Refuse settings that DPO would otherwise ignore."""
@@ -133,7 +135,8 @@ class AlgorithmConfig:
             "policy_updates": "independent",
             "num_minibatches": 1,
         }.items():
-            require(self, **{name: (getattr(self, name) == only, f"{only}, because loss is dpo")})
+            expected = f"{only}, because loss is dpo"
+            require(self, **{name: (getattr(self, name) == only, expected, "conflict")})
 
     def _check_gspo(self) -> None:
         """Refuse clip bounds smaller than the sampler-trainer gap in bfloat16."""
@@ -141,7 +144,7 @@ class AlgorithmConfig:
             least = 1e-2
             for name in ("clip_low", "clip_high"):
                 expected = f"at least {least:g} where loss is gspo; or set proximal to old"
-                require(self, **{name: (getattr(self, name) >= least, expected)})
+                require(self, **{name: (getattr(self, name) >= least, expected, "conflict")})
 
     @property
     def has_reference(self) -> bool:

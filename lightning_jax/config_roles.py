@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from lightning_jax.config_learning import AlgorithmConfig
 from lightning_jax.config_sections import ModelConfig, require
+from lightning_jax.types import InvalidValue
 
 FACTS = (
     "tool_error", "tool_timeout", "tool_output", "observation", "response", "malformed_call",
@@ -72,10 +73,12 @@ class RoleConfig:
             policy=(
                 self.policy is None or self.served_by == "policy",
                 f"none, as served_by is {self.served_by} and a policy of the run answers nothing",
+                "conflict",
             ),
             trains=(
                 not self.trains or self.served_by == "policy",
                 f"false, as served_by is {self.served_by} and only what the policy says can train",
+                "conflict",
             ),
         )
 
@@ -122,24 +125,32 @@ def check_policies(
     names = ", ".join(policies)
     for name, policy in policies.items():
         if name in RESERVED or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ValueError(
+            raise InvalidValue(
                 f"policies has the name {name!r}; expected letters, digits, - and _, and none of "
-                f"{', '.join(RESERVED)}: agents ask for it as their model."
+                f"{', '.join(RESERVED)}: agents ask for it as their model.",
+                reason="invalid",
+                key=f"policies.{name}",
             )
         if model.lora.rank and policy.base not in (None, model.name):
-            raise ValueError(
+            raise InvalidValue(
                 f"policies.{name}.base is {policy.base!r}; expected none or {model.name!r}, as "
-                "with model.lora.rank above 0 all policies are adapters on model.name."
+                "with model.lora.rank above 0 all policies are adapters on model.name.",
+                reason="conflict",
+                key=f"policies.{name}.base",
             )
     if policies and not any(policy.trains for policy in policies.values()):
-        raise ValueError(
-            f"policies names {names}, and trains is false for all; expected one that trains."
+        raise InvalidValue(
+            f"policies names {names}, and trains is false for all; expected one that trains.",
+            reason="conflict",
+            key="policies",
         )
     if policies and not model.lora.rank and algorithm.value_heads == "shared":
-        raise ValueError(
+        raise InvalidValue(
             f"algorithm.value_heads is 'shared' and {names} have weights of their own, as "
             "model.lora.rank is 0; expected per_policy, because the states of different weights "
-            "have nothing in common that one head could read."
+            "have nothing in common that one head could read.",
+            reason="conflict",
+            key="algorithm.value_heads",
         )
     _check_roles(policies, roles)
     _check_initial(policies, roles, model)
@@ -155,17 +166,21 @@ def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleC
     names = ", ".join(policies)
     for name, role in roles.items():
         if role.policy is not None and role.policy not in policies:
-            raise ValueError(
+            raise InvalidValue(
                 f"roles.{name}.policy is {role.policy!r}; expected "
-                f"{f'one of {names}' if policies else 'none without a section policies'}."
+                f"{f'one of {names}' if policies else 'none without a section policies'}.",
+                reason="unknown",
+                key=f"roles.{name}.policy",
             )
     named = {role.policy for role in roles.values()} - {None}
     for name in policies:
         if named and name not in named:
-            raise ValueError(
+            raise InvalidValue(
                 f"policies.{name} is the policy of no role, and roles name {_listed(named)}; "
                 "expected a role for each where they name any. Correct its name, or where agents "
-                f"ask for it as their model add roles.{name}={{model: {name}, policy: {name}}}."
+                f"ask for it as their model add roles.{name}={{model: {name}, policy: {name}}}.",
+                reason="unused",
+                key=f"policies.{name}",
             )
 
 
@@ -176,11 +191,13 @@ def _check_initial(
     others = [name for name, policy in policies.items() if policy.base not in (None, model.name)]
     for name, role in roles.items():
         if others and role.served_by == "initial":
-            raise ValueError(
+            raise InvalidValue(
                 f"roles.{name}.served_by is 'initial' and policies.{others[0]} begins as "
                 f"{policies[others[0]].base!r}; expected policies that all begin as {model.name!r}"
                 f", or the role to say whose weights it means: add a policy with trains: false and "
-                f"the base that you want, and name it as roles.{name}.policy."
+                f"the base that you want, and name it as roles.{name}.policy.",
+                reason="conflict",
+                key=f"roles.{name}.served_by",
             )
 
 

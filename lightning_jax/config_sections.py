@@ -9,22 +9,26 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_jax.types import InvalidValue
 
-class FieldError(ValueError):
+
+class FieldError(InvalidValue):
     """Error in a field of a section.
 
-    The message begins with the field's name. A caller that knows the section's path prepends it.
+    The message begins with the field's name, which is also the error's key. A caller that knows the
+    section's path prepends it to both.
     """
 
 
-def require(section: object, **conditions: tuple[bool, str]) -> None:
+def require(section: object, **conditions: tuple[bool, str] | tuple[bool, str, str]) -> None:
     """Raise FieldError for the first field whose condition is false.
 
-    The text says what is expected.
+    The text says what is expected. An optional third item is the error's reason.
     """
-    for name, (holds, expected) in conditions.items():
+    for name, (holds, expected, *reason) in conditions.items():
         if not holds:
-            raise FieldError(f"{name} is {getattr(section, name)!r}; expected {expected}.")
+            message = f"{name} is {getattr(section, name)!r}; expected {expected}."
+            raise FieldError(message, reason=reason[0] if reason else "invalid", key=name)
 
 
 AUTO = "auto"  # dtype: the fastest one on the devices here
@@ -230,7 +234,9 @@ class AgentConfig:
         if not all(_VARIABLE.match(each) for each in self.env):  # the error hides the values
             raise FieldError(
                 f"env has {[each.partition('=')[0] for each in self.env]}; expected names of "
-                "variables, each alone or with =VALUE, and not the ??? of a saved file."
+                "variables, each alone or with =VALUE, and not the ??? of a saved file.",
+                reason="invalid",
+                key="env",
             )
         command = self.command
         if isinstance(command, str):
@@ -243,6 +249,7 @@ class AgentConfig:
             python=(
                 self.python is None or command is None,
                 "none beside agent.command, whose first word is what runs",
+                "conflict",
             ),
             command=(
                 self.command is None or (isinstance(self.command, tuple) and any(self.command[:1])),
@@ -265,7 +272,11 @@ def _words(line: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(line))
     except ValueError as error:
-        raise ValueError(f"agent.command {line!r} cannot be split into words: {error}.") from None
+        raise InvalidValue(
+            f"agent.command {line!r} cannot be split into words: {error}.",
+            reason="unbalanced_quotes",
+            key="agent.command",
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ def join(config: DistributedConfig) -> None:
         raise ConfigError(
             f"the processes of distributed.mode={config.mode} did not meet: {error}. Check that "
             "all run, that they reach distributed.coordinator, and that this is the first use of "
-            "JAX in the process."
+            "JAX in the process.",
+            reason="not_joined",
+            key="distributed.mode",
         ) from error
     log.info(
         "process %d of %d, with %d of %d devices",

@@ -55,7 +55,11 @@ def make_private(directory: Path) -> None:
 def warn_if_open(directory: Path) -> None:
     """Warn if other users may enter the directory."""
     if directory.stat().st_mode & 0o077:
-        log.warning("other users may enter %s; run `chmod 700` on it to keep it private", directory)
+        log.warning(
+            "other users may enter %s; run `chmod 700` on it to keep it private",
+            directory,
+            extra={"event": "directory_open", "directory": directory},
+        )
 
 
 def create_private(path: Path) -> None:

@@ -286,7 +286,9 @@ def make_learner(
     if config.batch.rows % num_row_shards(mesh):
         raise ConfigError(
             f"batch.rows is {config.batch.rows}; expected a multiple of {num_row_shards(mesh)}, "
-            "the devices of the mesh that share a batch (mesh.data times mesh.fsdp)."
+            "the devices of the mesh that share a batch (mesh.data times mesh.fsdp).",
+            reason="mismatch",
+            key="batch.rows",
         )
     objective = supervised_objective() if supervised else policy_objective(algorithm)
     optimizer = make_optimizer(config.warmup.optimizer if supervised else config.optimizer)

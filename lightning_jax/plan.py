@@ -155,7 +155,9 @@ def check_plan(plan: Plan) -> None:
     raise ConfigError(
         f"{plan.during} needs {_gib(plan.total)} on each device and a device has "
         f"{_gib(plan.capacity)}; most of it, {_gib(most.num_bytes)}, are {most.name}. "
-        f"{most.setting}."
+        f"{most.setting}.",
+        reason="too_large",
+        key=most.name,
     )
 
 
@@ -197,7 +199,9 @@ def simulate_devices(number: int) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", number)
     except RuntimeError as error:
-        raise ConfigError(f"{number} devices cannot be simulated: {error}") from error
+        raise ConfigError(
+            f"{number} devices cannot be simulated: {error}", reason="conflict", key="devices"
+        ) from error
 
 
 def _state_parts(

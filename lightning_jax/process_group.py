@@ -158,6 +158,7 @@ class _Tail:
                 program,
                 self.num_dropped,
                 len(self._kept),
+                extra={"event": "output_cut", "num_dropped": self.num_dropped},
             )
         return self._kept.decode("utf-8", "replace")
 

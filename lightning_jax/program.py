@@ -145,7 +145,9 @@ def _found(program: str, key: str) -> str:
     if path is None:
         raise ConfigError(
             f"{key} names the program {program!r}, which is not there or may not be run; expected "
-            "one on the PATH, or a file with its execute permission set."
+            "one on the PATH, or a file with its execute permission set.",
+            reason="not_found",
+            key=key,
         )
     return path
 
@@ -167,9 +169,17 @@ def _check_loads(words: tuple[str, ...], environment: Mapping[str, str]) -> None
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{what}: it did not load in {LOAD_TIMEOUT_S:g} s.") from None
+        raise ConfigError(
+            f"{what}: it did not load in {LOAD_TIMEOUT_S:g} s.",
+            reason="timeout",
+            key="agent.python",
+        ) from None
     if tried.returncode != 0:
-        raise ConfigError(f"{what}: {_last_words(tried.stderr.decode('utf-8', 'replace'))}")
+        raise ConfigError(
+            f"{what}: {_last_words(tried.stderr.decode('utf-8', 'replace'))}",
+            reason="not_loaded",
+            key="agent.python",
+        )
 
 
 def _starter(words: tuple[str, ...], config: AgentConfig) -> Callable[..., Awaitable[Ended]]:

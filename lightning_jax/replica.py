@@ -188,7 +188,9 @@ class Replica:
                 raise CheckpointError(
                     f"the weights in the checkpoint of step {self.step} were trained with {name} "
                     f"{found.get(name)}; expected {value}. Use the model and settings they were "
-                    "trained with, or another run_dir."
+                    "trained with, or another run_dir.",
+                    reason="mismatch",
+                    key=name,
                 )
         saved = self.checkpointer.restore(_on_disk(self._first_states()))
         log.info("going on from the checkpoint of step %d in %s", self.step, self.config.run_dir)

@@ -94,14 +94,20 @@ def load_function(reference: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{reference!r} names the file {path!r}, which does not exist; expected "
             f"FILE:FUNCTION, with the "
-            "file relative to where you started the program."
+            "file relative to where you started the program.",
+            reason="not_found",
+            key=path,
         )
     state = f"{file.resolve()} {file.stat().st_mtime_ns}"  # an edited file is loaded again
     if state not in _loaded:
         _loaded[state] = _load_module(file, state)
     function = getattr(_loaded[state], name, None)
     if not callable(function):
-        raise ConfigError(f"{reference!r} names {name!r}, but {path} has no such function.")
+        raise ConfigError(
+            f"{reference!r} names {name!r}, but {path} has no such function.",
+            reason="no_such_function",
+            key=name,
+        )
     return function
 
 
@@ -119,7 +125,9 @@ def _load_module(file: Path, state: str) -> ModuleType:
         spec.loader.exec_module(module)
     except ImportError as error:  # such as the agent's framework, which we do not require
         del sys.modules[module_name]
-        raise ConfigError(f"{file} cannot be loaded: {error}") from error
+        raise ConfigError(
+            f"{file} cannot be loaded: {error}", reason="not_loaded", key=str(file)
+        ) from error
     except BaseException:
         del sys.modules[module_name]
         raise
@@ -180,7 +188,9 @@ async def run_rollouts(
             f"expected at "
             f"most {runner.config.max_infrastructure_failures:.0%} "
             f"(rollout.max_infrastructure_failures). First: {broken[0].rollout_id}: "
-            f"{broken[0].detail}"
+            f"{broken[0].detail}",
+            reason="too_many_failures",
+            key=broken[0].rollout_id,
         )
     return rollouts
 

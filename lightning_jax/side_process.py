@@ -44,7 +44,12 @@ def side_process(arguments: Sequence[str], *, start_timeout_s: float) -> Iterato
                 yield said
             finally:
                 if process.poll() is not None:
-                    log.warning("%s has ended by itself: %s", arguments[0], _last_words(errors))
+                    log.warning(
+                        "%s has ended by itself: %s",
+                        arguments[0],
+                        _last_words(errors),
+                        extra={"event": "side_process_ended", "last_words": _last_words(errors)},
+                    )
         finally:
             _end(process)
 
@@ -60,7 +65,9 @@ def _ready(
     reader.join(timeout_s)
     if not lines:
         raise SideProcessError(
-            f"{name} was not ready after {timeout_s:g} s; expected a line of it."
+            f"{name} was not ready after {timeout_s:g} s; expected a line of it.",
+            reason="timeout",
+            key=name,
         )
     try:
         return json.loads(lines[0])
@@ -68,7 +75,9 @@ def _ready(
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_TIMEOUT_S)
         said = lines[0].strip() or _last_words(errors)
-        raise SideProcessError(f"{name} did not start: {said.removeprefix('error: ')}") from None
+        raise SideProcessError(
+            f"{name} did not start: {said.removeprefix('error: ')}", reason="not_started", key=name
+        ) from None
 
 
 def _last_words(errors: IO[str]) -> str:

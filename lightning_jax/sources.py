@@ -55,7 +55,9 @@ def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{path} is damaged ({error}); delete it to go on without knowing whether the agent's "
-            "file or the tasks changed."
+            "file or the tasks changed.",
+            reason="malformed",
+            key=str(path),
         ) from error
     return sorted(name for name in now if name in old and now[name] != old[name])
 

@@ -49,7 +49,9 @@ class FiniteWatch:
                     f"{self._in_a_row[name]} steps in a row, the last of them step {step}, and the "
                     f"weights did not change; expected fewer than {self._limit} "
                     "(algorithm.max_nonfinite_steps). Lower the learning rate, or look for rewards "
-                    "and log-probabilities that are not finite."
+                    "and log-probabilities that are not finite.",
+                    reason="not_finite",
+                    key=name or None,
                 )
 
 
@@ -70,6 +72,7 @@ class PackingWatch:
             "step %d: its nodes took %.0f rows of %d, where about %d hold them, because a row is "
             "full with %d targets. A larger batch.max_targets costs next to nothing.",
             *(step, rows, batch.row_len, needed, batch.max_targets),
+            extra={"event": "rows_full_of_targets", "step": step, "rows": rows, "needed": needed},
         )
 
 
@@ -93,6 +96,12 @@ class DropWatch:
                 log.warning(
                     "step %d: %.0f of its sequences are not trained on, as they are %s",
                     *(step, number, words),
+                    extra={
+                        "event": "sequences_dropped",
+                        "step": step,
+                        "reason": reason,
+                        "count": number,
+                    },
                 )
 
 
@@ -121,7 +130,9 @@ class FailureWatch:
             raise BrokenAgent(
                 f"{what}: all {len(rollouts)} rollouts failed before the policy had answered a "
                 f"call, such as {_such_as(found[0])}; expected an agent that gets so far. Mend it, "
-                "its tasks, or the setting that the failure names; then the same command goes on."
+                "its tasks, or the setting that the failure names; then the same command goes on.",
+                reason="all_failed",
+                key=found[0].example,
             )
         for each in found:
             if (each.status, each.reason) not in self._told:
@@ -130,6 +141,12 @@ class FailureWatch:
                 log.warning(
                     "%s: %d of %d rollouts failed by the %s, such as %s",
                     *(what, each.count, len(rollouts), who, _such_as(each)),
+                    extra={
+                        "event": "rollouts_failed",
+                        "what": what,
+                        "failure": each,
+                        "total": len(rollouts),
+                    },
                 )
 
     def _answered(self, rollout: Rollout) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from lightning_jax.store_file import StoreError, last_sequence, one_sentence, open_file
-from lightning_jax.types import Rollout, RolloutStatus, Span
+from lightning_jax.types import InvalidValue, Rollout, RolloutStatus, Span
 
 # Allowed next statuses of each status. None: not in the store yet.
 LEGAL_TRANSITIONS: dict[RolloutStatus | None, frozenset[RolloutStatus]] = {
@@ -96,7 +96,9 @@ class Store:
         try:
             running = self._thread.submit(partial(function, *args, **kwargs))
         except RuntimeError as error:
-            raise StoreError(f"store {self.path} is closed; open it again.") from error
+            raise StoreError(
+                f"store {self.path} is closed; open it again.", reason="closed", key=str(self.path)
+            ) from error
         return await asyncio.shield(asyncio.wrap_future(running))
 
     def status_at_once(self, rollout_id: str) -> RolloutStatus | None:
@@ -133,9 +135,11 @@ class Store:
             try:
                 db.execute(f"INSERT INTO rollouts ({ROLLOUT_COLUMNS}) VALUES ({_marks(row)})", row)
             except sqlite3.IntegrityError as error:
-                raise ValueError(
+                raise InvalidValue(
                     f"rollout {rollout.rollout_id!r} is in the store already; expected a new id. "
-                    "Raise its attempt."
+                    "Raise its attempt.",
+                    reason="duplicate",
+                    key=rollout.rollout_id,
                 ) from error
 
     def set_status(
@@ -229,9 +233,11 @@ class Store:
             try:
                 db.execute(ADD_SPAN, row)
             except sqlite3.IntegrityError as error:
-                raise ValueError(
+                raise InvalidValue(
                     f"span {span.span_id!r} of trace {span.trace_id!r} is in the store already; "
-                    "expected a new span id."
+                    "expected a new span id.",
+                    reason="duplicate",
+                    key=span.span_id,
                 ) from error
 
     def add_posted_spans(self, rollout_id: str, spans: Sequence[Span]) -> tuple[list[bool], int]:
@@ -331,7 +337,9 @@ def _check_transition(rollout_id: str, old: RolloutStatus | None, new: RolloutSt
     if new not in legal:
         follow = " or ".join(sorted(legal)) or "nothing, for it has ended"
         raise IllegalTransition(
-            f"rollout {rollout_id!r} may not go from {old or 'new'} to {new}; expected {follow}."
+            f"rollout {rollout_id!r} may not go from {old or 'new'} to {new}; expected {follow}.",
+            reason="illegal_transition",
+            key=rollout_id,
         )
 
 
@@ -339,13 +347,25 @@ def _check_result(
     rollout_id: str, status: RolloutStatus, reward: float | None, reason: str | None
 ) -> None:
     if status == "scored" and reward is None:
-        raise ValueError(f"rollout {rollout_id!r} is scored without a reward; expected a number.")
+        raise InvalidValue(
+            f"rollout {rollout_id!r} is scored without a reward; expected a number.",
+            reason="missing",
+            key="reward",
+        )
     if status.endswith("_failure") and not reason:
-        raise ValueError(f"rollout {rollout_id!r} fails without a reason; expected a short code.")
+        raise InvalidValue(
+            f"rollout {rollout_id!r} fails without a reason; expected a short code.",
+            reason="missing",
+            key="reason",
+        )
 
 
 def _unknown_rollout(rollout_id: str) -> StoreError:
-    return StoreError(f"rollout {rollout_id!r} is not in the store; add it with add_rollout first.")
+    return StoreError(
+        f"rollout {rollout_id!r} is not in the store; add it with add_rollout first.",
+        reason="unknown",
+        key=rollout_id,
+    )
 
 
 def _where(**conditions: object) -> tuple[str, list[object]]:

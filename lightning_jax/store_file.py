@@ -66,7 +66,11 @@ def open_file(path: Path, *, read_only: bool) -> sqlite3.Connection:
     memory and migrated there. Raises StoreError.
     """
     if not path.parent.is_dir():
-        raise StoreError(f"store {path} has no directory to lie in; create {path.parent} first.")
+        raise StoreError(
+            f"store {path} has no directory to lie in; create {path.parent} first.",
+            reason="not_found",
+            key=str(path.parent),
+        )
     where = f"{path.resolve().as_uri()}?mode=ro" if read_only else str(path)
     if not read_only:  # SQLite gives its journals the mode of the file
         with contextlib.suppress(OSError):  # SQLite will report it
@@ -93,7 +97,9 @@ def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
     if not 0 <= version <= SCHEMA_VERSION:
         raise StoreError(
             f"store {path} has schema version {version}; expected {SCHEMA_VERSION}. "
-            "Use another run_dir, or the release that wrote it."
+            "Use another run_dir, or the release that wrote it.",
+            reason="unsupported",
+            key="user_version",
         )
     db.execute("PRAGMA journal_mode=WAL")
     # A killed process loses nothing. A power cut may lose the last moments.
@@ -119,17 +125,28 @@ def last_sequence(db: sqlite3.Connection, path: Path) -> int:
 def one_sentence(path: Path) -> Iterator[None]:
     """Convert SQLite errors to a StoreError that suggests a fix."""
     remedies = {
-        "SQLITE_FULL": "the disk is full; free some space, then start the run again",
-        "SQLITE_NOTADB": "it is not a SQLite file; move it away or use another run_dir",
-        "SQLITE_CORRUPT": "it is damaged; move it away or use another run_dir",
-        "SQLITE_CANTOPEN": "it cannot be opened; check the path and its permissions",
-        "SQLITE_READONLY": "it cannot be written; check its permissions",
-        "SQLITE_BUSY": "another process holds its lock; stop the other run that uses this run_dir",
+        "SQLITE_FULL": ("disk_full", "the disk is full; free some space, then start the run again"),
+        "SQLITE_NOTADB": (
+            "not_a_database",
+            "it is not a SQLite file; move it away or use another run_dir",
+        ),
+        "SQLITE_CORRUPT": ("malformed", "it is damaged; move it away or use another run_dir"),
+        "SQLITE_CANTOPEN": (
+            "not_opened",
+            "it cannot be opened; check the path and its permissions",
+        ),
+        "SQLITE_READONLY": ("not_writable", "it cannot be written; check its permissions"),
+        "SQLITE_BUSY": (
+            "locked",
+            "another process holds its lock; stop the other run that uses this run_dir",
+        ),
     }
     try:
         yield
     except sqlite3.Error as error:
         # Extended names, such as SQLITE_READONLY_DBMOVED, begin with the plain one.
         name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
-        remedy = remedies.get(name, "check the file and the disk it lies on")
-        raise StoreError(f"store {path} failed ({error}): {remedy}.") from error
+        other = ("failed", "check the file and the disk it lies on")
+        reason, remedy = remedies.get(name, other)
+        message = f"store {path} failed ({error}): {remedy}."
+        raise StoreError(message, reason=reason, key=str(path)) from error

@@ -72,17 +72,23 @@ def target_devices(target: str) -> tuple[Sequence[Any], int | None]:
     if name in _GPUS:
         number = size or "1"
         if not number.isdecimal() or int(number) < 1:
-            raise ConfigError(f"target is {target!r}; expected {EXPECTED}.")
+            raise ConfigError(
+                f"target is {target!r}; expected {EXPECTED}.", reason="unknown", key="target"
+            )
         return _gpus(target, name, int(number)), int(_JAX_TAKES * _GPUS[name]["device_memory_size"])
     if not name.startswith("v") or not size:
-        raise ConfigError(f"target is {target!r}; expected {EXPECTED}.")
+        raise ConfigError(
+            f"target is {target!r}; expected {EXPECTED}.", reason="unknown", key="target"
+        )
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu looks for a TPU on the network
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=target).devices, None
     except RuntimeError as error:
         raise ConfigError(
             f"target {target!r} cannot be compiled for ({_line(error)}); expected {EXPECTED}, and "
-            "libtpu, which comes with pip install 'jax[tpu]'."
+            "libtpu, which comes with pip install 'jax[tpu]'.",
+            reason="missing",
+            key="jax[tpu]",
         ) from None
 
 
@@ -102,7 +108,9 @@ def _gpus(target: str, name: str, number: int) -> Sequence[Any]:
         raise ConfigError(
             f"target {target!r} cannot be compiled for ({_line(error)}); expected the compiler "
             "that comes with JAX's CUDA plugin. Install it with pip install 'jax[cuda12]'; it "
-            "needs no GPU."
+            "needs no GPU.",
+            reason="missing",
+            key="jax[cuda12]",
         ) from None
 
 

@@ -18,7 +18,7 @@ from lightning_jax.gateway.tool_formats import ToolFormat, format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.batching import make_supervised_sequences
 from lightning_jax.tracing.roles import choose_policy
-from lightning_jax.types import Message, Task, TrainingSequence
+from lightning_jax.types import InvalidValue, Message, Task, TrainingSequence
 
 Item = TypeVar("Item")
 Conversation = Sequence[Message] | Mapping[str, Any]
@@ -36,7 +36,9 @@ class TaskIterator:
     def __init__(self, items: Sequence[Any], batch_size: int, seed: int) -> None:
         if not items:
             raise ConfigError(
-                "there are 0 tasks to train on; expected at least 1. Check data.root."
+                "there are 0 tasks to train on; expected at least 1. Check data.root.",
+                reason="empty",
+                key="data.root",
             )
         pipeline = grain.MapDataset.source(items).seed(seed).shuffle().repeat()
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
@@ -177,8 +179,10 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
     )
     after = tokenizer.encode(text.rpartition(words)[2])
     if not after or after[0] not in tokenizer.eos_ids:
-        raise ValueError(
+        raise InvalidValue(
             f"the chat template puts {after[:1]} after an assistant's words; expected one of the "
-            f"end-of-response tokens {sorted(tokenizer.eos_ids)}. Use an instruct model."
+            f"end-of-response tokens {sorted(tokenizer.eos_ids)}. Use an instruct model.",
+            reason="unsupported",
+            key="chat_template",
         )
     return after[0]

@@ -223,6 +223,7 @@ def _tell_of_bias(config: Config) -> None:
             "see docs/algorithms.md.",
             ", ".join(named),
             COLDEST,
+            extra={"event": "biased_sampling", "settings": named},
         )
 
 
@@ -236,7 +237,9 @@ def _check_files(config: Config) -> None:
             f"{at_once} agents at once need about {at_once * FILES_PER_AGENT} open files, and "
             f"{max(free, 0)} of this process's {limit_of_files()} are free for them; set "
             f"rollout.concurrency={max(free // FILES_PER_AGENT, 1)}, or raise the hard limit "
-            "(ulimit -Hn)."
+            "(ulimit -Hn).",
+            reason="conflict",
+            key="rollout.concurrency",
         )
 
 
@@ -251,7 +254,9 @@ def _alone_in(directory: Path) -> Iterator[None]:
     except Timeout:
         raise ConfigError(
             f"another process trains in {directory}; expected one at a time. Wait for it or stop "
-            "it, or set another run_dir."
+            "it, or set another run_dir.",
+            reason="locked",
+            key="run_dir",
         ) from None
     except (OSError, NotImplementedError) as error:  # a file system without locks
         log.info("%s cannot be locked (%s); start no second run there", directory, error)
@@ -295,6 +300,7 @@ def _set_aside(store: Store, changed: Sequence[str], step: int) -> None:
         ", ".join(changed),
         step,
         first,
+        extra={"event": "settings_changed", "changed": changed, "step": step},
     )
 
 
@@ -337,7 +343,9 @@ def _orchestrator(config: Config) -> Callable[..., Any]:
         raise ConfigError(
             f"serve.orchestrator is {config.serve.orchestrator!r} with {config.total_steps} steps "
             "to train; expected native, because JetStream's cannot take new weights. Set "
-            "num_steps and warmup.num_steps to 0 to evaluate with it."
+            "num_steps and warmup.num_steps to 0 to evaluate with it.",
+            reason="conflict",
+            key="serve.orchestrator",
         )
     from lightning_jax.serve.jetstream_loop import JetStreamLoop  # an optional dependency
 

@@ -187,8 +187,10 @@ class Transition:
             *(["tempered_logprobs"] if self.temperature != 1.0 else []),
         )
         if not self.prompt_token_ids:
-            raise ValueError(
-                f"transition {self.call_id!r} has an empty prompt; expected at least 1 token."
+            raise InvalidValue(
+                f"transition {self.call_id!r} has an empty prompt; expected at least 1 token.",
+                reason="empty",
+                key=self.call_id,
             )
 
 
@@ -203,8 +205,10 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
-            raise ValueError(
-                f"rollout {self.rollout_id!r} has reward {self.reward}; expected a finite number."
+            raise InvalidValue(
+                f"rollout {self.rollout_id!r} has reward {self.reward}; expected a finite number.",
+                reason="not_finite",
+                key=self.rollout_id,
             )
 
 

@@ -34,13 +34,15 @@ def watched_loop(
                 return
             loop.call_soon_threadsafe(turned.set)
             if missed == PATIENCE:
+                where = current_line(thread)
                 log.warning(
                     "an agent has blocked the event loop of all agents for %g s, at %s: no other "
                     "goes on until that returns. An agent should be a plain function, or use an "
                     "async client or asyncio.to_thread, or have a process of its own "
                     "(agent.python).",
                     missed * tick_s,
-                    current_line(thread),
+                    where,
+                    extra={"event": "agent_blocks_loop", "where": where},
                 )
 
     turned.set()

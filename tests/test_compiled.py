@@ -42,4 +42,4 @@ def test_a_place_that_jax_was_told_of_stays(tmp_path):
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "a file").write_text("in the way")
     place, _, said = start(tmp_path / "a file")
-    assert place == "None" and "cannot be written; every start compiles anew" in said
+    assert place == "None" and str(tmp_path / "a file") in said and "Traceback" not in said

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from coded import raises_coded
 from omegaconf import OmegaConf
 
 from lightning_jax.config import (
@@ -24,120 +25,120 @@ def test_later_layers_win(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "words"),
+    ("argument", "reason", "key"),
     [
-        ("nmu_steps=3", ["nmu_steps", "num_steps"]),
-        ("num_steps=many", ["num_steps", "many"]),
-        ("serve.slotz=1", ["serve.slotz", "slots"]),
-        ("serve.slots=0", ["slots is 0", "at least 1"]),
-        ("serve.prefix_cache_mib=-1", ["prefix_cache_mib is -1", "0 for no prefix cache"]),
-        ("batch.head_chunk=7", ["head_chunk is 7", "divisor"]),
-        ("algorithm.loss=ppo", ["loss is 'ppo'", "clip, gspo, cispo, reinforce or dpo"]),
-        (
-            "algorithm.loss=gspo algorithm.clip_low=3e-4",
-            ["clip_low is 0.0003", "at least 0.01", "set proximal to old"],
-        ),
-        ("algorithm.loss=gspo algorithm.clip_high=9e-3", ["clip_high is 0.009", "at least 0.01"]),
-        ("algorithm.clip_dual=0.5", ["clip_dual is 0.5", "above 1, or 0"]),
-        ("algorithm.kl_in=both", ["kl_in is 'both'", "loss or reward"]),
-        ("algorithm.correction=truncate", ["correction is 'truncate'", "set proximal to old"]),
-        ("algorithm.correction_high=0.5", ["correction_high is 0.5", "correction_low=0.5"]),
-        ("algorithm.overlong_buffer=9999", ["overlong_buffer is 9999", "1024"]),
-        ("agent.function=spider", ["function is 'spider'", "FILE:FUNCTION"]),
-        ("agent.command=''", ["command is ()", "a command line"]),
-        ("agent.command=3", ["command is 3", "a command line"]),
-        ('agent.command="say \'it"', ["cannot be split", "No closing quotation"]),
-        ("agent.command='say \\'it'", ["say", "is not readable YAML"]),
-        ("agent.reward=score.py:reward", ["reward is 'score.py:reward'", "beside agent.command"]),
-        ("rollout.agent=a.py:run", ["rollout.agent", "it is agent.function now"]),
-        ("policies.initial.trains=true", ["the name 'initial'", "ask for it as their model"]),
-        (
-            "policies.a.base=gpt2 model.lora.rank=1",
-            ["policies.a.base is 'gpt2'", "smollm2-135m-instruct", "adapters on model.name"],
-        ),
+        ("nmu_steps=3", "unknown", "nmu_steps"),
+        ("num_steps=many", "wrong_type", "num_steps"),
+        ("serve.slotz=1", "unknown", "serve.slotz"),
+        ("serve.slots=0", "invalid", "serve.slots"),
+        ("serve.prefix_cache_mib=-1", "invalid", "serve.prefix_cache_mib"),
+        ("batch.head_chunk=7", "invalid", "batch.head_chunk"),
+        ("algorithm.loss=ppo", "unknown", "algorithm.loss"),
+        ("algorithm.loss=gspo algorithm.clip_low=3e-4", "conflict", "algorithm.clip_low"),
+        ("algorithm.loss=gspo algorithm.clip_high=9e-3", "conflict", "algorithm.clip_high"),
+        ("algorithm.clip_dual=0.5", "invalid", "algorithm.clip_dual"),
+        ("algorithm.kl_in=both", "unknown", "algorithm.kl_in"),
+        ("algorithm.correction=truncate", "conflict", "algorithm.correction"),
+        ("algorithm.correction_high=0.5", "invalid", "algorithm.correction_high"),
+        ("algorithm.overlong_buffer=9999", "invalid", "algorithm.overlong_buffer"),
+        ("agent.function=spider", "invalid", "agent.function"),
+        ("agent.command=''", "invalid", "agent.command"),
+        ("agent.command=3", "invalid", "agent.command"),
+        ('agent.command="say \'it"', "unbalanced_quotes", "agent.command"),
+        ("agent.command='say \\'it'", "malformed", "agent.command"),
+        ("agent.reward=score.py:reward", "invalid", "agent.reward"),
+        ("rollout.agent=a.py:run", "moved", "rollout.agent"),
+        ("policies.initial.trains=true", "invalid", "policies.initial"),
+        ("policies.a.base=gpt2 model.lora.rank=1", "conflict", "policies.a.base"),
         (
             "policies.a={} algorithm.policy_updates=joint algorithm.value_heads=shared",
-            ["value_heads is 'shared' and a have weights of their own", "expected per_policy"],
+            "conflict",
+            "algorithm.value_heads",
         ),
         (
             "policies.a={} roles.a={agent: a, policy: a} policies.aa.trains=false",
-            ["policies.aa is the policy of no role", "roles name a;", "{model: aa, policy: aa}"],
+            "unused",
+            "policies.aa",
         ),
-        ("policies.a.trains=false model.lora.rank=1", ["trains is false for all"]),
-        ("roles.w={agent: w, policy: b}", ["roles.w.policy is 'b'", "without a section policies"]),
+        ("policies.a.trains=false model.lora.rank=1", "conflict", "policies"),
+        ("roles.w={agent: w, policy: b}", "unknown", "roles.w.policy"),
         (
             "roles.w={agent: w, policy: b} policies.a={} model.lora.rank=1",
-            ["roles.w.policy is 'b'", "one of a"],
+            "unknown",
+            "roles.w.policy",
         ),
         (
             "roles.w={agent: w, policy: a, trains: false, served_by: initial}",
-            ["policy is 'a'", "served_by is initial"],
+            "conflict",
+            "roles.w.policy",
         ),
         (
             "policies.a.base=gpt2 roles.w={agent: w, trains: false, served_by: initial}",
-            ["roles.w.served_by is 'initial'", "policies.a begins as 'gpt2'", "roles.w.policy"],
+            "conflict",
+            "roles.w.served_by",
         ),
         (
             "policies.a={} model.lora.rank=1 serve.orchestrator=jetstream",
-            ["orchestrator is 'jetstream' with several policies", "expected native"],
+            "conflict",
+            "serve.orchestrator",
         ),
-        ("algorithm.value_heads=shared", ["value_heads is 'shared'", "per_policy"]),
-        ("algorithm.policy_updates=both", ["policy_updates is 'both'", "independent or joint"]),
-        ("missing.yaml", ["missing.yaml", "does not exist"]),
-        ("agent.command=${OPENAI_BASE_URL}/models", ["OPENAI_BASE_URL", r"write \${...}"]),
-        ("eval=3", ["eval"]),
+        ("algorithm.value_heads=shared", "conflict", "algorithm.value_heads"),
+        ("algorithm.policy_updates=both", "unknown", "algorithm.policy_updates"),
+        ("missing.yaml", "not_found", "missing.yaml"),
+        ("agent.command=${OPENAI_BASE_URL}/models", "unresolved", "agent.command"),
+        ("eval=3", "wrong_type", "eval"),
     ],
 )
-def test_a_mistake_is_one_sentence(argument: str, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_mistake_is_one_sentence(argument: str, reason: str, key: str) -> None:
+    with raises_coded(ConfigError, reason, key) as caught:
         load_config(Config, re.split(r" (?=[a-z_]+\.)", argument))
-    message = str(caught.value)
-    assert all(word in message for word in words), message
-    assert "\n" not in message
+    assert key.rpartition(".")[2] in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("setting", "key"),
+    ("setting", "reason", "key"),
     [
-        ("optimizer.mu_dtype=float16", "optimizer.mu_dtype is 'float16'"),
-        ("warmup.optimizer.mu_dtype=float16", "warmup.optimizer.mu_dtype is 'float16'"),
-        ("warmup.num_steps=-1", "warmup.num_steps is -1"),
-        ("num_steps=-3", "num_steps is -3"),
-        ("seed=-1", "seed is -1"),
-        ("data.max_train_tasks=0", "data.max_train_tasks is 0"),
-        ("eval.num_tasks=-1", "eval.num_tasks is -1"),
-        ("optimizer.decay_steps=0", "optimizer.decay_steps is 0"),
-        ("optimizer.b2=1", "optimizer.b2 is 1.0"),
-        ("rollout.temperature=-1", "rollout.temperature is -1.0"),
-        ("rollout.top_p=0", "rollout.top_p is 0.0"),
-        ("rollout.max_tokens=0", "rollout.max_tokens is 0"),
-        ("rollout.agent_failure_reward=nan", "rollout.agent_failure_reward is nan"),
-        ("model.activation_dtype=float16", "model.activation_dtype is 'float16'"),
-        ("model.lora.alpha=0", "model.lora.alpha is 0.0"),
-        ("roles.writer={trains: true}", "roles.writer.agent is None"),
-        ("reward_rules.slip={fact: slip, reward: 1}", "reward_rules.slip.fact is 'slip'"),
+        ("optimizer.mu_dtype=float16", "invalid", "optimizer.mu_dtype"),
+        ("warmup.optimizer.mu_dtype=float16", "invalid", "warmup.optimizer.mu_dtype"),
+        ("warmup.num_steps=-1", "invalid", "warmup.num_steps"),
+        ("num_steps=-3", "invalid", "num_steps"),
+        ("seed=-1", "invalid", "seed"),
+        ("data.max_train_tasks=0", "invalid", "data.max_train_tasks"),
+        ("eval.num_tasks=-1", "invalid", "eval.num_tasks"),
+        ("optimizer.decay_steps=0", "invalid", "optimizer.decay_steps"),
+        ("optimizer.b2=1", "invalid", "optimizer.b2"),
+        ("rollout.temperature=-1", "invalid", "rollout.temperature"),
+        ("rollout.top_p=0", "invalid", "rollout.top_p"),
+        ("rollout.max_tokens=0", "invalid", "rollout.max_tokens"),
+        ("rollout.agent_failure_reward=nan", "invalid", "rollout.agent_failure_reward"),
+        ("model.activation_dtype=float16", "invalid", "model.activation_dtype"),
+        ("model.lora.alpha=0", "invalid", "model.lora.alpha"),
+        ("roles.writer={trains: true}", "invalid", "roles.writer.agent"),
+        ("reward_rules.slip={fact: slip, reward: 1}", "invalid", "reward_rules.slip.fact"),
     ],
 )
-def test_a_wrong_value_is_named_by_its_whole_key(setting: str, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_wrong_value_is_named_by_its_whole_key(setting: str, reason: str, key: str) -> None:
+    with raises_coded(ConfigError, reason, key) as caught:
         load_config(Config, [setting])
-    assert str(caught.value).startswith(f"{key}; expected ")
+    assert key in str(caught.value)
 
 
 def test_broken_yaml_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("num_steps: [1\n")
-    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+    with raises_coded(ConfigError, "malformed", str(tmp_path / "bad.yaml")) as caught:
         load_config(Config, [str(tmp_path / "bad.yaml")])
-    for text, words in (
-        (b"- 1\n", "wrong.yaml has a list"),
-        (b"roles: [1]\n", "wrong.yaml has a list"),
-        ("run_dir: \u00fc\n".encode("latin-1"), "wrong.yaml is not readable YAML"),
-        (b"num_steps: ${nothing}\n", "nothing"),
+    assert "bad.yaml" in str(caught.value)
+    path = str(tmp_path / "wrong.yaml")
+    for text, reason, key, word in (
+        (b"- 1\n", "wrong_type", path, "wrong.yaml"),
+        (b"roles: [1]\n", "wrong_type", path, "wrong.yaml"),
+        ("run_dir: \u00fc\n".encode("latin-1"), "malformed", path, "wrong.yaml"),
+        (b"num_steps: ${nothing}\n", "unresolved", "num_steps", "nothing"),
     ):
         (tmp_path / "wrong.yaml").write_bytes(text)
-        with pytest.raises(ConfigError) as caught:
-            load_config(Config, [str(tmp_path / "wrong.yaml")])
-        assert words in str(caught.value) and "\n" not in str(caught.value)
+        with raises_coded(ConfigError, reason, key) as caught:
+            load_config(Config, [path])
+        assert word in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_saved_settings_load_again_and_differences_are_named(tmp_path: Path) -> None:
@@ -166,10 +167,10 @@ def test_secrets_are_not_saved_and_are_asked_for_again(tmp_path: Path) -> None:
     assert text.count(HIDDEN) == 3 and path.stat().st_mode & 0o077 == 0
     assert changed_keys(path, config) == []
     assert changed_keys(path, load_config(Config, ["serve.api_key=other", *given[1:]])) == []
-    with pytest.raises(ConfigError, match=r"roles\.judge\.api_key"):
+    with raises_coded(ConfigError, "missing", "roles.judge.api_key"):
         load_config(Config, [str(path)])
     assert load_config(Config, [str(path)], only=["roles"]).roles["judge"].agent == "judge"
-    with pytest.raises(ConfigError, match=r"env"):
+    with raises_coded(ConfigError, "invalid", "agent.env"):
         load_config(Config, [str(path), "serve.api_key=a", "roles.judge.api_key=b"])
     again = [
         str(path),
@@ -181,7 +182,7 @@ def test_secrets_are_not_saved_and_are_asked_for_again(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_is_wrong_does_not_show_a_secret() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with raises_coded(ConfigError, "malformed", "serve.api_key") as caught:
         load_config(Config, ["serve.api_key=[k1"])
     assert "k1" not in str(caught.value)
 
@@ -190,7 +191,7 @@ def test_a_setting_that_is_wrong_does_not_show_a_secret() -> None:
 def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"config\.yaml is damaged") as caught:
+    with raises_coded(ConfigError, "malformed", str(path)) as caught:
         changed_keys(path, Config())
     assert "\n" not in str(caught.value)
 
@@ -213,11 +214,8 @@ def test_a_file_may_ask_for_a_setting(tmp_path: Path) -> None:
     for argv in (["data.root=DIR", str(path)], [str(path), "data.root=DIR"]):
         assert load_config(Config, argv).data.root == "DIR"
     assert load_config(Config, [str(path), "data.root=null"]).data.root is None
-    with pytest.raises(ConfigError) as caught:
+    with raises_coded(ConfigError, "missing", "data.root"):
         load_config(Config, [str(path)])
-    assert (
-        str(caught.value) == "data.root is left to be set by one of the files; add data.root=VALUE."
-    )
 
 
 def test_a_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
@@ -262,16 +260,14 @@ def test_a_file_may_stand_on_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("base: gone.yaml\n", r"top.yaml has base: gone.yaml, but \S*gone.yaml does not exist"),
-        ("base: [a.yaml]\n", r"top.yaml has base: \['a.yaml'\], but"),
-    ],
+    ("text", "name"),
+    [("base: gone.yaml\n", "gone.yaml"), ("base: [a.yaml]\n", "['a.yaml']")],
 )
-def test_a_base_that_is_no_file(text: str, words: str, tmp_path: Path) -> None:
+def test_a_base_that_is_no_file(text: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "top.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=words):
+    with raises_coded(ConfigError, "not_found", str(tmp_path / name)) as caught:
         load_config(Config, [str(tmp_path / "top.yaml")])
+    assert str(tmp_path / "top.yaml") in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +281,7 @@ def test_a_command_is_a_line_or_its_words(setting: str, tmp_path: Path) -> None:
 
 
 def test_an_interpreter_beside_a_command_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"python is 'python3'; expected none beside"):
+    with raises_coded(ConfigError, "conflict", "agent.python"):
         load_config(Config, ["agent.command=node agent.mjs", "agent.python=python3"])
 
 
@@ -293,5 +289,5 @@ def test_sections_that_are_not_asked_for_may_be_of_another_release(tmp_path: Pat
     path = tmp_path / "old.yaml"
     path.write_text("model:\n  name: mine\nrollout:\n  no_longer: 1\n")
     assert load_config(Config, [str(path)], only=["model", "algorithm"]).model.name == "mine"
-    with pytest.raises(ConfigError, match="no_longer"):
+    with raises_coded(ConfigError, "unknown", "rollout.no_longer"):
         load_config(Config, [str(path)], only=["model", "rollout"])

@@ -4,6 +4,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from log_events import events
 
 from lightning_jax.files import (
     SHARED,
@@ -62,7 +63,7 @@ def test_new_directory_is_private_and_an_open_one_is_warned_of(
     (tmp_path / "runs" / "x").chmod(0o755)
     make_private(tmp_path / "runs" / "x")
     warn_if_open(tmp_path / "runs" / "x")
-    assert len(caplog.records) == 1 and mode(tmp_path / "runs" / "x") == 0o755
+    assert events(caplog) == ["directory_open"] and mode(tmp_path / "runs" / "x") == 0o755
 
 
 def test_file_that_is_there_is_not_emptied(tmp_path: Path) -> None:

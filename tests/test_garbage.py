@@ -1,4 +1,4 @@
-"""Tests of the objects excluded from garbage collection, and for how long."""
+"""Tests that `lasting_objects` freezes once, after a collection, and undoes only its own work."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ class Node:
         self.itself = self
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def nothing_frozen() -> Iterator[None]:
     """Unfreeze the objects that conftest.py froze."""
     gc.unfreeze()
@@ -25,24 +25,29 @@ def nothing_frozen() -> Iterator[None]:
     gc.freeze()
 
 
-@pytest.mark.usefixtures("nothing_frozen")
-def test_what_is_there_lasts_and_what_comes_later_is_collected() -> None:
-    early = Node()
+def test_objects_are_frozen_within_and_not_after() -> None:
     with lasting_objects():
-        late = Node()
-        dead = weakref.ref(early), weakref.ref(late)
-        del early, late
-        gc.collect()
-        assert [each() is None for each in dead] == [False, True]
+        assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
-    gc.collect()
-    assert dead[0]() is None
 
 
-@pytest.mark.usefixtures("nothing_frozen")
-def test_what_somebody_froze_stays_frozen() -> None:
-    gc.freeze()
-    frozen = gc.get_freeze_count()
+def test_freeze_ends_with_an_error() -> None:
+    with pytest.raises(KeyError), lasting_objects():
+        raise KeyError
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_is_collected_before_it_would_be_frozen() -> None:
+    node = Node()
+    dead = weakref.ref(node)
+    del node
     with lasting_objects():
-        assert gc.get_freeze_count() <= frozen
-    assert gc.get_freeze_count() > 0.9 * frozen
+        assert dead() is None
+
+
+def test_nested_use_leaves_the_outer_freeze() -> None:
+    with lasting_objects():
+        with lasting_objects():
+            pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0

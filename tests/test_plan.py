@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from coded import raises_coded
 
 from lightning_jax import plan
 from lightning_jax.cli import main
@@ -232,24 +233,25 @@ def test_devices_of_their_own_hold_no_weights_that_serve() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "setting"),
     [
         (
             {"serve": ServeConfig(slots=2048, max_len=64, prefix_cache_mib=0.0)},
-            "Lower serve.slots=2048",
+            "serve.slots=2048",
         ),
         ({"serve": ServeConfig(slots=2048, max_len=64)}, "serve.prefix_cache_mib=256"),
-        ({"batch": BatchConfig(rows=512)}, "Set model.remat to true"),
+        ({"batch": BatchConfig(rows=512)}, "model.remat"),
         ({"batch": BatchConfig(rows=512), "model": ModelConfig(remat=True)}, "batch.rows=512"),
         ({"batch": BatchConfig(rows=64, row_len=16, head_chunk=1024)}, "batch.head_chunk=1024"),
-        ({}, "Use more devices .mesh.fsdp."),
+        ({}, "mesh.fsdp"),
     ],
 )
-def test_too_large_names_the_setting(changes: dict, words: str) -> None:
+def test_too_large_names_the_setting(changes: dict, setting: str) -> None:
     config = dataclasses.replace(CONFIG, batch=BatchConfig(rows=1, row_len=16, head_chunk=1))
     made = plan.make_plan(MODEL.config, dataclasses.replace(config, **changes), 1000)
-    with pytest.raises(ConfigError, match=words):
+    with raises_coded(ConfigError, "too_large") as caught:
         plan.check_plan(made)
+    assert setting in str(caught.value)
     plan.check_plan(dataclasses.replace(made, capacity=made.total))
     plan.check_plan(dataclasses.replace(made, capacity=None))
 
@@ -263,11 +265,9 @@ def test_the_command_compiles_and_compares(
     save_config(config, tmp_path / "config.yaml")
     arguments = ["plan", "--config", str(tmp_path / "config.yaml"), "--device-gib"]
     assert main([*arguments, "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "activations and all else, as compiled" in printed and "logits" in printed
-    assert "1.000 GiB  what a device has" in printed
+    assert "1.000 GiB" in capsys.readouterr().out.splitlines()[-1]
     assert main([*arguments, "1e-5", "--quick"]) == 1
-    assert "an update needs" in capsys.readouterr().err
+    assert "GiB" in capsys.readouterr().err
     assert main([*arguments, "-1"]) == 2
     # The compiler's figure is its allocation on one device: at least the new gradients.
     made = plan.compile_plan(MODEL.config, config)
@@ -286,11 +286,9 @@ def test_the_tpu_settings_fit_their_chips() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
-    assert "on each of 16 x cpu, data=1 fsdp=4 tensor=4" in done.stdout
-    needed = re.search(
-        r"needs ([\d.]+) GiB on each device and a device has 16.00 GiB; most of it", done.stderr
-    )
-    assert needed and 16 < float(needed[1]) < 32  # 32 GiB are enough
+    assert "16 x cpu, data=1 fsdp=4 tensor=4" in done.stdout
+    needed, has, *_ = (float(number) for number in re.findall(r"([\d.]+) GiB", done.stderr))
+    assert has == 16.0 < needed < 32.0  # 32 GiB are enough
 
 
 def test_known_shapes_have_as_many_parameters_as_published() -> None:

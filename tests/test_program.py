@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coded import raises_coded
+from log_events import records
 from test_runner import SERVE, TASKS, TOY, _model_and_engine
 
 from lightning_jax import process_group
@@ -129,19 +131,19 @@ async def test_a_slow_reward_holds_up_no_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "reason", "detail"),
     [
-        ("sleep 60", "deadline", "longer than 0.3 s"),
-        ("echo a >&2; echo last word >&2; exit 3", "ExitStatus", "exit status 3: last word"),
-        ("exit 4", "ExitStatus", "exit status 4: it said nothing on its standard error"),
-        ("kill -SEGV $$", "KilledBySignal", "killed by SIGSEGV: it said nothing"),
-        ("printf '\\377\\376' >&2; exit 1", "ExitStatus", "exit status 1: \ufffd\ufffd"),
-        ("true", "no_reward", "returned None"),
+        ("sleep 60", "deadline", "0.3 s"),
+        ("echo a >&2; echo last word >&2; exit 3", "ExitStatus", "3: last word"),
+        ("exit 4", "ExitStatus", "4"),
+        ("kill -SEGV $$", "KilledBySignal", "SIGSEGV"),
+        ("printf '\\377\\376' >&2; exit 1", "ExitStatus", "1: \ufffd\ufffd"),
+        ("true", "no_reward", "None"),
         ("""echo '{"f1": 1}'""", "no_reward", "f1"),
-        ("echo NaN", "bad_reward", "returned nan as reward"),
-        ("echo 1e999", "bad_reward", "returned inf as reward"),
-        ("printf 1%0400d 0", "bad_reward", "returned 1000"),
-        ("echo good", "bad_reward", "returned 'good' as reward"),
-        ("""echo '{"reward": "good"}'""", "bad_reward", "returned 'good' as reward"),
-        ("printf '\\377\\n\\0\\n'", "bad_reward", "returned '\\x00' as reward"),
+        ("echo NaN", "bad_reward", "nan"),
+        ("echo 1e999", "bad_reward", "inf"),
+        ("printf 1%0400d 0", "bad_reward", "1000"),
+        ("echo good", "bad_reward", "'good'"),
+        ("""echo '{"reward": "good"}'""", "bad_reward", "'good'"),
+        ("printf '\\377\\n\\0\\n'", "bad_reward", "'\\x00'"),
     ],
 )
 async def test_a_programs_fault_is_its_own(
@@ -175,7 +177,7 @@ async def test_a_program_that_is_taken_away_is_infrastructure(tmp_path: Path) ->
 
 @pytest.mark.parametrize("command", ["/nowhere/agent 1", "no-such-program", __file__])
 def test_a_program_that_is_not_there_is_told_at_the_start(command: str) -> None:
-    with pytest.raises(ConfigError, match=r"agent\.command names the program .*not there"):
+    with raises_coded(ConfigError, "not_found", "agent.command"):
         make_agent(AgentConfig(command=command))
 
 
@@ -188,7 +190,7 @@ async def test_megabytes_do_not_block_and_only_the_last_are_kept(
     )
     assert len(ended.output) == MAX_OUTPUT and ended.output.endswith("x\n0.25\n")
     assert ended.errors == "x" * process_group.MAX_ERRORS
-    assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [
+    assert [record.num_dropped for record in records(caplog, "output_cut")] == [
         8_000_006 - MAX_OUTPUT,
         8_000_000 - process_group.MAX_ERRORS,
     ]
@@ -534,10 +536,10 @@ async def test_its_spans_go_below_the_rollouts(elsewhere: Path, tmp_path: Path) 
         ("broken", "agent_failure", "KeyError", "'no such tool'"),
         ("group_of_broken", "agent_failure", "KeyError", "'no such tool'"),
         ("mute", "agent_failure", "Mute", ""),
-        ("gone", "agent_failure", "ExitStatus", "exit status 3: good bye"),
+        ("gone", "agent_failure", "ExitStatus", "3: good bye"),
         ("slow", "agent_failure", "deadline", "1 s"),
-        ("cut_off", "infrastructure_failure", "ConnectionRefusedError", "gave no answer"),
-        ("cut_off_in_a_group", "infrastructure_failure", "ConnectionRefusedError", "no answer"),
+        ("cut_off", "infrastructure_failure", "ConnectionRefusedError", ""),
+        ("cut_off_in_a_group", "infrastructure_failure", "ConnectionRefusedError", ""),
     ],
 )
 async def test_its_faults_are_those_of_any_coroutine(
@@ -563,11 +565,11 @@ def test_what_cannot_be_loaded_there_is_told_at_the_start(
 ) -> None:
     path = tmp_path / "agent.py"
     path.write_text(source)
-    with pytest.raises(ConfigError, match=r"cannot be used with agent\.python") as caught:
+    with raises_coded(ConfigError, "not_loaded", "agent.python") as caught:
         there(path, function)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_interpreter_that_is_not_there_is_told_at_the_start(elsewhere: Path) -> None:
-    with pytest.raises(ConfigError, match=r"agent\.python names the program '/nowhere/python'"):
+    with raises_coded(ConfigError, "not_found", "agent.python"):
         there(elsewhere, "measured", "/nowhere/python")

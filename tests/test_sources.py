@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from coded import raises_coded
 
 from lightning_jax.config import AgentConfig, Config, ConfigError, WarmupConfig
 from lightning_jax.sources import NAME, changed_sources, digests, save_sources
@@ -13,7 +14,7 @@ from lightning_jax.sources import NAME, changed_sources, digests, save_sources
 @pytest.mark.parametrize("text", ["", '{"train tasks": "ab', "[1]"])
 def test_damaged_digests_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)
-    with pytest.raises(ConfigError, match=r"sources\.json is damaged"):
+    with raises_coded(ConfigError, "malformed", str(tmp_path / NAME)):
         changed_sources(tmp_path, {})
 
 

@@ -6,8 +6,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from coded import raises_coded
+from log_events import records
 
 from lightning_jax.config import BatchConfig
+from lightning_jax.rollout_metrics import Failure
 from lightning_jax.step_metrics import (
     BrokenAgent,
     DropWatch,
@@ -37,7 +40,7 @@ def test_one_policy_that_never_learns_stops_the_run_though_the_other_does() -> N
     watch.see(step(a=1.0, b=0.0), 1)
     watch.see(step(a=0.0), 2)  # b has no update
     watch.see(step(a=0.0, b=1.0), 3)
-    with pytest.raises(NotFinite, match="gradient of b was not finite in 2 steps in a row, the la"):
+    with raises_coded(NotFinite, "not_finite", "b"):
         watch.see(step(a=0.0, b=1.0), 4)
 
 
@@ -56,10 +59,9 @@ def test_rows_that_are_full_of_targets_are_told_of_once(caplog: pytest.LogCaptur
     ):
         row = {"train/num_rows": rows, "train/tokens_forest": nodes, "train/targets_share": full}
         watch.see(row, step)
-    assert caplog.messages == [
-        "step 3: its nodes took 16 rows of 512, where about 9 hold them, because a row is full "
-        "with 256 targets. A larger batch.max_targets costs next to nothing."
-    ]
+    (record,) = records(caplog, "rows_full_of_targets")
+    assert (record.step, record.rows, record.needed) == (3, 16, 9)
+    assert len(caplog.records) == 1
 
 
 def test_sequences_that_no_row_holds_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -67,12 +69,9 @@ def test_sequences_that_no_row_holds_are_told_of_once(caplog: pytest.LogCaptureF
     watch = DropWatch(BatchConfig(row_len=512, max_targets=256))
     for step, (long, many) in enumerate([(0.0, 0.0), (2.0, 0.0), (3.0, 1.0)]):
         watch.see({"train/dropped_too_long": long, "train/dropped_too_many_targets": many}, step)
-    assert caplog.messages == [
-        "step 1: 2 of its sequences are not trained on, as they are longer than a row of 512 "
-        "tokens; raise batch.row_len",
-        "step 2: 1 of its sequences are not trained on, as they are of more than 256 targets; "
-        "raise batch.max_targets",
-    ]
+    found = [(r.step, r.reason, r.count) for r in records(caplog, "sequences_dropped")]
+    assert found == [(1, "too_long", 2), (2, "too_many_targets", 1)]
+    assert len(caplog.records) == 2
 
 
 @pytest.fixture
@@ -103,19 +102,23 @@ def test_each_kind_of_failure_is_told_when_it_is_first_seen(
     watch.see(some, "eval 0")
     watch.see(some, "train 0")
     watch.see([*some, rollout(4, "agent_failure", "deadline", "longer than 5 s")], "train 1")
-    assert caplog.messages == [
-        "eval 0: 2 of 4 rollouts failed by the agent, such as r1: KeyError: 'text' of a task",
-        "eval 0: 1 of 4 rollouts failed by the infrastructure, such as r3: call_timeout",
-        "train 1: 1 of 5 rollouts failed by the agent, such as r4: deadline: longer than 5 s",
+    found = [(r.what, r.total, r.failure) for r in records(caplog, "rollouts_failed")]
+    agent, infrastructure = "agent_failure", "infrastructure_failure"
+    assert found == [
+        ("eval 0", 4, Failure(agent, "KeyError", 2, "r1", "'text' of a task")),
+        ("eval 0", 4, Failure(infrastructure, "call_timeout", 1, "r3")),
+        ("train 1", 5, Failure(agent, "deadline", 1, "r4", "longer than 5 s")),
     ]
+    assert len(caplog.records) == 3
 
 
 def test_a_run_ends_where_no_rollout_gets_an_answer(store: Store) -> None:
     failed = [rollout(0, "agent_failure", "KeyError", "'text'"), rollout(1, "agent_failure", "no")]
     refused = Span("t", "1", None, "chat", 0, 1, {names.POLICY: "policy"}, "too long")
     store.add_span("r1", refused)
-    with pytest.raises(BrokenAgent, match=r"eval 0: all 2 rollouts failed .* r0: KeyError: 'text'"):
+    with raises_coded(BrokenAgent, "all_failed", "r0") as caught:
         FailureWatch(store).see(failed, "eval 0")
+    assert "KeyError: 'text'" in str(caught.value)
     FailureWatch(store).see([*failed, rollout(2)], "eval 0")
     store.add_span("r1", Span("t", "2", None, "chat", 1, 2, {names.POLICY: "policy"}))
     FailureWatch(store).see(failed, "eval 0")

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import pytest
+from coded import raises_coded
 from jax.experimental import topologies
 
 from lightning_jax import targets
@@ -48,15 +49,16 @@ def test_a_slice_is_asked_for_by_its_name(asked: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("target", ["h10", "h100:0", "h100:two", "v5e", "", "h100:-1"])
 def test_what_is_no_target_is_refused(target: str) -> None:
-    with pytest.raises(ConfigError, match=f"target is '{target}'; expected one of a100, h100, h2"):
+    with raises_coded(ConfigError, "unknown", "target") as caught:
         target_devices(target)
+    assert repr(target) in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("target", "error", "package"),
     [
-        ("h100", NotImplementedError("topology not implemented for cuda"), "jax\\[cuda12\\]"),
-        ("v5e:2x4", RuntimeError("JAX TPU support not installed"), "jax\\[tpu\\]"),
+        ("h100", NotImplementedError("topology not implemented for cuda"), "jax[cuda12]"),
+        ("v5e:2x4", RuntimeError("JAX TPU support not installed"), "jax[tpu]"),
     ],
 )
 def test_without_its_compiler_the_package_is_named(
@@ -66,10 +68,9 @@ def test_without_its_compiler_the_package_is_named(
         raise error
 
     monkeypatch.setattr(targets.topologies, "get_topology_desc", get_topology_desc)
-    with pytest.raises(
-        ConfigError, match=f"{target}' cannot be .*{error}.*pip install '{package}'"
-    ):
+    with raises_coded(ConfigError, "missing", package) as caught:
         target_devices(target)
+    assert all(each in str(caught.value) for each in (target, str(error), package))
 
 
 def test_plan_takes_a_target(
@@ -78,10 +79,11 @@ def test_plan_takes_a_target(
     command = ["plan", "--quick", "--config", str(CONFIG), "data.root=DIR", "--target", "h100:2"]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert "on each of 2 x cpu, data=1 fsdp=2 tensor=1" in printed
-    assert "59.332 GiB  what a device has" in printed
+    assert "2 x cpu, data=1 fsdp=2 tensor=1" in printed
+    assert "59.332 GiB" in printed.splitlines()[-1]
     assert main([*command, "--devices", "2"]) == 2
-    assert "--devices and --target are both set; choose one" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--devices" in said and "--target" in said
 
 
 @pytest.mark.slow

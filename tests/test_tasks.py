@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from coded import raises_coded
 
-from lightning_jax.config import PolicyConfig, RoleConfig
+from lightning_jax.config import ConfigError, PolicyConfig, RoleConfig
 from lightning_jax.gateway.render import render
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.tool_formats import format_of
@@ -42,7 +43,7 @@ def test_batches_of_one() -> None:
 
 
 def test_no_tasks_is_an_error() -> None:
-    with pytest.raises(ValueError, match="0 tasks"):
+    with raises_coded(ConfigError, "empty", "data.root"):
         TaskIterator([], 4, seed=0)
 
 

@@ -8,28 +8,30 @@ from lightning_jax.types import Completion, InvalidValue, SamplingParams, UserEr
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "value"),
     [
-        ({"logit_bias": ((5, 101.0),)}, r"logit_bias is \(\(5, 101.0\),\); expected token ids"),
-        ({"logit_bias": ((-1, 1.0),)}, "token ids of 0 or more"),
-        ({"logit_bias": ((1, float("nan")),)}, "values between -100 and 100"),
-        ({"presence_penalty": 2.5}, "presence_penalty is 2.5; expected between -2 and 2"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
-        ({"top_logprobs": 21}, "top_logprobs is 21; expected between 0 and 20"),
-        ({"grammar": ""}, "grammar is ''; expected None"),
+        ("logit_bias", ((5, 101.0),)),
+        ("logit_bias", ((-1, 1.0),)),
+        ("logit_bias", ((1, float("nan")),)),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", float("nan")),
+        ("top_logprobs", 21),
+        ("grammar", ""),
     ],
 )
-def test_impossible_sampling_is_refused(settings, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**settings)
+def test_impossible_sampling_is_refused(name, value) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.key == name and repr(value) in str(caught.value)
 
 
 def test_a_completion_says_for_each_token_whether_it_was_forced() -> None:
     columns = ((1, 2), "ab", (-1.0, -2.0), (-1.0, -2.0), (0, 0), "stop")
     plain = Completion(*columns)
     assert (plain.forced, plain.top_logprobs) == ((False, False), ((), ()))
-    with pytest.raises(ValueError, match="differ in length"):
+    with pytest.raises(InvalidValue) as caught:
         Completion(*columns, forced=(True,))
+    assert caught.value.reason == "mismatch"
 
 
 def test_error_carries_reason_and_key() -> None:

@@ -17,8 +17,9 @@ async def test_the_line_that_blocks_is_named_once(caplog: pytest.LogCaptureFixtu
         time.sleep(3 * PATIENCE * TICK_S)
         await asyncio.sleep(5 * TICK_S)
     (record,) = caplog.records
-    words = record.getMessage()
-    assert "has blocked" in words and "test_watchdog.py" in words and "time.sleep" in words
+    assert record.__dict__["event"] == "agent_blocks_loop"
+    where = record.__dict__["where"]
+    assert "test_watchdog.py" in where and "time.sleep" in where
 
 
 async def test_a_loop_that_waits_is_no_standstill(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,7 +47,9 @@ def load_calcx(
     if not tasks:
         raise DatasetError(
             f"{where} gives 0 {split} tasks (left out: {dict(dropped)}); expected at least 1, "
-            "relax data.sources, data.max_question_chars or data.max_train_tasks."
+            "relax data.sources, data.max_question_chars or data.max_train_tasks.",
+            reason="empty",
+            key=split,
         )
     return tasks, dict(dropped)
 
@@ -82,7 +84,11 @@ def _filter(
             dropped[reason] += 1
             continue
         if task["id"] in seen:
-            raise DatasetError(f"{where}: id {task['id']!r} was used before; expected unique ids.")
+            raise DatasetError(
+                f"{where}: id {task['id']!r} was used before; expected unique ids.",
+                reason="duplicate",
+                key="id",
+            )
         seen.add(task["id"])
         tasks.append(task)
     return tasks, dropped
@@ -92,7 +98,11 @@ def _task(row: Record, where: str) -> Task:
     """Return the row with `source` and a plain `result`, which is None if it is not a number."""
     require_text(row, ("id", "question"), where)
     if "result" not in row:
-        raise DatasetError(f"{where}: result is missing; expected the answer's number, correct it.")
+        raise DatasetError(
+            f"{where}: result is missing; expected the answer's number, correct it.",
+            reason="missing",
+            key="result",
+        )
     source = row.get("source") or row.get("source_ds") or "unknown"
     return row | {"source": source, "result": plain_number(row["result"])}
 
@@ -114,14 +124,18 @@ def _rows(folder: Path, split: str) -> Iterator[tuple[str, Record]]:
     if not folder.is_dir():
         raise DatasetError(
             f"data.root is {str(folder)!r}, which is not a folder; expected Calc-X's files there, "
-            "or data.root=null for the generated set."
+            "or data.root=null for the generated set.",
+            reason="not_a_directory",
+            key="data.root",
         )
     files = [path for place in (folder, folder / "data") for path in _files(place, split)]
     if not files:
         names = " or ".join(f"{n}*.parquet, {n}*.jsonl or {n}.jsonl.gz" for n in _NAMES[split])
         raise DatasetError(
             f"data.root {folder} has no file of the {split} split; expected {names} there or in "
-            "its folder data. Check the path."
+            "its folder data. Check the path.",
+            reason="missing",
+            key=split,
         )
     for path in files:
         yield from _read(path)
@@ -159,7 +173,9 @@ def _parquet(path: Path) -> Iterator[Record]:
     except ImportError as error:
         raise DatasetError(
             f"{path} is a parquet file, which pyarrow reads ({error}); install it with the extra "
-            "calcx: pip install -e '.[calcx]'"
+            "calcx: pip install -e '.[calcx]'",
+            reason="missing",
+            key="pyarrow",
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -167,4 +183,8 @@ def _parquet(path: Path) -> Iterator[Record]:
                 for row in batch.to_pylist():
                     yield {k: v for k, v in row.items() if v is not None or k == "result"}
     except (OSError, pyarrow.ArrowException) as error:
-        raise DatasetError(f"{path} is not readable ({error}); get the file again.") from error
+        raise DatasetError(
+            f"{path} is not readable ({error}); get the file again.",
+            reason="unreadable",
+            key=str(path),
+        ) from error

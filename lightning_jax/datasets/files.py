@@ -33,13 +33,23 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         for where, record in records:
             if not isinstance(record, dict):
                 raise DatasetError(
-                    f"{where} is a {type(record).__name__}; expected an object, correct it."
+                    f"{where} is a {type(record).__name__}; expected an object, correct it.",
+                    reason="wrong_type",
+                    key=where,
                 )
             yield where, record
     except FileNotFoundError:
-        raise DatasetError(f"{path} does not exist; expected it beside the other files.") from None
+        raise DatasetError(
+            f"{path} does not exist; expected it beside the other files.",
+            reason="not_found",
+            key=str(path),
+        ) from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DatasetError(f"{path} is not readable ({error}); get the file again.") from error
+        raise DatasetError(
+            f"{path} is not readable ({error}); get the file again.",
+            reason="unreadable",
+            key=str(path),
+        ) from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -54,7 +64,9 @@ def _items(path: Path) -> Iterator[tuple[str, Any]]:
     items = _parse(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(items, list):
         raise DatasetError(
-            f"{path} holds a {type(items).__name__}; expected a JSON list of records."
+            f"{path} holds a {type(items).__name__}; expected a JSON list of records.",
+            reason="wrong_type",
+            key=str(path),
         )
     for number, item in enumerate(items, start=1):
         yield f"{path}: item {number}", item
@@ -66,7 +78,9 @@ def _parse(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         line = f" line {error.lineno}" if "\n" in text.rstrip("\n") else ""
         raise DatasetError(
-            f"{where}{line} is not JSON ({error.msg}); correct or remove it."
+            f"{where}{line} is not JSON ({error.msg}); correct or remove it.",
+            reason="malformed",
+            key=where,
         ) from error
 
 
@@ -76,14 +90,18 @@ def require_text(record: Record, names: tuple[str, ...], where: str) -> None:
         value = record.get(name)
         if not isinstance(value, str) or not value.strip():
             raise DatasetError(
-                f"{where}: {name} is {value!r}; expected a non-empty text, correct the row."
+                f"{where}: {name} is {value!r}; expected a non-empty text, correct the row.",
+                reason="invalid",
+                key=name,
             )
 
 
 def check_split(split: str) -> None:
     """Raise DatasetError unless `split` is "train" or "dev"."""
     if split not in ("train", "dev"):
-        raise DatasetError(f"split is {split!r}; expected 'train' or 'dev'.")
+        raise DatasetError(
+            f"split is {split!r}; expected 'train' or 'dev'.", reason="unknown", key="split"
+        )
 
 
 def limit_tasks(
@@ -123,7 +141,9 @@ def make_directory(target: Path, fill: Callable[[Path], None]) -> Path:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         raise DatasetError(
-            f"{target} cannot be written ({error}); expected a disk with room, choose another."
+            f"{target} cannot be written ({error}); expected a disk with room, choose another.",
+            reason="not_writable",
+            key=str(target),
         ) from error
     return target
 
@@ -134,7 +154,9 @@ def unpack(archive: Path, cache_dir: Path) -> Path:
         digest = hashlib.sha256(archive.read_bytes()).hexdigest()[:12]
     except OSError as error:
         raise DatasetError(
-            f"{archive} is not readable ({error.strerror}); expected the databases' archive there."
+            f"{archive} is not readable ({error.strerror}); expected the databases' archive there.",
+            reason="unreadable",
+            key=str(archive),
         ) from error
 
     def fill(directory: Path) -> None:
@@ -145,7 +167,9 @@ def unpack(archive: Path, cache_dir: Path) -> Path:
                 )  # rejects links and paths that lead outside
         except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise DatasetError(
-                f"{archive} cannot be unpacked ({error}); get the file again."
+                f"{archive} cannot be unpacked ({error}); get the file again.",
+                reason="malformed",
+                key=str(archive),
             ) from error
 
     return make_directory(cache_dir / f"{archive.name.removesuffix('.tar.gz')}-{digest}", fill)

@@ -58,7 +58,9 @@ def load_musique(
     tasks = limit_tasks(read, split, config.max_train_tasks, dropped)
     if not tasks:
         raise DatasetError(
-            f"{folder} gives 0 {split} tasks (left out: {dict(dropped)}); expected at least 1."
+            f"{folder} gives 0 {split} tasks (left out: {dict(dropped)}); expected at least 1.",
+            reason="empty",
+            key=split,
         )
     return tasks, dict(dropped)
 
@@ -82,7 +84,9 @@ def corpus_of(root: str | Path | None, cache_dir: str | Path) -> Path:
         except OSError as error:
             raise DatasetError(
                 f"{path} is not readable ({error.strerror}); expected it beside the other one, "
-                "because the corpus is made of both."
+                "because the corpus is made of both.",
+                reason="unreadable",
+                key=str(path),
             ) from error
 
     def fill(target: Path) -> None:
@@ -108,9 +112,17 @@ def read_corpus(path: Path) -> Corpus:
     for where, row in read_records(path):
         require_text(row, ("pid", "text"), where)
         if not isinstance(row.get("title"), str):
-            raise DatasetError(f"{where}: title is {row.get('title')!r}; expected a text.")
+            raise DatasetError(
+                f"{where}: title is {row.get('title')!r}; expected a text.",
+                reason="wrong_type",
+                key="title",
+            )
         if row["pid"] in by_pid:
-            raise DatasetError(f"{where}: pid {row['pid']!r} was used before; expected unique ids.")
+            raise DatasetError(
+                f"{where}: pid {row['pid']!r} was used before; expected unique ids.",
+                reason="duplicate",
+                key="pid",
+            )
         by_pid[row["pid"]] = {key: row[key] for key in ("pid", "title", "text")}
     return Corpus(by_pid, {(each["title"], each["text"]): pid for pid, each in by_pid.items()})
 
@@ -126,7 +138,9 @@ def _find(root: str | Path | None, cache: Path) -> tuple[Path, bool]:
     raise DatasetError(
         f"data.root {str(folder)!r} has neither {_CORPUS} (the compact layout) nor "
         f"{_RELEASED['train']} (the released one); expected one of them, check the path, or set "
-        "data.root=null for the generated set."
+        "data.root=null for the generated set.",
+        reason="not_found",
+        key="data.root",
     )
 
 
@@ -139,16 +153,28 @@ def _compact_tasks(path: Path, corpus: Corpus) -> Iterator[Task]:
         _check(row, seen, where)
         steps = row.get("decomposition")
         if not isinstance(steps, list) or not steps:
-            raise DatasetError(f"{where}: decomposition is {steps!r}; expected a list of hops.")
+            raise DatasetError(
+                f"{where}: decomposition is {steps!r}; expected a list of hops.",
+                reason="wrong_type",
+                key="decomposition",
+            )
         yield _task(row, [_hop(step, corpus, where) for step in steps])
 
 
 def _hop(step: Any, corpus: Corpus, where: str) -> dict[str, Any]:
     if not isinstance(step, dict):
-        raise DatasetError(f"{where}: a hop is {step!r}; expected question, answer and pid.")
+        raise DatasetError(
+            f"{where}: a hop is {step!r}; expected question, answer and pid.",
+            reason="wrong_type",
+            key="decomposition",
+        )
     require_text(step, ("question", "answer", "pid"), where)
     if step["pid"] not in corpus.by_pid:
-        raise DatasetError(f"{where}: pid {step['pid']!r} is not in the corpus; expected it there.")
+        raise DatasetError(
+            f"{where}: pid {step['pid']!r} is not in the corpus; expected it there.",
+            reason="unknown",
+            key="pid",
+        )
     return _step(step, corpus.by_pid[step["pid"]])
 
 
@@ -171,11 +197,19 @@ def _released_paragraphs(files: list[Path]) -> Iterator[Paragraph]:
 def _paragraphs(row: Record, where: str) -> list[Record]:
     paragraphs = row.get("paragraphs")
     if not isinstance(paragraphs, list) or not all(isinstance(each, dict) for each in paragraphs):
-        raise DatasetError(f"{where}: paragraphs is no list of objects, correct the row.")
+        raise DatasetError(
+            f"{where}: paragraphs is no list of objects, correct the row.",
+            reason="wrong_type",
+            key="paragraphs",
+        )
     for each in paragraphs:
         require_text(each, ("paragraph_text",), where)
         if not isinstance(each.get("title"), str):
-            raise DatasetError(f"{where}: a title is {each.get('title')!r}; expected a text.")
+            raise DatasetError(
+                f"{where}: a title is {each.get('title')!r}; expected a text.",
+                reason="wrong_type",
+                key="title",
+            )
     return paragraphs
 
 
@@ -194,7 +228,11 @@ def _released_tasks(path: Path, corpus: Corpus) -> tuple[list[Task], Counter[str
         }
         steps = row.get("question_decomposition")
         if not isinstance(steps, list) or not steps or not all(isinstance(s, dict) for s in steps):
-            raise DatasetError(f"{where}: question_decomposition is no list of hops.")
+            raise DatasetError(
+                f"{where}: question_decomposition is no list of hops.",
+                reason="wrong_type",
+                key="question_decomposition",
+            )
         if any(step.get("paragraph_support_idx") not in places for step in steps):
             dropped["hop_without_paragraph"] += 1
             continue
@@ -212,9 +250,17 @@ def _check(row: Record, seen: set[str], where: str) -> None:
     require_text(row, ("id", "question", "answer"), where)
     aliases = row.get("answer_aliases") or []
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-        raise DatasetError(f"{where}: answer_aliases is {aliases!r}; expected a list of texts.")
+        raise DatasetError(
+            f"{where}: answer_aliases is {aliases!r}; expected a list of texts.",
+            reason="wrong_type",
+            key="answer_aliases",
+        )
     if row["id"] in seen:
-        raise DatasetError(f"{where}: id {row['id']!r} was used before; expected unique ids.")
+        raise DatasetError(
+            f"{where}: id {row['id']!r} was used before; expected unique ids.",
+            reason="duplicate",
+            key="id",
+        )
     seen.add(row["id"])
 
 

@@ -58,7 +58,9 @@ def load_spider(
         raise DatasetError(
             f"{folder} gives 0 of its {len(read)} {split} tasks (left out: {dict(dropped)}); "
             "expected at least 1, relax data.max_schema_chars, data.max_train_tasks or "
-            "data.require_rows."
+            "data.require_rows.",
+            reason="empty",
+            key=split,
         )
     return tasks, dict(dropped)
 
@@ -96,7 +98,9 @@ def _find(folder: Path, split: str, cache: Path) -> _Source:
     if not folder.is_dir():
         raise DatasetError(
             f"data.root is {str(folder)!r}, which is not a folder; expected Spider's files there, "
-            "or data.root=null for the generated set."
+            "or data.root=null for the generated set.",
+            reason="not_a_directory",
+            key="data.root",
         )
     if (compact := folder / f"{split}.jsonl.gz").is_file():
         databases = unpack(folder / f"databases_{split}.tar.gz", cache)
@@ -107,7 +111,9 @@ def _find(folder: Path, split: str, cache: Path) -> _Source:
         return _Source(questions, folder / "tables.json", folder / "database")
     raise DatasetError(
         f"data.root {folder} has neither {compact.name} (the compact layout) nor {first.name} (the "
-        "published one); expected one of them, check the path."
+        "published one); expected one of them, check the path.",
+        reason="not_found",
+        key="data.root",
     )
 
 
@@ -121,14 +127,22 @@ def _tasks(source: _Source, split: str) -> Iterator[Task]:
         require_text(task, ("id",), where)
         db_id, db_path = row["db_id"], source.databases / row["db_id"] / f"{row['db_id']}.sqlite"
         if task["id"] in seen:
-            raise DatasetError(f"{where}: id {task['id']!r} was used before; expected unique ids.")
+            raise DatasetError(
+                f"{where}: id {task['id']!r} was used before; expected unique ids.",
+                reason="duplicate",
+                key="id",
+            )
         if db_id not in schemas:
             raise DatasetError(
-                f"{where}: db_id {db_id!r} is not in {source.tables}; expected its schema."
+                f"{where}: db_id {db_id!r} is not in {source.tables}; expected its schema.",
+                reason="unknown",
+                key="db_id",
             )
         if not db_path.is_file():
             raise DatasetError(
-                f"{where}: database {db_path} does not exist; expected a SQLite file."
+                f"{where}: database {db_path} does not exist; expected a SQLite file.",
+                reason="not_found",
+                key=str(db_path),
             )
         seen.add(task["id"])
         yield task | {"db_path": str(db_path), "schema": schemas[db_id]}
@@ -143,7 +157,9 @@ def _read_schemas(path: Path) -> dict[str, str]:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DatasetError(
                 f"{where}: the schema of {record['db_id']!r} is broken ({error!r}); expected "
-                "table_names_original, column_names_original and foreign_keys as Spider has them."
+                "table_names_original, column_names_original and foreign_keys as Spider has them.",
+                reason="malformed",
+                key=record["db_id"],
             ) from error
     return schemas
 

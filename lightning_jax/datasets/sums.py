@@ -22,7 +22,11 @@ def load_sums(
     """
     check_split(split)
     if root is not None:
-        raise DatasetError(f"data.root is {str(root)!r}; expected null: sums are made here.")
+        raise DatasetError(
+            f"data.root is {str(root)!r}; expected null: sums are made here.",
+            reason="unsupported",
+            key="data.root",
+        )
     dropped: Counter[str] = Counter()
     tasks = limit_tasks(_tasks(split), split, config.max_train_tasks, dropped)
     return tasks, dict(dropped)

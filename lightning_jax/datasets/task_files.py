@@ -32,13 +32,17 @@ def load_task_files(
     if root is None:
         raise DatasetError(
             "data.root is null; expected a file of tasks, or a folder with train.jsonl and "
-            "dev.jsonl. Set data.root."
+            "dev.jsonl. Set data.root.",
+            reason="missing",
+            key="data.root",
         )
     path, dropped = Path(root), Counter[str]()
     if not path.exists():
         raise DatasetError(
             f"data.root is {str(root)!r}, which does not exist; expected a file of tasks, or a "
-            "folder with train.jsonl and dev.jsonl."
+            "folder with train.jsonl and dev.jsonl.",
+            reason="not_found",
+            key="data.root",
         )
     if path.is_dir():
         found = _read(_file(path, split), dropped)
@@ -53,7 +57,9 @@ def load_task_files(
         held_out = set(random.Random(0).sample(range(len(tasks)), num_dev))
         found = [task for i, task in enumerate(tasks) if (i in held_out) == (split == "dev")]
     if not found:
-        raise DatasetError(f"{path} has 0 {split} tasks; expected at least 1, add some.")
+        raise DatasetError(
+            f"{path} has 0 {split} tasks; expected at least 1, add some.", reason="empty", key=split
+        )
     found = limit_tasks(found, split, config.max_train_tasks, dropped)
     return found, {reason: number for reason, number in dropped.items() if number}
 
@@ -63,7 +69,9 @@ def _file(folder: Path, split: str) -> Path:
         if (path := folder / f"{split}{suffix}").is_file():
             return path
     raise DatasetError(
-        f"{folder} has no {split}.jsonl; expected it and the other split's file beside it."
+        f"{folder} has no {split}.jsonl; expected it and the other split's file beside it.",
+        reason="missing",
+        key=f"{split}.jsonl",
     )
 
 
@@ -81,7 +89,9 @@ def _read(path: Path, dropped: Counter[str]) -> list[Task]:
         task["id"] = name = str(task["id"])
         if name in places:
             raise DatasetError(
-                f"{where} has the id {name!r} of {places[name]}; expected each once, or no ids."
+                f"{where} has the id {name!r} of {places[name]}; expected each once, or no ids.",
+                reason="duplicate",
+                key="id",
             )
         places[name] = where
         tasks.append(task)

@@ -17,11 +17,17 @@ _FAMILIES = ("llama", "qwen2", "qwen3")
 def open_file(path: Path) -> gguf.GGUFReader:
     """Open the file, mapped to memory. Raises ModelError if it is missing or unreadable."""
     if not path.is_file():
-        raise ModelError(f"{path} does not exist; expected a GGUF file. Check the path.")
+        raise ModelError(
+            f"{path} does not exist; expected a GGUF file. Check the path.",
+            reason="not_found",
+            key=str(path),
+        )
     try:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError, OSError) as error:
-        raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
+        raise ModelError(
+            f"{path} is not a readable GGUF file: {error}", reason="malformed", key=str(path)
+        ) from error
 
 
 def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
@@ -30,7 +36,9 @@ def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
     if family not in _FAMILIES:
         raise ModelError(
             f"the GGUF file's architecture is {family!r}; expected one of {sorted(_FAMILIES)}. "
-            "Choose a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family."
+            "Choose a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
+            reason="unsupported",
+            key="general.architecture",
         )
 
     def value(name: str, default: Any = None) -> Any:
@@ -77,7 +85,9 @@ def _refuse_other_scaling(*, kind: str, factor: float) -> None:
     named = f"rope.scaling.type={kind}" if kind != "none" else f"rope.scale_linear={factor:g}"
     raise ModelError(
         f"the GGUF file says {named}; expected plain positions, or Llama 3's rope_freqs.weight. "
-        "Choose another model."
+        "Choose another model.",
+        reason="unsupported",
+        key=named.partition("=")[0],
     )
 
 

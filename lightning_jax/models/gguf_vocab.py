@@ -7,6 +7,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from lightning_jax.types import InvalidValue
+
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are never split
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
@@ -22,7 +24,7 @@ _DIGITS_APART = ("smollm",)
 _PLAIN = ("gpt-2", "default")
 
 
-class TokenizerError(ValueError):
+class TokenizerError(InvalidValue):
     """Error raised when a tokenizer cannot be read; its text is one sentence."""
 
 
@@ -47,7 +49,9 @@ def read(reader: Any) -> Vocabulary:
     if kind != "gpt2":
         raise TokenizerError(
             f"the GGUF file's tokenizer is of kind {kind!r}; expected 'gpt2' (byte-level BPE). "
-            "Load the Hugging Face directory of this model instead."
+            "Load the Hugging Face directory of this model instead.",
+            reason="unsupported",
+            key="tokenizer.ggml.model",
         )
     tokens, types = value("ggml.tokens"), value("ggml.token_type")
     backend = byte_level_bpe(tokens, value("ggml.merges", []), pre)
@@ -98,5 +102,7 @@ def _pre_tokenizer(pre: str) -> Any:
     known = sorted((*_PATTERNS, *_DIGITS_APART, *_PLAIN))
     raise TokenizerError(
         f"the GGUF file cuts text in the way {pre!r}; expected one of {known}. "
-        "Load the Hugging Face directory of this model instead."
+        "Load the Hugging Face directory of this model instead.",
+        reason="unsupported",
+        key="tokenizer.ggml.pre",
     )

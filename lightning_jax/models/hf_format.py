@@ -35,21 +35,31 @@ def read_config(directory: Path) -> DecoderConfig:
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(
-            f"{directory} has no config.json; expected a Hugging Face model. Check the path."
+            f"{directory} has no config.json; expected a Hugging Face model. Check the path.",
+            reason="missing",
+            key=str(path),
         )
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from error
+        raise ModelError(
+            f"{path} is not readable JSON: {error}", reason="malformed", key=str(path)
+        ) from error
     family = fields.get("model_type")
     if family not in _ARCHITECTURES:
         raise ModelError(
             f"{path} says model_type={family!r}; expected one of {sorted(_ARCHITECTURES)}. "
-            "Choose a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family."
+            "Choose a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
+            reason="unsupported",
+            key="model_type",
         )
     missing = [name for name in _REQUIRED if name not in fields]
     if missing:
-        raise ModelError(f"{path} lacks {missing}; expected the whole config. Download it again.")
+        raise ModelError(
+            f"{path} lacks {missing}; expected the whole config. Download it again.",
+            reason="missing",
+            key=missing[0],
+        )
     _refuse_variants(path, fields)
     heads = fields["num_attention_heads"]
     theta, scaling = _read_rope(path, fields)
@@ -80,7 +90,9 @@ def _refuse_variants(path: Path, fields: dict[str, Any]) -> None:
         if fields.get(name, value) != value:
             raise ModelError(
                 f"{path} says {name}={str(fields[name])[:80]}; expected {value!r}, all that this "
-                "decoder computes. Choose another model."
+                "decoder computes. Choose another model.",
+                reason="unsupported",
+                key=name,
             )
 
 
@@ -93,7 +105,10 @@ def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling |
         return theta, None
     if kind != "llama3":
         raise ModelError(
-            f"{path} says rope_type={kind!r}; expected 'default' or 'llama3'. Choose another model."
+            f"{path} says rope_type={kind!r}; expected 'default' or 'llama3'. "
+            "Choose another model.",
+            reason="unsupported",
+            key="rope_type",
         )
     return theta, RopeScaling(
         factor=float(rope["factor"]),
@@ -111,7 +126,9 @@ def read_params(directory: Path, config: DecoderConfig, dtype: Any) -> Params:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ModelError(
-            f"{directory} has no weights; expected *.safetensors. Download the model again."
+            f"{directory} has no weights; expected *.safetensors. Download the model again.",
+            reason="missing",
+            key="*.safetensors",
         )
     wanted = {place.hf: place for place in places(config)}
     leaves = {}
@@ -122,7 +139,9 @@ def read_params(directory: Path, config: DecoderConfig, dtype: Any) -> Params:
     if missing:
         raise ModelError(
             f"{directory} lacks {len(missing)} of {len(wanted)} weights, {missing[0]} among them; "
-            "expected all in its *.safetensors files. Download the model again."
+            "expected all in its *.safetensors files. Download the model again.",
+            reason="missing",
+            key=missing[0],
         )
     return unflatten(leaves)
 
@@ -134,7 +153,11 @@ def _tensors(files: list[Path], wanted: set[str]) -> Iterator[tuple[str, np.ndar
                 for name in sorted(wanted.intersection(opened.keys())):
                     yield name, np.asarray(opened.get_tensor(name))
         except safetensors.SafetensorError as error:
-            raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+            raise ModelError(
+                f"{path} is not a readable safetensors file: {error}",
+                reason="malformed",
+                key=str(path),
+            ) from error
 
 
 def write(directory: Path, config: DecoderConfig, params: Params, eos_ids: frozenset[int]) -> None:

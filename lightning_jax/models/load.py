@@ -65,7 +65,7 @@ def load_model(
             with _on_host():
                 params = gguf_format.read_params(reader, config, dtype)
     except tokenizer.TokenizerError as error:
-        raise ModelError(str(error)) from error
+        raise ModelError(str(error), reason=error.reason, key=error.key) from error
     jax.block_until_ready(params)
     logger.info("loaded %s from %s in %.1f s", name, path, time.monotonic() - started)
     config = replace(config, activation_dtype=activation_dtype)
@@ -84,7 +84,9 @@ def load_like(model: LoadedModel, name: str) -> LoadedModel:
         raise ModelError(
             f"model {name!r} has another {'vocabulary' if same_shape else 'shape'} than "
             f"{model.name!r}; expected the same, as both are policies of one run. Use a model that "
-            "was trained from it."
+            "was trained from it.",
+            reason="mismatch",
+            key="vocabulary" if same_shape else "shape",
         )
     return other
 
@@ -107,7 +109,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             return tokenizer.from_hf(path)
         return tokenizer.from_gguf(gguf_format.open_file(path))
     except tokenizer.TokenizerError as error:
-        raise ModelError(str(error)) from error
+        raise ModelError(str(error), reason=error.reason, key=error.key) from error
 
 
 def _on_host() -> contextlib.AbstractContextManager[None]:
@@ -128,7 +130,9 @@ def _resolve(name: str) -> Path:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelError(
             f"model {name!r} does not exist; expected a Hugging Face directory or hub id, a .gguf "
-            f"file, or {SMOLLM2!r}. Check model.name."
+            f"file, or {SMOLLM2!r}. Check model.name.",
+            reason="not_found",
+            key=name,
         )
     return _download(name)
 
@@ -148,7 +152,9 @@ def _download(hub_id: str) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"model {hub_id!r} is no local directory and cannot be fetched from the hub "
-            f"({reason}); check the name and the network, or give the directory of a copy."
+            f"({reason}); check the name and the network, or give the directory of a copy.",
+            reason="unreachable",
+            key=hub_id,
         ) from error
 
 

@@ -33,7 +33,9 @@ class Place:
         if ours.shape != self.shape:
             raise ModelError(
                 f"weight {name} has shape {array.shape}; expected {self.shape} from the config "
-                f"({'transposed' if self.transpose else 'as it is'}). Check that both belong."
+                f"({'transposed' if self.transpose else 'as it is'}). Check that both belong.",
+                reason="mismatch",
+                key=name,
             )
         return jnp.asarray(np.ascontiguousarray(ours), dtype)
 

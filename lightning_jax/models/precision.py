@@ -43,6 +43,11 @@ def _faster(model: ModelConfig, float32_s: float, bfloat16_s: float) -> ModelCon
         *PRODUCT,
         1e3 * float32_s,
         1e3 * bfloat16_s,
+        extra={
+            "event": "dtype_chosen",
+            "dtype": "bfloat16" if is_narrow else "float32",
+            "product": PRODUCT,
+        },
     )
     if is_narrow:
         return replace(model, dtype="bfloat16", activation_dtype="float32")

@@ -60,7 +60,9 @@ def make_mesh(
         raise ConfigError(
             f"{section} {wanted} does not fit {len(devices)} devices; expected sizes whose product "
             f"is at most {len(devices)}, one of them may be -1. Change {section}.* in the config"
-            f"{f', or {section}.first_device' if config.first_device else ''}."
+            f"{f', or {section}.first_device' if config.first_device else ''}.",
+            reason="mismatch",
+            key=section,
         )
     types = (AxisType.Auto,) * len(AXES)
     if math.prod(sizes) == len(jax.devices()) and devices == jax.devices():
@@ -98,7 +100,9 @@ def serving_mesh(
     if mesh.size != len(own):
         raise ConfigError(
             f"serve.mesh takes {mesh.size} devices; expected all {len(own)} of process 0, because "
-            "there are several processes. Change serve.mesh.* in the config."
+            "there are several processes. Change serve.mesh.* in the config.",
+            reason="mismatch",
+            key="serve.mesh",
         )
     return mesh
 

@@ -108,7 +108,9 @@ class Tokenizer:
         if self.template is None:
             raise chat_template.TemplateError(
                 "this model has no chat template; expected one in tokenizer_config.json, "
-                "chat_template.jinja or the GGUF metadata. Use an instruct model."
+                "chat_template.jinja or the GGUF metadata. Use an instruct model.",
+                reason="missing",
+                key="chat_template",
             )
         return chat_template.render(
             self.template,
@@ -155,12 +157,16 @@ def from_hf(directory: Path) -> Tokenizer:
     if not path.is_file():
         raise TokenizerError(
             f"{directory} has no tokenizer.json; expected a fast tokenizer's file beside the "
-            "weights. Save it there with transformers' AutoTokenizer."
+            "weights. Save it there with transformers' AutoTokenizer.",
+            reason="missing",
+            key=str(path),
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises nothing narrower
-        raise TokenizerError(f"{path} is not a readable tokenizer: {error}") from error
+        raise TokenizerError(
+            f"{path} is not a readable tokenizer: {error}", reason="malformed", key=str(path)
+        ) from error
     # Truncation or padding left over from training would cut or lengthen every prompt.
     backend.no_truncation()
     backend.no_padding()
@@ -197,7 +203,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise TokenizerError(f"{path} is not readable JSON: {error}") from error
+        raise TokenizerError(
+            f"{path} is not readable JSON: {error}", reason="malformed", key=str(path)
+        ) from error
 
 
 def _token_text(token: str | Mapping[str, Any]) -> str:

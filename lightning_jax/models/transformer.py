@@ -29,6 +29,7 @@ from lightning_jax.models import attention
 from lightning_jax.models.attention import RopeScaling
 from lightning_jax.models.cache import KVCache, attend_cache, make_cache, write_cache
 from lightning_jax.models.matmul import matmul, matmul_turned, product
+from lightning_jax.types import InvalidValue
 
 Params = dict[str, Any]
 Gather = Callable[[Params], Params]  # gathers all weights, or those of one layer, for use
@@ -61,13 +62,17 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise InvalidValue(
                 f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; "
-                "expected each key head to serve the same number of query heads."
+                "expected each key head to serve the same number of query heads.",
+                reason="mismatch",
+                key="num_heads",
             )
         if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim is {self.head_dim}; expected an even number, rotary pairs need it."
+            raise InvalidValue(
+                f"head_dim is {self.head_dim}; expected an even number, rotary pairs need it.",
+                reason="invalid",
+                key="head_dim",
             )
 
 
@@ -307,10 +312,12 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
     row. Raises ValueError unless rows choose adapters exactly when the model has several.
     """
     if (config.num_adapters is None) != (adapters is None):
-        raise ValueError(
+        raise InvalidValue(
             f"the model has num_adapters={config.num_adapters} and the rows "
             f"{'choose none' if adapters is None else 'choose one'}; expected a choice for each "
-            "row if, and only if, there are several."
+            "row if, and only if, there are several.",
+            reason="missing" if adapters is None else "conflict",
+            key="adapters",
         )
     gather = gather or _as_it_is
     if remat and cache is None:

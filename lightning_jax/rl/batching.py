@@ -20,6 +20,7 @@ from lightning_jax.types import (
     Advantage,
     Batch,
     DistinctTargets,
+    InvalidValue,
     StateBatch,
     StateValues,
     TrainingSequence,
@@ -83,9 +84,11 @@ def make_sequences(
     ):
         group = groups.setdefault(trajectory.group_id, len(groups))
         if len(values) != len(trajectory.transitions):
-            raise ValueError(
+            raise InvalidValue(
                 f"rollout {trajectory.rollout_id!r} has {len(values)} advantages for "
-                f"{len(trajectory.transitions)} calls; expected one each."
+                f"{len(trajectory.transitions)} calls; expected one each.",
+                reason="mismatch",
+                key=trajectory.rollout_id,
             )
         for transition, advantage, weight, of_call in zip(
             trajectory.transitions, values, calls, of_calls, strict=True

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from lightning_jax.rl.values import CallValues, rollout_gae
-from lightning_jax.types import Advantage, Trajectory
+from lightning_jax.types import Advantage, InvalidValue, Trajectory
 
 
 def assign_credit(
@@ -32,9 +32,11 @@ def assign_credit(
     """
     for transition in trajectory.transitions:
         if not math.isfinite(transition.reward):
-            raise ValueError(
+            raise InvalidValue(
                 f"call {transition.call_id!r} of rollout {trajectory.rollout_id!r} has reward "
-                f"{transition.reward}; expected a finite number."
+                f"{transition.reward}; expected a finite number.",
+                reason="not_finite",
+                key=transition.call_id,
             )
     if scheme == "identical":
         whole = trajectory.reward + math.fsum(t.reward for t in trajectory.transitions)
@@ -47,9 +49,11 @@ def assign_credit(
             trajectory, values, per_token=per_token, discount=discount, lam=gae_lambda
         )
         return tuple(advantages if per_token else advantages[0] for advantages, _ in calls)
-    raise ValueError(
+    raise InvalidValue(
         f"credit scheme is {scheme!r}; expected identical, per_step, turn_groups, learned or "
-        "learned_token."
+        "learned_token.",
+        reason="unknown",
+        key="scheme",
     )
 
 

@@ -18,7 +18,7 @@ from lightning_jax.rl.ratios import (
     level_log_ratio,
 )
 from lightning_jax.rl.surrogates import SURROGATES
-from lightning_jax.types import Batch
+from lightning_jax.types import Batch, InvalidValue
 
 Metrics = dict[str, Float[Array, ""]]
 TokenMetrics = dict[str, Float[Array, "B R"]]
@@ -126,12 +126,16 @@ def is_maximum(name: str) -> bool:
 
 def _check_given(algorithm: AlgorithmConfig, ref_logprobs: object, entropy: object) -> None:
     if algorithm.kl_coef > 0.0 and ref_logprobs is None:
-        raise ValueError(
-            f"kl_coef is {algorithm.kl_coef} without ref_logprobs; pass them or set it to 0."
+        raise InvalidValue(
+            f"kl_coef is {algorithm.kl_coef} without ref_logprobs; pass them or set it to 0.",
+            reason="missing",
+            key="ref_logprobs",
         )
     if algorithm.entropy_coef > 0.0 and entropy is None:
-        raise ValueError(
-            f"entropy_coef is {algorithm.entropy_coef} without entropy; pass it or set it to 0."
+        raise InvalidValue(
+            f"entropy_coef is {algorithm.entropy_coef} without entropy; pass it or set it to 0.",
+            reason="missing",
+            key="entropy",
         )
 
 

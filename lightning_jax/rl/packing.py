@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int
 
+from lightning_jax.types import InvalidValue
+
 Path = Int[np.ndarray, " _"]  # token ids; " _" because paths of one list differ in length
 
 
@@ -96,9 +98,10 @@ def pack_rows(forest: PathForest, *, max_nodes: int, max_targets: int) -> list[R
     """
     limits = (max_nodes, max_targets)
     if (forest.lengths > max_nodes).any() or (forest.num_targets > max_targets).any():
-        raise ValueError(
+        raise InvalidValue(
             f"a path of {forest.lengths.max()} nodes or {forest.num_targets.max()} targets fits no "
-            f"row of {max_nodes} nodes and {max_targets} targets; drop it before packing."
+            f"row of {max_nodes} nodes and {max_targets} targets; drop it before packing.",
+            reason="too_large",
         )
     return _dissolve(forest, _pack_subtrees(forest, limits), limits)
 

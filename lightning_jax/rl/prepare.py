@@ -8,7 +8,7 @@ from lightning_jax.rl.batching import drop_stale, make_sequences
 from lightning_jax.rl.credit import punish_overlong
 from lightning_jax.rl.preferences import make_pairs, pair_sequences
 from lightning_jax.rl.values import CallValues, learnable_states
-from lightning_jax.types import TrainingSequence, Trajectory
+from lightning_jax.types import InvalidValue, TrainingSequence, Trajectory
 
 
 def prepare_step(
@@ -44,7 +44,11 @@ def prepare_step(
     states = None
     if algorithm.has_critic:
         if values is None:
-            raise ValueError(f"credit {algorithm.credit} got no values; measure them first.")
+            raise InvalidValue(
+                f"credit {algorithm.credit} got no values; measure them first.",
+                reason="missing",
+                key="values",
+            )
         states, of_values = learnable_states(trajectories, values, algorithm)
         _, states, _ = drop_stale(trajectories, states, **limits)
         metrics |= of_values

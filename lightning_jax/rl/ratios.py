@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from lightning_jax.rl.calls import call_means, call_sums
-from lightning_jax.types import Batch
+from lightning_jax.types import Batch, InvalidValue
 
 # Keeps exp() finite in float32. A token beyond it is hopelessly off-policy and gets no gradient.
 MAX_LOG_RATIO = 20.0
@@ -35,7 +35,9 @@ def kl_estimate(log_ratio: Float[Array, "B R"], estimator: str = "k3") -> Float[
         # Near x = 0, where sampler and trainer agree, exp(x) - 1 would be only rounding error.
         log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         return jnp.minimum(jnp.expm1(log_ratio) - log_ratio, MAX_K3)
-    raise ValueError(f"KL estimator is {estimator!r}; expected k1, k2 or k3.")
+    raise InvalidValue(
+        f"KL estimator is {estimator!r}; expected k1, k2 or k3.", reason="unknown", key="estimator"
+    )
 
 
 def level_log_ratio(
@@ -53,7 +55,11 @@ def level_log_ratio(
         return call_sums(log_ratio, batch.target_calls)
     if level == "sequence_mean":
         return call_means(log_ratio, batch.target_calls, batch.target_mask)
-    raise ValueError(f"level is {level!r}; expected token, sequence or sequence_mean.")
+    raise InvalidValue(
+        f"level is {level!r}; expected token, sequence or sequence_mean.",
+        reason="unknown",
+        key="level",
+    )
 
 
 def correction_weights(
@@ -73,7 +79,9 @@ def correction_weights(
         inside = (ratio >= low) & (ratio <= high)
         share = {"train/correction_masked_share": _as_float(~inside)}
         return jnp.where(inside, ratio, 0.0), metrics | share
-    raise ValueError(f"correction is {kind!r}; expected truncate or mask.")
+    raise InvalidValue(
+        f"correction is {kind!r}; expected truncate or mask.", reason="unknown", key="kind"
+    )
 
 
 def _as_float(flags: Bool[Array, "B R"]) -> Float[Array, "B R"]:

@@ -21,7 +21,7 @@ from lightning_jax.rl.losses import Metrics
 from lightning_jax.rl.objectives import Objective, metric_names
 from lightning_jax.rl.several import Several, choose, kept_updates
 from lightning_jax.rl.train_state import TrainState, place_scalar
-from lightning_jax.types import Batch
+from lightning_jax.types import Batch, InvalidValue
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,11 @@ def update(
     policies, those not `present` are unchanged. Raises ValueError without a microbatch.
     """
     if not batches:
-        raise ValueError("update got 0 microbatches; expected at least 1, skip the step instead.")
+        raise InvalidValue(
+            "update got 0 microbatches; expected at least 1, skip the step instead.",
+            reason="empty",
+            key="batches",
+        )
     head = None if state.critic is None else state.critic.head
     grads, metrics = zero_accumulators(
         functions, state.params, with_reference=ref_params is not None, head=head

@@ -5,7 +5,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from lightning_jax.types import StateValues, TrainingSequence, Trajectory, Transition
+from lightning_jax.types import InvalidValue, StateValues, TrainingSequence, Trajectory, Transition
 
 
 def token_weights(
@@ -34,8 +34,10 @@ def token_weights(
     elif aggregation == "constant":
         return [(1.0 / (divisor * max(num_rollouts, 1)),) * len(calls) for calls in counts]
     else:
-        raise ValueError(
-            f"aggregation is {aggregation!r}; expected rollout, token, call or constant."
+        raise InvalidValue(
+            f"aggregation is {aggregation!r}; expected rollout, token, call or constant.",
+            reason="unknown",
+            key="aggregation",
         )
     return [tuple(1.0 / max(share, 1) for share in calls) for calls in shares]
 

@@ -41,6 +41,7 @@ def test_values_by_hand(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
+# What the model is told: other words are another environment.
 @pytest.mark.parametrize(
     "expression, message",
     [

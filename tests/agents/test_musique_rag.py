@@ -24,6 +24,7 @@ pytest.importorskip("agents.run", reason="needs openai-agents, of the extra musi
 
 import musique_rag
 from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError
+from coded import raises_coded
 
 PROGRAM = str(musique_rag.__file__)
 FOUND = [
@@ -217,15 +218,17 @@ async def test_nothing_found_is_told_to_the_model() -> None:
 
 @pytest.mark.parametrize("answer", [500, {"no": "paragraphs"}, [], "text"])
 async def test_a_broken_search_is_not_the_agents_doing(answer: Any) -> None:
-    async with serving([query("a"), "x"], Search(answer)) as (_, _, task, llm):
-        with pytest.raises(ConnectionError, match=r"the search at http.* gave no answer"):
+    async with serving([query("a"), "x"], Search(answer)) as (_, search, task, llm):
+        with pytest.raises(ConnectionError) as caught:
             await musique_rag.run(task, llm)
+        assert type(caught.value) is ConnectionError and search.url in str(caught.value)
 
 
 async def test_a_search_that_is_gone_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving([query("a"), "x"]) as (_, _, task, llm):
-        with pytest.raises(ConnectionError, match="gave no answer"):
+        with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9") as caught:
             await musique_rag.run(task | {"search_url": "http://127.0.0.1:9"}, llm)
+        assert type(caught.value) is ConnectionError
     monkeypatch.setattr(musique_rag, "SEARCH_TIMEOUT_S", 0.2)
     async with serving([query("a"), "x"], Search(None)) as (_, search, task, llm):
         with pytest.raises(ConnectionError, match="TimeoutError"):
@@ -299,7 +302,7 @@ async def test_demonstrations_show_what_a_rollout_shows() -> None:
 
 
 async def test_a_demonstration_without_search_says_so() -> None:
-    with pytest.raises(ConnectionError, match=r"the search at http://127\.0\.0\.1:9 gave no ans"):
+    with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9"):
         musique_rag.demonstrate([TASK | {"search_url": "http://127.0.0.1:9"}])
 
 
@@ -308,8 +311,9 @@ def test_without_its_framework_the_extra_is_named(
 ) -> None:
     copy = shutil.copy(PROGRAM, tmp_path)
     monkeypatch.setitem(sys.modules, "agents", None)
-    with pytest.raises(ConfigError, match=r"needs openai-agents; .*lightning-jax\[musique\]"):
+    with raises_coded(ConfigError, "not_loaded") as caught:
         load_agent(f"{copy}:run")
+    assert "openai-agents" in str(caught.value) and "lightning-jax[musique]" in str(caught.value)
 
 
 async def _by_hand(*arguments: str) -> tuple[int, str, str]:
@@ -333,4 +337,4 @@ async def test_by_hand() -> None:
         assert out.splitlines()[0] == '[search] {"query": "Lap Engine"}'
         assert out.endswith("\n<answer>Glasgow</answer>\n")
     code, _, err = await _by_hand(*where)  # the servers are closed
-    assert code == 1 and err.startswith("no answer: APIConnectionError") and err.count("\n") == 1
+    assert code == 1 and "APIConnectionError" in err and err.count("\n") == 1

@@ -87,7 +87,7 @@ def test_wrong_answers(gold: str, reply: str) -> None:
 
 
 def test_a_task_without_a_number_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'none of these'; expected a number"):
+    with pytest.raises(ValueError, match="'none of these'"):
         reward("none of these", "5")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 import spider_sql
+from coded import raises_coded
 from scripted_server import serving
 
 from lightning_jax.config import ConfigError
@@ -270,5 +271,6 @@ def test_without_its_framework_the_extra_is_named(
 ) -> None:
     copy = shutil.copy(PROGRAM, tmp_path)
     monkeypatch.setitem(sys.modules, "langgraph.graph", None)
-    with pytest.raises(ConfigError, match=r"needs LangGraph and .*the extra spider"):
+    with raises_coded(ConfigError, "not_loaded") as caught:
         load_agent(f"{copy}:run")
+    assert "LangGraph" in str(caught.value) and "[spider]" in str(caught.value)

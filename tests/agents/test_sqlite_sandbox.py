@@ -109,7 +109,7 @@ def test_deep_parentheses_are_refused_or_answered(task: dict[str, Any]) -> None:
 )
 def test_an_endless_query_is_stopped(task: dict[str, Any], sql: str) -> None:
     start = time.monotonic()
-    with pytest.raises(QueryError, match=r"took over 0\.2 seconds"):
+    with pytest.raises(QueryError, match=r"0\.2"):
         run_query(task["db_path"], sql, time_limit_s=0.2)
     assert time.monotonic() - start < 5
 
@@ -137,8 +137,8 @@ ONE_LONG_STEP = (
 
 def test_one_long_step_is_stopped(task: dict[str, Any]) -> None:
     start = time.monotonic()
-    with pytest.raises(QueryError, match=r"took over 0\.2 seconds"):
-        run_query(task["db_path"], ONE_LONG_STEP, time_limit_s=0.2)
+    with pytest.raises(QueryError, match=r"0\.05"):
+        run_query(task["db_path"], ONE_LONG_STEP, time_limit_s=0.05)
     assert time.monotonic() - start < 5
     assert run_query(task["db_path"], "SELECT 1").rows == [(1,)]
 
@@ -294,7 +294,7 @@ def test_reward(task: dict[str, Any], gold: str, sql: str, expected: float) -> N
 
 
 def test_a_broken_gold_query_is_reported(task: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="gold query of task 'pets_0' fails"):
+    with pytest.raises(ValueError, match="'pets_0'"):
         reward(task | {"query": "SELECT nme FROM pet"}, "SELECT 1")
 
 

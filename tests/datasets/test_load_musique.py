@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coded import raises_coded
 
 from lightning_jax.config import DataConfig
 from lightning_jax.datasets.files import DatasetError
@@ -183,69 +184,87 @@ def _question(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], No
 
 
 @pytest.mark.parametrize(
-    "spoil, message",
+    "spoil, reason, key, place",
     [
-        (_question(lambda row: row.pop("answer")), r"train\.jsonl\.gz:2: answer is None"),
-        (_question(lambda row: row.update(question=7)), r":2: question is 7"),
-        (_question(lambda row: row.update(id="q0")), r":2: id 'q0' was used before"),
-        (_question(lambda row: row.update(answer_aliases="x")), r":2: answer_aliases is 'x'"),
-        (_question(lambda row: row.update(decomposition=[])), r":2: decomposition is \[\]"),
-        (_question(lambda row: row.update(decomposition=[1])), r":2: a hop is 1"),
+        (_question(lambda row: row.pop("answer")), "invalid", "answer", "train.jsonl.gz:2"),
+        (_question(lambda row: row.update(question=7)), "invalid", "question", ":2"),
+        (_question(lambda row: row.update(id="q0")), "duplicate", "id", ":2"),
+        (
+            _question(lambda row: row.update(answer_aliases="x")),
+            *("wrong_type", "answer_aliases", ":2"),
+        ),
+        (
+            _question(lambda row: row.update(decomposition=[])),
+            *("wrong_type", "decomposition", ":2"),
+        ),
+        (
+            _question(lambda row: row.update(decomposition=[1])),
+            *("wrong_type", "decomposition", ":2"),
+        ),
         (
             _question(lambda row: row["decomposition"][0].update(pid="p9")),
-            r":2: pid 'p9' is not in the corpus",
+            *("unknown", "pid", ":2"),
         ),
-        (lambda root: _jsonl(root / "train.jsonl.gz", ["{"]), r"gz:1 is not JSON"),
-        (lambda root: _jsonl(root / "train.jsonl.gz", []), r"gives 0 train tasks"),
-        (lambda root: (root / "train.jsonl.gz").unlink(), r"train\.jsonl\.gz does not exist"),
+        (lambda root: _jsonl(root / "train.jsonl.gz", ["{"]), "malformed", None, "gz:1"),
+        (lambda root: _jsonl(root / "train.jsonl.gz", []), "empty", "train", ""),
+        (lambda root: (root / "train.jsonl.gz").unlink(), "not_found", None, "train.jsonl.gz"),
         (
             lambda root: _jsonl(root / "corpus.jsonl.gz", [{"pid": "p", "text": "x"}]),
-            r"corpus\.jsonl\.gz:1: title is None",
+            *("wrong_type", "title", "corpus.jsonl.gz:1"),
         ),
         (
             lambda root: _jsonl(
                 root / "corpus.jsonl.gz", [{"pid": "p", "title": "", "text": "x"}] * 2
             ),
-            r"corpus\.jsonl\.gz:2: pid 'p' was used before",
+            *("duplicate", "pid", "corpus.jsonl.gz:2"),
         ),
-        (lambda root: (root / "corpus.jsonl.gz").unlink(), r"has neither corpus\.jsonl\.gz"),
+        (
+            lambda root: (root / "corpus.jsonl.gz").unlink(),
+            *("not_found", "data.root", "corpus.jsonl.gz"),
+        ),
     ],
 )
 def test_broken_compact_files_are_one_sentence(
-    compact: Path, tmp_path: Path, spoil: Callable[[Path], None], message: str
+    compact: Path,
+    tmp_path: Path,
+    spoil: Callable[[Path], None],
+    reason: str,
+    key: str | None,
+    place: str,
 ) -> None:
     spoil(compact)
-    with pytest.raises(DatasetError, match=message) as error:
+    with raises_coded(DatasetError, reason, key) as caught:
         load_musique(compact, "train", ALL, tmp_path / "cache")
-    assert "\n" not in str(error.value)
+    assert place in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "changes, reason, key",
     [
-        ({"paragraphs": None}, r"train\.jsonl:1: paragraphs is no list"),
-        ({"paragraphs": [{"idx": 0, "title": "x"}]}, r":1: paragraph_text is None"),
-        ({"paragraphs": [{"idx": 0, "paragraph_text": "x"}]}, r":1: a title is None"),
-        ({"question_decomposition": "x"}, r":1: question_decomposition is no list"),
-        ({"question": ""}, r":1: question is ''"),
+        ({"paragraphs": None}, "wrong_type", "paragraphs"),
+        ({"paragraphs": [{"idx": 0, "title": "x"}]}, "invalid", "paragraph_text"),
+        ({"paragraphs": [{"idx": 0, "paragraph_text": "x"}]}, "wrong_type", "title"),
+        ({"question_decomposition": "x"}, "wrong_type", "question_decomposition"),
+        ({"question": ""}, "invalid", "question"),
     ],
 )
 def test_broken_released_files_are_one_sentence(
-    released: Path, tmp_path: Path, changes: dict[str, Any], message: str
+    released: Path, tmp_path: Path, changes: dict[str, Any], reason: str, key: str
 ) -> None:
     _write_released(released, "train", [_released_row(0, **changes)])
-    with pytest.raises(DatasetError, match=message) as error:
+    with raises_coded(DatasetError, reason, key) as caught:
         load_musique(released, "train", ALL, tmp_path / "cache")
-    assert "\n" not in str(error.value)
+    assert "train.jsonl:1" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_what_is_missing_is_named(released: Path, tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="split is 'test'"):
+    with raises_coded(DatasetError, "unknown", "split"):
         load_musique(released, "test", ALL, tmp_path)
-    with pytest.raises(DatasetError, match="has neither"):
+    with raises_coded(DatasetError, "not_found", "data.root"):
         load_musique(tmp_path / "no", "train", ALL, tmp_path)
-    (released / "musique_ans_v1.0_dev.jsonl").unlink()
-    with pytest.raises(DatasetError, match=r"_dev\.jsonl is not readable"):
+    path = released / "musique_ans_v1.0_dev.jsonl"
+    path.unlink()
+    with raises_coded(DatasetError, "unreadable", str(path)):
         load_musique(released, "train", ALL, tmp_path)
 
 

@@ -2,7 +2,7 @@
 
 import re
 
-import pytest
+from coded import raises_coded
 
 from lightning_jax.config import DataConfig
 from lightning_jax.datasets.files import DatasetError
@@ -32,5 +32,5 @@ def test_they_are_always_the_same_and_left_out_ones_are_counted() -> None:
 
 
 def test_they_are_not_read_from_a_folder() -> None:
-    with pytest.raises(DatasetError, match="expected null"):
+    with raises_coded(DatasetError, "unsupported", "data.root"):
         load_sums("/data", "train", DataConfig(), "")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import transformers
+from coded import raises_coded
 
 from lightning_jax.models import load
 from lightning_jax.models.attention import RopeScaling, rope_frequencies
@@ -139,88 +140,82 @@ def test_a_gguf_file_loads(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "key"),
     [
         (
             lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN),
-            r"says rope\.scaling\.type=yarn; expected plain positions",
+            "rope.scaling.type",
         ),
-        (
-            lambda writer: writer.add_float32("qwen3.rope.scale_linear", 4.0),
-            r"says rope\.scale_linear=4; expected plain positions",
-        ),
+        (lambda writer: writer.add_float32("qwen3.rope.scale_linear", 4.0), "rope.scale_linear"),
     ],
 )
-def test_a_gguf_file_with_stretched_positions_is_refused(more, words, tmp_path):
+def test_a_gguf_file_with_stretched_positions_is_refused(more, key, tmp_path):
     _write_gguf(tmp_path / "long.gguf", _variant("qwen3"), more)
-    with pytest.raises(ModelError, match=words):
+    with raises_coded(ModelError, "unsupported", key):
         load_model(str(tmp_path / "long.gguf"))
 
 
 def test_wrong_gguf_files_are_refused(tmp_path):
-    with pytest.raises(ModelError, match="does not exist; expected a GGUF file"):
+    with raises_coded(ModelError, "not_found", str(tmp_path / "none.gguf")):
         load_model(str(tmp_path / "none.gguf"))
     (tmp_path / "bad.gguf").write_bytes(b"not a model, only some bytes of text")
-    with pytest.raises(ModelError, match="is not a readable GGUF file"):
+    with raises_coded(ModelError, "malformed", str(tmp_path / "bad.gguf")):
         load_model(str(tmp_path / "bad.gguf"))
     mamba = dataclasses.replace(TINY, config=dataclasses.replace(TINY.config, family="mamba"))
     _write_gguf(tmp_path / "mamba.gguf", mamba)
-    with pytest.raises(ModelError, match="architecture is 'mamba'; expected one of"):
+    with raises_coded(ModelError, "unsupported", "general.architecture"):
         load_model(str(tmp_path / "mamba.gguf"))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "reason", "key"),
     [
-        ({"model_type": "gpt_oss"}, "model_type='gpt_oss'; expected one of"),
-        ({"hidden_size": None}, r"lacks \['hidden_size'\]"),
-        ({"attention_bias": True}, "attention_bias=True; expected False"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "'quant_method': 'fp8'}; expected None"),
+        ({"model_type": "gpt_oss"}, "unsupported", "model_type"),
+        ({"hidden_size": None}, "missing", "hidden_size"),
+        ({"attention_bias": True}, "unsupported", "attention_bias"),
         (
-            {"rope_scaling": {"rope_type": "yarn"}},
-            "rope_type='yarn'; expected 'default' or 'llama3'",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "unsupported",
+            "quantization_config",
         ),
-        (
-            {"intermediate_size": 65},
-            r"down_proj.weight has shape \(32, 64\); expected \(65, 32\) from the config",
-        ),
-        ({"num_hidden_layers": 3}, "lacks 9 of 29 weights"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "unsupported", "rope_type"),
+        ({"intermediate_size": 65}, "mismatch", "model.layers.0.mlp.down_proj.weight"),
+        ({"num_hidden_layers": 3}, "missing", "model.layers.2.input_layernorm.weight"),
     ],
 )
-def test_wrong_configs_are_refused(change, message, tmp_path):
+def test_wrong_configs_are_refused(change, reason, key, tmp_path):
     save_hf(tmp_path / "model", TINY)
     path = tmp_path / "model" / "config.json"
     fields = json.loads(path.read_text()) | change
     path.write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
-    with pytest.raises(ModelError, match=message):
+    with raises_coded(ModelError, reason, key):
         load_model(str(tmp_path / "model"))
 
 
 def test_wrong_directories_and_names_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(ModelError, match=r"has no config\.json"):
+    with raises_coded(ModelError, "missing", str(tmp_path / "config.json")):
         load_model(str(tmp_path))
     save_hf(tmp_path / "model", TINY)
     weights = tmp_path / "model" / "model.safetensors"
     assert weights.stat().st_mode == (tmp_path / "model" / "config.json").stat().st_mode
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ModelError, match="is not a readable safetensors file"):
+    with raises_coded(ModelError, "malformed", str(weights)):
         load_model(str(tmp_path / "model"))
     weights.unlink()
-    with pytest.raises(ModelError, match=r"has no weights; expected \*\.safetensors"):
+    with raises_coded(ModelError, "missing", "*.safetensors"):
         load_model(str(tmp_path / "model"))
-    with pytest.raises(ModelError, match="does not exist; expected a Hugging Face directory"):
+    with raises_coded(ModelError, "not_found", "no-such-model"):
         load_model("no-such-model")
-    with pytest.raises(ModelError, match="does not exist"):
+    with raises_coded(ModelError, "not_found", "./no/such"):
         load_model("./no/such")
 
     def offline(*args, **options):
         raise OSError("the network is down")
 
     monkeypatch.setattr(load.huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(
-        ModelError, match=r"cannot be fetched from the hub\s+\(the network is down\)"
-    ):
+    with raises_coded(ModelError, "unreachable", "someone/something") as caught:
         load_model("someone/something")
+    assert "the network is down" in str(caught.value)
 
 
 def test_the_known_name_falls_back_to_the_hub_without_the_package(tmp_path, monkeypatch):
@@ -256,11 +251,11 @@ def test_a_model_like_another_has_its_shape_and_vocabulary(tmp_path):
     half = load_model(str(tmp_path / "same"), "bfloat16")
     _assert_equal(load_like(half, str(tmp_path / "same")), half)
     save_hf(tmp_path / "shape", tiny_model(num_layers=1))
-    with pytest.raises(ModelError, match=r"shape' has another shape than 'tiny'; expected"):
+    with raises_coded(ModelError, "mismatch", "shape"):
         load_like(TINY, str(tmp_path / "shape"))
     file = tmp_path / "same" / "tokenizer.json"
     file.write_text(file.read_text().replace("<|im_end|>", "<|im_over|>"))
-    with pytest.raises(ModelError, match=r"same' has another vocabulary than 'tiny'"):
+    with raises_coded(ModelError, "mismatch", "vocabulary"):
         load_like(TINY, str(tmp_path / "same"))
 
 
@@ -270,5 +265,5 @@ def test_a_tokenizer_needs_no_weights(tmp_path):
     text = "<|im_end|>é"
     assert load_tokenizer(str(tmp_path)).encode(text) == TINY.tokenizer.encode(text)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+    with raises_coded(ModelError, "missing", str(tmp_path / "tokenizer.json")):
         load_tokenizer(str(tmp_path))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from coded import raises_coded
 
 from lightning_jax.config import Config, ConfigError, MeshConfig, load_config
 from lightning_jax.config_sections import KERNELS, LoraConfig
@@ -105,17 +106,10 @@ def test_only_the_targets_have_adapters():
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("targets=[q,head]", "targets is .*'head'.*; expected some of q, k, v, o, gate, up, down"),
-        ("targets=[]", "expected some of q"),
-        ("targets=[q,q]", "each once"),
-        ("rank=-1", "rank is -1; expected 0"),
-        ("alpha=0", "alpha is 0.0; expected a positive number"),
-    ],
+    "setting", ["targets=[q,head]", "targets=[]", "targets=[q,q]", "rank=-1", "alpha=0"]
 )
-def test_wrong_settings_give_one_sentence(setting, words):
-    with pytest.raises(ConfigError, match=words):
+def test_wrong_settings_are_refused(setting):
+    with raises_coded(ConfigError, "invalid", f"model.lora.{setting.partition('=')[0]}"):
         load_config(Config, [f"model.lora.{setting}"])
     made = load_config(Config, ["model.lora.rank=4", "model.lora.targets=[q,v]"]).model.lora
     assert made == LoraConfig(rank=4, targets=("q", "v")) and hash(made)

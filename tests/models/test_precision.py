@@ -1,10 +1,13 @@
 """Tests of `model.dtype: auto`."""
 
 import pytest
+from coded import raises_coded
+from log_events import records
 
 from lightning_jax.config_sections import ModelConfig
 from lightning_jax.models import precision
 from lightning_jax.models.precision import settle
+from lightning_jax.types import InvalidValue
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
@@ -41,11 +44,12 @@ def test_processes_agree_without_measuring(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_measurement_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    assert settle(ModelConfig(dtype="auto"), "cpu").dtype in ("float32", "bfloat16")
-    assert "model.dtype=auto is" in caplog.text
-    assert "512 x 576 x 1536" in caplog.text
+    chosen = settle(ModelConfig(dtype="auto"), "cpu").dtype
+    assert chosen in ("float32", "bfloat16")
+    (record,) = records(caplog, "dtype_chosen")
+    assert (record.dtype, record.product) == (chosen, (512, 576, 1536))
 
 
 def test_auto_leaves_no_choice_of_activations() -> None:
-    with pytest.raises(ValueError, match="activation_dtype is 'float32'; expected none, because"):
+    with raises_coded(InvalidValue, "invalid", "activation_dtype"):
         ModelConfig(dtype="auto", activation_dtype="float32")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from coded import raises_coded
 
 from lightning_jax.config import BatchConfig, MeshConfig, ServeConfig
 from lightning_jax.config_sections import LoraConfig
@@ -29,7 +30,7 @@ from lightning_jax.serve.engine import Engine, Fill
 from lightning_jax.serve.programs import start_of
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_policies
-from lightning_jax.types import SamplingParams
+from lightning_jax.types import InvalidValue, SamplingParams
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 run = jax.jit(forward, static_argnums=1, static_argnames="remat")
@@ -49,9 +50,9 @@ def test_rows_are_read_each_with_its_own_adapter(remat: bool) -> None:
     assert np.abs(both[0] - both[1]).max() > 0.1
     for row, place in enumerate([1, 0, 1]):
         np.testing.assert_allclose(mixed[row], both[place][row], atol=1e-5)
-    with pytest.raises(ValueError, match="num_adapters=2 and the rows choose none"):
+    with raises_coded(InvalidValue, "missing", "adapters"):
         forward(MODEL.params, MODEL.config, tokens, positions)
-    with pytest.raises(ValueError, match="num_adapters=None and the rows choose one"):
+    with raises_coded(InvalidValue, "conflict", "adapters"):
         forward(ALONE[0].params, ALONE[0].config, tokens, positions, adapters=chosen)
 
 

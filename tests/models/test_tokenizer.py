@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
+from coded import raises_coded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
@@ -136,11 +137,12 @@ def test_a_template_may_say_how_json_is_written():
 
 
 def test_a_template_can_refuse_and_cannot_reach_python():
-    with pytest.raises(TemplateError, match=r"rejects these 2 messages \(only users\)"):
+    with raises_coded(TemplateError, "rejected") as caught:
         render("{{ raise_exception('only users') }}", MESSAGES)
-    with pytest.raises(TemplateError, match="rejects"):
+    assert "only users" in str(caught.value)  # the template's own words
+    with raises_coded(TemplateError, "rejected"):
         render("{{ ''.__class__.__mro__[1].__subclasses__() }}", MESSAGES)
-    with pytest.raises(TemplateError, match="has no chat template"):
+    with raises_coded(TemplateError, "missing", "chat_template"):
         Tokenizer(byte_level_bpe(["a"], [], "gpt-2")).render_chat(MESSAGES)
 
 
@@ -177,7 +179,7 @@ RUNAWAYS = {
 def test_a_template_without_an_end_is_refused(name, monkeypatch):
     monkeypatch.setattr(template_limits, "TIME_LIMIT_S", 0.5)
     before = time.thread_time()
-    with pytest.raises(TemplateError, match="rejects"):
+    with raises_coded(TemplateError, "rejected"):
         render(RUNAWAYS[name], MESSAGES)
     assert time.thread_time() - before < 30
 
@@ -196,7 +198,7 @@ def test_a_template_without_an_end_is_refused(name, monkeypatch):
     ],
 )
 def test_every_error_of_a_template_is_a_refusal(template):
-    with pytest.raises(TemplateError, match="rejects"):
+    with raises_coded(TemplateError, "rejected"):
         render(template, MESSAGES)
 
 
@@ -225,7 +227,7 @@ def test_vocabulary_kinds_cut_text_in_their_own_way():
         "qwen2": [3, 4, 1],
         "llama-bpe": [1, 2, 1],
     }
-    with pytest.raises(TokenizerError, match="in the way 'unheard-of'; expected one of"):
+    with raises_coded(TokenizerError, "unsupported", "tokenizer.ggml.pre"):
         byte_level_bpe(tokens, merges, "unheard-of")
 
 
@@ -246,10 +248,11 @@ def test_the_named_end_of_turn_comes_before_other_ends():
 
 
 def test_wrong_files_are_named(tmp_path):
-    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json; expected"):
+    path = tmp_path / "tokenizer.json"
+    with raises_coded(TokenizerError, "missing", str(path)):
         tokenizer_module.from_hf(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(TokenizerError, match="is not a readable tokenizer"):
+    path.write_text("{")
+    with raises_coded(TokenizerError, "malformed", str(path)):
         tokenizer_module.from_hf(tmp_path)
 
 

@@ -2,7 +2,7 @@ import dataclasses
 from collections import Counter
 
 import numpy as np
-import pytest
+from coded import raises_coded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ from lightning_jax.rl.batching import (
 )
 from lightning_jax.rl.weights import split_minibatches
 from lightning_jax.testing.records import sequence, trajectory, transition
-from lightning_jax.types import StateValues
+from lightning_jax.types import InvalidValue, StateValues
 
 SMALL = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
 
@@ -217,7 +217,7 @@ def test_weights_count_only_trained_tokens():
 
 
 def test_advantages_must_match_calls():
-    with pytest.raises(ValueError, match="2 advantages for 1 calls; expected one each"):
+    with raises_coded(InvalidValue, "mismatch"):
         make_sequences([trajectory(transition([1], [2]))], [(1.0, 2.0)])
 
 

@@ -1,4 +1,5 @@
 import pytest
+from coded import raises_coded
 
 from lightning_jax.rl.credit import (
     assign_credit,
@@ -7,6 +8,7 @@ from lightning_jax.rl.credit import (
     rollout_return,
 )
 from lightning_jax.testing.records import trajectory, transition
+from lightning_jax.types import InvalidValue
 
 
 def calls(*rewards: float):
@@ -53,9 +55,9 @@ def test_a_rollout_without_calls_has_no_credit_but_a_return(scheme):
 
 
 def test_bad_scheme_and_bad_reward_are_refused():
-    with pytest.raises(ValueError, match="'magic'; expected identical, per_step, turn_groups"):
+    with raises_coded(InvalidValue, "unknown", "scheme"):
         assign_credit(trajectory(*calls(0.0)), scheme="magic", discount=1.0)
-    with pytest.raises(ValueError, match="reward nan; expected a finite number"):
+    with raises_coded(InvalidValue, "not_finite"):
         assign_credit(trajectory(*calls(float("nan"))), scheme="identical", discount=1.0)
 
 

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from coded import raises_coded
 
 from lightning_jax.config import OptimizerConfig
 from lightning_jax.rl.optimizer import make_optimizer, make_schedule
+from lightning_jax.types import InvalidValue
 
 STRICT_PROMOTION = False  # optax mixes dtypes
 
@@ -60,5 +62,5 @@ def test_first_moments_may_be_bfloat16():
         weights[dtype] = np.asarray(moved["matrix"])
     np.testing.assert_allclose(weights["bfloat16"], weights["float32"], atol=1e-4)
     assert not np.array_equal(weights["bfloat16"], weights["float32"])
-    with pytest.raises(ValueError, match="mu_dtype is 'float16'; expected float32 or bfloat16"):
+    with raises_coded(InvalidValue, "invalid", "mu_dtype"):
         OptimizerConfig(mu_dtype="float16")

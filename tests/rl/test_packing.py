@@ -1,9 +1,10 @@
 import numpy as np
-import pytest
+from coded import raises_coded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_jax.rl.packing import PathForest, common_prefix, pack_rows
+from lightning_jax.types import InvalidValue
 
 PREFIX = list(range(100, 110))
 
@@ -53,7 +54,7 @@ def test_the_emptiest_row_is_dissolved_into_the_gaps_of_others():
 
 
 def test_a_path_that_fits_nowhere_is_refused():
-    with pytest.raises(ValueError, match="5 nodes or 1 targets fits no row of 4 nodes"):
+    with raises_coded(InvalidValue, "too_large"):
         pack_rows(forest([1, 2, 3, 4, 5]), max_nodes=4, max_targets=9)
 
 

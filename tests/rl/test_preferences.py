@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from coded import raises_coded
 
 from lightning_jax.config import (
     AlgorithmConfig,
@@ -208,15 +209,15 @@ def test_margins_by_hand_and_apart_by_policy():
 
 
 @pytest.mark.parametrize(
-    "setting, message",
+    "setting, reason",
     [
-        ("dpo_beta=0", "dpo_beta is 0.0; expected a positive number"),
-        ("kl_coef=0.1", "kl_coef is 0.1; expected 0.0, because loss is dpo"),
-        ("credit=per_step", "credit is 'per_step'; expected identical, because loss is dpo"),
-        ("num_minibatches=2", "num_minibatches is 2; expected 1, because loss is dpo"),
-        ("policy_updates=joint", "expected independent, because loss is dpo"),
+        ("dpo_beta=0", "invalid"),
+        ("kl_coef=0.1", "conflict"),
+        ("credit=per_step", "conflict"),
+        ("num_minibatches=2", "conflict"),
+        ("policy_updates=joint", "conflict"),
     ],
 )
-def test_what_dpo_has_no_place_for_is_refused(setting, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_dpo_has_no_place_for_is_refused(setting, reason):
+    with raises_coded(ConfigError, reason, f"algorithm.{setting.partition('=')[0]}"):
         load_config(Config, ["algorithm.loss=dpo", f"algorithm.{setting}"])

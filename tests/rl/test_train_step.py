@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from coded import raises_coded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -30,7 +31,7 @@ from lightning_jax.rl.train_step import (
 )
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.types import Batch, TrainingSequence
+from lightning_jax.types import Batch, InvalidValue, TrainingSequence
 
 STRICT_PROMOTION = False  # optax mixes dtypes
 MODEL = tiny_model()
@@ -382,7 +383,7 @@ def test_metrics_come_in_one_transfer(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_no_microbatch_is_refused():
-    with pytest.raises(ValueError, match="0 microbatches; expected at least 1"):
+    with raises_coded(InvalidValue, "empty", "batches"):
         update(functions(), init_state(fresh_params(), SGD), [])
 
 

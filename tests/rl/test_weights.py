@@ -1,12 +1,14 @@
 import itertools
 
 import pytest
+from coded import raises_coded
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_jax.rl.batching import make_sequences
 from lightning_jax.rl.weights import split_minibatches, token_weights
 from lightning_jax.testing.records import sequence, trajectory, transition
+from lightning_jax.types import InvalidValue
 
 # Rollouts with calls of 1 and 3 tokens, of 2 tokens, and without calls.
 STEP = [
@@ -52,7 +54,7 @@ def test_nothing_to_weigh(aggregation):
 
 
 def test_another_aggregation_is_refused():
-    with pytest.raises(ValueError, match="'mean'; expected rollout, token, call or constant"):
+    with raises_coded(InvalidValue, "unknown", "aggregation"):
         token_weights(STEP, aggregation="mean")
 
 
