@@ -48,7 +48,7 @@ CONFIG = Config(
 
 
 def sizes(made: plan.Plan) -> dict[str, int]:
-    return {part.name: part.num_bytes for part in made.parts}
+    return {item.name: item.num_bytes for item in made.items}
 
 
 def test_one_device_by_hand() -> None:
@@ -183,7 +183,7 @@ def test_policies_with_weights_of_their_own_are_counted_each() -> None:
     serve = dataclasses.replace(CONFIG.serve, prefix_cache_mib=1.0)
     alone = dataclasses.replace(CONFIG, algorithm=algorithm, serve=serve)
     three = dataclasses.replace(alone, policies=policies)
-    one, found = (sizes(plan.make_plan(MODEL.config, each)) for each in (alone, three))
+    one, found = (sizes(plan.make_plan(MODEL.config, settings)) for settings in (alone, three))
     for name in (
         "weights in float32", "weights that serve", "keys and values of slots", "prefix cache"
     ):  # fmt: skip
@@ -211,8 +211,8 @@ def test_gathered_weights_become_the_engines() -> None:
         training = plan.make_mesh(config.mesh, gpus)
         serving = plan.serving_mesh(config.serve.mesh, config.mesh, gpus)
         return {
-            part.name: part.num_bytes
-            for part in plan._publish_parts(MODEL.config, config, training, serving)
+            item.name: item.num_bytes
+            for item in plan._publish_items(MODEL.config, config, training, serving)
         }
 
     found = publishing(8, CONFIG.serve)

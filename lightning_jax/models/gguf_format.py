@@ -8,7 +8,7 @@ import numpy as np
 from gguf.quants import dequantize
 
 from lightning_jax.models.attention import RopeScaling, rope_frequencies
-from lightning_jax.models.names import ModelError, places, unflatten
+from lightning_jax.models.names import ModelError, named_params, unflatten
 from lightning_jax.models.transformer import DecoderConfig, Params
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
@@ -96,23 +96,23 @@ def read_params(reader: gguf.GGUFReader, config: DecoderConfig, dtype: Any) -> P
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
     leaves = {}
-    known = {place.gguf for place in places(config)}
+    known = {param.gguf for param in named_params(config)}
     if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in known):
         raise ModelError(
             f"the GGUF file has {unread[0]}, which no {config.family} model here computes with; "
             "expected none. Choose another model."
         )
-    for place in places(config):
-        if place.gguf not in tensors:
+    for param in named_params(config):
+        if param.gguf not in tensors:
             raise ModelError(
-                f"the GGUF file lacks the weight {place.gguf}; expected all of a "
+                f"the GGUF file lacks the weight {param.gguf}; expected all of a "
                 f"{config.family} model. Download the file again."
             )
-        tensor = tensors[place.gguf]
+        tensor = tensors[param.gguf]
         array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        if config.family == "llama" and place.path[1] in heads:
-            array = _unpermute(array, heads[place.path[1]])
-        leaves[place.path] = place.from_rows(place.gguf, array, dtype)
+        if config.family == "llama" and param.path[1] in heads:
+            array = _unpermute(array, heads[param.path[1]])
+        leaves[param.path] = param.from_rows(param.gguf, array, dtype)
     return unflatten(leaves)
 
 

@@ -13,7 +13,7 @@ import safetensors
 import safetensors.numpy
 
 from lightning_jax.models.attention import RopeScaling
-from lightning_jax.models.names import ModelError, Place, flatten, places, unflatten
+from lightning_jax.models.names import ModelError, NamedParam, flatten, named_params, unflatten
 from lightning_jax.models.transformer import DecoderConfig, Params
 
 _REQUIRED = (
@@ -130,12 +130,12 @@ def read_params(directory: Path, config: DecoderConfig, dtype: Any) -> Params:
             reason="missing",
             key="*.safetensors",
         )
-    wanted = {place.hf: place for place in places(config)}
+    wanted = {param.hf: param for param in named_params(config)}
     leaves = {}
     for name, array in _tensors(files, set(wanted)):
-        place = wanted[name]
-        leaves[place.path] = place.from_rows(name, array, dtype)
-    missing = [place.hf for place in wanted.values() if place.path not in leaves]
+        param = wanted[name]
+        leaves[param.path] = param.from_rows(name, array, dtype)
+    missing = [param.hf for param in wanted.values() if param.path not in leaves]
     if missing:
         raise ModelError(
             f"{directory} lacks {len(missing)} of {len(wanted)} weights, {missing[0]} among them; "
@@ -164,7 +164,7 @@ def write(directory: Path, config: DecoderConfig, params: Params, eos_ids: froze
     """Write config.json, generation_config.json and model.safetensors."""
     assert config.lora is None, "adapters are merged first, or would be lost"
     flat = flatten(params)
-    arrays = {place.hf: _to_rows(place, flat[place.path]) for place in places(config)}
+    arrays = {param.hf: _to_rows(param, flat[param.path]) for param in named_params(config)}
     safetensors.numpy.save_file(arrays, directory / "model.safetensors", {"format": "pt"})
     dtype = str(jnp.asarray(flat[("embed", "embedding")]).dtype)
     ends = sorted(eos_ids)
@@ -175,9 +175,9 @@ def write(directory: Path, config: DecoderConfig, params: Params, eos_ids: froze
     write_json(directory / "generation_config.json", eos)
 
 
-def _to_rows(place: Place, leaf: Any) -> np.ndarray:
+def _to_rows(param: NamedParam, leaf: Any) -> np.ndarray:
     array = np.asarray(jax.device_get(leaf))
-    return np.ascontiguousarray(array.T if place.transpose else array)
+    return np.ascontiguousarray(array.T if param.transpose else array)
 
 
 def _config_fields(config: DecoderConfig) -> dict[str, Any]:

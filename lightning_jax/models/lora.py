@@ -78,10 +78,10 @@ def pick(tree: Params, like: Params) -> Params:
     return unflatten({path: flat[path] for path in flatten(like)})
 
 
-def one_of(model: LoadedModel, place: int) -> LoadedModel:
+def one_of(model: LoadedModel, index: int) -> LoadedModel:
     """Return the model with one of its several adapters as the only one."""
     params = {
-        path: leaf[place] if path[-1] in ADAPTER_LEAVES else leaf
+        path: leaf[index] if path[-1] in ADAPTER_LEAVES else leaf
         for path, leaf in flatten(model.params).items()
     }
     config = replace(model.config, num_adapters=None)

@@ -17,7 +17,7 @@ TURNS = 10
 CLEARLY = 0.9  # share of float32's time; the CPUs measured so far differ by a factor of two
 
 
-def settle(model: ModelConfig, platform: str | None = None) -> ModelConfig:
+def resolve_dtype(model: ModelConfig, platform: str | None = None) -> ModelConfig:
     """Return `model` with dtype auto replaced.
 
     The replacement is bfloat16 on an accelerator. On a CPU, measure for half a second and take the

@@ -167,7 +167,7 @@ def _check_method(text: str | bytes, name: str, arguments: Sequence[Any]) -> Non
 
 
 def _check_widths(arguments: Sequence[Any]) -> None:
-    if any(isinstance(each, int) and each > _MAX_WIDTH for each in arguments):
+    if any(isinstance(argument, int) and argument > _MAX_WIDTH for argument in arguments):
         raise LimitError(f"a width is over {_MAX_WIDTH}")
 
 

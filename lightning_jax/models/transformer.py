@@ -264,9 +264,9 @@ def _as_it_is(params: Params) -> Params:
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _init(config: DecoderConfig, key: Any, dtype: Any) -> Params:
-    x, place = jnp.zeros((1, 1, config.embed_dim)), jnp.zeros((1, 1), jnp.int32)
+    x, index = jnp.zeros((1, 1, config.embed_dim)), jnp.zeros((1, 1), jnp.int32)
     chosen = None if config.num_adapters is None else jnp.zeros(1, jnp.int32)
-    arrays = (x, _rope(config, place), place, None, place, None, chosen)
+    arrays = (x, _rope(config, index), index, None, index, None, chosen)
     keys = jax.random.split(key, config.num_layers + 2)
     parts = {
         f"layers_{i}": Layer(config).init(keys[i], *arrays)["params"]

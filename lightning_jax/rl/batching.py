@@ -79,7 +79,7 @@ def make_sequences(
     sequences = []
     states = weigh_states(states or [(None,) * len(values) for values in advantages])
     groups: dict[str, int] = {}
-    for place, (trajectory, values, calls, of_calls) in enumerate(
+    for index, (trajectory, values, calls, of_calls) in enumerate(
         zip(trajectories, advantages, weights, states, strict=True)
     ):
         group = groups.setdefault(trajectory.group_id, len(groups))
@@ -104,7 +104,7 @@ def make_sequences(
                     states=of_call,
                     adapter=adapters[transition.answered_by] if adapters else None,
                     temperature=transition.temperature,
-                    rollout=place,
+                    rollout=index,
                     group=group,
                 )
             )

@@ -320,8 +320,8 @@ def json_schema(schema: Mapping[str, Any] | None = None) -> str:
 
     The JSON is spelled like Python's json.dumps output. Properties come in the schema's order.
     """
-    settled = {"type": "object"} if schema is None else schema
-    return f"%json {json.dumps({**settled, 'x-guidance': _JSON_STYLE})}"
+    fields = {"type": "object"} if schema is None else schema
+    return f"%json {json.dumps({**fields, 'x-guidance': _JSON_STYLE})}"
 
 
 def sequence(*parts: str) -> str:

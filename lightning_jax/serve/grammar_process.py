@@ -80,13 +80,13 @@ class GrammarProcess:
 
     def _ask(self) -> GrammarError | GrammarProcessLost:
         self._connection.settimeout(END_TIMEOUT_S)
-        said = b""
+        report = b""
         with contextlib.suppress(OSError):
-            said = self._connection.recv(1)
-        if not said:
+            report = self._connection.recv(1)
+        if not report:
             return GrammarProcessLost("the process of a grammar was lost; send the call again.")
         limits = self._limits
-        match said[0]:
+        match report[0]:
             case signal.SIGPROF | signal.SIGALRM:
                 reason = "time"
                 bound = f"serve.grammar_timeout_s allows {limits.timeout_s:g} s of CPU time"

@@ -21,7 +21,7 @@ Request = TypeVar("Request")
 LoopStatus = Literal["ok", "draining", "failed"]  # a closed loop is "failed", too
 
 
-def together(statuses: Iterable[LoopStatus]) -> LoopStatus:
+def join_statuses(statuses: Iterable[LoopStatus]) -> LoopStatus:
     """Return "ok" if all statuses are, else the first other one: then some requests are refused."""
     for status in statuses:
         if status != "ok":
@@ -96,11 +96,11 @@ class Intake(Generic[Request]):
                     "the engine is draining; send the request to another one.", reason="draining"
                 )
             room = self._slots + self._max_queue
-            own = self._counts[tenant]
-            others = len(self._counts) - (own > 0)
-            if len(self._open) >= room and own >= max(1, room // (others + 1)):
+            num_open = self._counts[tenant]
+            others = len(self._counts) - (num_open > 0)
+            if len(self._open) >= room and num_open >= max(1, room // (others + 1)):
                 raise QueueFull(
-                    f"{len(self._open)} requests are open, {own} of them from this caller; "
+                    f"{len(self._open)} requests are open, {num_open} of them from this caller; "
                     "expected fewer than serve.slots + serve.max_queue. Try later.",
                     reason="queue_full",
                 )

@@ -71,7 +71,7 @@ class JetStreamLoop:
         self, engine: Engine, params: Any, version: int, tokenizer: Tokenizer, serve: ServeConfig
     ) -> None:
         self._engine, self._tokenizer, self.version = engine, tokenizer, version
-        self._params = engine.place(params)
+        self._params = engine.put_on_mesh(params)
         self._adapter = JetStreamEngine(engine, self._params)
         self._driver: Any = None
         self._num_requests = self._num_tokens = 0

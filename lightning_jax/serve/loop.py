@@ -63,7 +63,7 @@ class EngineLoop:
             serve.grammar_timeout_s, serve.grammar_memory_mib, serve.max_grammar_kib
         )
         self._grammars = GrammarCompiler.shared(tokenizer, engine.config.vocab_size, limits)
-        self._params, self._version, self._published = engine.place(params), version, version
+        self._params, self._version, self._published = engine.put_on_mesh(params), version, version
         self._base = frozen_part(self._params)  # None: each update replaces all weights
         self._state = engine.init_state()
         self._prefixes = PrefixCache(engine, version)
@@ -178,7 +178,7 @@ class EngineLoop:
         valid. Raises ValueError unless `version` is above the last one, and EngineError after a
         failure.
         """
-        placed = None if params is None else overlay(self._base, self._engine.place(params))
+        served = None if params is None else overlay(self._base, self._engine.put_on_mesh(params))
         with self._changed:
             if version <= self._published:
                 raise InvalidValue(
@@ -189,8 +189,8 @@ class EngineLoop:
                 )
             self._intake.check_failure()
             self._published = self._inbox.version = version
-            if placed is not None:
-                self._inbox.weights = placed
+            if served is not None:
+                self._inbox.weights = served
             self._changed.notify()
 
     async def drain(self) -> None:

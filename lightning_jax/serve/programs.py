@@ -166,7 +166,7 @@ def generate(
     return DecodeState(cache, slots, state.counts.at[:rows].add(step), state.active), sampled
 
 
-def generate_several(
+def generate_steps(
     params: Params,
     state: DecodeState,
     slot_mask: Bool[Array, " S"],

@@ -120,8 +120,8 @@ def padded():
     tokens = np.zeros((len(PAIRS), 2, 2, 8), np.int32)
     sampled = np.zeros((len(PAIRS), 2, 2, 7), bool)
     for k, pair in enumerate(PAIRS):
-        for side, place in enumerate(pair):
-            for number, call in enumerate(STEP[place].transitions):
+        for side, index in enumerate(pair):
+            for number, call in enumerate(STEP[index].transitions):
                 ids, first = call.prompt_token_ids + call.response_token_ids, call.prompt_token_ids
                 tokens[k, side, number, : len(ids)] = ids
                 chosen = [not forced for forced in call.forced]
