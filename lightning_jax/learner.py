@@ -130,7 +130,7 @@ class Learner:
         rows = batch_sharding(self.mesh)
         minibatches = [put_on_mesh(batches, rows) for batches, _ in parts if batches]
         if self.reward_kl is not None and has_later_calls(sequences):
-            assert reference is not None, "a KL has one"
+            assert reference is not None, "a KL needs a reference policy"
             filled = [pair for pair in zip(minibatch_sequences, parts, strict=True) if pair[1][0]]
             minibatches = [
                 self._charge(self.reward_kl, some, batches, sharded, state, reference)
@@ -294,8 +294,8 @@ def make_learner(
     algorithm, mesh = config.algorithm, make_mesh(config.mesh, devices)
     if config.batch.rows % num_row_shards(mesh):
         raise ConfigError(
-            f"batch.rows is {config.batch.rows}; expected a multiple of {num_row_shards(mesh)}, "
-            "the devices of the mesh that share a batch (mesh.data times mesh.fsdp).",
+            f"batch.rows is {config.batch.rows}; must be a multiple of {num_row_shards(mesh)}, the "
+            "number of devices that share a batch (mesh.data * mesh.fsdp)",
             reason="mismatch",
             key="batch.rows",
         )

@@ -42,9 +42,9 @@ from lightning_jax.serve.radix import PAGE
 from lightning_jax.serve.replicas import split_by_data
 
 GIB = 2**30
-_MORE_DEVICES = "Use more devices (mesh.fsdp), or a smaller model.name"
+_MORE_DEVICES = "Use more devices (mesh.fsdp) or a smaller model.name"
 _SPLIT_SERVING = (
-    "Split them further (serve.mesh.tensor, or mesh.tensor where there is no serve.mesh)"
+    "Split them over more devices (serve.mesh.tensor, or mesh.tensor without a serve.mesh)"
 )
 
 
@@ -110,7 +110,7 @@ def make_plan(
         "publishing": [*kept, cast, new] if shared else [*kept, cast],
     }
     if not shared:
-        moments["publishing, where it is served"] = [*served, new]
+        moments["publishing, on the serving devices"] = [*served, new]
     during, items = max(moments.items(), key=lambda item: sum(p.num_bytes for p in item[1]))
     sizes = " ".join(f"{axis}={size}" for axis, size in training.shape.items())
     kind = training.devices.flat[0].device_kind
@@ -144,7 +144,7 @@ def compile_plan(
     known = tuple(item for item in plan.items if item not in estimates)
     rest = max(needed - logits.num_bytes, 0)
     compiled = MemoryItem(
-        "activations and all else, as compiled", rest, _largest(estimates).setting
+        "activations and other temporaries (compiled)", rest, _largest(estimates).setting
     )
     return replace(plan, items=(*known, compiled))
 
@@ -155,8 +155,8 @@ def check_plan(plan: Plan) -> None:
         return
     most = _largest(plan.items)
     raise ConfigError(
-        f"{plan.during} needs {_gib(plan.total)} on each device and a device has "
-        f"{_gib(plan.capacity)}; most of it, {_gib(most.num_bytes)}, are {most.name}. "
+        f"{plan.during} needs {_gib(plan.total)} per device, but a device has "
+        f"{_gib(plan.capacity)}; the largest item is {most.name} with {_gib(most.num_bytes)}. "
         f"{most.setting}.",
         reason="too_large",
         key=most.name,
@@ -167,17 +167,17 @@ def one_line(plan: Plan) -> str:
     """Format the plan as one log line."""
     items = ", ".join(f"{item.name} {item.num_bytes / GIB:.2f}" for item in plan.items)
     of = "" if plan.capacity is None else f" of {_gib(plan.capacity)}"
-    return f"memory of a device (planned): {_gib(plan.total)}{of} ({items}) on {plan.devices}"
+    return f"planned memory per device: {_gib(plan.total)}{of} ({items}) on {plan.devices}"
 
 
 def as_table(plan: Plan) -> str:
     """Format the plan as lines, largest item first."""
     ordered = sorted(plan.items, key=lambda item: -item.num_bytes)
     lines = [f"{item.num_bytes / GIB:10.3f} GiB  {item.name}" for item in ordered]
-    lines = [f"on each of {plan.devices}, during {plan.during}:", *lines]
-    lines.append(f"{plan.total / GIB:10.3f} GiB  together")
+    lines = [f"per device of {plan.devices}, during {plan.during}:", *lines]
+    lines.append(f"{plan.total / GIB:10.3f} GiB  total")
     if plan.capacity is not None:
-        lines.append(f"{plan.capacity / GIB:10.3f} GiB  what a device has")
+        lines.append(f"{plan.capacity / GIB:10.3f} GiB  capacity of a device")
     return "\n".join(lines)
 
 
@@ -223,7 +223,9 @@ def _state_items(
         _times(num_moments, MemoryItem("optimizer moments", weights + first, _MORE_DEVICES + half)),
     ]
     if frozen := weight_bytes(model, mesh, jnp.dtype(config.model.dtype), frozen_part):
-        name = "frozen weights, which also serve" if shares_base else "frozen weights that train"
+        name = (
+            "frozen weights, shared with serving" if shares_base else "frozen weights for training"
+        )
         items.append(MemoryItem(name, frozen, _MORE_DEVICES))
     if config.algorithm.has_reference:
         is_dpo = config.algorithm.loss == "dpo"
@@ -254,12 +256,12 @@ def _serving_items(
     whole = weight_bytes(model, mesh, dtype)
     items = [
         MemoryItem(
-            "weights that serve",
+            "serving weights",
             weight_bytes(model, mesh, dtype, trained_part) if shares_base else whole,
             _SPLIT_SERVING,
         ),
         MemoryItem(
-            "keys and values of slots",
+            "KV cache of the slots",
             cache_bytes(model, serve.slots, length, sharding, dtype),
             f"Lower serve.slots={serve.slots} or serve.max_len={serve.max_len}",
         ),
@@ -274,7 +276,7 @@ def _serving_items(
     frozen = [name for name, role in config.roles.items() if role.served_by == "initial"]
     if frozen:
         setting = f"Set roles.{frozen[0]}.served_by to policy"
-        items.append(MemoryItem("initial weights and their keys and values", initial, setting))
+        items.append(MemoryItem("initial weights and their KV cache", initial, setting))
     return items
 
 
@@ -290,7 +292,7 @@ def _step_items(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Memory
     return [
         MemoryItem("gradients", weights, _MORE_DEVICES),
         MemoryItem(
-            "gradients of a microbatch and weights as used",
+            "microbatch gradients and gathered weights",
             weights + used_weight_bytes(model, mesh, remat=remat, dtype=config.model.dtype),
             _cheaper_step(config),
         ),
@@ -340,7 +342,7 @@ def _publish_items(
     new = weight_bytes(model, serving, dtype, trained_part)
     return (
         MemoryItem("weights cast for serving", cast, "Use more devices (mesh.fsdp)"),
-        MemoryItem("new weights beside the old", new, _SPLIT_SERVING),
+        MemoryItem("new serving weights beside the old", new, _SPLIT_SERVING),
     )
 
 

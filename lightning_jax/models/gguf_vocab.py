@@ -48,7 +48,7 @@ def read(reader: Any) -> Vocabulary:
     kind, pre = value("ggml.model"), value("ggml.pre", "default")
     if kind != "gpt2":
         raise TokenizerError(
-            f"the GGUF file's tokenizer is of kind {kind!r}; expected 'gpt2' (byte-level BPE). "
+            f"the GGUF file's tokenizer is {kind!r}; only 'gpt2' (byte-level BPE) is supported. "
             "Load the Hugging Face directory of this model instead.",
             reason="unsupported",
             key="tokenizer.ggml.model",
@@ -101,7 +101,7 @@ def _pre_tokenizer(pre: str) -> Any:
         return to_bytes
     known = sorted((*_PATTERNS, *_SINGLE_DIGITS, *_PLAIN))
     raise TokenizerError(
-        f"the GGUF file cuts text in the way {pre!r}; expected one of {known}. "
+        f"the GGUF file's pre-tokenizer is {pre!r}; supported are {known}. "
         "Load the Hugging Face directory of this model instead.",
         reason="unsupported",
         key="tokenizer.ggml.pre",

@@ -35,7 +35,7 @@ def read_config(directory: Path) -> DecoderConfig:
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(
-            f"{directory} has no config.json; expected a Hugging Face model. Check the path.",
+            f"{directory} has no config.json; pass the directory of a Hugging Face model",
             reason="missing",
             key=str(path),
         )
@@ -48,15 +48,15 @@ def read_config(directory: Path) -> DecoderConfig:
     family = fields.get("model_type")
     if family not in _ARCHITECTURES:
         raise ModelError(
-            f"{path} says model_type={family!r}; expected one of {sorted(_ARCHITECTURES)}. "
-            "Choose a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
+            f"{path} has model_type={family!r}; supported are {sorted(_ARCHITECTURES)}. "
+            "Use a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
             reason="unsupported",
             key="model_type",
         )
     missing = [name for name in _REQUIRED if name not in fields]
     if missing:
         raise ModelError(
-            f"{path} lacks {missing}; expected the whole config. Download it again.",
+            f"{path} lacks {missing}; download it again",
             reason="missing",
             key=missing[0],
         )
@@ -89,8 +89,8 @@ def _refuse_variants(path: Path, fields: dict[str, Any]) -> None:
     for name, value in expected.items():
         if fields.get(name, value) != value:
             raise ModelError(
-                f"{path} says {name}={str(fields[name])[:80]}; expected {value!r}, all that this "
-                "decoder computes. Choose another model.",
+                f"{path} has {name}={str(fields[name])[:80]}; only {value!r} is supported. "
+                "Use another model.",
                 reason="unsupported",
                 key=name,
             )
@@ -105,8 +105,8 @@ def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling |
         return theta, None
     if kind != "llama3":
         raise ModelError(
-            f"{path} says rope_type={kind!r}; expected 'default' or 'llama3'. "
-            "Choose another model.",
+            f"{path} has rope_type={kind!r}; only 'default' and 'llama3' are supported. "
+            "Use another model.",
             reason="unsupported",
             key="rope_type",
         )
@@ -126,7 +126,7 @@ def read_params(directory: Path, config: DecoderConfig, dtype: Any) -> Params:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ModelError(
-            f"{directory} has no weights; expected *.safetensors. Download the model again.",
+            f"{directory} has no *.safetensors file; download the model again",
             reason="missing",
             key="*.safetensors",
         )
@@ -138,8 +138,8 @@ def read_params(directory: Path, config: DecoderConfig, dtype: Any) -> Params:
     missing = [param.hf for param in wanted.values() if param.path not in leaves]
     if missing:
         raise ModelError(
-            f"{directory} lacks {len(missing)} of {len(wanted)} weights, {missing[0]} among them; "
-            "expected all in its *.safetensors files. Download the model again.",
+            f"the *.safetensors files of {directory} lack {len(missing)} of {len(wanted)} weights, "
+            f"among them {missing[0]}; download the model again",
             reason="missing",
             key=missing[0],
         )

@@ -105,7 +105,7 @@ def merged(model: LoadedModel) -> LoadedModel:
     lora = model.config.lora
     if lora is None:
         return model
-    assert model.config.num_adapters is None, "one of several is taken first, by one_of"
+    assert model.config.num_adapters is None, "select one of several adapters first, with one_of"
     # On the host: a device that holds a share of the weights may be too small for all of them.
     flat: dict[Path, Any] = {
         path: np.asarray(jax.device_get(leaf)).astype(np.float32)

@@ -32,8 +32,9 @@ class NamedParam:
         ours = array.T if self.transpose else array
         if ours.shape != self.shape:
             raise ModelError(
-                f"weight {name} has shape {array.shape}; expected {self.shape} from the config "
-                f"({'transposed' if self.transpose else 'as it is'}). Check that both belong.",
+                f"weight {name} has shape {array.shape}; the config needs {self.shape} "
+                f"({'transposed' if self.transpose else 'not transposed'}). Check that the "
+                "weights and the config belong to the same model.",
                 reason="mismatch",
                 key=name,
             )

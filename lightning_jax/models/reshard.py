@@ -189,8 +189,8 @@ def _in_every_process(mesh: Mesh) -> Mesh:
         devices = [device for device in jax.devices() if device.process_index == process]
         if len(devices) != len(order):
             raise ConfigError(
-                f"process {process} has {len(devices)} devices and process {owner} {len(order)}; "
-                "expected the same number in all."
+                f"process {process} has {len(devices)} devices and process {owner} has "
+                f"{len(order)}; start all processes with the same number of devices"
             )
         grids.append(np.array([devices[i] for i in at]).reshape(mesh.devices.shape))
     types = (AxisType.Auto,) * (1 + len(mesh.axis_names))

@@ -58,9 +58,9 @@ def make_mesh(
     if min(sizes) < 1 or math.prod(sizes) > len(devices):
         wanted = ", ".join(f"{axis}={getattr(config, axis)}" for axis in AXES)
         raise ConfigError(
-            f"{section} {wanted} does not fit {len(devices)} devices; expected sizes whose product "
-            f"is at most {len(devices)}, one of them may be -1. Change {section}.* in the config"
-            f"{f', or {section}.first_device' if config.first_device else ''}.",
+            f"{section} {wanted} does not fit {len(devices)} devices; change {section}.* in the "
+            f"config so that the product of the sizes is at most {len(devices)} (one size may be "
+            f"-1){f', or change {section}.first_device' if config.first_device else ''}",
             reason="mismatch",
             key=section,
         )
@@ -99,8 +99,8 @@ def serving_mesh(
     mesh = make_mesh(serve or MeshConfig(fsdp=1, tensor=-1), local_devices, section="serve.mesh")
     if mesh.size != len(local_devices):
         raise ConfigError(
-            f"serve.mesh takes {mesh.size} devices; expected all {len(local_devices)} of "
-            "process 0, because there are several processes. Change serve.mesh.* in the config.",
+            f"serve.mesh uses {mesh.size} devices; with several processes it must use all "
+            f"{len(local_devices)} of process 0. Change serve.mesh.* in the config.",
             reason="mismatch",
             key="serve.mesh",
         )

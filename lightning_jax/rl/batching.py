@@ -86,7 +86,7 @@ def make_sequences(
         if len(values) != len(trajectory.transitions):
             raise InvalidValue(
                 f"rollout {trajectory.rollout_id!r} has {len(values)} advantages for "
-                f"{len(trajectory.transitions)} calls; expected one each.",
+                f"{len(trajectory.transitions)} calls; pass one for each call",
                 reason="mismatch",
                 key=trajectory.rollout_id,
             )

@@ -99,7 +99,7 @@ def update(
     """
     if not batches:
         raise InvalidValue(
-            "update got 0 microbatches; expected at least 1, skip the step instead.",
+            "update got no microbatches; skip the step instead",
             reason="empty",
             key="batches",
         )

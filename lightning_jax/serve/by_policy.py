@@ -47,7 +47,7 @@ class LoopsByPolicy:
         """
         if adapter is None or not 0 <= adapter < len(self._loops):
             raise InvalidValue(
-                f"the policy's place is {adapter}; expected 0 to {len(self._loops) - 1}.",
+                f"adapter is {adapter}; must be 0 to {len(self._loops) - 1}",
                 reason="unknown",
                 key="adapter",
             )

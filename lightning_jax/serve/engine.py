@@ -65,8 +65,8 @@ class Engine:
     ) -> None:
         if serve.max_len > config.max_positions:
             raise ConfigError(
-                f"serve.max_len is {serve.max_len}; expected at most the model's "
-                f"{config.max_positions} positions. Lower serve.max_len.",
+                f"serve.max_len is {serve.max_len}; the model has {config.max_positions} "
+                "positions. Lower serve.max_len.",
                 reason="out_of_range",
                 key="serve.max_len",
             )
@@ -177,8 +177,8 @@ class Engine:
         for fill in fills:
             if (total := fill.start + len(fill.ids)) > self.max_len:
                 raise InvalidValue(
-                    f"a sequence of {total} tokens does not fit; expected at most {self.max_len}. "
-                    "Raise serve.max_len or shorten the prompt.",
+                    f"a sequence of {total} tokens exceeds serve.max_len={self.max_len}; shorten "
+                    "the prompt or raise serve.max_len",
                     reason="too_long",
                     key="prompt",
                 )

@@ -91,7 +91,7 @@ class PageCopier:
 
     def _padded(self, first: int, page_ids: Sequence[int]) -> tuple[Any, Any]:
         # JAX would silently clamp a block that extends past the row.
-        assert first + len(page_ids) <= self.num_blocks, "a row has no more blocks"
+        assert first + len(page_ids) <= self.num_blocks, "the row has no blocks left"
         padded = np.zeros(self.num_blocks, np.int32)
         padded[: len(page_ids)] = page_ids
         return padded, np.int32(len(page_ids))
@@ -222,7 +222,7 @@ def _blocks_of_row(rows: Any, slot: Any, axis: int, number: int) -> Any:
 def _blocks_of_segments(cache: KVCache, number: int) -> list[tuple[KVCache, int, int]]:
     """Return each segment with its first and end block, for a row of `number` blocks."""
     starts = segment_starts(cache.layers[0].values)
-    assert not any(start % PAGE for start in starts), "a page lies in one segment"
+    assert not any(start % PAGE for start in starts), "a page is in one segment"
     spans = itertools.pairwise((*(start // PAGE for start in starts), number))
     return [(segment, *span) for segment, span in zip(cache.split(), spans, strict=True)]
 

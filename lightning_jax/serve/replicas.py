@@ -47,7 +47,7 @@ def replicate(make: Callable[[Any], Any], engines: Sequence[Any], slots: int) ->
     loops = [make(engine) for engine in engines]
     if len(loops) == 1:
         return loops[0]
-    log.info("%d engines with %d slots each serve the same weights", len(loops), slots)
+    log.info("serving the same weights on %d engines with %d slots each", len(loops), slots)
     return ReplicatedLoop(loops, slots)
 
 
