@@ -95,14 +95,14 @@ def test_independent_policies_end_where_each_ends_alone(
 ) -> None:
     mixed, rows = trained(independent, MODEL, STEPS)
     for index, model in enumerate(ALONE):
-        single, own_rows = trained(alone, model, sequences_of(STEPS, index))
+        single, rows_alone = trained(alone, model, sequences_of(STEPS, index))
         before = flatten(model.params)
         for path, leaf in single.items():
             assert np.abs(leaf - before[path]).max() > 1e-4
             np.testing.assert_allclose(mixed[path][index], leaf, atol=1e-6)
         name = f"train/grad_norm/policy={'ab'[index]}"
         # Over four updates, as alone; the policy with one sequence has two.
-        assert rows[0][name] == pytest.approx(own_rows[0]["train/grad_norm"], rel=1e-4)
+        assert rows[0][name] == pytest.approx(rows_alone[0]["train/grad_norm"], rel=1e-4)
     assert rows[0]["train/num_updates"] == 4.0 and rows[1]["train/skipped_updates"] == 0.0
 
 
@@ -126,10 +126,10 @@ def joint(**policies: PolicyConfig) -> Config:
 
 def test_a_joint_step_is_one_step_over_both(independent: Learner) -> None:
     settings = joint(a=PolicyConfig(), b=PolicyConfig())
-    together = make_learner(MODEL.config, settings, supervised=False)
+    learner = make_learner(MODEL.config, settings, supervised=False)
     # The optimizer of a single policy over all adapters: one norm, one count.
     plain = make_learner(MODEL.config, dataclasses.replace(settings, policies={}), supervised=False)
-    one, (row, *_) = trained(together, MODEL, STEPS)
+    one, (row, *_) = trained(learner, MODEL, STEPS)
     other, _ = trained(plain, MODEL, STEPS)
     separate, _ = trained(independent, MODEL, STEPS)
     for path, leaf in other.items():
@@ -138,10 +138,10 @@ def test_a_joint_step_is_one_step_over_both(independent: Learner) -> None:
     norms = [row[f"train/grad_norm/policy={name}"] for name in "ab"]
     assert row["train/grad_norm"] <= sum(norms)
     bad = [
-        dataclasses.replace(each, advantage=float("nan")) if each.adapter else each
-        for each in some(10, "abab")  # so that each minibatch has both policies
+        dataclasses.replace(call, advantage=float("nan")) if call.adapter else call
+        for call in some(10, "abab")  # so that each minibatch has both policies
     ]
-    stopped, _ = trained(together, MODEL, [bad])
+    stopped, _ = trained(learner, MODEL, [bad])
     for path, leaf in stopped.items():
         np.testing.assert_array_equal(leaf, flatten(MODEL.params)[path])
     frozen = make_learner(

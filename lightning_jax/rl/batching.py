@@ -252,12 +252,12 @@ def _fill_row(
             out.states.weights[at] = sequence.states.weight
         start += len(trained)
     pairs = np.stack([out.target_nodes[:start], out.target_ids[:start], temperatures[:start]])
-    distinct, places = np.unique(pairs, axis=1, return_inverse=True)
+    distinct, target_indices = np.unique(pairs, axis=1, return_inverse=True)
     found = slice(distinct.shape[1])
     out.distinct.nodes[found], out.distinct.ids[found] = distinct[:2]
     if out.distinct.temperatures is not None:
         out.distinct.temperatures[found] = distinct[2]
-    out.distinct.of_targets[:start] = places.ravel()
+    out.distinct.of_targets[:start] = target_indices.ravel()
     return out
 
 

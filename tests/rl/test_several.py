@@ -43,9 +43,9 @@ def test_each_entry_has_an_optimizer_of_its_own() -> None:
 
 @pytest.mark.parametrize(("separate", "expected"), [(True, [False, True]), (False, [True, True])])
 def test_who_takes_part_in_an_update(separate: bool, expected: list[bool]) -> None:
-    own = dataclasses.replace(sequence([1, 2], [3]), adapter=1)
+    adapted = dataclasses.replace(sequence([1, 2], [3]), adapter=1)
     config = BatchConfig(rows=2, row_len=16, max_targets=8, head_chunk=8)
-    batches, _ = make_batches([own], config)  # its second row is padding with adapter 0
+    batches, _ = make_batches([adapted], config)  # its second row is padding with adapter 0
     policies = AdapterPolicies(("a", "b"), (True, True), separate)
     assert find_trained_policies(policies, batches).tolist() == expected
     frozen = AdapterPolicies(("a", "b"), (True, False), separate)

@@ -210,7 +210,7 @@ def test_reading_less_of_the_cache_changes_nothing():
 def test_rows_of_an_accelerator_lie_in_one_piece_and_serve_the_same(
     model, monkeypatch, platform, slot_counts
 ):
-    monkeypatch.setattr(engine_module, "platform_of", lambda place: platform)
+    monkeypatch.setattr(engine_module, "platform_of", lambda _: platform)
     engine = Engine(model.config, ServeConfig(slots=9, max_len=380, prefill_buckets=(64,)))
     assert engine.capacities == (380,) and engine.slot_counts == slot_counts
     assert engine.init_state().cache.length == 384
@@ -317,8 +317,8 @@ def test_a_slot_left_out_of_steps_samples_the_same_later(model, engine):
     for slots in ([0], [0, 1], [1], [0], [1], [0, 1]):
         state, sampled = engine.generate(params, state, slots=slots)
         for slot in slots:
-            place = sampled.tokens[slot], sampled.behavior_logprobs[slot]
-            found[slot].append([float(value) for value in place])
+            pair = sampled.tokens[slot], sampled.behavior_logprobs[slot]
+            found[slot].append([float(value) for value in pair])
     for slot, pairs in found.items():
         tokens, given = zip(*pairs, strict=True)
         assert list(tokens) == expected[:, slot].tolist()
@@ -393,16 +393,16 @@ def test_no_accelerator_copies_the_cache(target: str, package: str, head_dim: in
     serve = ServeConfig(slots=64, max_len=8192)  # too large for a TPU's core memory
     engine = Engine(config, serve, dtype="bfloat16", mesh=mesh)
 
-    def placed(tree: Any, places: Any) -> Any:
-        def one(leaf: Any, place: Any) -> Any:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    def with_shardings(tree: Any, shardings: Any) -> Any:
+        def one(leaf: Any, sharding: Any) -> Any:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        return jax.tree.map(one, tree, places)
+        return jax.tree.map(one, tree, shardings)
 
     params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
-    params = placed(params, param_shardings(config, mesh))
+    params = with_shardings(params, param_shardings(config, mesh))
     state = engine._init.lower().out_info
-    state = placed(state, jax.tree.map(lambda leaf: leaf.sharding, state))
+    state = with_shardings(state, jax.tree.map(lambda leaf: leaf.sharding, state))
     numbers, slots = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((64,), bool)
     tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
     programs = [
