@@ -69,7 +69,7 @@ def main() -> None:
     print(f"{args.model} {args.dtype} on {jax.devices()[0].device_kind}: {rate / 1e9:.0f} GFLOP/s")
     serve = ServeConfig(slots=args.slots, max_len=2 * args.context, prefill_buckets=(args.context,))
     engine = Engine(model.config, serve, dtype=args.dtype)
-    params, ids = engine.place(model.params), list(range(5, 5 + args.context))
+    params, ids = engine.put_on_mesh(model.params), list(range(5, 5 + args.context))
     fills = [Fill(0, 0, ids)]
     seconds = median_s(lambda: engine.prefill(params, engine.init_row(), fills), 5)
     report(f"prefill of {args.context}", seconds, args.context, 2 * body * args.context, rate)

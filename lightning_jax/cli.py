@@ -237,7 +237,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         plan.simulate_devices(arguments.devices)
     elif arguments.device_gib is None:
         capacity = plan.device_capacity()
-    config, model = plan.settled_shape(config, devices[0].platform if devices else None)
+    config, model = plan.resolve_shape(config, devices[0].platform if devices else None)
     if arguments.device_gib is not None:
         capacity = int(arguments.device_gib * plan.GIB)
     make = plan.make_plan if arguments.quick else plan.compile_plan

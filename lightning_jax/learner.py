@@ -21,7 +21,7 @@ from lightning_jax.models.sharding import (
     make_mesh,
     num_row_shards,
     param_shardings,
-    place,
+    put_on_mesh,
     to_host,
 )
 from lightning_jax.models.transformer import DecoderConfig, Params
@@ -34,7 +34,12 @@ from lightning_jax.rl.losses import is_maximum
 from lightning_jax.rl.objectives import policy_objective, supervised_objective
 from lightning_jax.rl.optimizer import make_optimizer
 from lightning_jax.rl.preferences import drop_broken_pairs, weigh_pairs
-from lightning_jax.rl.several import Several, separately, several_of, taking_part
+from lightning_jax.rl.several import (
+    AdapterPolicies,
+    adapter_policies,
+    find_trained_policies,
+    vmap_optimizer,
+)
 from lightning_jax.rl.train_state import TrainState, init_state
 from lightning_jax.rl.train_step import TrainFunctions
 from lightning_jax.rl.values import CallValues, state_sequences, values_by_call
@@ -58,7 +63,7 @@ class Learner:
     num_minibatches: int = 1
     needs_old_logprobs: bool = False  # True if the objective distinguishes them from the sampler's
     values_per_token: bool = False  # states of the critic: tokens if True, else calls
-    several: Several | None = None  # policies to train; None: a single policy
+    policies: AdapterPolicies | None = None  # policies to train; None: a single policy
     dpo_beta: float | None = None  # None: the loss is not DPO
     reward_kl: AlgorithmConfig | None = None  # settings if the KL is in the reward
     seed: int = 0  # for the order of minibatches
@@ -69,12 +74,12 @@ class Learner:
         Takes ownership of `params`. With `trains=False` the state has neither moments nor a critic
         and must not be updated.
         """
-        placed = place(params, param_shardings(self.model, self.mesh), donate=True)
-        return self.fresh(placed) if trains else init_state(placed, NO_MOMENTS)
+        sharded = put_on_mesh(params, param_shardings(self.model, self.mesh), donate=True)
+        return self.fresh(sharded) if trains else init_state(sharded, NO_MOMENTS)
 
-    def fresh(self, placed: Params) -> TrainState:
-        """Return a state with fresh moments for weights that are already placed."""
-        return init_state(placed, self.optimizer, self.functions.critic)
+    def fresh(self, sharded: Params) -> TrainState:
+        """Return a state with fresh moments for weights that are already sharded."""
+        return init_state(sharded, self.optimizer, self.functions.critic)
 
     def values(
         self, state: TrainState, trajectories: Sequence[Trajectory]
@@ -92,9 +97,9 @@ class Learner:
             trajectories, per_token=self.values_per_token, adapters=self._adapters
         )
         batches, _ = make_batches(sequences, self.batch)
-        placed = place(batches, batch_sharding(self.mesh))
+        sharded = put_on_mesh(batches, batch_sharding(self.mesh))
         weights = state.policy, state.critic.head
-        measured = measure(self.functions.values_fn, placed, *weights)
+        measured = measure(self.functions.values_fn, sharded, *weights)
         values = values_by_call(trajectories, batches, to_host(measured))
         return values, {"time/values_s": time.monotonic() - started}
 
@@ -115,23 +120,23 @@ class Learner:
         if self.dpo_beta is not None:
             sequences, num_broken = drop_broken_pairs(sequences, self.batch)
             metrics["train/dropped_pairs"] = float(num_broken)
-        of_each = self._minibatches(sequences, state)
+        minibatch_sequences = self._minibatches(sequences, state)
         parts = [
             make_batches(part, self.batch, skip_zero_advantage=self.skip_zero_advantage)
-            for part in of_each
+            for part in minibatch_sequences
         ]
         metrics |= _merge_packing([stats for _, stats in parts])
         metrics["time/batching_s"] = time.monotonic() - started
         rows = batch_sharding(self.mesh)
-        minibatches = [place(batches, rows) for batches, _ in parts if batches]
+        minibatches = [put_on_mesh(batches, rows) for batches, _ in parts if batches]
         if self.reward_kl is not None and has_later_calls(sequences):
-            assert reference is not None, "a KL has one"
-            filled = [pair for pair in zip(of_each, parts, strict=True) if pair[1][0]]
+            assert reference is not None, "a KL needs a reference policy"
+            filled = [pair for pair in zip(minibatch_sequences, parts, strict=True) if pair[1][0]]
             minibatches = [
-                self._charge(self.reward_kl, some, batches, placed, state, reference)
-                for (some, (batches, _)), placed in zip(filled, minibatches, strict=True)
+                self._charge(self.reward_kl, some, batches, sharded, state, reference)
+                for (some, (batches, _)), sharded in zip(filled, minibatches, strict=True)
             ]
-        present = [self._taking_part(batches) for batches, _ in parts if batches]
+        present = [self._find_trained_policies(batches) for batches, _ in parts if batches]
         metrics["train/num_batches"] = float(sum(map(len, minibatches)))
         if not minibatches:
             return state, metrics | {"train/skipped_updates": 1.0, "train/num_updates": 0.0}
@@ -151,7 +156,9 @@ class Learner:
             measured: Metrics = {}
             if known is not None:
                 current = self._logprobs(batches, state.policy)
-                batches, measured = self._prefer(of_each[0], parts[0][0], batches, current, known)
+                batches, measured = self._prefer(
+                    minibatch_sequences[0], parts[0][0], batches, current, known
+                )
             state, learned = train_step.update(self.functions, state, batches, reference, some)
             updates.append(learned | measured)
         seconds = (time.monotonic() - started) / self.num_epochs
@@ -160,19 +167,19 @@ class Learner:
             "train/forest_tokens_per_s": metrics["train/tokens_forest"] / seconds,
         }
 
-    def _logprobs(self, placed: Sequence[Batch], weights: Params) -> Any:
+    def _logprobs(self, sharded: Sequence[Batch], weights: Params) -> Any:
         """Return the log-probabilities of each batch's targets, on the host."""
-        return to_host(measure(self.functions.logprobs_fn, placed, weights))
+        return to_host(measure(self.functions.logprobs_fn, sharded, weights))
 
     def _prefer(
         self,
         sequences: Sequence[TrainingSequence],
         batches: Sequence[Batch],
-        placed: Sequence[Batch],
+        sharded: Sequence[Batch],
         logprobs: Any,
         ref_logprobs: Any,
     ) -> tuple[list[Batch], Metrics]:
-        """Return (the placed batches with DPO advantages, metrics of the pairs).
+        """Return (the sharded batches with DPO advantages, metrics of the pairs).
 
         `batches` are the same batches on the host, packed from `sequences`.
         """
@@ -182,31 +189,31 @@ class Learner:
         return [
             dataclasses.replace(batch, advantages=values)
             for batch, values in zip(
-                placed, place(advantages, batch_sharding(self.mesh)), strict=True
+                sharded, put_on_mesh(advantages, batch_sharding(self.mesh)), strict=True
             )
         ], metrics
 
     @property
     def _adapters(self) -> dict[str, int]:
-        return policy_places(() if self.several is None else self.several.names)
+        return policy_places(() if self.policies is None else self.policies.names)
 
     def _charge(
         self,
         algorithm: AlgorithmConfig,
         sequences: Sequence[TrainingSequence],
         batches: Sequence[Batch],
-        placed: Sequence[Batch],
+        sharded: Sequence[Batch],
         state: TrainState,
         reference: Params,
     ) -> list[Batch]:
-        """Return the placed batches with the KL of later calls subtracted from the advantages."""
-        current = self._logprobs(placed, state.policy)
-        known = self._logprobs(placed, overlay(state.base, reference))
+        """Return the sharded batches with the KL of later calls subtracted from the advantages."""
+        current = self._logprobs(sharded, state.policy)
+        known = self._logprobs(sharded, overlay(state.base, reference))
         advantages = charge_later_calls(sequences, batches, current, known, algorithm)
         return [
             dataclasses.replace(batch, advantages=values)
             for batch, values in zip(
-                placed, place(advantages, batch_sharding(self.mesh)), strict=True
+                sharded, put_on_mesh(advantages, batch_sharding(self.mesh)), strict=True
             )
         ]
 
@@ -221,22 +228,24 @@ class Learner:
         if self.num_minibatches == 1:
             return [list(sequences)]
         taken, left_out = [], []
-        for each in sequences:
-            is_left_out = why_dropped(each, self.batch, self.skip_zero_advantage) is not None
-            (left_out if is_left_out else taken).append(each)
+        for sequence in sequences:
+            is_left_out = why_dropped(sequence, self.batch, self.skip_zero_advantage) is not None
+            (left_out if is_left_out else taken).append(sequence)
         seed = f"{self.seed} {int(to_host(state.step))}"
-        of_each = [taken]
-        if self.several is not None and self.several.separate:
-            places = range(self.several.number)
-            of_each = [[each for each in taken if each.adapter == place] for place in places]
-        parts = [split_minibatches(own, self.num_minibatches, seed) for own in of_each]
+        by_policy = [taken]
+        if self.policies is not None and self.policies.separate:
+            by_policy = [
+                [sequence for sequence in taken if sequence.adapter == index]
+                for index in range(self.policies.number)
+            ]
+        parts = [split_minibatches(part, self.num_minibatches, seed) for part in by_policy]
         first, *others = [
             list(itertools.chain(*some)) for some in itertools.zip_longest(*parts, fillvalue=())
         ]
         return [first + left_out, *others]
 
-    def _taking_part(self, batches: Sequence[Batch]) -> Any:
-        return None if self.several is None else taking_part(self.several, batches)
+    def _find_trained_policies(self, batches: Sequence[Batch]) -> Any:
+        return None if self.policies is None else find_trained_policies(self.policies, batches)
 
 
 def merge_updates(updates: Sequence[Metrics]) -> Metrics:
@@ -285,16 +294,16 @@ def make_learner(
     algorithm, mesh = config.algorithm, make_mesh(config.mesh, devices)
     if config.batch.rows % num_row_shards(mesh):
         raise ConfigError(
-            f"batch.rows is {config.batch.rows}; expected a multiple of {num_row_shards(mesh)}, "
-            "the devices of the mesh that share a batch (mesh.data times mesh.fsdp).",
+            f"batch.rows is {config.batch.rows}; must be a multiple of {num_row_shards(mesh)}, the "
+            "number of devices that share a batch (mesh.data * mesh.fsdp)",
             reason="mismatch",
             key="batch.rows",
         )
     objective = supervised_objective() if supervised else policy_objective(algorithm)
     optimizer = make_optimizer(config.warmup.optimizer if supervised else config.optimizer)
-    several = several_of(config, supervised=supervised)
-    if several is not None and several.separate:
-        optimizer = separately(optimizer, several.number)
+    policies = adapter_policies(config, supervised=supervised)
+    if policies is not None and policies.separate:
+        optimizer = vmap_optimizer(optimizer, policies.number)
     has_reward_kl = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
     functions = train_step.make_train_functions(
         dataclasses.replace(model, scans_layers=mesh.devices.flat[0].platform == "cpu"),
@@ -304,9 +313,9 @@ def make_learner(
         remat=config.model.remat,
         compute_dtype=jnp.dtype(config.model.dtype),
         entropy_gradient=not supervised and algorithm.entropy_coef > 0,
-        critic=None if supervised else make_critic(algorithm, several),
+        critic=None if supervised else make_critic(algorithm, policies),
         gather=make_gather(model, mesh),
-        several=several,
+        policies=policies,
     )
     return Learner(
         model=model,
@@ -319,7 +328,7 @@ def make_learner(
         num_minibatches=1 if supervised else algorithm.num_minibatches,
         needs_old_logprobs=not supervised and algorithm.needs_old_logprobs,
         values_per_token=algorithm.credit == "learned_token",
-        several=several,
+        policies=policies,
         reward_kl=algorithm if has_reward_kl and not supervised else None,
         seed=config.seed,
         dpo_beta=algorithm.dpo_beta if not supervised and algorithm.loss == "dpo" else None,

@@ -28,15 +28,15 @@ def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
     functions: Any = learner.functions
     whole = NamedSharding(learner.mesh, PartitionSpec())
     state = _abstract_state(learner, config.model.dtype)
-    params, several = state.params, learner.several
-    (batch,), _ = make_batches([_smallest_sequence(None if several is None else 0)], config.batch)
+    params, policies = state.params, learner.policies
+    (batch,), _ = make_batches([_smallest_sequence(None if policies is None else 0)], config.batch)
     batch = jax.tree.map(lambda leaf: _abstract(leaf, batch_sharding(learner.mesh)), batch)
     reference = params if config.algorithm.kl_coef > 0 else None
     ((bundle, count),) = bundles([batch])
     names = metric_names(functions.objective, None, reference is not None)
     sums = {name: _scalar(jnp.float32, whole) for name in names}
     grads = (params, None)
-    present = () if several is None else (np.ones(several.number, bool),)
+    present = () if policies is None else (np.ones(policies.number, bool),)
     return (
         functions.grads_fn.lower(params, grads, sums, bundle, count, reference, None, state.base),
         functions.apply_fn.lower(replace(state, base=None), grads, *present),
@@ -48,11 +48,13 @@ def _abstract_state(learner: Learner, dtype: str) -> TrainState:
     whole = NamedSharding(learner.mesh, PartitionSpec())
     everything = param_shardings(learner.model, learner.mesh)
     shapes = param_shapes(learner.model)
-    places, base = trained_part(everything), frozen_part(shapes)
-    params = jax.tree.map(_abstract, trained_part(shapes), places)
+    shardings, base = trained_part(everything), frozen_part(shapes)
+    params = jax.tree.map(_abstract, trained_part(shapes), shardings)
     if base is not None:
         base = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=place),
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, jnp.dtype(dtype), sharding=sharding
+            ),
             base,
             pick(everything, base),
         )
@@ -60,7 +62,7 @@ def _abstract_state(learner: Learner, dtype: str) -> TrainState:
         learner.optimizer,
         _abstract,
         jax.eval_shape(learner.optimizer.init, params),
-        places,
+        shardings,
         transform_non_params=lambda leaf: _abstract(leaf, whole),
     )
     return TrainState(_scalar(jnp.int32, whole), params, moments, base=base)
@@ -70,9 +72,9 @@ def _smallest_sequence(adapter: int | None) -> TrainingSequence:
     return TrainingSequence((1,), (1,), (0.0,), 1.0, 1.0, adapter=adapter)
 
 
-def _abstract(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+def _abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _scalar(dtype: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((), dtype, sharding=place)
+def _scalar(dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), dtype, sharding=sharding)

@@ -25,16 +25,18 @@ SUMS = (
 )  # fmt: skip
 
 
-def own_sequences(sequences: Sequence[TrainingSequence], place: int) -> list[TrainingSequence]:
-    """Return the sequences of the policy at index `place`, marked for a learner of one policy."""
-    return [replace(each, adapter=None) for each in sequences if each.adapter == place]
+def keep_policy_sequences(
+    sequences: Sequence[TrainingSequence], index: int
+) -> list[TrainingSequence]:
+    """Return the sequences of the policy at `index`, marked for a learner of one policy."""
+    return [replace(sequence, adapter=None) for sequence in sequences if sequence.adapter == index]
 
 
 def join_values(
     trajectories: Sequence[Trajectory],
     by_policy: Mapping[str, Sequence[Sequence[CallValues]]],
 ) -> list[tuple[CallValues, ...]]:
-    """Merge the values from each policy's critic, of its `own_calls`, into those of all calls."""
+    """Merge the values from each policy's critic, of its own calls, into those of all calls."""
     joined = []
     for index, trajectory in enumerate(trajectories):
         rest = {name: iter(values[index]) for name, values in by_policy.items()}

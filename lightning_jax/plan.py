@@ -28,7 +28,7 @@ from lightning_jax.models.footprint import (
 )
 from lightning_jax.models.load import load_shape
 from lightning_jax.models.lora import adapted_shape, frozen_part, trained_part
-from lightning_jax.models.precision import settle
+from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import (
     cache_sharding,
     make_mesh,
@@ -42,14 +42,14 @@ from lightning_jax.serve.radix import PAGE
 from lightning_jax.serve.replicas import split_by_data
 
 GIB = 2**30
-_MORE_DEVICES = "Use more devices (mesh.fsdp), or a smaller model.name"
+_MORE_DEVICES = "Use more devices (mesh.fsdp) or a smaller model.name"
 _SPLIT_SERVING = (
-    "Split them further (serve.mesh.tensor, or mesh.tensor where there is no serve.mesh)"
+    "Split them over more devices (serve.mesh.tensor, or mesh.tensor without a serve.mesh)"
 )
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryItem:
     """Memory of one device for one purpose. `setting` says how to reduce it."""
 
     name: str
@@ -61,23 +61,23 @@ class Part:
 class Plan:
     """Contents of one device's memory at its peak. `during` names the activity at that moment."""
 
-    parts: tuple[Part, ...]
+    items: tuple[MemoryItem, ...]
     during: str
     devices: str
     capacity: int | None  # bytes of a device, or None if unknown
 
     @property
     def total(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
+        return sum(item.num_bytes for item in self.items)
 
 
-def settled_shape(config: Config, platform: str | None = None) -> tuple[Config, DecoderConfig]:
+def resolve_shape(config: Config, platform: str | None = None) -> tuple[Config, DecoderConfig]:
     """Return the settings with dtypes in place of auto, and the shape of the model they train.
 
     Dtypes are chosen for devices of `platform` (None: the devices here). The shape comes from the
     model's configuration alone. Raises ModelError.
     """
-    config = replace(config, model=settle(config.model, platform))
+    config = replace(config, model=resolve_dtype(config.model, platform))
     shape = load_shape(config.model.name)
     shape = replace(shape, activation_dtype=config.model.activation_dtype)
     return config, adapted_shape(shape, config.model.lora, config.num_adapters)
@@ -100,21 +100,21 @@ def make_plan(
     shares_base = shares_frozen(
         model, training, split_by_data(serving), jnp.dtype(config.model.dtype)
     )
-    trained = _state_parts(model, config, training, shares_base=shares_base)
-    served = _serving_parts(model, config, serving, shares_base=shares_base)
+    trained = _state_items(model, config, training, shares_base=shares_base)
+    served = _serving_items(model, config, serving, shares_base=shares_base)
     shared = not set(training.devices.flat).isdisjoint(serving.devices.flat)
     kept = trained + served if shared else trained
-    cast, new = _publish_parts(model, config, training, serving)
+    cast, new = _publish_items(model, config, training, serving)
     moments = {
-        "an update": kept + _step_parts(model, config, training),
+        "an update": kept + _step_items(model, config, training),
         "publishing": [*kept, cast, new] if shared else [*kept, cast],
     }
     if not shared:
-        moments["publishing, where it is served"] = [*served, new]
-    during, parts = max(moments.items(), key=lambda item: sum(p.num_bytes for p in item[1]))
+        moments["publishing, on the serving devices"] = [*served, new]
+    during, items = max(moments.items(), key=lambda item: sum(p.num_bytes for p in item[1]))
     sizes = " ".join(f"{axis}={size}" for axis, size in training.shape.items())
     kind = training.devices.flat[0].device_kind
-    return Plan(tuple(parts), during, f"{training.size} x {kind}, {sizes}", capacity)
+    return Plan(tuple(items), during, f"{training.size} x {kind}, {sizes}", capacity)
 
 
 def compile_plan(
@@ -140,21 +140,23 @@ def compile_plan(
         lowered.compile().memory_analysis().temp_size_in_bytes
         for lowered in lower_step(learner, config)
     )
-    _, *estimates, logits = _step_parts(model, config, learner.mesh)
-    known = tuple(part for part in plan.parts if part not in estimates)
+    _, *estimates, logits = _step_items(model, config, learner.mesh)
+    known = tuple(item for item in plan.items if item not in estimates)
     rest = max(needed - logits.num_bytes, 0)
-    compiled = Part("activations and all else, as compiled", rest, _largest(estimates).setting)
-    return replace(plan, parts=(*known, compiled))
+    compiled = MemoryItem(
+        "activations and other temporaries (compiled)", rest, _largest(estimates).setting
+    )
+    return replace(plan, items=(*known, compiled))
 
 
 def check_plan(plan: Plan) -> None:
     """Raise ConfigError if a device is too small, with the setting that saves most."""
     if plan.capacity is None or plan.total <= plan.capacity:
         return
-    most = _largest(plan.parts)
+    most = _largest(plan.items)
     raise ConfigError(
-        f"{plan.during} needs {_gib(plan.total)} on each device and a device has "
-        f"{_gib(plan.capacity)}; most of it, {_gib(most.num_bytes)}, are {most.name}. "
+        f"{plan.during} needs {_gib(plan.total)} per device, but a device has "
+        f"{_gib(plan.capacity)}; the largest item is {most.name} with {_gib(most.num_bytes)}. "
         f"{most.setting}.",
         reason="too_large",
         key=most.name,
@@ -163,19 +165,19 @@ def check_plan(plan: Plan) -> None:
 
 def one_line(plan: Plan) -> str:
     """Format the plan as one log line."""
-    parts = ", ".join(f"{part.name} {part.num_bytes / GIB:.2f}" for part in plan.parts)
+    items = ", ".join(f"{item.name} {item.num_bytes / GIB:.2f}" for item in plan.items)
     of = "" if plan.capacity is None else f" of {_gib(plan.capacity)}"
-    return f"memory of a device (planned): {_gib(plan.total)}{of} ({parts}) on {plan.devices}"
+    return f"planned memory per device: {_gib(plan.total)}{of} ({items}) on {plan.devices}"
 
 
 def as_table(plan: Plan) -> str:
-    """Format the plan as lines, largest part first."""
-    ordered = sorted(plan.parts, key=lambda part: -part.num_bytes)
-    lines = [f"{part.num_bytes / GIB:10.3f} GiB  {part.name}" for part in ordered]
-    lines = [f"on each of {plan.devices}, during {plan.during}:", *lines]
-    lines.append(f"{plan.total / GIB:10.3f} GiB  together")
+    """Format the plan as lines, largest item first."""
+    ordered = sorted(plan.items, key=lambda item: -item.num_bytes)
+    lines = [f"{item.num_bytes / GIB:10.3f} GiB  {item.name}" for item in ordered]
+    lines = [f"per device of {plan.devices}, during {plan.during}:", *lines]
+    lines.append(f"{plan.total / GIB:10.3f} GiB  total")
     if plan.capacity is not None:
-        lines.append(f"{plan.capacity / GIB:10.3f} GiB  what a device has")
+        lines.append(f"{plan.capacity / GIB:10.3f} GiB  capacity of a device")
     return "\n".join(lines)
 
 
@@ -204,101 +206,104 @@ def simulate_devices(number: int) -> None:
         ) from error
 
 
-def _state_parts(
+def _state_items(
     model: DecoderConfig, config: Config, mesh: Mesh, *, shares_base: bool
-) -> list[Part]:
+) -> list[MemoryItem]:
     weights = weight_bytes(model, mesh, jnp.float32, trained_part)
     optimizers = [config.optimizer, config.warmup.optimizer][: 1 + (config.warmup.num_steps > 0)]
     first = max(
-        weight_bytes(model, mesh, jnp.dtype(each.mu_dtype), trained_part) for each in optimizers
+        weight_bytes(model, mesh, jnp.dtype(optimizer.mu_dtype), trained_part)
+        for optimizer in optimizers
     )
     half = ", or set optimizer.mu_dtype to bfloat16" if first == weights else ""
     number, num_trained = len(config.weights), len(config.trained_weights)
     num_moments = number if config.warmup.num_steps else num_trained
-    parts = [
-        _times(number, Part("weights in float32", weights, _MORE_DEVICES)),
-        _times(num_moments, Part("optimizer moments", weights + first, _MORE_DEVICES + half)),
+    items = [
+        _times(number, MemoryItem("weights in float32", weights, _MORE_DEVICES)),
+        _times(num_moments, MemoryItem("optimizer moments", weights + first, _MORE_DEVICES + half)),
     ]
     if frozen := weight_bytes(model, mesh, jnp.dtype(config.model.dtype), frozen_part):
-        name = "frozen weights, which also serve" if shares_base else "frozen weights that train"
-        parts.append(Part(name, frozen, _MORE_DEVICES))
+        name = (
+            "frozen weights, shared with serving" if shares_base else "frozen weights for training"
+        )
+        items.append(MemoryItem(name, frozen, _MORE_DEVICES))
     if config.algorithm.has_reference:
         is_dpo = config.algorithm.loss == "dpo"
         without = "Set algorithm.loss to clip" if is_dpo else "Set algorithm.kl_coef to 0"
-        reference = Part("reference policy", weights, without)
-        parts.append(_times(num_trained, reference))
-    return parts
+        reference = MemoryItem("reference policy", weights, without)
+        items.append(_times(num_trained, reference))
+    return items
 
 
-def _times(number: int, part: Part) -> Part:
-    """Return the part multiplied by `number`, the policies with their own weights."""
+def _times(number: int, item: MemoryItem) -> MemoryItem:
+    """Return the item multiplied by `number`, the policies with their own weights."""
     if number == 1:
-        return part
+        return item
     return replace(
-        part, name=f"{part.name}, of {number} policies", num_bytes=number * part.num_bytes
+        item, name=f"{item.name}, of {number} policies", num_bytes=number * item.num_bytes
     )
 
 
-def _serving_parts(
+def _serving_items(
     model: DecoderConfig, config: Config, mesh: Mesh, *, shares_base: bool
-) -> list[Part]:
+) -> list[MemoryItem]:
     serve, dtype = config.serve, jnp.dtype(config.model.dtype)
-    place = cache_sharding(model, mesh)
-    length = row_length(serve.max_len, platform_of(place))
-    pages = PageCopier(model, serve, dtype, place).num_pages * cache_bytes(
-        model, 1, PAGE, place, dtype
+    sharding = cache_sharding(model, mesh)
+    length = row_length(serve.max_len, platform_of(sharding))
+    pages = PageCopier(model, serve, dtype, sharding).num_pages * cache_bytes(
+        model, 1, PAGE, sharding, dtype
     )
     whole = weight_bytes(model, mesh, dtype)
-    parts = [
-        Part(
-            "weights that serve",
+    items = [
+        MemoryItem(
+            "serving weights",
             weight_bytes(model, mesh, dtype, trained_part) if shares_base else whole,
             _SPLIT_SERVING,
         ),
-        Part(
-            "keys and values of slots",
-            cache_bytes(model, serve.slots, length, place, dtype),
+        MemoryItem(
+            "KV cache of the slots",
+            cache_bytes(model, serve.slots, length, sharding, dtype),
             f"Lower serve.slots={serve.slots} or serve.max_len={serve.max_len}",
         ),
-        Part(
+        MemoryItem(
             "prefix cache",
             pages,
             f"Lower serve.prefix_cache_mib={serve.prefix_cache_mib:g}",
         ),
     ]
-    initial = whole + sum(part.num_bytes for part in parts[1:])
-    parts = [_times(len(config.weights), part) for part in parts]
+    initial = whole + sum(item.num_bytes for item in items[1:])
+    items = [_times(len(config.weights), item) for item in items]
     frozen = [name for name, role in config.roles.items() if role.served_by == "initial"]
     if frozen:
         setting = f"Set roles.{frozen[0]}.served_by to policy"
-        parts.append(Part("initial weights and their keys and values", initial, setting))
-    return parts
+        items.append(MemoryItem("initial weights and their KV cache", initial, setting))
+    return items
 
 
-def _step_parts(model: DecoderConfig, config: Config, mesh: Mesh) -> list[Part]:
+def _step_items(model: DecoderConfig, config: Config, mesh: Mesh) -> list[MemoryItem]:
     """Return the memory that the gradients of one microbatch need.
 
-    The first part also exists between microbatches.
+    The first item also exists between microbatches.
     """
     batch, remat = config.batch, config.model.remat
     activation_dtype = jnp.dtype(config.model.activation_dtype or config.model.dtype)
     weights = weight_bytes(model, mesh, jnp.float32, trained_part)
     rows = -(-batch.rows // num_row_shards(mesh))
     return [
-        Part("gradients", weights, _MORE_DEVICES),
-        Part(
-            "gradients of a microbatch and weights as used",
+        MemoryItem("gradients", weights, _MORE_DEVICES),
+        MemoryItem(
+            "microbatch gradients and gathered weights",
             weights + used_weight_bytes(model, mesh, remat=remat, dtype=config.model.dtype),
             _cheaper_step(config),
         ),
-        Part(
+        MemoryItem(
             "activations",
             rows
             * batch.row_len
             * activation_bytes(model, mesh, remat=remat, dtype=activation_dtype),
             _smaller_rows(config, rows),
         ),
-        Part(
+        MemoryItem(
             "logits",
             # Logits of one chunk, their probabilities, and their gradient.
             3 * rows * batch.head_chunk * logit_bytes(model, mesh),
@@ -323,9 +328,9 @@ def _smaller_rows(config: Config, rows: int) -> str:
     return f"Lower batch.row_len={config.batch.row_len}"
 
 
-def _publish_parts(
+def _publish_items(
     model: DecoderConfig, config: Config, training: Mesh, serving: Mesh
-) -> tuple[Part, Part]:
+) -> tuple[MemoryItem, MemoryItem]:
     """Return the memory of weights in transit.
 
     These are the weights spread over the training devices, and new weights next to old ones on the
@@ -336,13 +341,13 @@ def _publish_parts(
     cast = spread_bytes(model, training, split_by_data(serving)[0], dtype)
     new = weight_bytes(model, serving, dtype, trained_part)
     return (
-        Part("weights cast for serving", cast, "Use more devices (mesh.fsdp)"),
-        Part("new weights beside the old", new, _SPLIT_SERVING),
+        MemoryItem("weights cast for serving", cast, "Use more devices (mesh.fsdp)"),
+        MemoryItem("new serving weights beside the old", new, _SPLIT_SERVING),
     )
 
 
-def _largest(parts: Sequence[Part]) -> Part:
-    return max(parts, key=lambda part: part.num_bytes)
+def _largest(items: Sequence[MemoryItem]) -> MemoryItem:
+    return max(items, key=lambda item: item.num_bytes)
 
 
 def _gib(num_bytes: int) -> str:

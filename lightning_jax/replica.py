@@ -24,8 +24,8 @@ from lightning_jax.models.lora import adapted_facts, overlay, pick
 from lightning_jax.models.reshard import reshard
 from lightning_jax.models.sharding import param_shardings, serving_mesh, to_host
 from lightning_jax.models.transformer import Params
-from lightning_jax.own_weights import join_metrics, join_values, own_sequences
-from lightning_jax.rl.policies import own_calls
+from lightning_jax.own_weights import join_metrics, join_values, keep_policy_sequences
+from lightning_jax.rl.policies import keep_policy_calls
 from lightning_jax.rl.train_state import TrainState, init_state
 from lightning_jax.types import TrainingSequence, Trajectory
 
@@ -72,7 +72,7 @@ class Replica:
             return self.learner.values(self.states[""], trajectories)
         found, seconds = {}, 0.0
         for name in self._learning:
-            own = own_calls(trajectories, name)
+            own = keep_policy_calls(trajectories, name)
             values, metrics = self.learner.values(self.states[name], own)
             if values is None:
                 return None, {}
@@ -89,7 +89,7 @@ class Replica:
         places = policy_places(self.config.policies)
         return join_metrics(
             {
-                name: self._update(name, own_sequences(sequences, places[name]))
+                name: self._update(name, keep_policy_sequences(sequences, places[name]))
                 for name in self._learning
             }
         )

@@ -16,7 +16,7 @@ from lightning_jax.garbage import lasting_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http import check_address
 from lightning_jax.models.load import load_model
-from lightning_jax.models.precision import settle
+from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.engine import Engine
@@ -60,7 +60,7 @@ def _load(config: ServerConfig) -> tuple[EngineLoop | ReplicatedLoop, Tokenizer]
 
     The engine has its own copy of the weights, and the loaded model is freed here.
     """
-    named, serve = settle(config.model), config.serve
+    named, serve = resolve_dtype(config.model), config.serve
     if (number := len(jax.devices())) % config.tensor:
         raise ConfigError(
             f"tensor is {config.tensor}; expected a divisor of {number}, the number of devices "

@@ -85,8 +85,8 @@ def target_devices(target: str) -> tuple[Sequence[Any], int | None]:
         return topologies.get_topology_desc(platform="tpu", topology_name=target).devices, None
     except RuntimeError as error:
         raise ConfigError(
-            f"target {target!r} cannot be compiled for ({_line(error)}); expected {EXPECTED}, and "
-            "libtpu, which comes with pip install 'jax[tpu]'.",
+            f"target {target!r} cannot be compiled for ({_line(error)}); use {EXPECTED}, and "
+            "install libtpu with pip install 'jax[tpu]'",
             reason="missing",
             key="jax[tpu]",
         ) from None
@@ -106,9 +106,8 @@ def _gpus(target: str, name: str, number: int) -> Sequence[Any]:
         ).devices
     except (JaxRuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"target {target!r} cannot be compiled for ({_line(error)}); expected the compiler "
-            "that comes with JAX's CUDA plugin. Install it with pip install 'jax[cuda12]'; it "
-            "needs no GPU.",
+            f"target {target!r} cannot be compiled for ({_line(error)}); install the compiler of "
+            "JAX's CUDA plugin with pip install 'jax[cuda12]' (no GPU is needed)",
             reason="missing",
             key="jax[cuda12]",
         ) from None

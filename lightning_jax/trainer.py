@@ -42,7 +42,7 @@ from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.load import LoadedModel, load_model
 from lightning_jax.models.lora import adapted
-from lightning_jax.models.precision import settle
+from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.program import make_agent
 from lightning_jax.replica import Replica
@@ -276,7 +276,7 @@ def _settled(config: Config) -> Config:
     if model.dtype == AUTO and jax.process_count() == 1 and saved.exists():
         began = load_config(Config, [str(saved)], only=["model"]).model
         model = replace(model, dtype=began.dtype, activation_dtype=began.activation_dtype)
-    return replace(config, model=settle(model))
+    return replace(config, model=resolve_dtype(model))
 
 
 def _changed_settings(config: Config) -> list[str]:

@@ -110,7 +110,7 @@ def test_later_calls_cost_earlier_ones_their_kl():
     cost = float(np.asarray(old - ref)[second].sum())
     assert abs(cost) > 1e-3
     charged, _ = made.update(fresh_state(made), sequences, reference)
-    alone = [dataclasses.replace(each, rollout=None) for each in sequences]
+    alone = [dataclasses.replace(sequence, rollout=None) for sequence in sequences]
     alone[0] = dataclasses.replace(alone[0], advantage=1.0 - 0.5 * cost)
     by_hand, _ = made.update(fresh_state(made), alone, reference)
     for got, want in zip(*map(jax.tree.leaves, (charged.params, by_hand.params)), strict=True):

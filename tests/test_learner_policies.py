@@ -40,7 +40,7 @@ BOTH = dataclasses.replace(CONFIG, policies={"a": PolicyConfig(), "b": PolicyCon
 
 
 MODEL = tiny_policies(LORA)
-ALONE = [one_of(MODEL, place) for place in (0, 1)]
+ALONE = [one_of(MODEL, index) for index in (0, 1)]
 
 
 def some(first: int, adapters: str, advantage: float = 1.0) -> list[TrainingSequence]:
@@ -75,35 +75,43 @@ def alone() -> Learner:
 
 
 @pytest.fixture(scope="module")
-def apart() -> Learner:
+def independent() -> Learner:
     return make_learner(MODEL.config, BOTH, supervised=False)
 
 
-def own(steps: Any, place: int) -> list[list[TrainingSequence]]:
+def sequences_of(steps: Any, index: int) -> list[list[TrainingSequence]]:
     return [
-        [dataclasses.replace(each, adapter=None) for each in step if each.adapter == place]
+        [
+            dataclasses.replace(sequence, adapter=None)
+            for sequence in step
+            if sequence.adapter == index
+        ]
         for step in steps
     ]
 
 
-def test_independent_policies_end_where_each_ends_alone(alone: Learner, apart: Learner) -> None:
-    mixed, rows = trained(apart, MODEL, STEPS)
-    for place, model in enumerate(ALONE):
-        single, own_rows = trained(alone, model, own(STEPS, place))
+def test_independent_policies_end_where_each_ends_alone(
+    alone: Learner, independent: Learner
+) -> None:
+    mixed, rows = trained(independent, MODEL, STEPS)
+    for index, model in enumerate(ALONE):
+        single, rows_alone = trained(alone, model, sequences_of(STEPS, index))
         before = flatten(model.params)
         for path, leaf in single.items():
             assert np.abs(leaf - before[path]).max() > 1e-4
-            np.testing.assert_allclose(mixed[path][place], leaf, atol=1e-6)
-        name = f"train/grad_norm/policy={'ab'[place]}"
+            np.testing.assert_allclose(mixed[path][index], leaf, atol=1e-6)
+        name = f"train/grad_norm/policy={'ab'[index]}"
         # Over four updates, as alone; the policy with one sequence has two.
-        assert rows[0][name] == pytest.approx(own_rows[0]["train/grad_norm"], rel=1e-4)
+        assert rows[0][name] == pytest.approx(rows_alone[0]["train/grad_norm"], rel=1e-4)
     assert rows[0]["train/num_updates"] == 4.0 and rows[1]["train/skipped_updates"] == 0.0
 
 
-def test_a_gradient_that_is_not_finite_stops_its_own_policy(alone: Learner, apart: Learner) -> None:
+def test_a_gradient_that_is_not_finite_stops_its_own_policy(
+    alone: Learner, independent: Learner
+) -> None:
     broken = [[*some(10, "aaa"), *some(20, "bbb", advantage=float("nan"))]]
-    mixed, (row,) = trained(apart, MODEL, broken)
-    single, _ = trained(alone, ALONE[0], own(broken, 0))
+    mixed, (row,) = trained(independent, MODEL, broken)
+    single, _ = trained(alone, ALONE[0], sequences_of(broken, 0))
     for path, leaf in single.items():
         np.testing.assert_allclose(mixed[path][0], leaf, atol=1e-6)
         np.testing.assert_array_equal(mixed[path][1], flatten(MODEL.params)[path][1])
@@ -116,24 +124,24 @@ def joint(**policies: PolicyConfig) -> Config:
     return dataclasses.replace(CONFIG, algorithm=algorithm, policies=policies)
 
 
-def test_a_joint_step_is_one_step_over_both(apart: Learner) -> None:
+def test_a_joint_step_is_one_step_over_both(independent: Learner) -> None:
     settings = joint(a=PolicyConfig(), b=PolicyConfig())
-    together = make_learner(MODEL.config, settings, supervised=False)
+    learner = make_learner(MODEL.config, settings, supervised=False)
     # The optimizer of a single policy over all adapters: one norm, one count.
     plain = make_learner(MODEL.config, dataclasses.replace(settings, policies={}), supervised=False)
-    one, (row, *_) = trained(together, MODEL, STEPS)
+    one, (row, *_) = trained(learner, MODEL, STEPS)
     other, _ = trained(plain, MODEL, STEPS)
-    separate, _ = trained(apart, MODEL, STEPS)
+    separate, _ = trained(independent, MODEL, STEPS)
     for path, leaf in other.items():
         np.testing.assert_allclose(one[path], leaf, atol=1e-7)
     assert max(np.abs(one[path] - separate[path]).max() for path in one) > 1e-4
     norms = [row[f"train/grad_norm/policy={name}"] for name in "ab"]
     assert row["train/grad_norm"] <= sum(norms)
     bad = [
-        dataclasses.replace(each, advantage=float("nan")) if each.adapter else each
-        for each in some(10, "abab")  # so that each minibatch has both policies
+        dataclasses.replace(call, advantage=float("nan")) if call.adapter else call
+        for call in some(10, "abab")  # so that each minibatch has both policies
     ]
-    stopped, _ = trained(together, MODEL, [bad])
+    stopped, _ = trained(learner, MODEL, [bad])
     for path, leaf in stopped.items():
         np.testing.assert_array_equal(leaf, flatten(MODEL.params)[path])
     frozen = make_learner(

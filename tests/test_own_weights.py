@@ -18,18 +18,18 @@ from lightning_jax.config import (
     PolicyConfig,
     WarmupConfig,
 )
-from lightning_jax.own_weights import join_metrics, join_values, own_sequences
+from lightning_jax.own_weights import join_metrics, join_values, keep_policy_sequences
 from lightning_jax.replica import Replica
-from lightning_jax.rl.policies import own_calls
+from lightning_jax.rl.policies import keep_policy_calls
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import TrainingSequence
 
 
 def test_each_reads_its_own_sequences_and_no_place() -> None:
-    made = [dataclasses.replace(sequence([1], [i]), adapter=place) for i, place in ((3, 1), (4, 0))]
-    assert own_sequences(made, 0) == [sequence([1], [4])]
-    assert own_sequences(made, 2) == []
+    made = [dataclasses.replace(sequence([1], [i]), adapter=index) for i, index in ((3, 1), (4, 0))]
+    assert keep_policy_sequences(made, 0) == [sequence([1], [4])]
+    assert keep_policy_sequences(made, 2) == []
 
 
 def test_values_of_each_critic_return_to_their_calls() -> None:
@@ -38,9 +38,9 @@ def test_values_of_each_critic_return_to_their_calls() -> None:
     ]
     rollouts = [trajectory(*calls), trajectory(calls[1]), trajectory()]
     by_policy = {
-        name: [tuple((float(c.response_token_ids[0]),) for c in t.transitions) for t in own]
+        name: [tuple((float(c.response_token_ids[0]),) for c in t.transitions) for t in calls]
         for name in "ab"
-        for own in [own_calls(rollouts, name)]
+        for calls in [keep_policy_calls(rollouts, name)]
     }
     assert join_values(rollouts, by_policy) == [((0.0,), (1.0,), (2.0,), (3.0,)), ((1.0,),), ()]
 
@@ -88,13 +88,15 @@ ALONE = Config(
 BOTH = dataclasses.replace(ALONE, policies={"a": PolicyConfig(), "b": PolicyConfig()})
 
 
-def step(first: int, places: tuple[int, ...]) -> list[TrainingSequence]:
+def step(first: int, adapters: tuple[int, ...]) -> list[TrainingSequence]:
     """Return one sequence per index, for the policy at that index."""
     made = [
         sequence([1, k, first], [k + 3, first + 1], advantage=(-1.2) ** k)
-        for k in range(len(places))
+        for k in range(len(adapters))
     ]
-    return [dataclasses.replace(each, adapter=p) for each, p in zip(made, places, strict=True)]
+    return [
+        dataclasses.replace(sequence, adapter=p) for sequence, p in zip(made, adapters, strict=True)
+    ]
 
 
 STEPS = [step(5, (0, 1, 1, 0, 1)), step(6, (1, 1)), step(7, (0, 1))]  # a has none in step 2
@@ -125,15 +127,15 @@ def test_a_policy_ends_where_it_would_alone_and_after_a_break_too(tmp_path: Path
     after(again, STEPS[2:])
     alone = replica(ALONE, tmp_path / "alone")
     start = jax.device_get(alone.states[""].params)
-    after(alone, [own_sequences(each, 0) for each in STEPS])
+    after(alone, [keep_policy_sequences(step, 0) for step in STEPS])
     same(again.states["a"], alone.states[""])
     for name in "ab":
         embedding = again.states[name].params["embed"]["embedding"]
         assert np.abs(embedding - start["embed"]["embedding"]).max() > 1e-3
         assert again.reference is not None
         same(again.reference[name], start)
-    for each in (again, alone):
-        each.close()
+    for trained in (again, alone):
+        trained.close()
 
 
 def test_frozen_weights_change_in_a_warm_up_only(tmp_path: Path) -> None:

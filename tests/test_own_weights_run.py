@@ -109,7 +109,7 @@ def test_the_record_fits_the_weights_of_each_policy(models: Path, trained: Any) 
     run, _ = trained
     report = verify(run)
     assert report.off == [] and report.not_compared == {}
-    assert [each.weights for each in report.versions] == [
+    assert [version.weights for version in report.versions] == [
         f"judge: {models / 'tiny'}",
         f"listener: {models / 'other'}",
         f"speaker: {models / 'tiny'}",

@@ -48,7 +48,7 @@ CONFIG = Config(
 
 
 def sizes(made: plan.Plan) -> dict[str, int]:
-    return {part.name: part.num_bytes for part in made.parts}
+    return {item.name: item.num_bytes for item in made.items}
 
 
 def test_one_device_by_hand() -> None:
@@ -57,9 +57,9 @@ def test_one_device_by_hand() -> None:
     assert weights == 4 * num_params(MODEL.config)
     found = sizes(made)
     assert made.during == "an update"
-    assert found["weights in float32"] == found["weights that serve"] == weights
+    assert found["weights in float32"] == found["serving weights"] == weights
     assert found["gradients"] == weights and found["optimizer moments"] == 2 * weights
-    assert found["keys and values of slots"] == 4 * 2 * 64 * 2 * (2 * 8)  # keys and values, 2 heads
+    assert found["KV cache of the slots"] == 4 * 2 * 64 * 2 * (2 * 8)  # keys and values, 2 heads
     assert found["logits"] == 3 * 4 * 8 * 4 * 259  # 8 rows of 4 targets
     assert found["prefix cache"] == 0 and "reference policy" not in found
     assert made.total == sum(found.values())
@@ -71,7 +71,7 @@ def test_float32_activations_beside_bfloat16_weights_by_hand() -> None:
         return sizes(plan.make_plan(MODEL.config, dataclasses.replace(CONFIG, model=model)))
 
     wide, narrow = found("bfloat16", "float32"), found("bfloat16")
-    for name in ("weights that serve", "keys and values of slots"):
+    for name in ("serving weights", "KV cache of the slots"):
         assert 2 * wide[name] == 2 * narrow[name] == found("float32")[name]
     assert wide["activations"] == 2 * narrow["activations"] == found("float32")["activations"]
 
@@ -79,8 +79,8 @@ def test_float32_activations_beside_bfloat16_weights_by_hand() -> None:
 def test_frozen_roles_of_the_initial_weights_are_served_beside_the_policy() -> None:
     roles = {"checker": RoleConfig(agent="checker", trains=False, served_by="initial")}
     found = sizes(plan.make_plan(MODEL.config, dataclasses.replace(CONFIG, roles=roles)))
-    policys = found["weights that serve"] + found["keys and values of slots"]
-    assert found["initial weights and their keys and values"] == policys
+    policys = found["serving weights"] + found["KV cache of the slots"]
+    assert found["initial weights and their KV cache"] == policys
 
 
 def test_eight_devices_by_hand() -> None:
@@ -94,8 +94,8 @@ def test_eight_devices_by_hand() -> None:
     # 259 tokens are not divisible by two, and each device holds whole norms.
     numbers = EMBEDDING // 4 + MATRICES // 8 + NORMS
     assert found["weights in float32"] == found["reference policy"] == 4 * numbers
-    assert found["weights that serve"] == 2 * numbers
-    assert found["keys and values of slots"] == 2 * 2 * 64 * 2 * 8  # one head per device
+    assert found["serving weights"] == 2 * numbers
+    assert found["KV cache of the slots"] == 2 * 2 * 64 * 2 * 8  # one head per device
     assert found["logits"] == 3 * 4 * 2 * 4 * 259  # 2 rows
 
 
@@ -131,10 +131,10 @@ def test_of_a_model_with_adapters_they_alone_have_gradients_and_moments() -> Non
     assert found["weights in float32"] == found["gradients"] == 4 * adapters
     assert found["optimizer moments"] == 8 * adapters
     assert found["reference policy"] == 4 * adapters
-    assert found["frozen weights, which also serve"] == 2 * base
-    assert found["weights that serve"] == 2 * adapters
+    assert found["frozen weights, shared with serving"] == 2 * base
+    assert found["serving weights"] == 2 * adapters
     # Only the adapters are cast for a microbatch.
-    assert found["gradients of a microbatch and weights as used"] == (4 + 2) * adapters
+    assert found["microbatch gradients and gathered weights"] == (4 + 2) * adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,19 +162,19 @@ def adapters_of_8b(number: int, **mesh: int) -> dict[str, int]:
 def test_one_copy_of_frozen_weights_serves_and_trains() -> None:
     found = adapters_of_8b(1, fsdp=1)
     base = 2 * num_params(SHAPES["Qwen/Qwen3-8B"])
-    assert found["frozen weights, which also serve"] == base
-    assert found["weights that serve"] < 0.01 * base
-    assert found["gradients of a microbatch and weights as used"] < 0.02 * base
-    assert base < sum(found.values()) - found["keys and values of slots"] < 1.3 * base
+    assert found["frozen weights, shared with serving"] == base
+    assert found["serving weights"] < 0.01 * base
+    assert found["microbatch gradients and gathered weights"] < 0.02 * base
+    assert base < sum(found.values()) - found["KV cache of the slots"] < 1.3 * base
 
 
 def test_frozen_weights_of_another_layout_are_counted_twice() -> None:
     base = 2 * num_params(SHAPES["Qwen/Qwen3-8B"])
     split = adapters_of_8b(4, fsdp=4)
-    assert split["frozen weights that train"] == pytest.approx(base / 4, rel=0.01)
-    assert split["weights that serve"] > base
+    assert split["frozen weights for training"] == pytest.approx(base / 4, rel=0.01)
+    assert split["serving weights"] > base
     for mesh in ({"data": 4, "fsdp": 1}, {"data": 2, "fsdp": 1, "tensor": 2}):
-        assert adapters_of_8b(4, **mesh)["weights that serve"] < 0.01 * base
+        assert adapters_of_8b(4, **mesh)["serving weights"] < 0.01 * base
 
 
 def test_policies_with_weights_of_their_own_are_counted_each() -> None:
@@ -183,9 +183,9 @@ def test_policies_with_weights_of_their_own_are_counted_each() -> None:
     serve = dataclasses.replace(CONFIG.serve, prefix_cache_mib=1.0)
     alone = dataclasses.replace(CONFIG, algorithm=algorithm, serve=serve)
     three = dataclasses.replace(alone, policies=policies)
-    one, found = (sizes(plan.make_plan(MODEL.config, each)) for each in (alone, three))
+    one, found = (sizes(plan.make_plan(MODEL.config, settings)) for settings in (alone, three))
     for name in (
-        "weights in float32", "weights that serve", "keys and values of slots", "prefix cache"
+        "weights in float32", "serving weights", "KV cache of the slots", "prefix cache"
     ):  # fmt: skip
         assert found[f"{name}, of 3 policies"] == 3 * one[name] > 0
     # The frozen policy needs neither. Only one policy's gradients exist at a time.
@@ -211,12 +211,12 @@ def test_gathered_weights_become_the_engines() -> None:
         training = plan.make_mesh(config.mesh, gpus)
         serving = plan.serving_mesh(config.serve.mesh, config.mesh, gpus)
         return {
-            part.name: part.num_bytes
-            for part in plan._publish_parts(MODEL.config, config, training, serving)
+            item.name: item.num_bytes
+            for item in plan._publish_items(MODEL.config, config, training, serving)
         }
 
     found = publishing(8, CONFIG.serve)
-    assert found["new weights beside the old"] == whole
+    assert found["new serving weights beside the old"] == whole
     assert found["weights cast for serving"] < whole / 4  # the shards, before they are gathered
     # If serving has its own devices, the trainer briefly holds all weights of an engine's device.
     found = publishing(4, alone)
@@ -226,10 +226,10 @@ def test_gathered_weights_become_the_engines() -> None:
 def test_devices_of_their_own_hold_no_weights_that_serve() -> None:
     serve = dataclasses.replace(CONFIG.serve, mesh=MeshConfig(fsdp=1, first_device=1))
     made = plan.make_plan(MODEL.config, dataclasses.replace(CONFIG, serve=serve))
-    assert made.during == "an update" and "weights that serve" not in sizes(made)
+    assert made.during == "an update" and "serving weights" not in sizes(made)
     serve = dataclasses.replace(serve, slots=4096)
     made = plan.make_plan(MODEL.config, dataclasses.replace(CONFIG, serve=serve))
-    assert made.during == "publishing, where it is served"
+    assert made.during == "publishing, on the serving devices"
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_the_command_compiles_and_compares(
     assert main([*arguments, "-1"]) == 2
     # The compiler's figure is its allocation on one device: at least the new gradients.
     made = plan.compile_plan(MODEL.config, config)
-    others = sizes(made)["activations and all else, as compiled"] + sizes(made)["logits"]
+    others = sizes(made)["activations and other temporaries (compiled)"] + sizes(made)["logits"]
     assert others >= sizes(made)["gradients"]
 
 

@@ -163,7 +163,7 @@ def test_a_plan_has_room_for_all_adapters(model_dir: Path, tmp_path: Path) -> No
     one = make_plan(dataclasses.replace(model, num_adapters=None), config)
     three = make_plan(model, config)
     sizes = [
-        {part.name: part.num_bytes for part in each.parts}["optimizer moments"]
+        {item.name: item.num_bytes for item in each.items}["optimizer moments"]
         for each in (one, three)
     ]
     assert sizes[1] == 3 * sizes[0]

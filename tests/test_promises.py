@@ -14,7 +14,7 @@ from lightning_jax.config import Config, ConfigError, load_config
 from lightning_jax.experiment import failure_table, load_splits
 from lightning_jax.models.load import load_model, save_hf
 from lightning_jax.models.names import ModelError
-from lightning_jax.plan import GIB, Part, Plan, one_line
+from lightning_jax.plan import GIB, MemoryItem, Plan, one_line
 from lightning_jax.runner import load_function
 from lightning_jax.store import Store
 from lightning_jax.testing.tiny import tiny_model
@@ -63,7 +63,7 @@ SAID: dict[str, Callable[[Path], str]] = {
     "stopped_run": lambda _: STOPPED,
     "rollout_counts": _counts,
     "planned_memory": lambda _: one_line(
-        Plan((Part("weights in float32", GIB, ""),), "an update", "1 x cpu, data=1", 2 * GIB)
+        Plan((MemoryItem("weights in float32", GIB, ""),), "an update", "1 x cpu, data=1", 2 * GIB)
     ),
 }
 # What a command prints last, and its exit code.

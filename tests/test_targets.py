@@ -70,7 +70,7 @@ def test_without_its_compiler_the_package_is_named(
     monkeypatch.setattr(targets.topologies, "get_topology_desc", get_topology_desc)
     with raises_coded(ConfigError, "missing", package) as caught:
         target_devices(target)
-    assert all(each in str(caught.value) for each in (target, str(error), package))
+    assert all(word in str(caught.value) for word in (target, str(error), package))
 
 
 def test_plan_takes_a_target(
@@ -82,8 +82,8 @@ def test_plan_takes_a_target(
     assert "2 x cpu, data=1 fsdp=2 tensor=1" in printed
     assert "59.332 GiB" in printed.splitlines()[-1]
     assert main([*command, "--devices", "2"]) == 2
-    said = capsys.readouterr().err
-    assert "--devices" in said and "--target" in said
+    stderr = capsys.readouterr().err
+    assert "--devices" in stderr and "--target" in stderr
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
     """
     keys = arrays[1]
 
-    def place(mesh: Any) -> tuple[Any, Any]:
+    def partition_specs(mesh: Any) -> tuple[Any, Any]:
         rows, heads = partition(("rows", "kv_heads"), (keys.shape[0], keys.shape[2]), mesh)
         by_token = jax.P(rows, None, heads, None)
         by_row = jax.P(rows, None)
@@ -172,7 +172,7 @@ def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
         outputs = (by_token, by_head) if is_forward else (by_token, by_token, by_token)
         return inputs[: len(arrays)], outputs
 
-    return flash.per_device(kernel, arrays, place)
+    return flash.per_device(kernel, arrays, partition_specs)
 
 
 def attend_masked(

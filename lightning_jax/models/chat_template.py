@@ -60,8 +60,8 @@ def render(
     except Exception as error:
         words = str(error)[:500] if isinstance(error, jinja2.TemplateError) else repr(error)[:500]
         raise TemplateError(
-            f"the chat template rejects these {len(messages)} messages ({words}); expected the "
-            "roles and text contents it was written for. Change the messages.",
+            f"the chat template rejects these {len(messages)} messages ({words}); send roles and "
+            "text contents that it supports",
             reason="rejected",
         ) from error
 

@@ -93,18 +93,20 @@ def masked_scores(
 
 
 def per_device(
-    kernel: Callable[..., Any], arrays: Sequence[Any], place: Callable[[Any], tuple[Any, Any]]
+    kernel: Callable[..., Any],
+    arrays: Sequence[Any],
+    partition_specs: Callable[[Any], tuple[Any, Any]],
 ) -> Any:
     """Run a kernel on each device for its part of the arrays, and return the joint result.
 
     A compiler that partitions a program does not partition a kernel. The mesh comes from the type
-    of the arrays, where JAX keeps it for everything computed from sharded arrays. `place` returns
-    the partition specs of the arguments and of the results on that mesh.
+    of the arrays, where JAX keeps it for everything computed from sharded arrays. `partition_specs`
+    returns the specs of the arguments and of the results on that mesh.
     """
     mesh = jax.typeof(arrays[0]).sharding.mesh
     if mesh.empty or mesh.size == 1:
         return kernel(*arrays)
-    inputs, outputs = place(mesh)
+    inputs, outputs = partition_specs(mesh)
     # A kernel does not declare along which mesh axes its results vary.
     split = jax.shard_map(kernel, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
     return split(*arrays)

@@ -49,12 +49,12 @@ def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
     """
     kv_heads = arrays[1].shape[1]
 
-    def place(mesh: Any) -> tuple[Any, Any]:
+    def partition_specs(mesh: Any) -> tuple[Any, Any]:
         heads = partition(("kv_heads",), (kv_heads,), mesh)
         by_head = jax.P(None, *heads)
         return (by_head, by_head, by_head, jax.P(), jax.P()), by_head
 
-    return flash.per_device(kernel, arrays, place)
+    return flash.per_device(kernel, arrays, partition_specs)
 
 
 def attend_gpu(
@@ -122,15 +122,15 @@ def _gpu_kernel(
     """Attend from one block of queries to one part of the tokens of one row and key head."""
     row, queries, limits = row[...], query[...], index[...]
     blocks = jnp.maximum(jnp.max(limits) + size, 0) // size  # blocks that some query sees
-    each = (blocks + pl.num_programs(1) - 1) // pl.num_programs(1)
-    first = pl.program_id(1) * each
+    blocks_per_program = (blocks + pl.num_programs(1) - 1) // pl.num_programs(1)
+    first = pl.program_id(1) * blocks_per_program
 
     def meet(step: Any, sums: Sums) -> Sums:
         block = pl.ds(step * size, size)
         scores = _scores(queries, keys[row, block, :], step * size, limits[:, None])
         return sums.add(scores, values[row, block, :])
 
-    end = jnp.minimum(first + each, blocks)
+    end = jnp.minimum(first + blocks_per_program, blocks)
     sums = jax.lax.fori_loop(first, end, meet, Sums.start(*queries.shape))
     for ref, result in zip(results, sums, strict=True):
         ref[...] = result
@@ -239,5 +239,5 @@ def _tpu_kernel(
 def _scores(query: Any, key: Any, first: Any, last: Any) -> Any:
     """Return scores [M C] of queries [M D] on keys [C D]; the first key has index `first`."""
     scores = product(query, key, 1, 1)
-    places = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    return jnp.where(places <= last, scores, MASKED)
+    indices = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    return jnp.where(indices <= last, scores, MASKED)

@@ -130,20 +130,22 @@ def list_pairs(met: Any) -> tuple[Any, Any]:
     alone = ~met.any(axis=2, keepdims=True)
     met = (met | (alone & (jnp.arange(inner) == 0)[None, None, :])).reshape(rows, -1)
     counts = met.sum(axis=1, dtype=jnp.int32)
-    place = jnp.minimum(jnp.arange(outer * inner)[None, :], counts[:, None] - 1)
-    listed = jnp.take_along_axis(jnp.argsort(~met, axis=1, stable=True), place, axis=1)
+    index = jnp.minimum(jnp.arange(outer * inner)[None, :], counts[:, None] - 1)
+    listed = jnp.take_along_axis(jnp.argsort(~met, axis=1, stable=True), index, axis=1)
     return ((listed // inner << _BITS) + listed % inner).astype(jnp.int32), counts
 
 
 def _specs(b: Blocks, by_key: bool) -> dict[str, pl.BlockSpec]:
     """Return the block specs that select, for each kind of array, what a step reads or writes."""
 
-    def spec(shape: tuple[int | None, ...], place: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
+    def spec(
+        shape: tuple[int | None, ...], block_index: Callable[..., tuple[Any, ...]]
+    ) -> pl.BlockSpec:
         def at(row: Any, head: Any, first: Any, second: Any, pairs: Any, _: Any) -> Any:
             step, member = (first, second) if by_key else (second, first)
             outer, inner = split_pair(pairs[row, step])
             query, key = (inner, outer) if by_key else (outer, inner)
-            return place(row, head, member, query, key)
+            return block_index(row, head, member, query, key)
 
         return pl.BlockSpec(shape, at)
 

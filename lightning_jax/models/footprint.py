@@ -22,9 +22,10 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all weights, or of a part of them, on one device."""
     shapes = jax.tree.leaves(part(param_shapes(model)))
-    places = jax.tree.leaves(part(param_shardings(model, mesh)))
+    shardings = jax.tree.leaves(part(param_shardings(model, mesh)))
     sizes = (
-        math.prod(place.shard_shape(leaf.shape)) for leaf, place in zip(shapes, places, strict=True)
+        math.prod(sharding.shard_shape(leaf.shape))
+        for leaf, sharding in zip(shapes, shardings, strict=True)
     )
     return sum(sizes) * jnp.dtype(dtype).itemsize
 
@@ -46,9 +47,9 @@ def shares_frozen(
         jax.tree.leaves(pick(param_shardings(model, mesh), shapes)) for mesh in (training, *engines)
     )
     return all(
-        lies_at(place, target, leaf.shape)
+        lies_at(sharding, target, leaf.shape)
         for targets in wanted
-        for leaf, place, target in zip(jax.tree.leaves(shapes), held, targets, strict=True)
+        for leaf, sharding, target in zip(jax.tree.leaves(shapes), held, targets, strict=True)
     )
 
 
@@ -59,12 +60,12 @@ def spread_bytes(model: DecoderConfig, training: Mesh, engine: Mesh, dtype: Any)
         jax.tree.leaves(pick(param_shardings(model, mesh), shapes)) for mesh in (training, engine)
     )
     number = 0
-    for leaf, place, target in zip(jax.tree.leaves(shapes), held, wanted, strict=True):
-        spread = layout(place, target)
-        if not spread.is_equivalent_to(place, len(leaf.shape)):  # cast shards, before gathering
-            number += math.prod(place.shard_shape(leaf.shape))
-        if not lies_at(spread, target, leaf.shape):
-            number += math.prod(spread.shard_shape(leaf.shape))
+    for leaf, sharding, target in zip(jax.tree.leaves(shapes), held, wanted, strict=True):
+        cast = layout(sharding, target)
+        if not cast.is_equivalent_to(sharding, len(leaf.shape)):  # cast shards, before gathering
+            number += math.prod(sharding.shard_shape(leaf.shape))
+        if not lies_at(cast, target, leaf.shape):
+            number += math.prod(cast.shard_shape(leaf.shape))
     return number * jnp.dtype(dtype).itemsize
 
 
@@ -116,11 +117,11 @@ def logit_bytes(model: DecoderConfig, mesh: Mesh) -> int:
 
 
 def cache_bytes(
-    model: DecoderConfig, rows: int, length: int, place: NamedSharding, dtype: Any
+    model: DecoderConfig, rows: int, length: int, sharding: NamedSharding, dtype: Any
 ) -> int:
     """Return the bytes of the keys and values of `rows` rows of `length` tokens."""
-    cache = jax.eval_shape(lambda: init_cache(model, rows, length, dtype, platform_of(place)))
-    sizes = (math.prod(place.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(cache))
+    cache = jax.eval_shape(lambda: init_cache(model, rows, length, dtype, platform_of(sharding)))
+    sizes = (math.prod(sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(cache))
     return sum(sizes) * jnp.dtype(dtype).itemsize
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from gguf.quants import dequantize
 
 from lightning_jax.models.attention import RopeScaling, rope_frequencies
-from lightning_jax.models.names import ModelError, places, unflatten
+from lightning_jax.models.names import ModelError, named_params, unflatten
 from lightning_jax.models.transformer import DecoderConfig, Params
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
@@ -18,7 +18,7 @@ def open_file(path: Path) -> gguf.GGUFReader:
     """Open the file, mapped to memory. Raises ModelError if it is missing or unreadable."""
     if not path.is_file():
         raise ModelError(
-            f"{path} does not exist; expected a GGUF file. Check the path.",
+            f"GGUF file {path} does not exist; check the path",
             reason="not_found",
             key=str(path),
         )
@@ -35,8 +35,8 @@ def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
     family = _value(reader, "general.architecture")
     if family not in _FAMILIES:
         raise ModelError(
-            f"the GGUF file's architecture is {family!r}; expected one of {sorted(_FAMILIES)}. "
-            "Choose a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
+            f"the GGUF file has architecture {family!r}; supported are {sorted(_FAMILIES)}. "
+            "Use a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
             reason="unsupported",
             key="general.architecture",
         )
@@ -45,8 +45,8 @@ def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
         found = _value(reader, f"{family}.{name}", default)
         if found is None:
             raise ModelError(
-                f"the GGUF file lacks {family}.{name}; expected all metadata of a {family} model. "
-                "Download the file again."
+                f"the GGUF file lacks {family}.{name}, which every {family} model needs; "
+                "download the file again"
             )
         return found
 
@@ -84,8 +84,8 @@ def _refuse_other_scaling(*, kind: str, factor: float) -> None:
         return
     named = f"rope.scaling.type={kind}" if kind != "none" else f"rope.scale_linear={factor:g}"
     raise ModelError(
-        f"the GGUF file says {named}; expected plain positions, or Llama 3's rope_freqs.weight. "
-        "Choose another model.",
+        f"the GGUF file sets {named}, which is not supported; use a model without position scaling "
+        "or with Llama 3's rope_freqs.weight",
         reason="unsupported",
         key=named.partition("=")[0],
     )
@@ -96,23 +96,23 @@ def read_params(reader: gguf.GGUFReader, config: DecoderConfig, dtype: Any) -> P
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
     leaves = {}
-    known = {place.gguf for place in places(config)}
+    known = {param.gguf for param in named_params(config)}
     if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in known):
         raise ModelError(
-            f"the GGUF file has {unread[0]}, which no {config.family} model here computes with; "
-            "expected none. Choose another model."
+            f"the GGUF file has {unread[0]}, a bias that is not supported for {config.family}; "
+            "use another model"
         )
-    for place in places(config):
-        if place.gguf not in tensors:
+    for param in named_params(config):
+        if param.gguf not in tensors:
             raise ModelError(
-                f"the GGUF file lacks the weight {place.gguf}; expected all of a "
-                f"{config.family} model. Download the file again."
+                f"the GGUF file lacks the weight {param.gguf}, which this {config.family} model "
+                "needs; download the file again"
             )
-        tensor = tensors[place.gguf]
+        tensor = tensors[param.gguf]
         array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        if config.family == "llama" and place.path[1] in heads:
-            array = _unpermute(array, heads[place.path[1]])
-        leaves[place.path] = place.from_rows(place.gguf, array, dtype)
+        if config.family == "llama" and param.path[1] in heads:
+            array = _unpermute(array, heads[param.path[1]])
+        leaves[param.path] = param.from_rows(param.gguf, array, dtype)
     return unflatten(leaves)
 
 
@@ -134,8 +134,8 @@ def _rope_scaling(factors: np.ndarray, head_dim: int, theta: float) -> RopeScali
     ours = rope_frequencies(head_dim, theta, None) / rope_frequencies(head_dim, theta, scaling)
     if not np.allclose(ours, factors, rtol=1e-3):
         raise ModelError(
-            f"the GGUF file stretches rotary frequencies by {np.unique(factors)[:4]}...; expected "
-            "Llama 3's stretch. Load the Hugging Face directory of this model instead."
+            f"the GGUF file scales rotary frequencies by {np.unique(factors)[:4]}..., not by "
+            "Llama 3's factors; load the Hugging Face directory of this model instead"
         )
     return scaling
 

@@ -20,7 +20,7 @@ _PATTERNS = {
     "llama-bpe": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",
 }
-_DIGITS_APART = ("smollm",)
+_SINGLE_DIGITS = ("smollm",)
 _PLAIN = ("gpt-2", "default")
 
 
@@ -48,7 +48,7 @@ def read(reader: Any) -> Vocabulary:
     kind, pre = value("ggml.model"), value("ggml.pre", "default")
     if kind != "gpt2":
         raise TokenizerError(
-            f"the GGUF file's tokenizer is of kind {kind!r}; expected 'gpt2' (byte-level BPE). "
+            f"the GGUF file's tokenizer is {kind!r}; only 'gpt2' (byte-level BPE) is supported. "
             "Load the Hugging Face directory of this model instead.",
             reason="unsupported",
             key="tokenizer.ggml.model",
@@ -95,13 +95,13 @@ def _pre_tokenizer(pre: str) -> Any:
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([cut, to_bytes])
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in _DIGITS_APART:
+    if pre in _SINGLE_DIGITS:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), to_bytes])
     if pre in _PLAIN:
         return to_bytes
-    known = sorted((*_PATTERNS, *_DIGITS_APART, *_PLAIN))
+    known = sorted((*_PATTERNS, *_SINGLE_DIGITS, *_PLAIN))
     raise TokenizerError(
-        f"the GGUF file cuts text in the way {pre!r}; expected one of {known}. "
+        f"the GGUF file's pre-tokenizer is {pre!r}; supported are {known}. "
         "Load the Hugging Face directory of this model instead.",
         reason="unsupported",
         key="tokenizer.ggml.pre",

@@ -13,7 +13,7 @@ import safetensors
 import safetensors.numpy
 
 from lightning_jax.models.attention import RopeScaling
-from lightning_jax.models.names import ModelError, Place, flatten, places, unflatten
+from lightning_jax.models.names import ModelError, NamedParam, flatten, named_params, unflatten
 from lightning_jax.models.transformer import DecoderConfig, Params
 
 _REQUIRED = (
@@ -35,7 +35,7 @@ def read_config(directory: Path) -> DecoderConfig:
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(
-            f"{directory} has no config.json; expected a Hugging Face model. Check the path.",
+            f"{directory} has no config.json; pass the directory of a Hugging Face model",
             reason="missing",
             key=str(path),
         )
@@ -48,15 +48,15 @@ def read_config(directory: Path) -> DecoderConfig:
     family = fields.get("model_type")
     if family not in _ARCHITECTURES:
         raise ModelError(
-            f"{path} says model_type={family!r}; expected one of {sorted(_ARCHITECTURES)}. "
-            "Choose a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
+            f"{path} has model_type={family!r}; supported are {sorted(_ARCHITECTURES)}. "
+            "Use a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
             reason="unsupported",
             key="model_type",
         )
     missing = [name for name in _REQUIRED if name not in fields]
     if missing:
         raise ModelError(
-            f"{path} lacks {missing}; expected the whole config. Download it again.",
+            f"{path} lacks {missing}; download it again",
             reason="missing",
             key=missing[0],
         )
@@ -89,8 +89,8 @@ def _refuse_variants(path: Path, fields: dict[str, Any]) -> None:
     for name, value in expected.items():
         if fields.get(name, value) != value:
             raise ModelError(
-                f"{path} says {name}={str(fields[name])[:80]}; expected {value!r}, all that this "
-                "decoder computes. Choose another model.",
+                f"{path} has {name}={str(fields[name])[:80]}; only {value!r} is supported. "
+                "Use another model.",
                 reason="unsupported",
                 key=name,
             )
@@ -105,8 +105,8 @@ def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling |
         return theta, None
     if kind != "llama3":
         raise ModelError(
-            f"{path} says rope_type={kind!r}; expected 'default' or 'llama3'. "
-            "Choose another model.",
+            f"{path} has rope_type={kind!r}; only 'default' and 'llama3' are supported. "
+            "Use another model.",
             reason="unsupported",
             key="rope_type",
         )
@@ -126,20 +126,20 @@ def read_params(directory: Path, config: DecoderConfig, dtype: Any) -> Params:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ModelError(
-            f"{directory} has no weights; expected *.safetensors. Download the model again.",
+            f"{directory} has no *.safetensors file; download the model again",
             reason="missing",
             key="*.safetensors",
         )
-    wanted = {place.hf: place for place in places(config)}
+    wanted = {param.hf: param for param in named_params(config)}
     leaves = {}
     for name, array in _tensors(files, set(wanted)):
-        place = wanted[name]
-        leaves[place.path] = place.from_rows(name, array, dtype)
-    missing = [place.hf for place in wanted.values() if place.path not in leaves]
+        param = wanted[name]
+        leaves[param.path] = param.from_rows(name, array, dtype)
+    missing = [param.hf for param in wanted.values() if param.path not in leaves]
     if missing:
         raise ModelError(
-            f"{directory} lacks {len(missing)} of {len(wanted)} weights, {missing[0]} among them; "
-            "expected all in its *.safetensors files. Download the model again.",
+            f"the *.safetensors files of {directory} lack {len(missing)} of {len(wanted)} weights, "
+            f"among them {missing[0]}; download the model again",
             reason="missing",
             key=missing[0],
         )
@@ -164,7 +164,7 @@ def write(directory: Path, config: DecoderConfig, params: Params, eos_ids: froze
     """Write config.json, generation_config.json and model.safetensors."""
     assert config.lora is None, "adapters are merged first, or would be lost"
     flat = flatten(params)
-    arrays = {place.hf: _to_rows(place, flat[place.path]) for place in places(config)}
+    arrays = {param.hf: _to_rows(param, flat[param.path]) for param in named_params(config)}
     safetensors.numpy.save_file(arrays, directory / "model.safetensors", {"format": "pt"})
     dtype = str(jnp.asarray(flat[("embed", "embedding")]).dtype)
     ends = sorted(eos_ids)
@@ -175,9 +175,9 @@ def write(directory: Path, config: DecoderConfig, params: Params, eos_ids: froze
     write_json(directory / "generation_config.json", eos)
 
 
-def _to_rows(place: Place, leaf: Any) -> np.ndarray:
+def _to_rows(param: NamedParam, leaf: Any) -> np.ndarray:
     array = np.asarray(jax.device_get(leaf))
-    return np.ascontiguousarray(array.T if place.transpose else array)
+    return np.ascontiguousarray(array.T if param.transpose else array)
 
 
 def _config_fields(config: DecoderConfig) -> dict[str, Any]:

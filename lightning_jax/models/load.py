@@ -83,8 +83,8 @@ def load_like(model: LoadedModel, name: str) -> LoadedModel:
     if not same_shape or other.tokenizer.vocabulary != model.tokenizer.vocabulary:
         raise ModelError(
             f"model {name!r} has another {'vocabulary' if same_shape else 'shape'} than "
-            f"{model.name!r}; expected the same, as both are policies of one run. Use a model that "
-            "was trained from it.",
+            f"{model.name!r}, but both are policies of one run; use a model trained from "
+            f"{model.name!r}",
             reason="mismatch",
             key="vocabulary" if same_shape else "shape",
         )
@@ -129,8 +129,8 @@ def _resolve(name: str) -> Path:
         return _packaged_gguf() or _download(_SMOLLM2_HUB)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelError(
-            f"model {name!r} does not exist; expected a Hugging Face directory or hub id, a .gguf "
-            f"file, or {SMOLLM2!r}. Check model.name.",
+            f"model {name!r} does not exist; set model.name to a Hugging Face directory or hub "
+            f"id, a .gguf file, or {SMOLLM2!r}",
             reason="not_found",
             key=name,
         )
@@ -151,8 +151,8 @@ def _download(hub_id: str) -> Path:
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"model {hub_id!r} is no local directory and cannot be fetched from the hub "
-            f"({reason}); check the name and the network, or give the directory of a copy.",
+            f"model {hub_id!r} is not a local directory and cannot be downloaded from the hub "
+            f"({reason}); check the name and the network, or pass a local copy",
             reason="unreachable",
             key=hub_id,
         ) from error

@@ -78,10 +78,10 @@ def pick(tree: Params, like: Params) -> Params:
     return unflatten({path: flat[path] for path in flatten(like)})
 
 
-def one_of(model: LoadedModel, place: int) -> LoadedModel:
+def one_of(model: LoadedModel, index: int) -> LoadedModel:
     """Return the model with one of its several adapters as the only one."""
     params = {
-        path: leaf[place] if path[-1] in ADAPTER_LEAVES else leaf
+        path: leaf[index] if path[-1] in ADAPTER_LEAVES else leaf
         for path, leaf in flatten(model.params).items()
     }
     config = replace(model.config, num_adapters=None)
@@ -105,7 +105,7 @@ def merged(model: LoadedModel) -> LoadedModel:
     lora = model.config.lora
     if lora is None:
         return model
-    assert model.config.num_adapters is None, "one of several is taken first, by one_of"
+    assert model.config.num_adapters is None, "select one of several adapters first, with one_of"
     # On the host: a device that holds a share of the weights may be too small for all of them.
     flat: dict[Path, Any] = {
         path: np.asarray(jax.device_get(leaf)).astype(np.float32)

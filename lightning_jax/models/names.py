@@ -18,7 +18,7 @@ class ModelError(UserError, ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class NamedParam:
     """One parameter with its three names. Files store matrices as [out, in], we as [in, out]."""
 
     path: Path
@@ -32,8 +32,9 @@ class Place:
         ours = array.T if self.transpose else array
         if ours.shape != self.shape:
             raise ModelError(
-                f"weight {name} has shape {array.shape}; expected {self.shape} from the config "
-                f"({'transposed' if self.transpose else 'as it is'}). Check that both belong.",
+                f"weight {name} has shape {array.shape}; the config needs {self.shape} "
+                f"({'transposed' if self.transpose else 'not transposed'}). Check that the "
+                "weights and the config belong to the same model.",
                 reason="mismatch",
                 key=name,
             )
@@ -60,14 +61,14 @@ _IN_LAYER = {
 }
 
 
-def places(config: DecoderConfig) -> list[Place]:
+def named_params(config: DecoderConfig) -> list[NamedParam]:
     """List every parameter of a model with this config, without adapters."""
     base = replace(config, lora=None, num_adapters=None)  # adapters are in separate files
     shapes = jax.eval_shape(lambda: init_params(base, jax.random.key(0)))
-    return [_place(path, leaf.shape) for path, leaf in flatten(shapes).items()]
+    return [_named_param(path, leaf.shape) for path, leaf in flatten(shapes).items()]
 
 
-def _place(path: Path, shape: tuple[int, ...]) -> Place:
+def _named_param(path: Path, shape: tuple[int, ...]) -> NamedParam:
     if path in _OUTSIDE:
         hf, gguf = _OUTSIDE[path]
     else:
@@ -76,7 +77,7 @@ def _place(path: Path, shape: tuple[int, ...]) -> Place:
         _, in_gguf = _IN_LAYER[part]
         hf = f"{hf_module(layer, part)}.{suffix}"
         gguf = f"blk.{number}.{in_gguf}.{suffix}"
-    return Place(path, hf, gguf, shape, transpose=path[-1] == "kernel")
+    return NamedParam(path, hf, gguf, shape, transpose=path[-1] == "kernel")
 
 
 def hf_module(layer: str, part: str) -> str:

@@ -17,7 +17,7 @@ TURNS = 10
 CLEARLY = 0.9  # share of float32's time; the CPUs measured so far differ by a factor of two
 
 
-def settle(model: ModelConfig, platform: str | None = None) -> ModelConfig:
+def resolve_dtype(model: ModelConfig, platform: str | None = None) -> ModelConfig:
     """Return `model` with dtype auto replaced.
 
     The replacement is bfloat16 on an accelerator. On a CPU, measure for half a second and take the
@@ -37,9 +37,9 @@ def settle(model: ModelConfig, platform: str | None = None) -> ModelConfig:
 def _faster(model: ModelConfig, float32_s: float, bfloat16_s: float) -> ModelConfig:
     is_narrow = bfloat16_s < CLEARLY * float32_s
     log.info(
-        "model.dtype=auto is %s on this CPU: a product of %d x %d x %d takes %.1f ms in float32 "
-        "and %.1f ms in bfloat16",
-        "bfloat16, beside float32 activations," if is_narrow else "float32",
+        "model.dtype=auto resolves to %s on this CPU: a product of %d x %d x %d takes %.1f ms in "
+        "float32 and %.1f ms in bfloat16",
+        "bfloat16 with float32 activations" if is_narrow else "float32",
         *PRODUCT,
         1e3 * float32_s,
         1e3 * bfloat16_s,

@@ -49,7 +49,7 @@ def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
     )
     if not targets[0].is_fully_addressable:
         return None
-    return form.unflatten(map(_own_part, moved, targets))
+    return form.unflatten(map(_local_part, moved, targets))
 
 
 def spread(params: Params, shardings: Any, dtype: Any, *, shared: Collection[Path] = ()) -> Spread:
@@ -60,18 +60,18 @@ def spread(params: Params, shardings: Any, dtype: Any, *, shared: Collection[Pat
     """
     paths = list(flatten(params))
     leaves: list[Any] = [jnp.asarray(leaf) for leaf in flatten(params).values()]
-    places = [
+    layouts = [
         layout(leaf.sharding, target)
-        for leaf, target in zip(leaves, _each(shardings, params), strict=True)
+        for leaf, target in zip(leaves, _list_shardings(shardings, params), strict=True)
     ]
     wanted = [
         i
-        for i, (path, leaf, place) in enumerate(zip(paths, leaves, places, strict=True))
+        for i, (path, leaf, layout_here) in enumerate(zip(paths, leaves, layouts, strict=True))
         if path not in shared
         or leaf.dtype != jnp.dtype(dtype)
-        or not leaf.sharding.is_equivalent_to(place, leaf.ndim)
+        or not leaf.sharding.is_equivalent_to(layout_here, leaf.ndim)
     ]
-    cast = _caster(jnp.dtype(dtype), tuple((leaves[i].sharding, places[i]) for i in wanted))
+    cast = _caster(jnp.dtype(dtype), tuple((leaves[i].sharding, layouts[i]) for i in wanted))
     for i, copied in zip(wanted, cast([leaves[i] for i in wanted]), strict=True):
         leaves[i] = copied
     return Spread(unflatten(dict(zip(paths, leaves, strict=True))))
@@ -83,7 +83,7 @@ def take(found: Spread, shardings: Any) -> Params:
     A part that is already on its device is not copied.
     """
     leaves, form = jax.tree.flatten(found.params)
-    targets = _each(shardings, found.params)
+    targets = _list_shardings(shardings, found.params)
     parts, at = [], []
     for leaf, target in zip(leaves, targets, strict=True):
         shards = {
@@ -93,13 +93,13 @@ def take(found: Spread, shardings: Any) -> Params:
             parts.append(_part(shards, device, _bounds(index, leaf)))
             at.append(jax.sharding.SingleDeviceSharding(device))
     moved = iter(jax.device_put(parts, at))
-    placed = [
+    copies = [
         jax.make_array_from_single_device_arrays(
             leaf.shape, target, [next(moved) for _ in target.addressable_devices]
         )
         for leaf, target in zip(leaves, targets, strict=True)
     ]
-    return jax.block_until_ready(form.unflatten(placed))
+    return jax.block_until_ready(form.unflatten(copies))
 
 
 def layout(source: Sharding, target: Sharding) -> Sharding:
@@ -122,11 +122,11 @@ def layout(source: Sharding, target: Sharding) -> Sharding:
 
 def lies_at(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> bool:
     """Return whether each device of `target` already has its part of an array at `source`."""
-    held, wanted = (place.devices_indices_map(shape) for place in (source, target))
+    held, wanted = (sharding.devices_indices_map(shape) for sharding in (source, target))
     return all(held.get(device) == index for device, index in wanted.items())
 
 
-def _each(shardings: Any, params: Params) -> list[Any]:
+def _list_shardings(shardings: Any, params: Params) -> list[Any]:
     """Return a sharding for each leaf."""
     if isinstance(shardings, Sharding):
         return [shardings] * len(jax.tree.leaves(params))
@@ -134,19 +134,19 @@ def _each(shardings: Any, params: Params) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _caster(dtype: Any, places: tuple[tuple[Sharding, Sharding], ...]) -> Any:
+def _caster(dtype: Any, shardings: tuple[tuple[Sharding, Sharding], ...]) -> Any:
     """Return a program that copies arrays from the first to the second sharding of each pair."""
 
     def cast(leaves: Sequence[Any]) -> list[Any]:
         copies = []
-        for leaf, (source, _) in zip(leaves, places, strict=True):
+        for leaf, (source, _) in zip(leaves, shardings, strict=True):
             copied = jnp.copy(leaf).astype(dtype)
             if isinstance(source, NamedSharding):  # casting before gathering halves the traffic
                 copied = jax.lax.with_sharding_constraint(copied, source)
             copies.append(copied)
         return copies
 
-    return jax.jit(cast, out_shardings=[place for _, place in places])
+    return jax.jit(cast, out_shardings=[target for _, target in shardings])
 
 
 def _bounds(index: Any, leaf: Any) -> _Bounds:
@@ -186,17 +186,17 @@ def _in_every_process(mesh: Mesh) -> Mesh:
     at = [order.index(device.id) for device in mesh.devices.flat]
     grids = []
     for process in range(jax.process_count()):
-        own = [device for device in jax.devices() if device.process_index == process]
-        if len(own) != len(order):
+        devices = [device for device in jax.devices() if device.process_index == process]
+        if len(devices) != len(order):
             raise ConfigError(
-                f"process {process} has {len(own)} devices and process {owner} {len(order)}; "
-                "expected the same number in all."
+                f"process {process} has {len(devices)} devices and process {owner} has "
+                f"{len(order)}; start all processes with the same number of devices"
             )
-        grids.append(np.array([own[i] for i in at]).reshape(mesh.devices.shape))
+        grids.append(np.array([devices[i] for i in at]).reshape(mesh.devices.shape))
     types = (AxisType.Auto,) * (1 + len(mesh.axis_names))
     return Mesh(np.stack(grids), ("process", *mesh.axis_names), axis_types=types)
 
 
-def _own_part(moved: Any, target: NamedSharding) -> Any:
+def _local_part(moved: Any, target: NamedSharding) -> Any:
     shards = [shard.data for shard in moved.addressable_shards]
     return jax.make_array_from_single_device_arrays(moved.shape, target, shards)

@@ -58,9 +58,9 @@ def make_mesh(
     if min(sizes) < 1 or math.prod(sizes) > len(devices):
         wanted = ", ".join(f"{axis}={getattr(config, axis)}" for axis in AXES)
         raise ConfigError(
-            f"{section} {wanted} does not fit {len(devices)} devices; expected sizes whose product "
-            f"is at most {len(devices)}, one of them may be -1. Change {section}.* in the config"
-            f"{f', or {section}.first_device' if config.first_device else ''}.",
+            f"{section} {wanted} does not fit {len(devices)} devices; change {section}.* in the "
+            f"config so that the product of the sizes is at most {len(devices)} (one size may be "
+            f"-1){f', or change {section}.first_device' if config.first_device else ''}",
             reason="mismatch",
             key=section,
         )
@@ -95,12 +95,12 @@ def serving_mesh(
             return mesh
         copies = mesh.devices.reshape(-1, 1, mesh.shape["tensor"])
         return Mesh(copies, mesh.axis_names, axis_types=mesh.axis_types)
-    own = [device for device in jax.devices() if device.process_index == 0]
-    mesh = make_mesh(serve or MeshConfig(fsdp=1, tensor=-1), own, section="serve.mesh")
-    if mesh.size != len(own):
+    local_devices = [device for device in jax.devices() if device.process_index == 0]
+    mesh = make_mesh(serve or MeshConfig(fsdp=1, tensor=-1), local_devices, section="serve.mesh")
+    if mesh.size != len(local_devices):
         raise ConfigError(
-            f"serve.mesh takes {mesh.size} devices; expected all {len(own)} of process 0, because "
-            "there are several processes. Change serve.mesh.* in the config.",
+            f"serve.mesh uses {mesh.size} devices; with several processes it must use all "
+            f"{len(local_devices)} of process 0. Change serve.mesh.* in the config.",
             reason="mismatch",
             key="serve.mesh",
         )
@@ -111,15 +111,15 @@ def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
     """Return a tree of the parameters' shardings. An axis that does not divide stays whole."""
     shapes = flatten(param_shapes(config))
     units = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
-    places = {}
+    shardings = {}
     for path, leaf in shapes.items():
         logical = _LOGICAL.get(path[-2:], ())
         logical = (None,) * (len(leaf.shape) - len(logical)) + logical  # stacked adapters
         # Whole heads are split between devices. A head itself is never split.
         pairs = zip(logical, leaf.shape, strict=True)
         sizes = [units.get(axis or "", size) for axis, size in pairs]
-        places[path] = NamedSharding(mesh, partition(logical, sizes, mesh))
-    return unflatten(places)
+        shardings[path] = NamedSharding(mesh, partition(logical, sizes, mesh))
+    return unflatten(shardings)
 
 
 def make_gather(config: DecoderConfig, mesh: Mesh) -> Gather:
@@ -130,7 +130,8 @@ def make_gather(config: DecoderConfig, mesh: Mesh) -> Gather:
     which are larger.
     """
     specs = {
-        path[-2:]: place.spec for path, place in flatten(param_shardings(config, mesh)).items()
+        path[-2:]: sharding.spec
+        for path, sharding in flatten(param_shardings(config, mesh)).items()
     }
 
     def gather(params: Params) -> Params:
@@ -186,13 +187,13 @@ def cache_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
     )
 
 
-def platform_of(place: jax.sharding.Sharding) -> str:
+def platform_of(sharding: jax.sharding.Sharding) -> str:
     """Return JAX's name for the platform of a sharding's devices: cpu, gpu or tpu."""
-    return next(iter(place.device_set)).platform
+    return next(iter(sharding.device_set)).platform
 
 
-def place(tree: Any, shardings: Any, *, donate: bool = False) -> Any:
-    """Put arrays at their shardings.
+def put_on_mesh(tree: Any, shardings: Any, *, donate: bool = False) -> Any:
+    """Put arrays on the mesh at their shardings.
 
     In a multi-process run the arrays are equal in all processes or span them. Each process copies
     its part of a local array to its own devices, and nothing else is transferred. `shardings` is
@@ -202,13 +203,13 @@ def place(tree: Any, shardings: Any, *, donate: bool = False) -> Any:
         return jax.device_put(tree, shardings, donate=donate)
     leaves, form = jax.tree.flatten(tree)
     if isinstance(shardings, NamedSharding):
-        places = [shardings] * len(leaves)
+        targets = [shardings] * len(leaves)
     else:
-        places = jax.tree.leaves(shardings)
-    return form.unflatten(map(_place_here, leaves, places))
+        targets = jax.tree.leaves(shardings)
+    return form.unflatten(map(_put_here, leaves, targets))
 
 
-def _place_here(leaf: Any, sharding: NamedSharding) -> Any:
+def _put_here(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     here = np.asarray(leaf)

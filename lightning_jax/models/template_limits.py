@@ -76,7 +76,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and not (_is_number(right) and abs(right) <= MAX_BITS):
-            raise LimitError("a power is too large")
+            raise LimitError("an exponentiation is too large")
         if operator == "*":
             for many, number in ((left, right), (right, left)):
                 if isinstance(many, str | bytes | list | tuple) and isinstance(number, int):
@@ -123,11 +123,11 @@ def start() -> None:
 def check(value: Any = None) -> Any:
     """Return the value. Raises LimitError if the value or the time so far exceeds its limit."""
     if time.thread_time() > _state.deadline:
-        raise LimitError(f"it takes over {TIME_LIMIT_S:g} s")
+        raise LimitError(f"rendering takes more than {TIME_LIMIT_S:g} s")
     if isinstance(value, str | bytes | list | tuple | dict):
         _check_length(len(value))
     elif isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise LimitError(f"a number has over {MAX_BITS} bits")
+        raise LimitError(f"a number has more than {MAX_BITS} bits")
     return value
 
 
@@ -167,13 +167,13 @@ def _check_method(text: str | bytes, name: str, arguments: Sequence[Any]) -> Non
 
 
 def _check_widths(arguments: Sequence[Any]) -> None:
-    if any(isinstance(each, int) and each > _MAX_WIDTH for each in arguments):
-        raise LimitError(f"a width is over {_MAX_WIDTH}")
+    if any(isinstance(argument, int) and argument > _MAX_WIDTH for argument in arguments):
+        raise LimitError(f"a width is larger than {_MAX_WIDTH}")
 
 
 def _check_format(text: str) -> None:
     if _WIDTH.search(text):
-        raise LimitError("a format has a width that is too large")
+        raise LimitError("the width of a format is too large")
 
 
 def _check_length(length: int) -> None:

@@ -70,6 +70,6 @@ def _parts(step: Any, inner: str) -> list[dict[str, Any]]:
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
         if state["type"] != "Sequence":
             return [state]
-        return [part for each in state[inner] for part in flat(each)]
+        return [part for step in state[inner] for part in flat(step)]
 
     return flat(json.loads(step.__getstate__()))

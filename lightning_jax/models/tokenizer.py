@@ -61,7 +61,7 @@ class Tokenizer:
             return tuple(backend.encode_batch([text], add_special_tokens=False)[0].ids)
         except TypeError as error:  # raised by the Rust library for half a surrogate pair
             raise ValueError(
-                "the text holds half of a surrogate pair; expected valid Unicode text."
+                "the text contains half of a surrogate pair; send valid Unicode text"
             ) from error
 
     @functools.cached_property
@@ -107,8 +107,8 @@ class Tokenizer:
         """Return the prompt text of a conversation. Raises chat_template.TemplateError."""
         if self.template is None:
             raise chat_template.TemplateError(
-                "this model has no chat template; expected one in tokenizer_config.json, "
-                "chat_template.jinja or the GGUF metadata. Use an instruct model.",
+                "this model has no chat template in tokenizer_config.json, chat_template.jinja or "
+                "the GGUF metadata; use an instruct model",
                 reason="missing",
                 key="chat_template",
             )
@@ -156,8 +156,8 @@ def from_hf(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(
-            f"{directory} has no tokenizer.json; expected a fast tokenizer's file beside the "
-            "weights. Save it there with transformers' AutoTokenizer.",
+            f"{directory} has no tokenizer.json; save a fast tokenizer there with transformers' "
+            "AutoTokenizer",
             reason="missing",
             key=str(path),
         )

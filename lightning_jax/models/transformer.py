@@ -63,14 +63,13 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise InvalidValue(
-                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; "
-                "expected each key head to serve the same number of query heads.",
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}",
                 reason="mismatch",
                 key="num_heads",
             )
         if self.head_dim % 2:
             raise InvalidValue(
-                f"head_dim is {self.head_dim}; expected an even number, rotary pairs need it.",
+                f"head_dim is {self.head_dim}; must be even for rotary embeddings",
                 reason="invalid",
                 key="head_dim",
             )
@@ -264,9 +263,9 @@ def _as_it_is(params: Params) -> Params:
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _init(config: DecoderConfig, key: Any, dtype: Any) -> Params:
-    x, place = jnp.zeros((1, 1, config.embed_dim)), jnp.zeros((1, 1), jnp.int32)
+    x, index = jnp.zeros((1, 1, config.embed_dim)), jnp.zeros((1, 1), jnp.int32)
     chosen = None if config.num_adapters is None else jnp.zeros(1, jnp.int32)
-    arrays = (x, _rope(config, place), place, None, place, None, chosen)
+    arrays = (x, _rope(config, index), index, None, index, None, chosen)
     keys = jax.random.split(key, config.num_layers + 2)
     parts = {
         f"layers_{i}": Layer(config).init(keys[i], *arrays)["params"]
@@ -313,9 +312,9 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
     """
     if (config.num_adapters is None) != (adapters is None):
         raise InvalidValue(
-            f"the model has num_adapters={config.num_adapters} and the rows "
-            f"{'choose none' if adapters is None else 'choose one'}; expected a choice for each "
-            "row if, and only if, there are several.",
+            f"the model has num_adapters={config.num_adapters}, but adapters is "
+            f"{'None' if adapters is None else 'given'}; pass an adapter index for each row if "
+            "and only if the model has several",
             reason="missing" if adapters is None else "conflict",
             key="adapters",
         )

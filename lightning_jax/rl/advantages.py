@@ -63,14 +63,14 @@ def baselines_and_scales(
 
 def difference(credit: float, baseline: float) -> float:
     """Return credit minus baseline, or 0 if the difference is only rounding error."""
-    apart = credit - baseline
-    return 0.0 if abs(apart) <= EQUAL_RETURNS * max(1.0, abs(credit)) else apart
+    gap = credit - baseline
+    return 0.0 if abs(gap) <= EQUAL_RETURNS * max(1.0, abs(credit)) else gap
 
 
 def are_equal(returns: Float[np.ndarray, " N"]) -> bool:
     """Return whether all returns are equal up to rounding error."""
-    spread = returns.max() - returns.min()
-    return bool(spread <= EQUAL_RETURNS * max(1.0, float(np.abs(returns).max())))
+    value_range = returns.max() - returns.min()
+    return bool(value_range <= EQUAL_RETURNS * max(1.0, float(np.abs(returns).max())))
 
 
 def equal_groups(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> set[str]:
@@ -133,7 +133,9 @@ def step_advantages(
         advantages = turn_advantages(trajectories, credits, algorithm)
     else:
         advantages = _rollout_advantages(trajectories, credits, algorithm)
-    sizes = [abs(each) for calls in advantages for call in calls for each in _of_tokens(call)]
+    sizes = [
+        abs(advantage) for calls in advantages for call in calls for advantage in _of_tokens(call)
+    ]
     return advantages, group_metrics(trajectories, algorithm) | {
         "train/advantage_abs_mean": sum(sizes) / max(len(sizes), 1),
     }
@@ -190,7 +192,7 @@ def _rollout_advantages(
 
     def advantage(credit: Advantage, baseline: float, scale: float) -> Advantage:
         if isinstance(credit, tuple):
-            return tuple(difference(each, baseline) * scale for each in credit)
+            return tuple(difference(value, baseline) * scale for value in credit)
         return difference(credit, baseline) * scale
 
     return [
@@ -208,13 +210,15 @@ def returns_of(
 ) -> Float[np.ndarray, " N"]:
     """Return each rollout's return in float64, without any critic."""
     scheme, discount = algorithm.credit, algorithm.discount
-    earned = [rollout_return(each, scheme=scheme, discount=discount) for each in trajectories]
+    earned = [
+        rollout_return(trajectory, scheme=scheme, discount=discount) for trajectory in trajectories
+    ]
     return np.asarray(earned, np.float64)
 
 
 def group_members(group_ids: Sequence[str]) -> dict[str, list[int]]:
     """Return the indices of each group's rollouts."""
     members: dict[str, list[int]] = defaultdict(list)
-    for place, group_id in enumerate(group_ids):
-        members[group_id].append(place)
+    for index, group_id in enumerate(group_ids):
+        members[group_id].append(index)
     return members

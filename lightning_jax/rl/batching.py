@@ -79,14 +79,14 @@ def make_sequences(
     sequences = []
     states = weigh_states(states or [(None,) * len(values) for values in advantages])
     groups: dict[str, int] = {}
-    for place, (trajectory, values, calls, of_calls) in enumerate(
+    for index, (trajectory, values, calls, of_calls) in enumerate(
         zip(trajectories, advantages, weights, states, strict=True)
     ):
         group = groups.setdefault(trajectory.group_id, len(groups))
         if len(values) != len(trajectory.transitions):
             raise InvalidValue(
                 f"rollout {trajectory.rollout_id!r} has {len(values)} advantages for "
-                f"{len(trajectory.transitions)} calls; expected one each.",
+                f"{len(trajectory.transitions)} calls; pass one for each call",
                 reason="mismatch",
                 key=trajectory.rollout_id,
             )
@@ -104,7 +104,7 @@ def make_sequences(
                     states=of_call,
                     adapter=adapters[transition.answered_by] if adapters else None,
                     temperature=transition.temperature,
-                    rollout=place,
+                    rollout=index,
                     group=group,
                 )
             )
@@ -252,12 +252,12 @@ def _fill_row(
             out.states.weights[at] = sequence.states.weight
         start += len(trained)
     pairs = np.stack([out.target_nodes[:start], out.target_ids[:start], temperatures[:start]])
-    distinct, places = np.unique(pairs, axis=1, return_inverse=True)
+    distinct, target_indices = np.unique(pairs, axis=1, return_inverse=True)
     found = slice(distinct.shape[1])
     out.distinct.nodes[found], out.distinct.ids[found] = distinct[:2]
     if out.distinct.temperatures is not None:
         out.distinct.temperatures[found] = distinct[2]
-    out.distinct.of_targets[:start] = places.ravel()
+    out.distinct.of_targets[:start] = target_indices.ravel()
     return out
 
 

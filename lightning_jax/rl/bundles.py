@@ -24,8 +24,8 @@ def bundles(batches: Sequence[Batch]) -> list[tuple[tuple[Batch, ...], Int32[np.
     """Return the microbatches in bundles, each with its number of microbatches without padding."""
     if not batches:
         return []
-    place = getattr(batches[0].tokens, "sharding", None)
-    platform = jax.default_backend() if place is None else platform_of(place)
+    sharding = getattr(batches[0].tokens, "sharding", None)
+    platform = jax.default_backend() if sharding is None else platform_of(sharding)
     size, made = BUNDLE_ON.get(platform, 1), []
     for start in range(0, len(batches), size):
         part = batches[start : start + size]
@@ -37,14 +37,14 @@ def bundles(batches: Sequence[Batch]) -> list[tuple[tuple[Batch, ...], Int32[np.
 def measure(
     function: Callable[..., list[Float[Array, "B R"]]], batches: Sequence[Batch], *weights: Any
 ) -> list[Float[Array, "B R"]]:
-    """Run a jitted `of_each` on all microbatches, possibly none, and return its results."""
+    """Run a jitted `map_bundle` on all microbatches, possibly none, and return its results."""
     found: list[Any] = []
     for bundle, count in bundles(batches):
         found += function(bundle, count, *weights)[: int(count)]
     return found
 
 
-def for_each(
+def fold_bundle(
     bundle: tuple[Batch, ...],
     count: Int32[Array, ""],
     body: Callable[[Any, Batch, Int32[Array, ""]], Any],
@@ -65,7 +65,7 @@ def for_each(
     return jax.lax.fori_loop(0, count, one, start)
 
 
-def of_each(function: Callable[..., Float[Array, "B R"]]) -> Callable[..., list[Any]]:
+def map_bundle(function: Callable[..., Float[Array, "B R"]]) -> Callable[..., list[Any]]:
     """Map `function(microbatch, *weights)` over a bundle, with zeros for its padding."""
 
     def run(bundle: tuple[Batch, ...], count: Int32[Array, ""], *weights: Any) -> list[Any]:
@@ -74,6 +74,6 @@ def of_each(function: Callable[..., Float[Array, "B R"]]) -> Callable[..., list[
             return jax.lax.dynamic_update_index_in_dim(found, new, index, axis=0)
 
         shape = (len(bundle), *bundle[0].target_ids.shape)
-        return list(for_each(bundle, count, write, jnp.zeros(shape, jnp.float32)))
+        return list(fold_bundle(bundle, count, write, jnp.zeros(shape, jnp.float32)))
 
     return run

@@ -34,7 +34,7 @@ def assign_credit(
         if not math.isfinite(transition.reward):
             raise InvalidValue(
                 f"call {transition.call_id!r} of rollout {trajectory.rollout_id!r} has reward "
-                f"{transition.reward}; expected a finite number.",
+                f"{transition.reward}; rewards must be finite",
                 reason="not_finite",
                 key=transition.call_id,
             )

@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from lightning_jax.config import AlgorithmConfig
-from lightning_jax.rl.several import Several, separately
+from lightning_jax.rl.several import AdapterPolicies, vmap_optimizer
 from lightning_jax.types import Leaf, StateBatch
 
 
@@ -56,14 +56,16 @@ class Critic:
     num_heads: int | None = None  # one for each of several policies; None: one for all
 
 
-def make_critic(algorithm: AlgorithmConfig, several: Several | None = None) -> Critic | None:
+def make_critic(
+    algorithm: AlgorithmConfig, policies: AdapterPolicies | None = None
+) -> Critic | None:
     """Build the critic for these settings, or return None if they need none."""
     if not algorithm.has_critic:
         return None
     optimizer = optax.adam(algorithm.value_learning_rate)
-    heads = several.number if several and algorithm.value_heads == "per_policy" else None
-    if several and several.separate:
-        optimizer = separately(optimizer, several.number)
+    heads = policies.number if policies and algorithm.value_heads == "per_policy" else None
+    if policies and policies.separate:
+        optimizer = vmap_optimizer(optimizer, policies.number)
     return Critic(
         optimizer=optimizer,
         clip=algorithm.value_clip,

@@ -19,7 +19,7 @@ from lightning_jax.types import Batch, TrainingSequence
 
 def has_later_calls(sequences: Sequence[TrainingSequence]) -> bool:
     """Return whether any rollout has several calls, so that a call can cost an earlier one."""
-    rollouts = [each.rollout for each in sequences if each.rollout is not None]
+    rollouts = [sequence.rollout for sequence in sequences if sequence.rollout is not None]
     return len(set(rollouts)) < len(rollouts)
 
 
@@ -36,19 +36,19 @@ def charge_later_calls(
     first update. In `sequences` the calls of a rollout are in order. For policies that learn
     independently, a rollout is charged separately for each policy.
     """
-    is_apart = algorithm.policy_updates == "independent"
+    is_independent = algorithm.policy_updates == "independent"
     costs = np.zeros(len(sequences))
     for batch, policy, reference in zip(batches, logprobs, ref_logprobs, strict=True):
         cost = np.asarray(kl_estimate(jnp.asarray(reference - policy), algorithm.kl_estimator))
         np.add.at(costs, batch.target_calls[batch.target_mask], cost[batch.target_mask])
     later = np.zeros(len(sequences), np.float32)
     to_go: dict[tuple[int | None, int], float] = defaultdict(float)
-    for place in reversed(range(len(sequences))):
-        sequence = sequences[place]
+    for index in reversed(range(len(sequences))):
+        sequence = sequences[index]
         if sequence.rollout is not None:
-            key = sequence.adapter if is_apart else None, sequence.rollout
-            later[place] = to_go[key]
-            to_go[key] += costs[place]
+            key = sequence.adapter if is_independent else None, sequence.rollout
+            later[index] = to_go[key]
+            to_go[key] += costs[index]
     # Padding has index -1 and is masked.
     return [
         np.where(

@@ -84,29 +84,29 @@ def node_logprobs(
     """Compute `response_logprobs` from hidden states."""
     distinct = batch.distinct
     if distinct is None:
-        places, ids, mask = batch.target_nodes, batch.target_ids, batch.target_mask
+        indices, ids, mask = batch.target_nodes, batch.target_ids, batch.target_mask
     else:
-        places, ids, mask = distinct.nodes, distinct.ids, distinct.ids >= 0
+        indices, ids, mask = distinct.nodes, distinct.ids, distinct.ids >= 0
     # Several targets may read one node. Their gradients are summed in float32.
-    hidden = _take(nodes.astype(jnp.float32), places[:, :, None]).astype(nodes.dtype)
+    hidden = _take(nodes.astype(jnp.float32), indices[:, :, None]).astype(nodes.dtype)
     temperatures = None if distinct is None else distinct.temperatures
     head = _Head(config, entropy_gradient)
     if temperatures is not None:
         temperatures = _split(temperatures, head_chunk)
-    hidden, ids, mask = (_split(each, head_chunk) for each in (hidden, ids, mask))
+    hidden, ids, mask = (_split(array, head_chunk) for array in (hidden, ids, mask))
     wanted = mask.any(axis=(1, 2))
     read: Any = _read_chunks(head, params, wanted, hidden, ids, mask, temperatures)
     logprobs, entropy = _join(read[0]), _join(read[1])
     if distinct is None:
         return logprobs, entropy
-    of_targets = (_take(each, distinct.of_targets) for each in (logprobs, entropy))
-    logprobs, entropy = (jnp.where(batch.target_mask, each, 0.0) for each in of_targets)
+    of_targets = (_take(array, distinct.of_targets) for array in (logprobs, entropy))
+    logprobs, entropy = (jnp.where(batch.target_mask, array, 0.0) for array in of_targets)
     return logprobs, entropy
 
 
-def _take(values: Any, places: Any) -> Any:
+def _take(values: Any, indices: Any) -> Any:
     """Return the values at these indices of each row. The indices must be in bounds."""
-    return jnp.take_along_axis(values, places, axis=1, mode="promise_in_bounds")
+    return jnp.take_along_axis(values, indices, axis=1, mode="promise_in_bounds")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _Head:
         If `activation_dtype` is set, both sides are first rounded to the weights' dtype, as in the
         forward pass.
         """
-        left, right = (each.reshape(-1, each.shape[-1]) for each in (hidden, logit_grads))
+        left, right = (array.reshape(-1, array.shape[-1]) for array in (hidden, logit_grads))
         if self.config.tie_embeddings:
             left, right = right, left
 
@@ -164,7 +164,7 @@ def _read_chunks(
 
         return jax.lax.map(one, chunks), None
 
-    return _on_each_device(read, params, wanted, hidden, ids, mask, temperatures)[0]
+    return _run_on_row_shards(read, params, wanted, hidden, ids, mask, temperatures)[0]
 
 
 def _read_forward(head: _Head, *inputs: Any) -> tuple[Any, Any]:
@@ -210,14 +210,14 @@ def _read_backward(head: _Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
         add_up = functools.partial(_add_up, axes=_row_axes(inputs[2]))
         return hidden_grads, jax.tree.map(add_up, added, trained) or None
 
-    hidden_grads, head_grads = _on_each_device(pull, *inputs, *out_grads)
+    hidden_grads, head_grads = _run_on_row_shards(pull, *inputs, *out_grads)
     return head_grads, None, hidden_grads, None, None, None
 
 
 _read_chunks.defvjp(_read_forward, _read_backward)
 
 
-def _on_each_device(
+def _run_on_row_shards(
     run: Callable[..., tuple[Any, Any]], params: Params, wanted: Any, *chunks: Any
 ) -> tuple[Any, Any]:
     """Run `run` on each device's rows of the chunks [N B ...].

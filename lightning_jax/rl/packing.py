@@ -99,8 +99,8 @@ def pack_rows(forest: PathForest, *, max_nodes: int, max_targets: int) -> list[R
     limits = (max_nodes, max_targets)
     if (forest.lengths > max_nodes).any() or (forest.num_targets > max_targets).any():
         raise InvalidValue(
-            f"a path of {forest.lengths.max()} nodes or {forest.num_targets.max()} targets fits no "
-            f"row of {max_nodes} nodes and {max_targets} targets; drop it before packing.",
+            f"a path of {forest.lengths.max()} nodes or {forest.num_targets.max()} targets does "
+            f"not fit a row of {max_nodes} nodes and {max_targets} targets; drop it before packing",
             reason="too_large",
         )
     return _dissolve(forest, _pack_subtrees(forest, limits), limits)

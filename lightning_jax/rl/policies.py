@@ -36,9 +36,12 @@ def keep_calls(trajectory: Trajectory, keep: Callable[[Transition], bool]) -> Tr
     return replace(trajectory, transitions=tuple(kept))
 
 
-def own_calls(trajectories: Sequence[Trajectory], policy: str) -> list[Trajectory]:
+def keep_policy_calls(trajectories: Sequence[Trajectory], policy: str) -> list[Trajectory]:
     """Return all trajectories, reduced to the calls of one policy."""
-    return [keep_calls(each, lambda call: call.answered_by == policy) for each in trajectories]
+    return [
+        keep_calls(trajectory, lambda call: call.answered_by == policy)
+        for trajectory in trajectories
+    ]
 
 
 def learning_parts(
@@ -52,7 +55,11 @@ def learning_parts(
     """
     if not policies or algorithm.policy_updates == "joint":
         return {"": list(trajectories)}
-    return {name: own_calls(trajectories, name) for name, each in policies.items() if each.trains}
+    return {
+        name: keep_policy_calls(trajectories, name)
+        for name, config in policies.items()
+        if config.trains
+    }
 
 
 def prepare_policies(
@@ -68,14 +75,14 @@ def prepare_policies(
     Adapter indices follow the order of `policies`. Metrics of one policy's part have names such as
     `train/num_groups/policy=writer`.
     """
-    places = policy_places(policies)
+    adapters = policy_places(policies)
     sequences, metrics = [], {}
     for policy, part in learning_parts(trajectories, algorithm, policies).items():
         known = values
         if policy and values is not None:
-            known = _own_values(trajectories, values, policy)
+            known = _keep_policy_values(trajectories, values, policy)
         made, of_part = prepare_step(
-            part, algorithm, policy_version=policy_version, values=known, adapters=places
+            part, algorithm, policy_version=policy_version, values=known, adapters=adapters
         )
         sequences += made
         suffix = f"/policy={policy}" if policy else ""
@@ -83,10 +90,10 @@ def prepare_policies(
     return sequences, metrics
 
 
-def _own_values(
+def _keep_policy_values(
     trajectories: Sequence[Trajectory], values: Sequence[Sequence[CallValues]], policy: str
 ) -> list[tuple[CallValues, ...]]:
-    """Return the values of the calls that `own_calls` keeps."""
+    """Return the values of the calls that `keep_policy_calls` keeps."""
     return [
         tuple(
             value

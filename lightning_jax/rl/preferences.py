@@ -45,8 +45,8 @@ def make_pairs(
         for left, whole in zip(fresh, trajectories, strict=True)
     ]
     pairs = []
-    for members in group_members([each.group_id for each in trajectories]).values():
-        ranked = sorted(filter(usable.__getitem__, members), key=lambda place: -returns[place])
+    for members in group_members([trajectory.group_id for trajectory in trajectories]).values():
+        ranked = sorted(filter(usable.__getitem__, members), key=lambda index: -returns[index])
         for chosen, rejected in zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False):
             if not are_equal(returns[[chosen, rejected]]):
                 pairs.append((chosen, rejected))
@@ -81,8 +81,8 @@ def pair_sequences(
     return [
         replace(sequence, weight=1.0 / len(pairs), pair=number, temperature=1.0)
         for number, pair in enumerate(pairs)
-        for place in pair
-        for sequence in make_sequences([trajectories[place]], [signs[place]], adapters=adapters)
+        for index in pair
+        for sequence in make_sequences([trajectories[index]], [signs[index]], adapters=adapters)
     ]
 
 
@@ -93,8 +93,10 @@ def drop_broken_pairs(
 
     Dropped pairs still count in the mean over pairs.
     """
-    broken = {_key(each) for each in sequences if why_dropped(each, config) in TOO_LARGE}
-    return [each for each in sequences if _key(each) not in broken], len(broken)
+    broken = {
+        _key(sequence) for sequence in sequences if why_dropped(sequence, config) in TOO_LARGE
+    }
+    return [sequence for sequence in sequences if _key(sequence) not in broken], len(broken)
 
 
 def dpo_losses(margins: Float[np.ndarray, " N"], *, beta: float) -> Float[np.ndarray, " N"]:
@@ -125,10 +127,10 @@ def weigh_pairs(
     `batches` are the packed `sequences`, on the host. Each policy has its own pairs.
     """
     keys = {key: number for number, key in enumerate(dict.fromkeys(map(_key, sequences)))}
-    pairs = np.asarray([keys[_key(each)] for each in sequences])
-    signs = np.asarray([each.advantage for each in sequences])
+    pairs = np.asarray([keys[_key(sequence)] for sequence in sequences])
+    signs = np.asarray([sequence.advantage for sequence in sequences])
     margins, shares = np.zeros((2, len(keys)))
-    shares[pairs] = [each.weight for each in sequences]
+    shares[pairs] = [sequence.weight for sequence in sequences]
     for batch, policy, reference in zip(batches, logprobs, ref_logprobs, strict=True):
         calls = batch.target_calls[batch.target_mask]
         gains = (policy.astype(np.float64) - reference)[batch.target_mask]

@@ -45,7 +45,8 @@ def prepare_step(
     if algorithm.has_critic:
         if values is None:
             raise InvalidValue(
-                f"credit {algorithm.credit} got no values; measure them first.",
+                f"algorithm.credit={algorithm.credit} needs the critic's values; compute them "
+                "first",
                 reason="missing",
                 key="values",
             )

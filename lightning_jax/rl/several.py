@@ -21,7 +21,7 @@ from lightning_jax.types import Batch
 
 
 @dataclass(frozen=True)
-class Several:
+class AdapterPolicies:
     """Policies of a run, in the order of their adapters."""
 
     names: tuple[str, ...]
@@ -33,7 +33,7 @@ class Several:
         return len(self.names)
 
 
-def several_of(config: Config, *, supervised: bool) -> Several | None:
+def adapter_policies(config: Config, *, supervised: bool) -> AdapterPolicies | None:
     """Return the adapter policies of a run, or None if there are none.
 
     A supervised warm-up trains all of them separately.
@@ -42,10 +42,10 @@ def several_of(config: Config, *, supervised: bool) -> Several | None:
         return None
     trained = tuple(supervised or policy.trains for policy in config.policies.values())
     separate = supervised or config.algorithm.policy_updates == "independent"
-    return Several(tuple(config.policies), trained, separate)
+    return AdapterPolicies(tuple(config.policies), trained, separate)
 
 
-def separately(optimizer: optax.GradientTransformation, number: int) -> Any:
+def vmap_optimizer(optimizer: optax.GradientTransformation, number: int) -> Any:
     """Build an optimizer that updates each of `number` entries along the first axis separately."""
 
     def init(params: Any) -> Any:
@@ -64,47 +64,49 @@ def norms(tree: Any, number: int) -> Float[Array, " N"]:
     return jnp.sqrt(sum(squares, jnp.zeros(number)))
 
 
-def choose(which: Bool[Array, " N"], new: Any, old: Any) -> Any:
-    """Select new array entries along the first axis if `which` is True, otherwise old ones.
+def select(mask: Bool[Array, " N"], new: Any, old: Any) -> Any:
+    """Select new array entries along the first axis if `mask` is True, otherwise old ones.
 
     Scalars are shared by all entries, and new if any entry is new.
     """
 
     def one(new: Array, old: Array) -> Array:
         if new.ndim == 0:
-            return jnp.where(which.any(), new, old)
-        return jnp.where(which.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+            return jnp.where(mask.any(), new, old)
+        return jnp.where(mask.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
     return jax.tree.map(one, new, old)
 
 
-def kept_updates(
-    several: Several, grads: tuple[Any, Any], present: Bool[Array, " N"]
+def find_valid_updates(
+    policies: AdapterPolicies, grads: tuple[Any, Any], present: Bool[Array, " N"]
 ) -> tuple[Bool[Array, " N"], dict[str, Float[Array, ""]]]:
     """Return (mask of policies whose update is kept, metrics).
 
     `grads` are the gradients of the weights and of the value head.
     """
-    number = several.number
-    own, of_heads = norms(grads[0], number), jnp.zeros(number)
+    number = policies.number
+    weight_norms, head_norms = norms(grads[0], number), jnp.zeros(number)
     if grads[1] is not None and grads[1].kernel.ndim == 2:
-        of_heads = norms(grads[1], number)
-    finite = jnp.isfinite(own) & jnp.isfinite(of_heads)
-    if not several.separate:
+        head_norms = norms(grads[1], number)
+    finite = jnp.isfinite(weight_norms) & jnp.isfinite(head_norms)
+    if not policies.separate:
         finite = jnp.broadcast_to(jnp.isfinite(optax.tree.norm(grads)), (number,))
     lost = (present & ~finite).astype(jnp.float32)
     metrics = {}
-    for place, name in enumerate(several.names):
-        metrics[f"train/grad_norm/policy={name}"] = own[place]
-        metrics[f"train/skipped_updates/policy={name}"] = lost[place]
+    for index, name in enumerate(policies.names):
+        metrics[f"train/grad_norm/policy={name}"] = weight_norms[index]
+        metrics[f"train/skipped_updates/policy={name}"] = lost[index]
     return finite & present, metrics
 
 
-def taking_part(several: Several, batches: Sequence[Batch]) -> Bool[np.ndarray, " N"]:
+def find_trained_policies(
+    policies: AdapterPolicies, batches: Sequence[Batch]
+) -> Bool[np.ndarray, " N"]:
     """Return a mask of the policies that an update over these host batches may change."""
-    if not several.separate:
-        return np.asarray(several.trained)
-    found = np.zeros(several.number, bool)
+    if not policies.separate:
+        return np.asarray(policies.trained)
+    found = np.zeros(policies.number, bool)
     for batch in batches:
         found[batch.adapters[batch.target_mask.any(axis=1)]] = True
-    return found & np.asarray(several.trained)
+    return found & np.asarray(policies.trained)

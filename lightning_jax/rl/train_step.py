@@ -14,12 +14,12 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params
 from lightning_jax.rl import losses
-from lightning_jax.rl.bundles import bundles, for_each, measure, of_each
+from lightning_jax.rl.bundles import bundles, fold_bundle, map_bundle, measure
 from lightning_jax.rl.critic import Critic, CriticState, ValueHead
 from lightning_jax.rl.forward_pass import ForwardPass
 from lightning_jax.rl.losses import Metrics
 from lightning_jax.rl.objectives import Objective, metric_names
-from lightning_jax.rl.several import Several, choose, kept_updates
+from lightning_jax.rl.several import AdapterPolicies, find_valid_updates, select
 from lightning_jax.rl.train_state import TrainState, place_scalar
 from lightning_jax.types import Batch, InvalidValue
 
@@ -31,7 +31,7 @@ class TrainFunctions:
     `grads_fn(params, grads, metrics, bundle, count, ref_params or None, value_head or None, base
     or None) -> (grads, metrics)` adds the first `count` microbatches of a bundle, one after
     another, to the donated accumulators. `grads` is the pair of gradients of the params and of the
-    value head. `apply_fn(state without base, grads, mask of several policies) -> (state, metrics)`
+    value head. `apply_fn(state without base, grads, mask of policies) -> (state, metrics)`
     applies the update and donates the state.
 
     `logprobs_fn(bundle, count, policy)` measures the targets, a list of [B, R] in nats.
@@ -59,26 +59,26 @@ def make_train_functions(  # noqa: PLR0913  (the arguments are independent)
     entropy_gradient: bool = False,
     critic: Critic | None = None,
     gather: Gather | None = None,
-    several: Several | None = None,
+    policies: AdapterPolicies | None = None,
 ) -> TrainFunctions:
     """Build the jitted functions for one objective.
 
     Each compiles once per batch shape and sharding. `compute_dtype` is the dtype of activations and
     of weights in the forward pass. Gradients and stored weights stay float32. An objective with an
     entropy bonus needs `entropy_gradient`. With a critic a batch needs `states`. Sharded weights
-    need `gather` from `sharding.make_gather`. With `several` separate policies, the optimizers must
-    come from `several.separately`.
+    need `gather` from `sharding.make_gather`. With separate `policies`, the optimizers must
+    come from `several.vmap_optimizer`.
     """
     forward = ForwardPass(config, head_chunk, remat, compute_dtype, entropy_gradient, gather)
 
     def apply(state: TrainState, grads: Any, present: Any = None) -> tuple[TrainState, Metrics]:
-        return _apply(optimizer, critic, state, grads, several, present)
+        return _apply(optimizer, critic, state, grads, policies, present)
 
     return TrainFunctions(
         grads_fn=jax.jit(_grads_adder(forward, objective, critic), donate_argnums=(1, 2)),
         apply_fn=jax.jit(apply, donate_argnums=0),
-        logprobs_fn=jax.jit(of_each(forward.logprobs)),
-        values_fn=jax.jit(of_each(forward.values)),
+        logprobs_fn=jax.jit(map_bundle(forward.logprobs)),
+        values_fn=jax.jit(map_bundle(forward.values)),
         objective=objective,
         critic=critic,
     )
@@ -99,7 +99,7 @@ def update(
     """
     if not batches:
         raise InvalidValue(
-            "update got 0 microbatches; expected at least 1, skip the step instead.",
+            "update got no microbatches; skip the step instead",
             reason="empty",
             key="batches",
         )
@@ -167,7 +167,7 @@ def _grads_adder(
             new, sums = grad_fn((params, head), batch, ref_params, base)
             return jax.tree.map(jnp.add, added[0], new), losses.add_metrics(added[1], sums)
 
-        return for_each(bundle, count, add_one, (grads, metrics))
+        return fold_bundle(bundle, count, add_one, (grads, metrics))
 
     return add_grads
 
@@ -177,7 +177,7 @@ def _apply(
     critic: Critic | None,
     state: TrainState,
     grads: tuple[Any, Any],
-    several: Several | None = None,
+    policies: AdapterPolicies | None = None,
     present: Bool[Array, " N"] | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Apply the gradients of the weights and of the value head, and return (state, metrics)."""
@@ -191,14 +191,14 @@ def _apply(
         metrics["train/value_grad_norm"] = value_grad_norm
     old = state.params, state.opt_state, state.critic
     move = functools.partial(_move, optimizer, critic)
-    if several is None or present is None:
+    if policies is None or present is None:
         return TrainState(state.step + 1, *_move_if(finite, move, old, grads)), metrics
     new = move(old, grads)
-    which, of_each = kept_updates(several, grads, present)
-    params, opt_state = choose(which, new[:2], old[:2])
+    kept, policy_metrics = find_valid_updates(policies, grads, present)
+    params, opt_state = select(kept, new[:2], old[:2])
     is_stack = critic is not None and critic.num_heads is not None
-    head = choose(which, new[2], old[2]) if is_stack else _keep(finite, new[2], old[2])
-    return TrainState(state.step + 1, params, opt_state, head), metrics | of_each
+    head = select(kept, new[2], old[2]) if is_stack else _keep(finite, new[2], old[2])
+    return TrainState(state.step + 1, params, opt_state, head), metrics | policy_metrics
 
 
 def _move(

@@ -46,9 +46,9 @@ def weigh_states(
     states: Sequence[tuple[StateValues | None, ...]],
 ) -> list[tuple[StateValues | None, ...]]:
     """Give all states of the step equal weights that sum to 1."""
-    number = sum(len(each.positions) for calls in states for each in calls if each is not None)
+    number = sum(len(state.positions) for calls in states for state in calls if state is not None)
     return [
-        tuple(each and dataclasses.replace(each, weight=1.0 / max(number, 1)) for each in calls)
+        tuple(state and dataclasses.replace(state, weight=1.0 / max(number, 1)) for state in calls)
         for calls in states
     ]
 
@@ -90,9 +90,9 @@ def split_minibatches(
 def _units(sequences: Sequence[TrainingSequence], name: str) -> list[list[TrainingSequence]]:
     """Return the sequences of each group or rollout. A sequence without one is a unit by itself."""
     units: dict[object, list[TrainingSequence]] = {}
-    for place, sequence in enumerate(sequences):
+    for index, sequence in enumerate(sequences):
         of = getattr(sequence, name)
-        units.setdefault((place,) if of is None else of, []).append(sequence)
+        units.setdefault((index,) if of is None else of, []).append(sequence)
     return list(units.values())
 
 

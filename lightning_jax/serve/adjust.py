@@ -46,8 +46,8 @@ class LogitAdjuster:
         for token_id, bias in self.sampling.logit_bias:
             if token_id >= self.vocab_size:
                 raise InvalidValue(
-                    f"logit_bias has token id {token_id}; expected at most {self.vocab_size - 1}. "
-                    "Encode with the model's own tokenizer.",
+                    f"logit_bias has token id {token_id}; the model's largest is "
+                    f"{self.vocab_size - 1}. Encode with the model's own tokenizer.",
                     reason="out_of_range",
                     key="logit_bias",
                 )

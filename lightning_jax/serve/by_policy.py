@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_jax.serve.generation import Generation
-from lightning_jax.serve.intake import LoopStatus, together
+from lightning_jax.serve.intake import LoopStatus, join_statuses
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.types import InvalidValue, SamplingParams
 
@@ -23,7 +23,7 @@ class LoopsByPolicy:
     @property
     def status(self) -> LoopStatus:
         """Status like `EngineLoop.status`: the first loop status that is not ok, if any."""
-        return together(loop.status for loop in self._loops)
+        return join_statuses(loop.status for loop in self._loops)
 
     @property
     def num_slots(self) -> int:
@@ -47,7 +47,7 @@ class LoopsByPolicy:
         """
         if adapter is None or not 0 <= adapter < len(self._loops):
             raise InvalidValue(
-                f"the policy's place is {adapter}; expected 0 to {len(self._loops) - 1}.",
+                f"adapter is {adapter}; must be 0 to {len(self._loops) - 1}",
                 reason="unknown",
                 key="adapter",
             )
@@ -56,5 +56,5 @@ class LoopsByPolicy:
     def stats(self) -> dict[str, float]:
         """Return the counters, summed over all loops."""
         found = [loop.stats() for loop in self._loops]
-        together = {name: sum(stats[name] for stats in found) for name in found[0]}
-        return together | {name: found[0][name] for name in SHARED}
+        totals = {name: sum(stats[name] for stats in found) for name in found[0]}
+        return totals | {name: found[0][name] for name in SHARED}

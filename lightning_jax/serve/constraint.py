@@ -148,8 +148,8 @@ class GrammarCompiler:
         most, length = 2 * self._limits.max_kib * 1024, len(grammar)
         if length > most:
             return GrammarError(
-                f"the grammar has {length} characters; twice serve.max_grammar_kib allows {most}. "
-                "Shorten the schema.",
+                f"the grammar has {length} characters; the limit is {most} (twice "
+                "serve.max_grammar_kib). Shorten the schema.",
                 "size",
             )
         try:
@@ -170,8 +170,8 @@ class GrammarCompiler:
             end_of_turn_id = self._tokenizer.end_of_turn_id
             if end_of_turn_id is None:
                 raise GrammarError(
-                    "this model's tokenizer has 0 end-of-turn tokens; expected one that ends what "
-                    "a grammar has finished. Set eos_token in tokenizer_config.json.",
+                    "this model's tokenizer has no end-of-turn token, so no grammar can end; set "
+                    "eos_token in tokenizer_config.json",
                     "no_end_of_turn",
                 )
             self._server = GrammarServer(self._tokenizer, end_of_turn_id, self._limits)
@@ -203,7 +203,7 @@ class Matcher:
         Blocks until the mask arrives. Raises the errors of `allowed`.
         """
         self._look(None)
-        assert self._packed is not None, "without a time-out a reply has come"
+        assert self._packed is not None, "without a timeout there is always a reply"
         return self._packed
 
     def look(self) -> None:
@@ -288,8 +288,8 @@ class Matcher:
         held = np.flatnonzero(packed)
         if not len(held):
             raise GrammarError(
-                "the grammar cannot go on: no token may come next; expected a grammar that every "
-                "text it begins can finish. Simplify it.",
+                "the grammar has reached a dead end: no token is allowed next. Simplify it so that "
+                "every prefix can be completed.",
                 "dead_end",
             )
         byte = int(packed[held[0]])
@@ -320,8 +320,8 @@ def json_schema(schema: Mapping[str, Any] | None = None) -> str:
 
     The JSON is spelled like Python's json.dumps output. Properties come in the schema's order.
     """
-    settled = {"type": "object"} if schema is None else schema
-    return f"%json {json.dumps({**settled, 'x-guidance': _JSON_STYLE})}"
+    fields = {"type": "object"} if schema is None else schema
+    return f"%json {json.dumps({**fields, 'x-guidance': _JSON_STYLE})}"
 
 
 def sequence(*parts: str) -> str:

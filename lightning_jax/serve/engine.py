@@ -65,8 +65,8 @@ class Engine:
     ) -> None:
         if serve.max_len > config.max_positions:
             raise ConfigError(
-                f"serve.max_len is {serve.max_len}; expected at most the model's "
-                f"{config.max_positions} positions. Lower serve.max_len.",
+                f"serve.max_len is {serve.max_len}; the model has {config.max_positions} "
+                "positions. Lower serve.max_len.",
                 reason="out_of_range",
                 key="serve.max_len",
             )
@@ -113,11 +113,11 @@ class Engine:
             donate_argnums=1,
             out_shardings=(state, plain),
         )
-        several = partial(
-            programs.generate_several, config=self.config, steps=self.steps_per_dispatch
+        generate_steps = partial(
+            programs.generate_steps, config=self.config, steps=self.steps_per_dispatch
         )
-        self._generate_several = jit(
-            several,
+        self._generate_steps = jit(
+            generate_steps,
             static_argnames=("segments", "rows"),
             donate_argnums=1,
             out_shardings=(state, plain),
@@ -130,25 +130,25 @@ class Engine:
             out_shardings=(state, plain),
         )
 
-    def place(self, params: Params | Spread) -> Params:
+    def put_on_mesh(self, params: Params | Spread) -> Params:
         """Return a copy of the weights, or of some of them, in the engine's layout and dtype.
 
         Blocks until the copy is complete. The originals may be donated. Weights from `spread` are
         shared where possible.
         """
         if isinstance(params, Spread):
-            placed = take(params, self._targets(params.params))
+            served = take(params, self._targets(params.params))
         else:
-            placed = reshard(params, self._targets(params), self._dtype)
-        return jax.block_until_ready(turn_kernels(placed)) if self.config.turned else placed
+            served = reshard(params, self._targets(params), self._dtype)
+        return jax.block_until_ready(turn_kernels(served)) if self.config.turned else served
 
     def spread(self, params: Params, *, share_base: bool = False) -> Params | Spread:
-        """Gather the weights once for `place` of all engines like this one.
+        """Gather the weights once for `put_on_mesh` of all engines like this one.
 
         With `share_base` the caller promises never to donate the frozen weights of a model with
         adapters. Engines then use those weights in place, if layout and dtype match.
         """
-        if jax.process_count() > 1:  # there is one engine, and `place` runs in all processes
+        if jax.process_count() > 1:  # there is one engine, and `put_on_mesh` runs in all processes
             return params
         frozen = frozen_part(params) if share_base else None
         shared = () if frozen is None else flatten(frozen)
@@ -177,8 +177,8 @@ class Engine:
         for fill in fills:
             if (total := fill.start + len(fill.ids)) > self.max_len:
                 raise InvalidValue(
-                    f"a sequence of {total} tokens does not fit; expected at most {self.max_len}. "
-                    "Raise serve.max_len or shorten the prompt.",
+                    f"a sequence of {total} tokens exceeds serve.max_len={self.max_len}; shorten "
+                    "the prompt or raise serve.max_len",
                     reason="too_long",
                     key="prompt",
                 )
@@ -201,8 +201,8 @@ class Engine:
         return cache
 
     def _adapters(self, chosen: Sequence[int | None]) -> Int32[np.ndarray, " B"] | None:
-        several = self.config.num_adapters is not None
-        return np.array(chosen, np.int32) if several else None
+        has_adapters = self.config.num_adapters is not None
+        return np.array(chosen, np.int32) if has_adapters else None
 
     def insert(self, row: KVCache, state: DecodeState, slot: int, start: Start) -> DecodeState:
         """Return the state with a one-row cache in the slot, and the slot active.
@@ -248,7 +248,7 @@ class Engine:
                 segments = len(self.capacities)
             return self._generate_adjusted(params, state, slot_mask, adjustment, segments=segments)
         rows = next(n for n in self.slot_counts if n > max(chosen))
-        program = self._generate if steps == 1 else self._generate_several
+        program = self._generate if steps == 1 else self._generate_steps
         return program(params, state, slot_mask, segments=segments, rows=rows)
 
     def adjustment(self, has_bias: bool = False, has_likeliest: bool = False) -> Adjustment:
@@ -270,7 +270,7 @@ class Engine:
     def compiles(self) -> int:
         """Number of programs compiled so far."""
         functions = (self._init, self._init_row, self._prefill, self._insert, self._activate)
-        functions += (self._retire, self._generate, self._generate_several, self._generate_adjusted)
+        functions += (self._retire, self._generate, self._generate_steps, self._generate_adjusted)
         compiled: Any = functions
         return self.pages.compiles + sum(function._cache_size() for function in compiled)
 
@@ -308,8 +308,8 @@ def _slot_counts(slots: int, fewest: int) -> tuple[int, ...]:
     return (*(count for count in counts if fewest <= count < slots), slots)
 
 
-def _on_one_cpu(place: jax.sharding.Sharding) -> bool:
-    return len(place.device_set) == 1 and platform_of(place) == "cpu"
+def _on_one_cpu(sharding: jax.sharding.Sharding) -> bool:
+    return len(sharding.device_set) == 1 and platform_of(sharding) == "cpu"
 
 
 def _compiler_options(dtype: jnp.dtype) -> dict[str, str] | None:

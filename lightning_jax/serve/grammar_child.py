@@ -68,8 +68,8 @@ def make_tables(settings: dict[str, Any]) -> llguidance.LLTokenizer | str:
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Vocabulary(settings)))
     except ValueError as error:
         return (
-            f"this model's tokenizer cannot follow a grammar: {brief(str(error))}; expected a "
-            "byte-level or byte-fallback one. Use another model."
+            f"this model's tokenizer cannot be used with a grammar: {brief(str(error))}; use a "
+            "model with a byte-level or byte-fallback tokenizer"
         )
 
 
@@ -87,8 +87,8 @@ def look(matcher: llguidance.LLMatcher) -> bytes:
     mask = b"" if ahead else matcher.compute_bitmask()
     if matcher.is_error():
         return failed(
-            f"the grammar cannot go on: {brief(matcher.get_error())}; expected a grammar that "
-            "every text it begins can finish. Simplify it.",
+            f"the grammar has reached a dead end: {brief(matcher.get_error())}; simplify it so "
+            "that every prefix can be completed",
             "dead_end",
         )
     stopped = bytes([matcher.is_stopped()])
@@ -100,8 +100,8 @@ def push(matcher: llguidance.LLMatcher, token_id: int) -> bytes:
     if matcher.consume_token(token_id):
         return look(matcher)
     return failed(
-        f"token {token_id} does not fit the grammar: {brief(matcher.get_error())}; expected one "
-        "that the mask allows.",
+        f"the grammar does not allow token {token_id}: {brief(matcher.get_error())}; pass only "
+        "tokens that the mask allows",
         "token_does_not_fit",
     )
 
@@ -153,7 +153,7 @@ class Response:
         self.seconds_left -= time.process_time() - start - TOKEN_SECONDS
         if self.seconds_left < 0:
             return failed(
-                "the masks of this response take more than serve.grammar_timeout_s.", "time"
+                "the masks of this response took longer than serve.grammar_timeout_s", "time"
             )
         return reply
 
@@ -186,8 +186,8 @@ class GrammarProcess:
         compiled = llguidance.LLMatcher(tables, self._grammar, log_level=0)
         if compiled.is_error():
             self._first = failed(
-                f"the grammar does not compile: {brief(compiled.get_error())}; expected a "
-                "grammar or JSON schema that llguidance supports. Simplify it."
+                f"the grammar does not compile: {brief(compiled.get_error())}; use only what "
+                "llguidance supports in a grammar or JSON schema"
             )
         else:
             self._compiled, self._first = compiled, look(compiled)

@@ -80,13 +80,13 @@ class GrammarProcess:
 
     def _ask(self) -> GrammarError | GrammarProcessLost:
         self._connection.settimeout(END_TIMEOUT_S)
-        said = b""
+        report = b""
         with contextlib.suppress(OSError):
-            said = self._connection.recv(1)
-        if not said:
-            return GrammarProcessLost("the process of a grammar was lost; send the call again.")
+            report = self._connection.recv(1)
+        if not report:
+            return GrammarProcessLost("the grammar's process was lost; send the call again")
         limits = self._limits
-        match said[0]:
+        match report[0]:
             case signal.SIGPROF | signal.SIGALRM:
                 reason = "time"
                 bound = f"serve.grammar_timeout_s allows {limits.timeout_s:g} s of CPU time"
@@ -95,7 +95,7 @@ class GrammarProcess:
                 bound = f"serve.grammar_memory_mib allows {limits.memory_mib:g} MiB"
             case number:
                 reason = "crash"
-                bound = f"it ended the grammar library by signal {number}"
+                bound = f"the grammar library ended with signal {number}"
         return GrammarError(f"the grammar is too complex: {bound}. Simplify the schema.", reason)
 
 
@@ -131,7 +131,7 @@ class GrammarServer:
                     self._control = None
                     if self._end:
                         self._end()
-        raise GrammarProcessLost("the processes of grammars do not start; see the server's log.")
+        raise GrammarProcessLost("the grammar processes do not start; see the server's log")
 
     def _launch(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -213,7 +213,7 @@ class Replies:
                     return bytes(held[LENGTH.size : LENGTH.size + length])
             if not wait_readable([self.fileno()], until - time.monotonic()):
                 if timeout_s is None or time.monotonic() >= self._deadline:
-                    raise GrammarProcessLost("the process of a grammar does not answer.")
+                    raise GrammarProcessLost("the grammar's process does not respond")
                 return None
             try:
                 part = self._connection.recv(2**16)

@@ -21,7 +21,7 @@ Request = TypeVar("Request")
 LoopStatus = Literal["ok", "draining", "failed"]  # a closed loop is "failed", too
 
 
-def together(statuses: Iterable[LoopStatus]) -> LoopStatus:
+def join_statuses(statuses: Iterable[LoopStatus]) -> LoopStatus:
     """Return "ok" if all statuses are, else the first other one: then some requests are refused."""
     for status in statuses:
         if status != "ok":
@@ -66,19 +66,19 @@ class Intake(Generic[Request]):
         """
         if not prompt:
             raise InvalidValue(
-                "the prompt has 0 tokens; expected at least 1.", reason="empty", key="prompt"
+                "the prompt has no tokens; send at least one", reason="empty", key="prompt"
             )
         if len(prompt) >= self._max_len:
             raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens; expected at most {self._max_len - 1}, which "
+                f"the prompt has {len(prompt)} tokens; the limit is {self._max_len - 1}, which "
                 "leaves 1 for the response. Shorten it or raise serve.max_len.",
                 reason="too_long",
                 key="prompt",
             )
         if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
             raise InvalidValue(
-                f"the prompt has a token id outside 0..{self._vocab_size - 1}; expected ids of "
-                "this model's vocabulary. Encode it with the model's own tokenizer.",
+                f"the prompt has a token id outside 0..{self._vocab_size - 1}; encode it with the "
+                "model's own tokenizer",
                 reason="out_of_range",
                 key="prompt",
             )
@@ -93,15 +93,16 @@ class Intake(Generic[Request]):
             self.check_failure()
             if self._draining:
                 raise Draining(
-                    "the engine is draining; send the request to another one.", reason="draining"
+                    "the engine is draining; send the request to another one",
+                    reason="draining",
                 )
             room = self._slots + self._max_queue
-            own = self._counts[tenant]
-            others = len(self._counts) - (own > 0)
-            if len(self._open) >= room and own >= max(1, room // (others + 1)):
+            num_open = self._counts[tenant]
+            others = len(self._counts) - (num_open > 0)
+            if len(self._open) >= room and num_open >= max(1, room // (others + 1)):
                 raise QueueFull(
-                    f"{len(self._open)} requests are open, {own} of them from this caller; "
-                    "expected fewer than serve.slots + serve.max_queue. Try later.",
+                    f"the queue is full: {len(self._open)} requests are open, {num_open} of them "
+                    "from this caller (limit: serve.slots + serve.max_queue). Retry later.",
                     reason="queue_full",
                 )
             self._open[generation] = request

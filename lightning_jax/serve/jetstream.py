@@ -49,8 +49,8 @@ def _importing_jetstream() -> Iterator[None]:
             yield
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"serve.orchestrator is jetstream, but {error.name} is not installed; expected "
-            "google-jetstream 0.2.2. Install lightning-jax[jetstream] and requirements-nodeps.txt."
+            f"serve.orchestrator is jetstream, but {error.name} is not installed; install "
+            "lightning-jax[jetstream] and requirements-nodeps.txt (google-jetstream 0.2.2)"
         ) from error
     finally:
         root.setLevel(level)
@@ -178,7 +178,7 @@ class _PromptTokenizer(tokenizer_api.Tokenizer):
         return set()
 
     def encode(self, s: str, **kwargs: Any) -> tuple[Any, int]:
-        assert isinstance(s, PromptText), "requests are made by JetStreamLoop"
+        assert isinstance(s, PromptText), "JetStreamLoop makes the requests"
         return s.prompt, len(s.prompt.ids)
 
     def decode(self, token_ids: list[int], **kwargs: Any) -> str:
@@ -196,8 +196,8 @@ def _spares_the_process(method: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            log.exception("the engine failed under JetStream's Driver")
-            words = f"the engine failed: {error!r}. See the log; start anew."
+            log.exception("the engine failed in JetStream's Driver")
+            words = f"the engine failed: {error!r}. See the log, then restart."
             self.on_failure(EngineError(words, reason="failed"))
             raise SystemExit from error
 
@@ -221,9 +221,7 @@ class JetStreamEngine(engine_api.Engine):
         true_length: int,
     ) -> PrefilledPrompt:
         if existing_prefix is not None:
-            raise ValueError(
-                "existing_prefix is given; expected None, the Driver never passes one."
-            )
+            raise ValueError("existing_prefix is not supported; the Driver never passes one")
         prompt = padded_tokens
         if not isinstance(prompt, Prompt):
             ids = tuple(np.asarray(padded_tokens)[:true_length].tolist())

@@ -71,7 +71,7 @@ class JetStreamLoop:
         self, engine: Engine, params: Any, version: int, tokenizer: Tokenizer, serve: ServeConfig
     ) -> None:
         self._engine, self._tokenizer, self.version = engine, tokenizer, version
-        self._params = engine.place(params)
+        self._params = engine.put_on_mesh(params)
         self._adapter = JetStreamEngine(engine, self._params)
         self._driver: Any = None
         self._num_requests = self._num_tokens = 0
@@ -129,20 +129,19 @@ class JetStreamLoop:
         """
         if self._driver is None:
             raise EngineError(
-                "the engine loop does not run; expected start() before submit().",
+                "the engine loop is not running; call start() before submit()",
                 reason="not_running",
             )
         if adapter is not None:
             raise InvalidValue(
-                f"adapter is {adapter}; expected None under JetStream's Driver.",
+                f"adapter is {adapter}; must be None under JetStream's Driver",
                 reason="unsupported",
                 key="adapter",
             )
         if needs_adjusting(sampling) or sampling.score_prompt:
             raise InvalidValue(
-                "the request has a logit_bias, a penalty, a grammar, or asks for log-probs of the "
-                "prompt or of other tokens; expected none under JetStream's Driver. Set "
-                "serve.orchestrator=native.",
+                "JetStream's Driver does not support logit_bias, penalties, grammars, prompt "
+                "log-probs or top log-probs; set serve.orchestrator=native",
                 reason="unsupported",
                 key="serve.orchestrator",
             )
@@ -170,8 +169,8 @@ class JetStreamLoop:
     def load_weights(self, params: Any, version: int) -> None:
         """Raise EngineError: JetStream's Driver reads the weights only when it starts."""
         raise EngineError(
-            f"weights version {version} cannot be loaded: serve.orchestrator is jetstream, which "
-            "only serves. Set serve.orchestrator=native to train.",
+            f"weights version {version} cannot be loaded, because serve.orchestrator is "
+            "jetstream; set serve.orchestrator=native to train",
             reason="unsupported",
             key="serve.orchestrator",
         )
@@ -183,7 +182,7 @@ class JetStreamLoop:
     def close(self) -> None:
         """Stop the Driver. Unfinished requests fail with EngineError."""
         self._intake.fail(
-            EngineError("the engine was closed before the response was finished.", reason="closed")
+            EngineError("the engine was closed before the response was complete", reason="closed")
         )
         if self._driver is not None:
             self._driver.stop()

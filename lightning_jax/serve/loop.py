@@ -63,7 +63,7 @@ class EngineLoop:
             serve.grammar_timeout_s, serve.grammar_memory_mib, serve.max_grammar_kib
         )
         self._grammars = GrammarCompiler.shared(tokenizer, engine.config.vocab_size, limits)
-        self._params, self._version, self._published = engine.place(params), version, version
+        self._params, self._version, self._published = engine.put_on_mesh(params), version, version
         self._base = frozen_part(self._params)  # None: each update replaces all weights
         self._state = engine.init_state()
         self._prefixes = PrefixCache(engine, version)
@@ -114,7 +114,7 @@ class EngineLoop:
         """Compile all programs. Call before `start`."""
         if self._thread is not None:
             raise EngineError(
-                "the engine loop runs already; expected warmup() before start().", reason="running"
+                "the engine loop is already running; call warmup() before start()", reason="running"
             )
         self._state = self._prefixes.warmup(self._engine.warmup(self._params, self._state))
 
@@ -122,7 +122,7 @@ class EngineLoop:
         """Start the engine's thread."""
         if self._thread is not None:
             raise EngineError(
-                "the engine loop was started before; make a new one.", reason="running"
+                "the engine loop was already started; create a new one", reason="running"
             )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -178,19 +178,19 @@ class EngineLoop:
         valid. Raises ValueError unless `version` is above the last one, and EngineError after a
         failure.
         """
-        placed = None if params is None else overlay(self._base, self._engine.place(params))
+        served = None if params is None else overlay(self._base, self._engine.put_on_mesh(params))
         with self._changed:
             if version <= self._published:
                 raise InvalidValue(
-                    f"weights version is {version}; expected more than the last, "
-                    f"{self._published}.",
+                    f"weights version is {version}; must be greater than the last one, "
+                    f"{self._published}",
                     reason="out_of_range",
                     key="version",
                 )
             self._intake.check_failure()
             self._published = self._inbox.version = version
-            if placed is not None:
-                self._inbox.weights = placed
+            if served is not None:
+                self._inbox.weights = served
             self._changed.notify()
 
     async def drain(self) -> None:
@@ -200,7 +200,7 @@ class EngineLoop:
     def close(self) -> None:
         """Stop the thread. Unfinished requests fail with EngineError."""
         self._fail(
-            EngineError("the engine was closed before the response was finished.", reason="closed")
+            EngineError("the engine was closed before the response was complete", reason="closed")
         )
         if self._thread is not None:
             self._thread.join()
@@ -222,7 +222,7 @@ class EngineLoop:
         number = self._engine.config.num_adapters
         if (adapter is None) != (number is None) or not 0 <= (adapter or 0) < (number or 1):
             raise InvalidValue(
-                f"adapter is {adapter}; expected one of the model's {number or 0}.",
+                f"adapter is {adapter}; the model has {number or 0} adapters",
                 reason="unknown",
                 key="adapter",
             )
@@ -253,7 +253,7 @@ class EngineLoop:
             log.exception("the engine's thread failed")
             self._fail(
                 EngineError(
-                    f"the engine failed: {error!r}. See the log; start a new engine.",
+                    f"the engine failed: {error!r}. See the log, then start a new engine.",
                     reason="failed",
                 )
             )

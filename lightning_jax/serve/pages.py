@@ -33,7 +33,7 @@ MOST_PAGES = 8  # times the slots' own capacity: a tiny model takes no memory th
 class PageCopier:
     """Compiled copies for one slot layout.
 
-    `place` is the sharding of the slots' cache and of the pool. `jit` is `jax.jit` with the
+    `sharding` is the sharding of the slots' cache and of the pool. `jit` is `jax.jit` with the
     engine's options.
     """
 
@@ -42,18 +42,18 @@ class PageCopier:
         config: DecoderConfig,
         serve: ServeConfig,
         dtype: Any,
-        place: jax.sharding.Sharding,
+        sharding: jax.sharding.Sharding,
         jit: Callable[..., Any] = jax.jit,
     ) -> None:
         self.num_blocks = serve.max_len // PAGE  # per row; a partial last page is not cached
-        platform = platform_of(place)
+        platform = platform_of(sharding)
         wanted = int(serve.prefix_cache_mib * 2**20) // page_bytes(config, dtype, platform)
         self.num_pages = min(wanted, MOST_PAGES * serve.slots * self.num_blocks)
         init = partial(init_cache, config, self.num_pages, PAGE, dtype, platform)
-        self._init = jit(init, out_shardings=place)
-        restore, store = _copies(place)
-        self._restore = jit(restore, donate_argnums=0, out_shardings=place)
-        self._store = jit(store, donate_argnums=0, out_shardings=place)
+        self._init = jit(init, out_shardings=sharding)
+        restore, store = _copies(sharding)
+        self._restore = jit(restore, donate_argnums=0, out_shardings=sharding)
+        self._store = jit(store, donate_argnums=0, out_shardings=sharding)
 
     def init_pool(self) -> KVCache:
         """Allocate a pool of empty pages. All of its memory is taken at once."""
@@ -91,7 +91,7 @@ class PageCopier:
 
     def _padded(self, first: int, page_ids: Sequence[int]) -> tuple[Any, Any]:
         # JAX would silently clamp a block that extends past the row.
-        assert first + len(page_ids) <= self.num_blocks, "a row has no more blocks"
+        assert first + len(page_ids) <= self.num_blocks, "the row has no blocks left"
         padded = np.zeros(self.num_blocks, np.int32)
         padded[: len(page_ids)] = page_ids
         return padded, np.int32(len(page_ids))
@@ -104,12 +104,12 @@ def page_bytes(config: DecoderConfig, dtype: Any, platform: str = "cpu") -> int:
     return numbers * np.dtype(dtype).itemsize
 
 
-def _copies(place: jax.sharding.Sharding) -> tuple[Callable[..., KVCache], ...]:
+def _copies(sharding: jax.sharding.Sharding) -> tuple[Callable[..., KVCache], ...]:
     """Return the functions that restore and store pages.
 
     On a GPU the host would wait at each iteration of a loop, so whole rows are copied.
     """
-    at_once = platform_of(place) == "gpu"
+    at_once = platform_of(sharding) == "gpu"
     return (_restore_at_once, _store_at_once) if at_once else (_restore, _store)
 
 
@@ -187,10 +187,10 @@ def _store_at_once(
 ) -> KVCache:
     """Store like `_store`, but always in the time of a whole row."""
     for segment, begin, end in _blocks_of_segments(cache, len(page_ids)):
-        place = jnp.arange(begin, end) - first
-        wanted = (place >= 0) & (place < count)
+        index = jnp.arange(begin, end) - first
+        wanted = (index >= 0) & (index < count)
         nowhere = pool.layers[0].values[0].shape[0]
-        to = jnp.where(wanted, page_ids[jnp.clip(place, 0, len(page_ids) - 1)], nowhere)
+        to = jnp.where(wanted, page_ids[jnp.clip(index, 0, len(page_ids) - 1)], nowhere)
 
         def put(rows: Any, pages: Any, axis: int, to: Any = to) -> Any:
             return pages.at[to].set(_blocks_of_row(rows, slot, axis, len(to)), mode="drop")
@@ -222,7 +222,7 @@ def _blocks_of_row(rows: Any, slot: Any, axis: int, number: int) -> Any:
 def _blocks_of_segments(cache: KVCache, number: int) -> list[tuple[KVCache, int, int]]:
     """Return each segment with its first and end block, for a row of `number` blocks."""
     starts = segment_starts(cache.layers[0].values)
-    assert not any(start % PAGE for start in starts), "a page lies in one segment"
+    assert not any(start % PAGE for start in starts), "a page is in one segment"
     spans = itertools.pairwise((*(start // PAGE for start in starts), number))
     return [(segment, *span) for segment, span in zip(cache.split(), spans, strict=True)]
 

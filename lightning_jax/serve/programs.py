@@ -93,7 +93,7 @@ def prefill(
     _, written = forward(
         params, config, tokens, positions, cache=cache, rows=rows, adapters=adapters
     )
-    assert written is not None, "a cache goes in, so one comes out"
+    assert written is not None, "the program returns the cache it was given"
     return written
 
 
@@ -149,7 +149,7 @@ def generate(
         cache=join(parts[:segments]),
         adapters=slots.adapter,
     )
-    assert written is not None, "a cache goes in, so one comes out"
+    assert written is not None, "the program returns the cache it was given"
     cache = join([written, *parts[segments:]])
     logits = unembed(params, config, hidden[:, 0])
     keys = jax.vmap(jax.random.fold_in)(
@@ -166,7 +166,7 @@ def generate(
     return DecodeState(cache, slots, state.counts.at[:rows].add(step), state.active), sampled
 
 
-def generate_several(
+def generate_steps(
     params: Params,
     state: DecodeState,
     slot_mask: Bool[Array, " S"],

@@ -126,7 +126,7 @@ class PageTree:
 
     def unpin(self, node: Node) -> None:
         """Release one pin."""
-        assert node.pins > 0, "a pin is taken off once"
+        assert node.pins > 0, "each pin is released once"
         node.pins -= 1
         self._update(node)
 
@@ -168,7 +168,9 @@ class PageTree:
 
     def _evict(self, page: int) -> None:
         node = self._nodes[page]
-        assert node is not None and node.parent is not None, "only an owned page is evicted"
+        assert node is not None and node.parent is not None, (
+            "only pages that the tree owns are evicted"
+        )
         del node.parent.children[node.tokens]
         self._nodes[page] = None
         self._evictable[page] = False

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from lightning_jax.serve.generation import Generation
-from lightning_jax.serve.intake import LoopStatus, together
+from lightning_jax.serve.intake import LoopStatus, join_statuses
 from lightning_jax.serve.loop import EngineLoop
 from lightning_jax.types import SamplingParams
 
@@ -47,7 +47,7 @@ def replicate(make: Callable[[Any], Any], engines: Sequence[Any], slots: int) ->
     loops = [make(engine) for engine in engines]
     if len(loops) == 1:
         return loops[0]
-    log.info("%d engines with %d slots each serve the same weights", len(loops), slots)
+    log.info("serving the same weights on %d engines with %d slots each", len(loops), slots)
     return ReplicatedLoop(loops, slots)
 
 
@@ -59,7 +59,7 @@ class Router:
         self._readers: OrderedDict[int, int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def choose(self, prompt: Sequence[int], loads: Sequence[int]) -> int:
+    def select(self, prompt: Sequence[int], loads: Sequence[int]) -> int:
         """Return the index of the replica to use. `loads` has each one's number of open requests.
 
         Prefer the replica that last read more than half of the prompt. If its load exceeds the
@@ -111,7 +111,7 @@ class ReplicatedLoop:
     @property
     def status(self) -> LoopStatus:
         """Status like `EngineLoop.status`: the first loop status that is not ok, if any."""
-        return together(loop.status for loop in self._loops)
+        return join_statuses(loop.status for loop in self._loops)
 
     @property
     def num_slots(self) -> int:
@@ -147,7 +147,7 @@ class ReplicatedLoop:
         """Queue a request on one replica. See `EngineLoop.submit`."""
         # A failed loop is idle, so without this it would get every request.
         loads = [loop.num_open if loop.status != "failed" else FAILED for loop in self._loops]
-        chosen = self._loops[self._router.choose(prompt_ids, loads)]
+        chosen = self._loops[self._router.select(prompt_ids, loads)]
         return chosen.submit(prompt_ids, sampling, adapter, tenant)
 
     def load_weights(self, params: Any | None, version: int) -> None:

@@ -161,6 +161,6 @@ def _top(sampled: Sampled, step: int, slot: int, number: int) -> TopLogprobs:
     if number == 0:
         return ()
     best = sampled.likeliest
-    assert best is not None, "a request that asks for them makes the step give them"
+    assert best is not None, "the step returns them if any request asks for them"
     ids, logprobs = best.ids[step, slot, :number], best.logprobs[step, slot, :number]
     return tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))

@@ -84,11 +84,13 @@ def test_devices_of_a_mesh_take_heads(platform) -> None:
     made = arrays(2, 3, 2, 2, 16, 128, "float32")
     rest = jnp.asarray([[5, 70], [127, 0]], jnp.int32), jnp.asarray([2, 0], jnp.int32)
     mesh = make_mesh(MeshConfig(2, 2, 2))
-    place = NamedSharding(mesh, jax.P(None, "tensor"))
+    sharding = NamedSharding(mesh, jax.P(None, "tensor"))
     kernel = functools.partial(KERNELS[platform], interpret=True)
     split = jax.jit(functools.partial(flash_cache.per_device, kernel))
-    got = split(*jax.device_put(made, place), *jax.device_put(rest, NamedSharding(mesh, jax.P())))
-    assert got.sharding.is_equivalent_to(place, ndim=4)
+    got = split(
+        *jax.device_put(made, sharding), *jax.device_put(rest, NamedSharding(mesh, jax.P()))
+    )
+    assert got.sharding.is_equivalent_to(sharding, ndim=4)
     np.testing.assert_allclose(got, jax.jit(kernel)(*made, *rest), rtol=1e-6)
 
 

@@ -15,7 +15,7 @@ from coded import raises_coded
 from lightning_jax.models import load
 from lightning_jax.models.attention import RopeScaling, rope_frequencies
 from lightning_jax.models.load import load_like, load_model, load_tokenizer, save_hf
-from lightning_jax.models.names import ModelError, flatten, places, unflatten
+from lightning_jax.models.names import ModelError, flatten, named_params, unflatten
 from lightning_jax.models.transformer import DecoderConfig, init_params
 from lightning_jax.testing.tiny import tiny_model
 
@@ -108,13 +108,13 @@ def _write_gguf(path, model, more=lambda writer: None):
     writer.add_chat_template(model.tokenizer.template)
     more(writer)
     flat = flatten(model.params)
-    for place in places(config):
-        rows = np.asarray(flat[place.path])
-        rows = rows.T if place.transpose else rows
-        heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(place.path[1])
+    for param in named_params(config):
+        rows = np.asarray(flat[param.path])
+        rows = rows.T if param.transpose else rows
+        heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(param.path[1])
         if family == "llama" and heads:
             rows = _permute(rows, heads)
-        writer.add_tensor(place.gguf, np.ascontiguousarray(rows))
+        writer.add_tensor(param.gguf, np.ascontiguousarray(rows))
     if config.rope_scaling:
         theta, size = config.rope_theta, config.head_dim
         stretched = rope_frequencies(size, theta, config.rope_scaling)

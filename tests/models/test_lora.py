@@ -138,9 +138,9 @@ def test_the_gradient_is_that_of_the_chain_rule():
 
 def test_an_adapter_lies_as_its_kernel_does_and_its_rank_is_whole():
     config = dataclasses.replace(MODEL.config, lora=LORA)
-    places = flatten(param_shardings(config, make_mesh(MeshConfig(1, 4, 2))))
+    shardings = flatten(param_shardings(config, make_mesh(MeshConfig(1, 4, 2))))
     for name in KERNELS:
-        spec = partial(lambda name, leaf: places[("layers_0", name, leaf)].spec, name)
+        spec = partial(lambda name, leaf: shardings[("layers_0", name, leaf)].spec, name)
         rows, columns = spec("kernel")
         assert spec("lora_a") == jax.P(rows, None) and spec("lora_b") == jax.P(None, columns)
-    assert places[("layers_0", "q", "lora_b")].spec == jax.P(None, ("tensor",))
+    assert shardings[("layers_0", "q", "lora_b")].spec == jax.P(None, ("tensor",))

@@ -6,7 +6,7 @@ from log_events import records
 
 from lightning_jax.config_sections import ModelConfig
 from lightning_jax.models import precision
-from lightning_jax.models.precision import settle
+from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.types import InvalidValue
 
 
@@ -18,33 +18,33 @@ def measured(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
 def test_a_cpu_has_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = ModelConfig(dtype="auto", remat=True)
     measured(monkeypatch, 0.004, 0.002)
-    assert settle(auto, "cpu") == ModelConfig(
+    assert resolve_dtype(auto, "cpu") == ModelConfig(
         dtype="bfloat16", activation_dtype="float32", remat=True
     )
     measured(monkeypatch, 0.004, 0.0038)  # not clearly faster
-    assert settle(auto, "cpu") == ModelConfig(dtype="float32", remat=True)
+    assert resolve_dtype(auto, "cpu") == ModelConfig(dtype="float32", remat=True)
 
 
 def test_accelerators_have_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch)
-    assert settle(ModelConfig(dtype="auto"), "tpu") == ModelConfig(dtype="bfloat16")
+    assert resolve_dtype(ModelConfig(dtype="auto"), "tpu") == ModelConfig(dtype="bfloat16")
 
 
 def test_what_is_named_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch)
     named = ModelConfig(dtype="bfloat16", activation_dtype="float32")
-    assert settle(named, "cpu") is named
+    assert resolve_dtype(named, "cpu") is named
 
 
 def test_processes_agree_without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch)
     monkeypatch.setattr(precision.jax, "process_count", lambda: 2)
-    assert settle(ModelConfig(dtype="auto"), "cpu").dtype == "float32"
+    assert resolve_dtype(ModelConfig(dtype="auto"), "cpu").dtype == "float32"
 
 
 def test_the_measurement_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    chosen = settle(ModelConfig(dtype="auto"), "cpu").dtype
+    chosen = resolve_dtype(ModelConfig(dtype="auto"), "cpu").dtype
     assert chosen in ("float32", "bfloat16")
     (record,) = records(caplog, "dtype_chosen")
     assert (record.dtype, record.product) == (chosen, (512, 576, 1536))

@@ -17,7 +17,7 @@ from lightning_jax.models import reshard as module
 from lightning_jax.models.lora import ADAPTER_LEAVES, adapted, trained_part
 from lightning_jax.models.names import flatten
 from lightning_jax.models.reshard import reshard
-from lightning_jax.models.sharding import make_mesh, param_shardings, place
+from lightning_jax.models.sharding import make_mesh, param_shardings, put_on_mesh
 from lightning_jax.models.transformer import init_params
 from lightning_jax.serve.engine import Engine
 from lightning_jax.serve.loop import EngineLoop
@@ -30,7 +30,7 @@ SERVE = ServeConfig(slots=2, max_len=32, prefill_buckets=(16,))
 
 
 def weights(mesh: Mesh) -> Any:
-    return place(init_params(SHAPE, jax.random.key(0)), param_shardings(SHAPE, mesh))
+    return put_on_mesh(init_params(SHAPE, jax.random.key(0)), param_shardings(SHAPE, mesh))
 
 
 @pytest.fixture
@@ -75,13 +75,13 @@ def test_weights_reach_any_devices_without_the_host(
         params = weights(training)
         wanted = [np.asarray(leaf).astype(jnp.bfloat16) for leaf in jax.tree.leaves(params)]
     host_reads.clear()
-    places = param_shardings(SHAPE, serving)
-    served = reshard(params, places, jnp.bfloat16)
+    shardings = param_shardings(SHAPE, serving)
+    served = reshard(params, shardings, jnp.bfloat16)
     assert host_reads == []
     jax.tree.map(lambda leaf: leaf.delete(), params)  # like the next update, which donates them
     with jax.transfer_guard_device_to_host("allow"):
         for leaf, target, value in zip(
-            *map(jax.tree.leaves, (served, places)), wanted, strict=True
+            *map(jax.tree.leaves, (served, shardings)), wanted, strict=True
         ):
             assert leaf.sharding == target
             np.testing.assert_array_equal(leaf, value)
@@ -127,12 +127,12 @@ def test_engines_of_one_run_gather_once_and_read_nothing_on_the_host(
     assert host_reads == [] and len(gathered) == 1
     assert module._caster.cache_info().misses == compiled  # reuses the first weights' program
     (found,) = gathered
-    for number, each in enumerate(loop._loops):
-        placed = each._inbox.weights["embed"]["embedding"]
-        assert placed.devices() == {jax.devices()[number]}
+    for number, replica in enumerate(loop._loops):
+        embedding = replica._inbox.weights["embed"]["embedding"]
+        assert embedding.devices() == {jax.devices()[number]}
         shard = found.params["embed"]["embedding"].addressable_shards[number].data
         # The engine's weights are the gathered ones, not another copy of them.
-        assert placed.unsafe_buffer_pointer() == shard.unsafe_buffer_pointer()
+        assert embedding.unsafe_buffer_pointer() == shard.unsafe_buffer_pointer()
     loop.close()
 
 
@@ -142,9 +142,9 @@ def test_frozen_weights_are_shared_where_they_lie_as_the_engine_reads_them(
 ) -> None:
     model = adapted(MODEL, LoraConfig(rank=2), 0)
     mesh = make_mesh(MeshConfig(1, 1, 1))
-    places = param_shardings(model.config, mesh)
+    shardings = param_shardings(model.config, mesh)
     loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
-    params = place(loaded, places)
+    params = put_on_mesh(loaded, shardings)
     engine = Engine(model.config, SERVE, dtype=dtype, mesh=mesh)
 
     def pointers(tree: Any) -> dict:
@@ -154,12 +154,12 @@ def test_frozen_weights_are_shared_where_they_lie_as_the_engine_reads_them(
         ours = pointers(tree)
         return {path for path, at in pointers(params).items() if ours.get(path) == at}
 
-    kept = engine.place(engine.spread(params, share_base=True))
+    kept = engine.put_on_mesh(engine.spread(params, share_base=True))
     assert same(kept) == (
         {path for path in flatten(params) if path[-1] not in ADAPTER_LEAVES} if is_shared else set()
     )
-    assert same(engine.place(params)) == set()
-    assert same(engine.place(engine.spread(params))) == set()
+    assert same(engine.put_on_mesh(params)) == set()
+    assert same(engine.put_on_mesh(engine.spread(params))) == set()
     jax.tree.map(lambda leaf: leaf.delete(), trained_part(params))  # an update donates them
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(kept))
 
@@ -168,12 +168,12 @@ def test_each_device_that_holds_the_base_whole_shares_it_with_its_engine() -> No
     model = adapted(MODEL, LoraConfig(rank=2), 0)
     mesh = make_mesh(MeshConfig(data=8, fsdp=1, tensor=1))
     loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
-    params = place(loaded, param_shardings(model.config, mesh))
+    params = put_on_mesh(loaded, param_shardings(model.config, mesh))
     engines = [
         Engine(model.config, SERVE, dtype="bfloat16", mesh=part) for part in split_by_data(mesh)
     ]
     spread = engines[0].spread(params, share_base=True)
     for number, engine in enumerate(engines):
-        kernel = engine.place(spread)["layers_0"]["q"]["kernel"]
+        kernel = engine.put_on_mesh(spread)["layers_0"]["q"]["kernel"]
         held = params["layers_0"]["q"]["kernel"].addressable_shards[number].data
         assert kernel.unsafe_buffer_pointer() == held.unsafe_buffer_pointer()

@@ -37,7 +37,7 @@ run = jax.jit(forward, static_argnums=1, static_argnames="remat")
 
 
 MODEL = tiny_policies(LORA)
-ALONE = [one_of(MODEL, place) for place in (0, 1)]
+ALONE = [one_of(MODEL, index) for index in (0, 1)]
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -46,10 +46,10 @@ def test_rows_are_read_each_with_its_own_adapter(remat: bool) -> None:
     positions = jnp.broadcast_to(jnp.arange(20), (3, 20))
     chosen = jnp.array([1, 0, 1])
     mixed, _ = run(MODEL.params, MODEL.config, tokens, positions, adapters=chosen, remat=remat)
-    both = [run(each.params, each.config, tokens, positions)[0] for each in ALONE]
+    both = [run(model.params, model.config, tokens, positions)[0] for model in ALONE]
     assert np.abs(both[0] - both[1]).max() > 0.1
-    for row, place in enumerate([1, 0, 1]):
-        np.testing.assert_allclose(mixed[row], both[place][row], atol=1e-5)
+    for row, index in enumerate([1, 0, 1]):
+        np.testing.assert_allclose(mixed[row], both[index][row], atol=1e-5)
     with raises_coded(InvalidValue, "missing", "adapters"):
         forward(MODEL.params, MODEL.config, tokens, positions)
     with raises_coded(InvalidValue, "conflict", "adapters"):
@@ -82,8 +82,8 @@ def trained(model: LoadedModel, sequences: list, sizes: tuple[int, int, int]) ->
     )
     batches, stats = make_batches(sequences, SHAPE)
     assert stats["train/num_sequences"] == len(sequences)
-    placed = jax.device_put(batches, batch_sharding(mesh))
-    state, _ = update(functions, init_state(params, SGD), placed)
+    sharded = jax.device_put(batches, batch_sharding(mesh))
+    state, _ = update(functions, init_state(params, SGD), sharded)
     before = flatten(trained_part(model.params))
     return {path: np.asarray(leaf - before[path]) for path, leaf in flatten(state.params).items()}
 
@@ -94,20 +94,22 @@ def test_a_step_on_both_gives_each_what_a_step_of_its_own_gives(sizes) -> None:
     chosen = np.concatenate([batch.adapters for batch in batches])
     assert {0, 1} == set(chosen.tolist())
     mixed = trained(MODEL, SEQUENCES, sizes)
-    for place, alone in enumerate(ALONE):
-        own = [
-            dataclasses.replace(each, adapter=None) for each in SEQUENCES if each.adapter == place
+    for index, alone in enumerate(ALONE):
+        rows = [
+            dataclasses.replace(sequence, adapter=None)
+            for sequence in SEQUENCES
+            if sequence.adapter == index
         ]
-        assert 0 < len(own) < len(SEQUENCES)
-        for path, change in trained(alone, own, (1, 1, 1)).items():
+        assert 0 < len(rows) < len(SEQUENCES)
+        for path, change in trained(alone, rows, (1, 1, 1)).items():
             assert np.abs(change).max() > 1e-3
-            np.testing.assert_allclose(mixed[path][place], change, atol=1e-5)
+            np.testing.assert_allclose(mixed[path][index], change, atol=1e-5)
 
 
 def test_slots_decode_each_with_its_own_adapter() -> None:
     serve = ServeConfig(slots=4, max_len=64, prefill_buckets=(16,), prefix_cache_mib=0.0)
     engine = Engine(MODEL.config, serve)
-    params, state = engine.place(MODEL.params), engine.init_state()
+    params, state = engine.put_on_mesh(MODEL.params), engine.init_state()
     ids, greedy = list(range(40, 60)), SamplingParams(temperature=0.0)
     chosen = (1, 0, 0, 1)
     fills = [Fill(slot, 0, ids[:-1], adapter) for slot, adapter in enumerate(chosen)]
@@ -123,12 +125,12 @@ def test_slots_decode_each_with_its_own_adapter() -> None:
     assert ALONE[1].config == ALONE[0].config
     for adapter, slots in ((1, (0, 3)), (0, (1, 2))):
         alone = ALONE[adapter]
-        placed, own = single.place(alone.params), single.init_state()
+        params, state_alone = single.put_on_mesh(alone.params), single.init_state()
         start = start_of(ids[-1], len(ids) - 1, greedy, 0)
-        row = single.prefill(placed, single.init_row(), [Fill(0, 0, ids[:-1])])
-        own = single.insert(row, own, 0, start)
+        row = single.prefill(params, single.init_row(), [Fill(0, 0, ids[:-1])])
+        state_alone = single.insert(row, state_alone, 0, start)
         for tokens, logprobs in found:
-            own, sampled = single.generate(placed, own)
+            state_alone, sampled = single.generate(params, state_alone)
             for slot in slots:
                 assert tokens[slot] == int(sampled.tokens[0])
                 np.testing.assert_allclose(logprobs[slot], sampled.behavior_logprobs[0], atol=1e-5)

@@ -88,10 +88,10 @@ def test_decode_agrees_on_one_and_eight_devices():
 
 def test_an_axis_that_does_not_divide_stays_whole():
     mesh = make_mesh(MeshConfig(1, 1, 8))
-    places = param_shardings(tiny_model().config, mesh)
-    assert places["embed"]["embedding"].spec == jax.P(None, ("fsdp",))  # 259 tokens, 8 devices
-    assert places["layers_0"]["k"]["kernel"].spec == jax.P(("fsdp",), None)  # 2 heads
-    assert places["layers_0"]["up"]["kernel"].spec == jax.P(("fsdp",), ("tensor",))
+    shardings = param_shardings(tiny_model().config, mesh)
+    assert shardings["embed"]["embedding"].spec == jax.P(None, ("fsdp",))  # 259 tokens, 8 devices
+    assert shardings["layers_0"]["k"]["kernel"].spec == jax.P(("fsdp",), None)  # 2 heads
+    assert shardings["layers_0"]["up"]["kernel"].spec == jax.P(("fsdp",), ("tensor",))
 
 
 def test_minus_one_takes_what_is_left_and_wrong_sizes_are_refused():
@@ -164,8 +164,8 @@ def test_five_updates_agree_on_one_and_eight_devices(sizes):
 def test_an_update_in_bfloat16_agrees_on_one_and_eight_devices(sizes):
     """Check an update in bfloat16, because XLA on a CPU aborts on some bfloat16 all-reduces."""
     norms = []
-    for each in ((1, 1, 1), sizes):
-        config = settings(each)
+    for shape in ((1, 1, 1), sizes):
+        config = settings(shape)
         config = dataclasses.replace(config, model=ModelConfig(dtype="bfloat16"))
         learner = make_learner(SHAPED, config, supervised=False)
         state = learner.init(init_params(SHAPED, jax.random.key(0)))
@@ -206,15 +206,15 @@ def loops_around(program: str) -> dict[str, int]:
         repeated = " while(" in line
         names = r"(?:\w+_computations?|body|calls|to_apply)=(%[\w.-]+|\{[^}]*\})"
         called.setdefault(name, []).extend(
-            (each, int(repeated))
+            (callee, int(repeated))
             for group in re.findall(names, line)
-            for each in re.findall(r"%([\w.-]+)", group)
+            for callee in re.findall(r"%([\w.-]+)", group)
         )
     depths, waiting = {}, [(entry, 0)]
     while waiting:
         name, depth = waiting.pop()
         depths[name] = max(depth, depths.get(name, 0))
-        waiting += [(each, depth + more) for each, more in called.get(name, [])]
+        waiting += [(callee, depth + more) for callee, more in called.get(name, [])]
     return depths
 
 
@@ -288,7 +288,7 @@ def test_frozen_weights_have_no_gradient_to_add_up():
 
 def test_everything_lies_where_the_table_says():
     _, state, learner, _, _ = five_steps(MESHES["all"])
-    places = jax.tree.leaves(param_shardings(SHAPED, learner.mesh))
+    shardings = jax.tree.leaves(param_shardings(SHAPED, learner.mesh))
     adam = next(
         s
         for s in jax.tree.leaves(state.opt_state, is_leaf=lambda s: hasattr(s, "mu"))
@@ -297,16 +297,16 @@ def test_everything_lies_where_the_table_says():
     for tree in (state.params, adam.mu, adam.nu):
         leaves = jax.tree.leaves(tree)
         assert all(
-            leaf.sharding.is_equivalent_to(place, leaf.ndim)
-            for leaf, place in zip(leaves, places, strict=True)
+            leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+            for leaf, sharding in zip(leaves, shardings, strict=True)
         )
     engine = Engine(SHAPED, ServeConfig(slots=2, max_len=32), mesh=learner.mesh)
     cache = engine.init_state().cache
     want = cache_sharding(SHAPED, learner.mesh)
     assert want.spec == PartitionSpec(None, "tensor", None, None)
     assert all(leaf.sharding.is_equivalent_to(want, 4) for leaf in jax.tree.leaves(cache))
-    served = engine.place(state.params)
-    assert [leaf.sharding for leaf in jax.tree.leaves(served)] == places
+    served = engine.put_on_mesh(state.params)
+    assert [leaf.sharding for leaf in jax.tree.leaves(served)] == shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +323,7 @@ def test_the_trainers_devices_serve_as_copies_but_on_a_cpu() -> None:
     serving = serving_mesh(None, trainer, gpus)
     assert serving.devices.shape == (4, 1, 2) and list(serving.devices.flat) == gpus
     assert serving_mesh(None, trainer) == make_mesh(trainer)
-    told = MeshConfig(fsdp=1, tensor=2, first_device=6)
-    assert list(serving_mesh(told, trainer, gpus).devices.flat) == gpus[6:]
+    split = MeshConfig(fsdp=1, tensor=2, first_device=6)
+    assert list(serving_mesh(split, trainer, gpus).devices.flat) == gpus[6:]
     with raises_coded(ConfigError, "mismatch", "serve.mesh"):
         serving_mesh(MeshConfig(data=9, fsdp=1), trainer, gpus)

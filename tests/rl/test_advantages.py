@@ -101,7 +101,7 @@ def test_later_calls_are_not_blamed_for_what_is_earned_already():
         "leave_one_out": [(1.5, 0.5), (0.0, 0.5), ()],
     }.items():
         config = AlgorithmConfig(credit="per_step", normalize="none", baseline=baseline)
-        assert step_advantages(step, config)[0] == [pytest.approx(each) for each in wanted]
+        assert step_advantages(step, config)[0] == [pytest.approx(row) for row in wanted]
 
 
 def test_no_rollouts_at_all():

@@ -43,11 +43,11 @@ def check_distinct(batch):
     """Check that each target maps to its own pair, and that each pair occurs once."""
     nodes, ids = batch.distinct.nodes, batch.distinct.ids
     for b, mask in enumerate(batch.target_mask):
-        places = batch.distinct.of_targets[b, mask]
-        np.testing.assert_array_equal(nodes[b, places], batch.target_nodes[b, mask])
-        np.testing.assert_array_equal(ids[b, places], batch.target_ids[b, mask])
+        indices = batch.distinct.of_targets[b, mask]
+        np.testing.assert_array_equal(nodes[b, indices], batch.target_nodes[b, mask])
+        np.testing.assert_array_equal(ids[b, indices], batch.target_ids[b, mask])
         pairs = list(zip(nodes[b], ids[b], strict=True))[: (ids[b] >= 0).sum()]
-        assert len(set(pairs)) == len(pairs) == len(set(places))
+        assert len(set(pairs)) == len(pairs) == len(set(indices))
 
 
 def expected_targets(sequences):
@@ -321,7 +321,7 @@ def test_all_states_weigh_the_same():
         (StateValues((0, 1, 2), (0.0,) * 3, (0.0,) * 3),),
     ]
     sequences = make_sequences(step, [(1.0, 1.0), (1.0,)], states=states)
-    assert [each.states and each.states.weight for each in sequences] == [0.25, None, 0.25]
+    assert [call.states and call.states.weight for call in sequences] == [0.25, None, 0.25]
     first, second = split_minibatches(sequences, 2)
-    weights = [each.states and each.states.weight for each in (*first, *second)]
+    weights = [sequence.states and sequence.states.weight for sequence in (*first, *second)]
     assert weights in ([0.5, None, 0.5], [0.5, 0.5, None])

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_jax.config import BatchConfig
 from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.bundles import BUNDLE_ON, bundles, for_each, measure, of_each
+from lightning_jax.rl.bundles import BUNDLE_ON, bundles, fold_bundle, map_bundle, measure
 from lightning_jax.testing.records import sequence
 
 BUNDLE = BUNDLE_ON["cpu"]
@@ -33,7 +33,7 @@ def test_any_number_of_microbatches_makes_bundles_of_one_size():
 def test_accelerators_take_microbatches_one_by_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(BUNDLE_ON, "cpu")
     assert [len(bundle) for bundle, _ in bundles(batches(3))] == [1, 1, 1]
-    run = jax.jit(of_each(lambda batch, factor: factor * (1.0 + batch.advantages)))
+    run = jax.jit(map_bundle(lambda batch, factor: factor * (1.0 + batch.advantages)))
     measured = measure(run, batches(3), 2.0)
     assert [float(found[0, 0]) for found in measured] == [2.0, 4.0, 6.0]
     assert run._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
@@ -43,13 +43,13 @@ def test_a_program_takes_those_that_count_in_their_order():
     def add(carry, batch, index):
         return carry + jnp.stack([batch.advantages.sum(), index.astype(jnp.float32)])
 
-    found = jax.jit(for_each, static_argnums=2)(*bundles(batches(3))[0], add, jnp.zeros(2))
+    found = jax.jit(fold_bundle, static_argnums=2)(*bundles(batches(3))[0], add, jnp.zeros(2))
     # Two targets per microbatch with advantages 0, 1 and 2 sum to 6. Indices 0, 1 and 2 sum to 3.
     np.testing.assert_array_equal(found, [6.0, 3.0])
 
 
 def test_each_is_measured_and_padding_is_not():
-    run = jax.jit(of_each(lambda batch, factor: factor * (1.0 + batch.advantages)))
+    run = jax.jit(map_bundle(lambda batch, factor: factor * (1.0 + batch.advantages)))
     whole = run(*bundles(batches(3))[0], 2.0)
     assert len(whole) == BUNDLE and not np.any(whole[3:])
     measured = measure(run, batches(3), 2.0)

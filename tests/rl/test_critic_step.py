@@ -90,7 +90,7 @@ def plain_gradients(tokens, behavior, trained_at, advantage, weight, states_at, 
         return jnp.stack([-weight * gain.sum(), 0.2 * 0.5 * jnp.square(values - returns).sum()])
 
     both = jax.jacrev(losses)((MODEL.params, HEAD))
-    return tuple(jax.tree.map(lambda each, k=k: each[k], both) for k in range(2))
+    return tuple(jax.tree.map(lambda leaf, k=k: leaf[k], both) for k in range(2))
 
 
 def separate_gradients(calls):
@@ -170,8 +170,8 @@ def test_values_against_plain_attention():
 
 
 def sharded(tree, mesh: Mesh, spec: tuple[str, ...] = ()):
-    place = NamedSharding(mesh, PartitionSpec(*spec))
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, place), tree)
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), tree)
 
 
 def test_one_and_eight_devices_take_the_same_steps():

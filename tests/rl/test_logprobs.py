@@ -76,7 +76,7 @@ def test_chunks_and_their_gradient_equal_those_of_all_logits(tied: bool) -> None
     read = head_params(params, None)
     assert set(read) == ({"embed"} if tied else {"head"})
     ours, theirs = (
-        value_and_grads(each, read, NODE_STATES, config) for each in (in_chunks, at_once)
+        value_and_grads(function, read, NODE_STATES, config) for function in (in_chunks, at_once)
     )
     for got, want in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
@@ -135,7 +135,9 @@ def test_logits_are_divided_by_the_temperature_that_a_pair_was_sampled_at() -> N
     whole = functools.partial(at_once, batch=naive, temperatures=of_targets[:, :, None])
     chunks = functools.partial(in_chunks, batch=dataclasses.replace(once, distinct=tempered))
     head = head_params(MODEL.params, None)
-    ours, theirs = (value_and_grads(each, head, NODE_STATES, TIED) for each in (chunks, whole))
+    ours, theirs = (
+        value_and_grads(function, head, NODE_STATES, TIED) for function in (chunks, whole)
+    )
     for got, want in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
@@ -156,11 +158,11 @@ def test_bfloat16_states_and_head_lose_no_more_than_the_rounding_of_the_result(
     )
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
     (found, grads), (wanted, exact) = (
-        value_and_grads(read, *each, TIED) for each in (narrow, wide)
+        value_and_grads(read, *inputs, TIED) for inputs in (narrow, wide)
     )
     for got, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    head, states = (jax.tree.leaves(each)[0].astype(jnp.float32) for each in grads)
-    exact_head, exact_states = (jax.tree.leaves(each)[0] for each in exact)
+    head, states = (jax.tree.leaves(tree)[0].astype(jnp.float32) for tree in grads)
+    exact_head, exact_states = (jax.tree.leaves(tree)[0] for tree in exact)
     assert np.linalg.norm(head - exact_head) < 2e-3 * np.linalg.norm(exact_head)
     assert np.linalg.norm(states - exact_states) < 4e-3 * np.linalg.norm(exact_states)

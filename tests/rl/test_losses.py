@@ -218,8 +218,8 @@ def test_in_the_only_update_old_is_current():
     assert loss == pytest.approx(-1.5, abs=1e-6)
     np.testing.assert_allclose(gradient, [[-2.0, 0.5]], atol=1e-6)
     assert metrics["train/ratio_max"] == 1.0 and metrics["train/clip_fraction"] == 0.0
-    told = dataclasses.replace(batch, old_logprobs=now)
-    np.testing.assert_array_equal(loss_of(now, told, **knobs)[1], gradient)
+    with_old = dataclasses.replace(batch, old_logprobs=now)
+    np.testing.assert_array_equal(loss_of(now, with_old, **knobs)[1], gradient)
 
 
 @pytest.mark.parametrize(
@@ -296,12 +296,12 @@ def test_padding_row_order_and_packing_change_nothing(knobs):
 
     whole = packed([[0, 1, 2, 3, 4]])
     others = packed([[4, 2], [], [3, 0, 1]])
-    apart = [packed([[call]]) for call in range(len(sizes))]
+    unpacked = [packed([[call]]) for call in range(len(sizes))]
     assert others[0] == pytest.approx(float(whole[0]), abs=1e-5)
-    assert sum(float(loss) for loss, *_ in apart) == pytest.approx(float(whole[0]), abs=1e-5)
+    assert sum(float(loss) for loss, *_ in unpacked) == pytest.approx(float(whole[0]), abs=1e-5)
     for name, value in whole[1].items():
         assert others[1][name] == pytest.approx(float(value), abs=1e-4), name
     assert sum(np.count_nonzero(gradient) for gradient in whole[2]) > 4
     for call in range(len(sizes)):
         np.testing.assert_allclose(others[2][call], whole[2][call], atol=1e-5)
-        np.testing.assert_allclose(apart[call][2][call], whole[2][call], atol=1e-5)
+        np.testing.assert_allclose(unpacked[call][2][call], whole[2][call], atol=1e-5)

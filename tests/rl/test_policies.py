@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_jax.config import AlgorithmConfig, PolicyConfig
-from lightning_jax.rl.policies import learning_parts, own_calls, prepare_policies
+from lightning_jax.rl.policies import keep_policy_calls, learning_parts, prepare_policies
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.types import Trajectory, Transition
@@ -30,22 +30,22 @@ def test_own_calls_bear_what_the_calls_of_others_after_them_earned() -> None:
     whole = trajectory(
         call("a", 1, 1.0), call("b", 2, 2.0), call("a", 3, 4.0), call("b", 4, 8.0), reward=16.0
     )
-    of_a, of_b = (own_calls([whole], name)[0] for name in "ab")
-    assert [each.reward for each in of_a.transitions] == [3.0, 12.0]
-    assert [each.reward for each in of_b.transitions] == [7.0, 8.0]  # a's first call precedes it
+    of_a, of_b = (keep_policy_calls([whole], name)[0] for name in "ab")
+    assert [item.reward for item in of_a.transitions] == [3.0, 12.0]
+    assert [item.reward for item in of_b.transitions] == [7.0, 8.0]  # a's first call precedes it
     assert (of_a.reward, of_b.reward) == (16.0, 16.0)  # the rollout's reward
-    assert own_calls([whole], "c")[0].transitions == ()
+    assert keep_policy_calls([whole], "c")[0].transitions == ()
 
 
 @pytest.mark.parametrize("credit", ["identical", "per_step"])
 def test_independent_policies_learn_what_they_would_beside_frozen_ones(credit: str) -> None:
     algorithm = AlgorithmConfig(credit=credit)
     made, metrics = prepare_policies(STEP, algorithm, POLICIES, policy_version=0)
-    for place, name in enumerate(POLICIES):
-        alone, known = prepare_step(own_calls(STEP, name), algorithm, policy_version=0)
-        mine = [each for each in made if each.adapter == place]
-        assert [dataclasses.replace(each, adapter=None) for each in mine] == alone
-        assert sum(each.weight * len(each.response_token_ids) for each in mine) == pytest.approx(1)
+    for index, name in enumerate(POLICIES):
+        alone, known = prepare_step(keep_policy_calls(STEP, name), algorithm, policy_version=0)
+        mine = [item for item in made if item.adapter == index]
+        assert [dataclasses.replace(item, adapter=None) for item in mine] == alone
+        assert sum(item.weight * len(item.response_token_ids) for item in mine) == pytest.approx(1)
         assert {f"{key}/policy={name}": value for key, value in known.items()}.items() <= (
             metrics.items()
         )
@@ -56,8 +56,8 @@ def test_independent_policies_learn_what_they_would_beside_frozen_ones(credit: s
 def test_joint_policies_learn_from_one_sequence_of_calls() -> None:
     made, metrics = prepare_policies(STEP, JOINT, POLICIES, policy_version=0)
     alone, known = prepare_step(STEP, JOINT, policy_version=0)
-    assert [dataclasses.replace(each, adapter=None) for each in made] == alone
-    assert [each.adapter for each in made] == [0, 1, 1, 0, 1, 0, 1]
+    assert [dataclasses.replace(item, adapter=None) for item in made] == alone
+    assert [item.adapter for item in made] == [0, 1, 1, 0, 1, 0, 1]
     assert metrics == known
     one, _ = prepare_policies(STEP, JOINT, {}, policy_version=0)
     assert one == alone
@@ -69,7 +69,7 @@ def test_values_of_own_calls_are_told_apart() -> None:
     algorithm = AlgorithmConfig(credit="learned", baseline="none", normalize="none")
     values = [((0.25,), (0.5,), (0.75,)), ((0.0,),), ((0.0,), (0.0,), (0.0,))]
     made, _ = prepare_policies(STEP, algorithm, POLICIES, policy_version=0, values=values)
-    found = {each.prompt_token_ids[1]: each for each in made}
+    found = {item.prompt_token_ids[1]: item for item in made}
     assert [found[token].advantage for token in (2, 3, 4)] == [0.75, 0.5, 0.25]
     assert found[2].states is not None and found[2].states.weight == 1 / 3
     joint = dataclasses.replace(algorithm, policy_updates="joint")

@@ -120,8 +120,8 @@ def padded():
     tokens = np.zeros((len(PAIRS), 2, 2, 8), np.int32)
     sampled = np.zeros((len(PAIRS), 2, 2, 7), bool)
     for k, pair in enumerate(PAIRS):
-        for side, place in enumerate(pair):
-            for number, call in enumerate(STEP[place].transitions):
+        for side, index in enumerate(pair):
+            for number, call in enumerate(STEP[index].transitions):
                 ids, first = call.prompt_token_ids + call.response_token_ids, call.prompt_token_ids
                 tokens[k, side, number, : len(ids)] = ids
                 chosen = [not forced for forced in call.forced]
@@ -172,7 +172,7 @@ def test_an_update_is_the_gradient_of_the_direct_loss_wherever_calls_lie():
     assert metrics["train/dropped_pairs"] == 1.0
     check(state, metrics, share=0.75)
     kept, num_broken = drop_broken_pairs(sequences, SHAPE)
-    assert num_broken == 1 and {each.pair for each in kept} == {0, 1, 2}
+    assert num_broken == 1 and {sequence.pair for sequence in kept} == {0, 1, 2}
 
     # Without a pair there is no update.
     state, metrics = made.update(fresh(), sequences[-3:], reference)
@@ -183,7 +183,9 @@ def test_an_update_is_the_gradient_of_the_direct_loss_wherever_calls_lie():
 def test_margins_by_hand_and_apart_by_policy():
     pair = [trajectory(transition([1], [2])), trajectory(transition([1], [3]))]
     one = pair_sequences(pair, [(0, 1)])
-    both = [dataclasses.replace(each, adapter=adapter) for adapter in (0, 1) for each in one]
+    both = [
+        dataclasses.replace(sequence, adapter=adapter) for adapter in (0, 1) for sequence in one
+    ]
     (first, second), _ = make_batches(both, SHAPE)  # a row for each policy
     # Margins are 1 + 1 and 0 - 0.5. At beta 1 the slopes are sigmoid(-2) and sigmoid(0.5).
     by_token = [{2: (-1.0, -2.0), 3: (-2.0, -1.0)}, {2: (-1.0, -1.0), 3: (-1.0, -1.5)}]

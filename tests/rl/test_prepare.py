@@ -36,8 +36,8 @@ def test_a_stale_call_has_a_value_and_teaches_the_critic_nothing():
     sequences, metrics = prepare_step(step(), algorithm, policy_version=6, values=values)
     assert [s.advantage for s in sequences] == [0.5, 0.5]
     states = [s.states for s in sequences if s.states is not None]
-    assert [each.returns for each in states] == [(3.0,), (1.0,)]
-    assert [each.weight for each in states] == [0.5, 0.5]
+    assert [state.returns for state in states] == [(3.0,), (1.0,)]
+    assert [state.weight for state in states] == [0.5, 0.5]
     assert metrics["train/value_mean"] == pytest.approx(4 / 3)
 
 

@@ -390,12 +390,12 @@ def test_no_microbatch_is_refused():
 def shard(tree, mesh: Mesh):
     """Split each array over all devices along its first axis that divides."""
 
-    def place(leaf):
+    def split(leaf):
         at = next((i for i, size in enumerate(leaf.shape) if size % mesh.size == 0), None)
         spec = [None] * leaf.ndim if at is None else [None] * at + ["fsdp"]
         return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(split, tree)
 
 
 def test_sharded_weights_and_rows_agree_with_one_device():
@@ -404,15 +404,15 @@ def test_sharded_weights_and_rows_agree_with_one_device():
     grads, _, _ = forest_gradient(calls)
     made = functions()
     batches, _ = make_batches(calls, dataclasses.replace(SHAPE, rows=8))
-    placed = [shard(batch, mesh) for batch in batches]
-    state, metrics = update(made, init_state(shard(MODEL.params, mesh), SGD), placed)
+    sharded = [shard(batch, mesh) for batch in batches]
+    state, metrics = update(made, init_state(shard(MODEL.params, mesh), SGD), sharded)
     for new, old, grad in zip(
         *map(jax.tree.leaves, (state.params, MODEL.params, grads)), strict=True
     ):
         np.testing.assert_allclose(new, old - grad, atol=1e-5)
     assert metrics["train/grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
     compiled = compiles(made.grads_fn), compiles(made.apply_fn)
-    update(made, state, [*placed, *placed])
+    update(made, state, [*sharded, *sharded])
     assert (compiles(made.grads_fn), compiles(made.apply_fn)) == compiled
 
 

@@ -107,8 +107,8 @@ def expected_gradient(values: dict[State, float] | None, **settings) -> np.ndarr
         known = None
         if values is not None:
             known = [
-                tuple((values[call.prompt_token_ids],) for call in each.transitions)
-                for each in step
+                tuple((values[call.prompt_token_ids],) for call in rollout.transitions)
+                for rollout in step
             ]
         sequences, _ = prepare_step(step, algorithm, policy_version=0, values=known)
         likely = len(set(group)) * np.prod([odds[end] for end in group])

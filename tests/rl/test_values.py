@@ -47,7 +47,7 @@ def test_a_state_without_a_value_makes_one_step_with_the_one_before():
 
 @given(st.lists(rewards, min_size=1, max_size=6), rewards, st.floats(0.1, 1.0))
 def test_lambda_1_and_values_0_are_per_step_credit_exactly(of_calls, of_rollout, discount):
-    calls = [transition([1], [2], reward=each) for each in of_calls]
+    calls = [transition([1], [2], reward=reward) for reward in of_calls]
     rollout = trajectory(*calls, reward=of_rollout)
     learned = assign_credit(
         rollout, scheme="learned", discount=discount, values=[(0.0,)] * len(calls)

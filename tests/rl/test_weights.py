@@ -59,7 +59,7 @@ def test_another_aggregation_is_refused():
 
 
 def numbers(parts):
-    return [[each.response_token_ids[0] for each in part] for part in parts]
+    return [[call.response_token_ids[0] for call in part] for part in parts]
 
 
 def of_rollouts(sizes: dict[str, list[int]]):
@@ -96,7 +96,7 @@ def test_minibatches_keep_groups_whole(seed):
     for group in groups:
         assert sum(bool(group & set(part)) for part in parts) == 1
     large = next(part for part in parts if 2 in part)
-    assert [each for each in large if 2 <= each < 8] == list(range(2, 8))  # calls in order
+    assert [token for token in large if 2 <= token < 8] == list(range(2, 8))  # calls in order
 
 
 def test_a_rollout_is_never_split():

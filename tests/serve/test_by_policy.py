@@ -33,11 +33,11 @@ def test_neither_policy_reads_what_the_other_computed(loops: list[EngineLoop]) -
     """Both have the prompt in their prefix cache when it is sent again."""
     front = LoopsByPolicy(loops)
 
-    async def ask(place: int) -> Completion:
-        return await front.submit(PROMPT, GREEDY, place).result()
+    async def ask(adapter: int) -> Completion:
+        return await front.submit(PROMPT, GREEDY, adapter).result()
 
     async def ask_all() -> list[Completion]:
-        return [await ask(place) for place in (0, 1, 0, 1)]
+        return [await ask(adapter) for adapter in (0, 1, 0, 1)]
 
     first, second, *again = asyncio.run(ask_all())
     assert first.behavior_logprobs != pytest.approx(second.behavior_logprobs, abs=1e-3)
@@ -51,9 +51,9 @@ def test_neither_policy_reads_what_the_other_computed(loops: list[EngineLoop]) -
 
 def test_a_place_that_is_none_and_a_loop_that_failed(loops: list[EngineLoop]) -> None:
     front = LoopsByPolicy(loops)
-    for place in (None, 2, -1):
+    for adapter in (None, 2, -1):
         with pytest.raises(InvalidValue) as caught:
-            front.submit(PROMPT, GREEDY, place)
+            front.submit(PROMPT, GREEDY, adapter)
         assert (caught.value.key, caught.value.reason) == ("adapter", "unknown")
     assert front.status == "ok"
     loops[1].close()

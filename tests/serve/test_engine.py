@@ -68,7 +68,7 @@ def row_of(state: Any, slot: int, length: int) -> Any:
 
 @pytest.mark.parametrize("length", [1, 2, 9, 33, 70])  # none, one and several chunks
 def test_prefill_and_decode_equal_one_full_pass(model, engine, length):
-    params = engine.place(model.params)
+    params = engine.put_on_mesh(model.params)
     ids = np.random.default_rng(length).integers(0, 256, length).tolist()
     sampling = SamplingParams(temperature=1.0)
     state = begin(engine, params, engine.init_state(), 2, ids, sampling)
@@ -83,13 +83,13 @@ def test_beside_bfloat16_weights_activations_may_be_float32():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
     config = replace(model.config, activation_dtype="float32")
     engine = Engine(config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
-    placed, state = engine.place(model.params), engine.init_state()
-    assert {leaf.dtype for leaf in jax.tree.leaves((state.cache, placed))} == {
+    params, state = engine.put_on_mesh(model.params), engine.init_state()
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.cache, params))} == {
         jnp.dtype("bfloat16")
     }
     ids = list(range(30, 70))
-    state = begin(engine, placed, state, 2, ids)
-    _, tokens, logprobs = decode(engine, placed, state, [2], 12)
+    state = begin(engine, params, state, 2, ids)
+    _, tokens, logprobs = decode(engine, params, state, [2], 12)
     response = tokens[:, 0].tolist()
     padded = np.pad(ids + response, (0, 128 - len(ids) - 12))
     expected = _full_pass(params, config, padded)[len(ids) - 1 : len(ids) + 11]
@@ -117,14 +117,14 @@ def test_one_cpu_writes_to_a_bfloat16_cache_where_it_lies(model):
 
 
 def test_one_cpu_serves_turned_kernels(model, engine):
-    query = engine.place(model.params)["layers_0"]["q"]
+    query = engine.put_on_mesh(model.params)["layers_0"]["q"]
     np.testing.assert_array_equal(query["kernel_t"], model.params["layers_0"]["q"]["kernel"].T)
     assert engine.config.turned and "kernel" not in query
 
 
 def test_prompts_filled_together_while_another_decodes_are_as_if_alone(model):
     engine = Engine(model.config, ServeConfig(slots=6, max_len=300, prefill_buckets=(8, 32)))
-    params, rng = engine.place(model.params), np.random.default_rng(0)
+    params, rng = engine.put_on_mesh(model.params), np.random.default_rng(0)
     rows = (4, 0, 5, 2, 3)  # five: one batch of four chunks and single ones
     prompts = {row: rng.integers(0, 256, n).tolist() for row, n in zip(rows, LENGTHS, strict=True)}
     state = begin(engine, params, engine.init_state(), 1, [7, 8, 9])
@@ -147,7 +147,7 @@ def test_prompts_filled_together_while_another_decodes_are_as_if_alone(model):
 
 
 def test_a_row_of_its_own_put_into_a_slot_is_as_if_filled_there(model, engine):
-    params, ids = engine.place(model.params), list(range(3, 50))
+    params, ids = engine.put_on_mesh(model.params), list(range(3, 50))
     row = engine.prefill(params, engine.init_row(), [Fill(0, 0, ids[:-1])])
     start = start_of(ids[-1], len(ids) - 1, GREEDY, 0)
     inserted = engine.insert(row, engine.init_state(), 2, start)
@@ -157,7 +157,7 @@ def test_a_row_of_its_own_put_into_a_slot_is_as_if_filled_there(model, engine):
 
 
 def test_a_retired_row_stays_readable_while_others_decode(model, engine):
-    params = engine.place(model.params)
+    params = engine.put_on_mesh(model.params)
     ids = list(range(20))
     state = begin(engine, params, engine.init_state(), 1, ids)
     state = begin(engine, params, state, 0, [5, 6, 7])
@@ -168,13 +168,13 @@ def test_a_retired_row_stays_readable_while_others_decode(model, engine):
 
 
 def test_greedy_tokens_do_not_depend_on_batch_mates(model, engine):
-    params = engine.place(model.params)
+    params = engine.put_on_mesh(model.params)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 256, n).tolist() for n in (5, 17, 40, 62)]
-    together = engine.init_state()
+    joint = engine.init_state()
     for slot, ids in enumerate(prompts):
-        together = begin(engine, params, together, slot, ids)
-    _, batch, _ = decode(engine, params, together, [0, 1, 2, 3], 16)
+        joint = begin(engine, params, joint, slot, ids)
+    _, batch, _ = decode(engine, params, joint, [0, 1, 2, 3], 16)
     for slot, ids in enumerate(prompts):
         alone = begin(engine, params, engine.init_state(), 3 - slot, ids)
         _, tokens, _ = decode(engine, params, alone, [3 - slot], 16)
@@ -182,7 +182,7 @@ def test_greedy_tokens_do_not_depend_on_batch_mates(model, engine):
 
 
 def test_one_token_has_one_key_whatever_the_slot_and_the_step(model, engine):
-    params = engine.place(model.params)
+    params = engine.put_on_mesh(model.params)
     sampling = SamplingParams(temperature=1.0)
     first = begin(engine, params, engine.init_state(), 0, [1, 2, 3], sampling)
     _, tokens, _ = decode(engine, params, first, [0], 8)
@@ -197,7 +197,7 @@ def test_reading_less_of_the_cache_changes_nothing():
     model = tiny_model(0, num_layers=1)
     engine = Engine(model.config, ServeConfig(slots=2, max_len=600, prefill_buckets=(64,)))
     assert engine.capacities == (256, 512, 600)
-    params = engine.place(model.params)
+    params = engine.put_on_mesh(model.params)
     ids = list(range(100))
     short = begin(engine, params, engine.init_state(), 0, ids)
     _, less = engine.generate(params, short, 101)
@@ -210,7 +210,7 @@ def test_reading_less_of_the_cache_changes_nothing():
 def test_rows_of_an_accelerator_lie_in_one_piece_and_serve_the_same(
     model, monkeypatch, platform, slot_counts
 ):
-    monkeypatch.setattr(engine_module, "platform_of", lambda place: platform)
+    monkeypatch.setattr(engine_module, "platform_of", lambda _: platform)
     engine = Engine(model.config, ServeConfig(slots=9, max_len=380, prefill_buckets=(64,)))
     assert engine.capacities == (380,) and engine.slot_counts == slot_counts
     assert engine.init_state().cache.length == 384
@@ -223,7 +223,7 @@ def test_rows_of_an_accelerator_lie_in_one_piece_and_serve_the_same(
 
 
 def test_stepping_fewer_slots_changes_nothing(model, engine):
-    params = engine.place(model.params)
+    params = engine.put_on_mesh(model.params)
     assert engine.slot_counts == (1, 4)
     results = []
     for slots in ([0], [0, 1], None):
@@ -243,7 +243,7 @@ def test_stepping_fewer_slots_changes_nothing(model, engine):
 
 
 def test_a_bias_of_one_slot_does_not_reach_the_others(model, engine):
-    params = engine.place(model.params)
+    params = engine.put_on_mesh(model.params)
     plain = SamplingParams(temperature=1.0, top_p=0.9)
     results = []
     for biased in (False, True):
@@ -266,7 +266,7 @@ def test_a_bias_of_one_slot_does_not_reach_the_others(model, engine):
 
 
 def test_the_likeliest_tokens_are_the_policys_own_whatever_the_bias(model, engine):
-    params = engine.place(model.params)
+    params = engine.put_on_mesh(model.params)
     ids = [3, 1, 4, 1, 5]
     state = begin(engine, params, engine.init_state(), 1, ids)
     adjustment = engine.adjustment(has_bias=True, has_likeliest=True)
@@ -283,10 +283,10 @@ def test_the_likeliest_tokens_are_the_policys_own_whatever_the_bias(model, engin
 def test_nothing_compiles_after_warmup():
     model = tiny_model(0, num_layers=1)
     engine = Engine(model.config, ServeConfig(slots=4, max_len=300, prefill_buckets=(32, 512)))
-    params = engine.place(model.params)
+    params = engine.put_on_mesh(model.params)
     state = engine.warmup(params, engine.init_state())
     compiled = engine.compiles
-    params = engine.place(jax.tree.map(lambda leaf: leaf * 1.1, model.params))
+    params = engine.put_on_mesh(jax.tree.map(lambda leaf: leaf * 1.1, model.params))
     for slot, length in ((0, 1), (1, 7), (0, 30), (3, 290)):
         fills = [Fill(row, slot, [1] * (length - row)) for row in range(min(4, length))]
         state = fill(engine, params, state, fills)
@@ -305,7 +305,7 @@ def test_nothing_compiles_after_warmup():
 
 
 def test_a_slot_left_out_of_steps_samples_the_same_later(model, engine):
-    params = engine.place(model.params)
+    params = engine.put_on_mesh(model.params)
     sampling = SamplingParams(temperature=1.0)
 
     def both() -> Any:
@@ -317,8 +317,8 @@ def test_a_slot_left_out_of_steps_samples_the_same_later(model, engine):
     for slots in ([0], [0, 1], [1], [0], [1], [0, 1]):
         state, sampled = engine.generate(params, state, slots=slots)
         for slot in slots:
-            place = sampled.tokens[slot], sampled.behavior_logprobs[slot]
-            found[slot].append([float(value) for value in place])
+            pair = sampled.tokens[slot], sampled.behavior_logprobs[slot]
+            found[slot].append([float(value) for value in pair])
     for slot, pairs in found.items():
         tokens, given = zip(*pairs, strict=True)
         assert list(tokens) == expected[:, slot].tolist()
@@ -328,9 +328,9 @@ def test_a_slot_left_out_of_steps_samples_the_same_later(model, engine):
 
 def test_donated_weights_do_not_hurt_the_engine(model, engine):
     copy = jax.tree.map(jnp.array, model.params)
-    placed = engine.place(copy)
+    served = engine.put_on_mesh(copy)
     jax.tree.map(lambda leaf: leaf.delete(), copy)
-    assert np.isfinite(np.asarray(jax.tree.leaves(placed)[0])).all()
+    assert np.isfinite(np.asarray(jax.tree.leaves(served)[0])).all()
 
 
 def test_one_and_eight_devices_agree(model, engine):
@@ -343,7 +343,7 @@ def test_one_and_eight_devices_agree(model, engine):
     ids = list(range(30, 70))
     results = []
     for one in (engine, wide):
-        params = one.place(model.params)
+        params = one.put_on_mesh(model.params)
         state = begin(one, params, one.init_state(), 1, ids)
         state, tokens, logprobs = decode(one, params, state, [1], 6)
         adjustment = one.adjustment(has_bias=True, has_likeliest=True)
@@ -358,7 +358,7 @@ def test_one_and_eight_devices_agree(model, engine):
 
 
 def test_what_does_not_fit_is_refused(model, engine):
-    params = engine.place(model.params)
+    params = engine.put_on_mesh(model.params)
     with pytest.raises(InvalidValue) as caught:
         engine.prefill(params, engine.init_row(), [Fill(0, 40, [1] * 57)])
     assert caught.value.reason == "too_long"
@@ -393,16 +393,16 @@ def test_no_accelerator_copies_the_cache(target: str, package: str, head_dim: in
     serve = ServeConfig(slots=64, max_len=8192)  # too large for a TPU's core memory
     engine = Engine(config, serve, dtype="bfloat16", mesh=mesh)
 
-    def placed(tree: Any, places: Any) -> Any:
-        def one(leaf: Any, place: Any) -> Any:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    def with_shardings(tree: Any, shardings: Any) -> Any:
+        def one(leaf: Any, sharding: Any) -> Any:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        return jax.tree.map(one, tree, places)
+        return jax.tree.map(one, tree, shardings)
 
     params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
-    params = placed(params, param_shardings(config, mesh))
+    params = with_shardings(params, param_shardings(config, mesh))
     state = engine._init.lower().out_info
-    state = placed(state, jax.tree.map(lambda leaf: leaf.sharding, state))
+    state = with_shardings(state, jax.tree.map(lambda leaf: leaf.sharding, state))
     numbers, slots = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((64,), bool)
     tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
     programs = [

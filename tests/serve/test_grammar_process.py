@@ -121,7 +121,7 @@ async def test_concurrent_callers_try_a_grammar_once() -> None:
     compiler = GrammarCompiler(TINY)
     wanted = ['start: "a"', 'start: "b"'] * 3
     await asyncio.gather(
-        *(compiler.prepare(grammar, owner=f"r{place % 4}") for place, grammar in enumerate(wanted))
+        *(compiler.prepare(grammar, owner=f"r{index % 4}") for index, grammar in enumerate(wanted))
     )
     assert compiler.counts == {"accepted": 2}
     with pytest.raises(GrammarError) as caught:

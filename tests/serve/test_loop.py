@@ -26,16 +26,16 @@ def greedy(max_tokens: int = 10, **settings) -> SamplingParams:
 
 async def test_more_requests_than_slots_give_what_each_gives_alone(bench: Bench):
     prompts = [bench.ids(f"request number {i}, " + "x" * i) for i in range(10)]
-    together = await asyncio.gather(
+    joint = await asyncio.gather(
         *(bench.loop.submit(ids, greedy(5 + i)).result() for i, ids in enumerate(prompts))
     )
     for i, ids in enumerate(prompts):
         alone = await bench.loop.submit(ids, greedy(5 + i)).result()
-        assert alone.token_ids == together[i].token_ids
+        assert alone.token_ids == joint[i].token_ids
         expected = full_logprobs(bench.model, [*ids, *alone.token_ids])[len(ids) - 1 : -1]
         picked = expected[np.arange(len(alone.token_ids)), alone.token_ids]
-        np.testing.assert_allclose(together[i].behavior_logprobs, picked, atol=1e-5)
-        assert together[i].sampling_logprobs == (0.0,) * len(alone.token_ids)
+        np.testing.assert_allclose(joint[i].behavior_logprobs, picked, atol=1e-5)
+        assert joint[i].sampling_logprobs == (0.0,) * len(alone.token_ids)
 
 
 async def test_chunks_add_up_to_the_result(bench: Bench):

@@ -23,20 +23,20 @@ SERVE = ServeConfig(slots=3, max_len=100)  # six whole pages and four tokens
 @pytest.fixture(params=["cpu", "gpu", "tpu"])
 def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Select the platform whose cache layout and copies are tested, always on a CPU."""
-    monkeypatch.setattr(pages_module, "platform_of", lambda place: request.param)
+    monkeypatch.setattr(pages_module, "platform_of", lambda _: request.param)
     return request.param
 
 
-def copier(serve: ServeConfig = SERVE, place: Any = None) -> PageCopier:
-    place = place or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return PageCopier(CONFIG, serve, jnp.dtype("float32"), place)
+def copier(serve: ServeConfig = SERVE, sharding: Any = None) -> PageCopier:
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return PageCopier(CONFIG, serve, jnp.dtype("float32"), sharding)
 
 
-def numbers(slots: int, length: int, place: Any, platform: str = "cpu") -> KVCache:
+def numbers(slots: int, length: int, sharding: Any, platform: str = "cpu") -> KVCache:
     """Return a cache in which every number is different."""
     zeros = init_cache(CONFIG, slots, length, platform=platform)
     return jax.device_put(
-        jax.tree.map(lambda leaf: leaf + np.arange(leaf.size).reshape(leaf.shape), zeros), place
+        jax.tree.map(lambda leaf: leaf + np.arange(leaf.size).reshape(leaf.shape), zeros), sharding
     )
 
 
@@ -56,7 +56,7 @@ def devices(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["one", "eight"])
 def test_blocks_go_to_pages_and_back_to_another_row(kind: str, platform: str):
-    pages = copier(place=devices(kind))
+    pages = copier(sharding=devices(kind))
     cache, pool = numbers(3, 100, devices(kind), platform), pages.init_pool()
     before = token_rows(cache)
     pool = pages.store(pool, (7, 2, 9), cache, 1, 2)
@@ -129,7 +129,7 @@ def test_the_pool_is_as_large_as_asked_but_not_larger_than_it_can_be_used():
     off = copier(ServeConfig(prefix_cache_mib=0.0))
     cache, pool = off.warmup(init_cache(CONFIG, 1, 16), off.init_pool())
     assert off.num_pages == 0
-    assert [each.layers[0].keys[0].shape[0] for each in (pool, cache)] == [0, 1]
+    assert [held.layers[0].keys[0].shape[0] for held in (pool, cache)] == [0, 1]
 
 
 def test_warming_up_changes_nothing_and_compiles_all():

@@ -9,13 +9,13 @@ from lightning_jax.serve.radix import PAGE, Insertion, Node, PageTree, num_share
 # Sequences with shared prefixes that end within a page, at its end, or after several pages.
 PIECES = [(1,) * 5, (2,) * 3, (1,) * PAGE, (2,) * (PAGE - 5), (3,) * (2 * PAGE + 1), (4,)]
 sequences = st.lists(st.sampled_from(PIECES), max_size=6).map(lambda parts: sum(parts, ()))
-places = st.integers(0, 9)
+indices = st.integers(0, 9)
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("insert"), sequences),
         st.tuples(st.just("match"), sequences),
         st.tuples(st.just("pin"), sequences),
-        st.tuples(st.just("unpin"), places),
+        st.tuples(st.just("unpin"), indices),
         st.tuples(st.just("reset"), st.just(())),
     ),
     max_size=40,
@@ -58,9 +58,9 @@ class Checked:
         self.tree.pin(match.node)
         self.pinned.append((match.node, ids[: match.length], self.tree.version))
 
-    def unpin(self, place: int) -> None:
+    def unpin(self, index: int) -> None:
         if self.pinned:
-            node, _, _ = self.pinned.pop(place % len(self.pinned))
+            node, _, _ = self.pinned.pop(index % len(self.pinned))
             self.tree.unpin(node)
 
     def reset(self, _: tuple[()]) -> None:

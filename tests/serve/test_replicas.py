@@ -79,13 +79,13 @@ def test_copies_answer_as_one_engine_does(loops: tuple[ReplicatedLoop, EngineLoo
     assert isinstance(copies, ReplicatedLoop) and isinstance(single, EngineLoop)
     asked = prompts(9) + prompts(3) * 2
     ours, theirs = ask(copies, asked), ask(single, asked)
-    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in theirs]
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(mine.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
     stats = copies.stats()
     assert stats["serve/requests"] == 15.0
-    each = [loop.stats()["serve/requests"] for loop in copies._loops]
-    assert sum(each) == 15 and min(each) >= 3
+    counts = [loop.stats()["serve/requests"] for loop in copies._loops]
+    assert sum(counts) == 15 and min(counts) >= 3
     assert copies.num_open == 0 and stats["serve/prefix_hit_tokens"] > 0
 
 
@@ -109,8 +109,8 @@ def test_new_weights_reach_every_copy(loops: tuple[ReplicatedLoop, EngineLoop]) 
 def test_a_copy_that_fails_shows_and_all_can_be_closed() -> None:
     copies = make(MeshConfig(data=2, fsdp=1))
     assert copies.status == "ok"
-    for each in copies._loops:
-        each.start()
+    for replica in copies._loops:
+        replica.start()
     copies._loops[1].close()
     assert copies.status == "failed"
     for first in range(3):  # the healthy one answers
@@ -134,22 +134,22 @@ def test_warming_up_compiles_what_serving_needs() -> None:
 
 def test_a_prompt_goes_where_its_beginning_was_read() -> None:
     router, (first, second) = Router(2, slots=8), prompts(2, 3 * BLOCK)
-    assert router.choose(first, [0, 0]) == 0 and router.choose(second, [1, 0]) == 1
-    assert router.choose(first, [2, 1]) == 0  # though its load is higher
-    assert router.choose((*second, *range(40)), [0, 1]) == 1
-    assert router.choose(first, [4, 1]) == 1  # 8 slots: at most 2 more requests
-    assert router.choose(first, [0, 2]) == 1  # which now has it, too
-    assert router.choose(first[:BLOCK], [3, 1]) == 1
+    assert router.select(first, [0, 0]) == 0 and router.select(second, [1, 0]) == 1
+    assert router.select(first, [2, 1]) == 0  # though its load is higher
+    assert router.select((*second, *range(40)), [0, 1]) == 1
+    assert router.select(first, [4, 1]) == 1  # 8 slots: at most 2 more requests
+    assert router.select(first, [0, 2]) == 1  # which now has it, too
+    assert router.select(first[:BLOCK], [3, 1]) == 1
 
 
 def test_a_short_common_beginning_binds_nobody() -> None:
     router, (shared, *tails) = Router(3, slots=8), prompts(5, 2 * BLOCK)
     chosen = [
-        router.choose((*shared[:BLOCK], *tail), loads)
+        router.select((*shared[:BLOCK], *tail), loads)
         for tail, loads in zip(tails, ([0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]), strict=True)
     ]
     assert chosen == [0, 1, 2, 0]
-    assert router.choose((), [1, 0, 1]) == 1 and router.choose((1,) * (BLOCK - 1), [2, 2, 1]) == 2
+    assert router.select((), [1, 0, 1]) == 1 and router.select((1,) * (BLOCK - 1), [2, 2, 1]) == 2
 
 
 def test_what_was_read_long_ago_or_with_other_weights_is_forgotten(
@@ -157,9 +157,9 @@ def test_what_was_read_long_ago_or_with_other_weights_is_forgotten(
 ) -> None:
     monkeypatch.setattr(replicas, "MOST_BLOCKS", 4)
     router, (first, second, third) = Router(2, slots=8), prompts(3, 2 * BLOCK)
-    assert [router.choose(first, [0, 0]), router.choose(second, [0, 1])] == [0, 0]
-    router.choose(first, [1, 0])  # used again, so it is kept
-    router.choose(third, [0, 1])
-    assert router.choose(first, [1, 0]) == 0 and router.choose(second, [1, 0]) == 1
+    assert [router.select(first, [0, 0]), router.select(second, [0, 1])] == [0, 0]
+    router.select(first, [1, 0])  # used again, so it is kept
+    router.select(third, [0, 1])
+    assert router.select(first, [1, 0]) == 0 and router.select(second, [1, 0]) == 1
     router.forget()
-    assert router.choose(first, [1, 0]) == 1
+    assert router.select(first, [1, 0]) == 1

@@ -66,8 +66,8 @@ def test_frequencies_and_logprobs_follow_the_filtered_distribution(settings, exp
     sampled = draw(PROBS, **settings)
     counts = np.bincount(sampled.tokens, minlength=5) / N
     # Five standard deviations of a frequency over N draws.
-    spread = 5 * np.sqrt(np.array(expected) * (1 - np.array(expected)) / N)
-    assert np.all(np.abs(counts - expected) <= spread + 1e-4)
+    tolerance = 5 * np.sqrt(np.array(expected) * (1 - np.array(expected)) / N)
+    assert np.all(np.abs(counts - expected) <= tolerance + 1e-4)
     wanted = np.log(np.array(expected)[sampled.tokens])
     np.testing.assert_allclose(sampled.sampling_logprobs, wanted, atol=1e-3)
     np.testing.assert_allclose(

@@ -83,8 +83,8 @@ def test_nobody_is_lost_and_each_tenant_keeps_its_order(events):
         served += [admission.request for admission in iter(who.admit, None)]
     assert sorted(number for _, number in served) == list(range(len(events)))
     for tenant in "abc":
-        own = [number for name, number in served if name == tenant]
-        assert own == sorted(own)
+        numbers = [number for name, number in served if name == tenant]
+        assert numbers == sorted(numbers)
 
 
 def test_clear_gives_everybody_back():

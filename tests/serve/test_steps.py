@@ -58,8 +58,8 @@ async def test_all_kinds_of_requests_are_answered_as_one_step_at_a_time(bench: B
             *(loop.submit(ids, kind).result() for ids, kind in zip(prompts, kinds, strict=True))
         )
 
-    for one, several in zip(await answers(bench.loop), await answers(fast), strict=True):
-        same(one, several)
+    for one, batched in zip(await answers(bench.loop), await answers(fast), strict=True):
+        same(one, batched)
 
 
 async def test_a_limit_is_never_passed_and_a_stop_wastes_what_was_started(bench: Bench, fast):
