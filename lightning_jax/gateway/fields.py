@@ -207,17 +207,17 @@ def warn_unknown(dialect: str, body: Mapping[str, Any], known: Collection[str]) 
     dialect gets at most `MAX_WARNINGS` such lines.
     """
     unknown = [name for name in body if name not in known]
-    told = _warned[dialect]
-    fresh = [name for name in (name[:100] for name in unknown[:MAX_NAMED]) if name not in told]
-    if not fresh or len(told) >= MAX_WARNINGS:
+    warned = _warned[dialect]
+    fresh = [name for name in (name[:100] for name in unknown[:MAX_NAMED]) if name not in warned]
+    if not fresh or len(warned) >= MAX_WARNINGS:
         return
-    told.update(fresh)
+    warned.update(fresh)
     more = len(unknown) - MAX_NAMED
     log.warning(
         "%s requests have fields that are unknown here and ignored: %s%s%s",
         dialect,
         ", ".join(map(repr, fresh)),
         f" and {more} more" if more > 0 else "",
-        "; no more of them are logged" if len(told) >= MAX_WARNINGS else "",
+        "; no more of them are logged" if len(warned) >= MAX_WARNINGS else "",
         extra={"event": "unknown_fields", "fields": fresh, "num_more": max(0, more)},
     )

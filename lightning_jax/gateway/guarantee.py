@@ -155,8 +155,8 @@ def _combined_definitions(schema: Any) -> Iterator[str]:
             yield from _combined_definitions(item)
     if not isinstance(schema, dict):
         return
-    several = schema.get("allOf", [])
-    parts = several if isinstance(several, list) else []
+    all_of = schema.get("allOf", [])
+    parts = all_of if isinstance(all_of, list) else []
     if any(key in schema for key in ("properties", "allOf", "anyOf", "oneOf")):
         parts = [*parts, schema]
     for part in parts:

@@ -303,9 +303,9 @@ def _splice(
     """
     path = _Path(tokenizer.encode(pieces[0]) if base is None else base.prompt_ids)
     extends = True
-    for place, (found, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
+    for index, (found, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
         # The same text may have been sampled as different ids. Prefer those sampled on this path.
-        here = base if base and place == 0 else found.by_path.get(path.digest)
+        here = base if base and index == 0 else found.by_path.get(path.digest)
         chosen, extends = here or found.newest, here is not None
         path.extend(chosen.token_ids)
         path.extend(_tail(chosen.token_ids[-1], piece, tokenizer))

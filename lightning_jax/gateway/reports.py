@@ -16,7 +16,7 @@ from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.owners import Owner, Owners
 from lightning_jax.gateway.rollouts import AnsweredCall, OpenRollout
 from lightning_jax.store import Store
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.otlp import MAX_SPAN_BYTES, MAX_SPANS, Export, stored_size
 from lightning_jax.tracing.tracer import context_of
 from lightning_jax.types import Span
@@ -127,10 +127,10 @@ class Reports:
         total = rollout.call_rewards.get((known_id, choice), 0.0) + reward
         _check_size("reward of the call", total, limit)
         values = {
-            names.ROLLOUT_ID: rollout_id,
-            names.REWARD: reward,
-            names.REWARD_CALL: known_id,
-            names.REWARD_CHOICE: choice,
+            attributes.ROLLOUT_ID: rollout_id,
+            attributes.REWARD: reward,
+            attributes.REWARD_CALL: known_id,
+            attributes.REWARD_CHOICE: choice,
         }
         span_id = secrets.token_hex(8)
         span = Span(call.trace_id, span_id, call.span_id, "reward", now, now, values)
@@ -179,11 +179,11 @@ def _check_size(name: str, value: float, limit: float) -> None:
 def _parts(sized: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
     """Yield batches of spans that are short enough for calls to wait while one is written."""
     part: list[tuple[Span, int]] = []
-    for each in sized:
-        if part and (len(part) == PART_SPANS or sum(n for _, n in part) + each[1] > PART_BYTES):
+    for item in sized:
+        if part and (len(part) == PART_SPANS or sum(n for _, n in part) + item[1] > PART_BYTES):
             yield part
             part = []
-        part.append(each)
+        part.append(item)
     if part:
         yield part
 

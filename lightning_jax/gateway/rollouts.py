@@ -116,7 +116,7 @@ class OpenRollout:
         )
 
     @property
-    def place(self) -> str:
+    def url_segment(self) -> str:
         """Name of the rollout in URLs: its id and its token."""
         return f"{self.settings.rollout_id}~{self.owner.token}"
 
@@ -261,9 +261,9 @@ class OpenRollouts:
         for rollout_id in list(self._by_id):
             self.close(rollout_id)
 
-    def find(self, place: str) -> OpenRollout:
+    def find(self, segment: str) -> OpenRollout:
         """Return the open rollout that a URL names. Raise ApiError if there is none."""
-        rollout_id, _, token = place.rpartition("~")
+        rollout_id, _, token = segment.rpartition("~")
         rollout = self._by_id.get(rollout_id)
         if rollout and rollout.owner.has_token(token):
             return rollout
@@ -276,7 +276,7 @@ class OpenRollouts:
         raise ApiError(
             404,
             "rollout_not_found",
-            f"rollout {rollout_id or place!r} {state}; expected a running one. Use the base_url "
+            f"rollout {rollout_id or segment!r} {state}; expected a running one. Use the base_url "
             "that the agent was started with, or /v1 for calls outside of rollouts.",
         )
 

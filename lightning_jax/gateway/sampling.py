@@ -39,7 +39,7 @@ def sampling_params(
             f"stop has {num_stop_chars} characters; serve.max_stop_chars allows {max_stop_chars}.",
             "stop",
         )
-    places = [(room, n) for room in rooms for n in range(request.num_choices)]
+    choices = [(room, n) for room in rooms for n in range(request.num_choices)]
     try:
         return tuple(
             SamplingParams(
@@ -59,7 +59,7 @@ def sampling_params(
                 ignore_eos=request.ignore_eos,
                 score_prompt=request.score_prompt,
             )
-            for index, (room, _) in enumerate(places)
+            for index, (room, _) in enumerate(choices)
         )
     except InvalidValue as error:
         raise invalid(str(error), error.key, reason=error.reason) from error

@@ -1,6 +1,6 @@
 """Spans that an agent's own instrumentation sends: OTLP over HTTP, as protobuf or JSON.
 
-Agents are not trusted to tell what the policy sampled, so attributes with our own prefix are
+Agents are not trusted to tell what the policy sampled, so attributes with the reserved prefix are
 removed from their spans.
 """
 
@@ -21,10 +21,10 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.types import InvalidValue, Span
 
-OWN_PREFIX = "lightning."
+RESERVED_PREFIX = "lightning."
 MAX_CHARS = 32_768  # for one attribute; a tool may print megabytes
 MAX_NOTE_CHARS = 64  # for the note at the end of a cut text
 MAX_KEY_CHARS = 256
@@ -83,7 +83,7 @@ def read_request(body: bytes | Mapping[str, Any]) -> Export:
         sizes=tuple(map(stored_size, spans)),
         num_excess=num_spans - len(spans),
         num_dropped_attributes=sum(
-            span.attributes.get(names.DROPPED_ATTRIBUTES, 0) for span in spans
+            span.attributes.get(attributes.DROPPED_ATTRIBUTES, 0) for span in spans
         ),
     )
 
@@ -173,9 +173,9 @@ def _span(span: OtlpSpan) -> Span:
     if span.status.code == Status.STATUS_CODE_ERROR:
         thrown = _exception(span)
         error = clip(span.status.message) or str(thrown.get("exception.message", ""))
-        values.setdefault(names.ERROR_TYPE, str(thrown.get("exception.type", "error")))
+        values.setdefault(attributes.ERROR_TYPE, str(thrown.get("exception.type", "error")))
     if reader.num_dropped:
-        values[names.DROPPED_ATTRIBUTES] = reader.num_dropped
+        values[attributes.DROPPED_ATTRIBUTES] = reader.num_dropped
     return Span(
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
@@ -207,11 +207,11 @@ class _Reader:
     def attributes(self, pairs: Sequence[KeyValue]) -> dict[str, Any]:
         """Return the attributes without those that have our own prefix."""
         found: dict[str, Any] = {}
-        for place, pair in enumerate(pairs):
+        for index, pair in enumerate(pairs):
             if len(found) == MAX_ATTRIBUTES:
-                self.num_dropped += len(pairs) - place
+                self.num_dropped += len(pairs) - index
                 break
-            if pair.key.startswith(OWN_PREFIX):
+            if pair.key.startswith(RESERVED_PREFIX):
                 continue
             left = self._left
             try:

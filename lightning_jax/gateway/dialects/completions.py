@@ -129,7 +129,7 @@ class _Transcript:
         offsets = []
         for token_id, token in zip(token_ids, tokens, strict=True):
             special = token_id in self.tokenizer.special_ids
-            offsets.append(self._place(token_id, token if special else ""))
+            offsets.append(self._advance(token_id, token if special else ""))
         entries = logprob_entries(_scored(token_ids, scores), self.tokenizer, self.top)
         return {
             "tokens": tokens,
@@ -144,14 +144,14 @@ class _Transcript:
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [_best(entry) for entry in entries],
-            "text_offset": [self._place(i, "") for i in tokens.token_ids],
+            "text_offset": [self._advance(i, "") for i in tokens.token_ids],
         }
 
-    def _place(self, token_id: int, shown: str) -> int:
+    def _advance(self, token_id: int, shown: str) -> int:
         """Return the offset of a token. `shown` is its text if the decoder would skip it."""
-        place = self._length
+        offset = self._length
         self._length += len(self._decoder.push(token_id)) + len(shown)
-        return place
+        return offset
 
 
 def _scored(token_ids: Sequence[int], scores: PromptScores) -> Chunk:

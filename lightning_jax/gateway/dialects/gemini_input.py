@@ -13,12 +13,12 @@ from lightning_jax.types import Message
 _PART_EXTRAS = ("thought", "thoughtSignature", "partMetadata", "mediaResolution", "videoMetadata")
 
 
-def messages_of(said: fields.Body) -> tuple[Message, ...]:
+def messages_of(body: fields.Body) -> tuple[Message, ...]:
     messages: list[Message] = []
-    if instruction := fields.field(said, "systemInstruction", dict, {}, "an object of parts"):
+    if instruction := fields.field(body, "systemInstruction", dict, {}, "an object of parts"):
         text = _texts(camel(instruction), "systemInstruction")
         messages.append({"role": "system", "content": text})
-    for index, content in enumerate(fields.objects(said, "contents")):
+    for index, content in enumerate(fields.objects(body, "contents")):
         content, where = camel(content), f"contents[{index}]"
         match content.get("role"):
             case "model":
@@ -108,7 +108,7 @@ def _add_input(messages: list[Message], content: fields.Body, where: str) -> Non
                 key=at,
             )
         ids = {"name": value.get("name"), "tool_call_id": value.get("id")}
-        ids = {name: said for name, said in ids.items() if isinstance(said, str)}
+        ids = {name: text for name, text in ids.items() if isinstance(text, str)}
         messages.append({"role": "tool", "content": _result(value.get("response")), **ids})
     if texts:
         messages.append({"role": "user", "content": "\n".join(texts)})
@@ -122,9 +122,9 @@ def _result(response: Any) -> str:
     return json.dumps(response, ensure_ascii=False)
 
 
-def functions_of(said: fields.Body) -> tuple[Function, ...]:
+def functions_of(body: fields.Body) -> tuple[Function, ...]:
     found = []
-    for index, tool in enumerate(fields.objects(said, "tools")):
+    for index, tool in enumerate(fields.objects(body, "tools")):
         tool = camel(tool)
         hosted = [name for name, value in tool.items() if value is not None]
         if hosted not in ([], ["functionDeclarations"]):
@@ -160,8 +160,8 @@ def _function(declared: fields.Body) -> Function:
     return Function(name, fields.text(declared, "description"), schema)
 
 
-def tool_choice_of(said: fields.Body) -> ToolChoice:
-    outer = camel(fields.field(said, "toolConfig", dict, {}, "an object"))
+def tool_choice_of(body: fields.Body) -> ToolChoice:
+    outer = camel(fields.field(body, "toolConfig", dict, {}, "an object"))
     config = camel(fields.field(outer, "functionCallingConfig", dict, {}, "an object"))
     names = fields.strings(config, "allowedFunctionNames")
     match config.get("mode"):

@@ -210,9 +210,9 @@ class OllamaReply:
             yield Event(self._line(self.content("", calls) | {"done": False}))
         yield Event(self._line(self.content("", []) | self._end(answer)))
 
-    def _line(self, said: dict[str, Any]) -> dict[str, Any]:
+    def _line(self, payload: dict[str, Any]) -> dict[str, Any]:
         created = datetime.fromtimestamp(self.context.created, UTC)
-        return {"model": self.request.model, "created_at": _rfc3339(created), **said}
+        return {"model": self.request.model, "created_at": _rfc3339(created), **payload}
 
     def _logprobs(self, tokens: Any) -> dict[str, Any]:
         if not self.request.logprobs:
