@@ -88,6 +88,6 @@ def _wrong_key(expected: str) -> ApiError:
     return ApiError(
         401,
         "invalid_api_key",
-        f"the API key is missing or wrong; expected {expected}, as Bearer in the Authorization "
-        "header or as your client sends it. A rollout's key works under its own URL.",
+        f"the API key is missing or wrong; send {expected} key as a Bearer token or in your "
+        "client's key header. A rollout's key works only under that rollout's URL.",
     )

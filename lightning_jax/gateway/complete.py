@@ -117,7 +117,9 @@ async def complete(
     try:
         span, completions = await _traced(call, loop, recorder, on_accept, on_chunk, on_done)
     except StoreError as error:
-        raise _server_error(500, "store_error", f"the call was not recorded: {error}") from error
+        raise _server_error(
+            500, "store_error", f"the call could not be recorded: {error}"
+        ) from error
     if on_recorded:
         on_recorded(span)
     return completions
@@ -146,7 +148,7 @@ async def _traced(
         if failure is None:
             hung_up = isinstance(error, asyncio.CancelledError | ConnectionError)
             reason = "call_cancelled" if hung_up else "call_error"
-            words = str(error) or "the caller hung up before the answer was done"
+            words = str(error) or "the client disconnected before the response was complete"
             await recorder.write(end_with_error, span, reason, words)
             raise
         await recorder.write(end_with_error, span, failure.code, failure.message)
@@ -199,8 +201,8 @@ async def _follow(index: int, generation: Generation, on_chunk: OnChunk | None) 
     completion = await generation.result()
     if completion.finish_reason == "error":
         raise GrammarError(
-            "the schema cannot be followed to its end, as the server's log says; expected one that "
-            "is smaller or contradicts itself nowhere.",
+            "the schema cannot be satisfied (see the server log); pass a smaller schema or remove "
+            "its contradictions.",
             "unfinished",
         )
     if completion.finish_reason == "cancelled":

@@ -98,16 +98,19 @@ async def pass_on(
         await recorder.write(end_with_error, span, error.code, error.message)
         raise
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
-        reason = f"{call.role.served_by} gave no answer ({type(error).__name__}: {error})"
+        reason = f"{call.role.served_by} did not respond ({type(error).__name__}: {error})"
         await recorder.write(end_with_error, span, "upstream_error", reason)
         if isinstance(error, _Torn):
             raise
-        expected = f"expected the server of role {call.role_name!r}. Start it, or set its URL."
+        expected = (
+            f"start the server of role {call.role_name!r} or correct "
+            f"roles.{call.role_name}.served_by."
+        )
         raise ApiError(
             502, "upstream_error", f"{reason}; {expected}", infrastructure=True
         ) from error
     except (Exception, asyncio.CancelledError):
-        words = "the caller hung up before the answer was done"
+        words = "the client disconnected before the response was complete"
         await recorder.write(end_with_error, span, "call_cancelled", words)
         raise
     span.set_attribute(attributes.OUTPUT, clip(answer))
@@ -166,7 +169,7 @@ async def _exchange(
 
 def _too_long(call: ProxiedCall) -> str:
     return (
-        f"its answer is longer than roles.{call.role_name}.max_response_mib, "
+        f"its response is larger than roles.{call.role_name}.max_response_mib, "
         f"{call.role.max_response_mib:g}"
     )
 
@@ -200,8 +203,8 @@ def _checked(model: str) -> str:
     if all(MODEL_SEGMENT.fullmatch(segment) and segment.strip(".") for segment in segments):
         return model
     raise invalid(
-        f"model is {brief(model)}; expected letters, digits and . _ @ : + - in segments that are "
-        "not dots alone.",
+        f"model is {brief(model)}; use only letters, digits and . _ @ : + - in each segment, and "
+        "no segment of only dots.",
         "model",
     )
 

@@ -42,8 +42,8 @@ def check_size(request: PolicyRequest, max_kib: int) -> None:
         return
     if _is_longer(schemas, max_kib * 1024):
         raise invalid(
-            f"{field} has schemas of more than {max_kib} KiB; serve.max_grammar_kib allows no more "
-            "where the answer must follow them. Shorten them.",
+            f"{field} has schemas larger than {max_kib} KiB; shorten them or raise "
+            "serve.max_grammar_kib.",
             field,
             "invalid_schema",
             reason="too_large",

@@ -231,8 +231,8 @@ class Responder:
         if request.prompts is not None:
             if len(request.prompts) * request.num_choices > MAX_CHOICES:
                 raise invalid(
-                    f"prompt has {len(request.prompts)} entries of {request.num_choices} choices; "
-                    f"expected at most {MAX_CHOICES} responses a call.",
+                    f"prompt has {len(request.prompts)} entries with {request.num_choices} "
+                    f"choices per entry; expected at most {MAX_CHOICES} responses per call.",
                     "prompt",
                     reason="too_many",
                 )
@@ -262,7 +262,7 @@ class Responder:
         else:
             ids = prompt
         if not ids:
-            raise invalid("prompt has no tokens; expected at least 1.", "prompt", reason="empty")
+            raise invalid("prompt has no tokens; pass at least 1.", "prompt", reason="empty")
         return ids
 
     def _parser(self, request: PolicyRequest) -> ToolCallParser | PlainText:

@@ -178,8 +178,8 @@ def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_tokens: int | 
     num_bytes = sum(len(piece) for piece in pieces)  # characters, a lower bound for bytes
     if num_bytes > max_tokens * longest:
         raise PromptTooLong(
-            f"the prompt has {num_bytes} characters or more, which are more than {max_tokens} "
-            "tokens; expected fewer. Shorten it or raise serve.max_len."
+            f"the prompt has at least {num_bytes} characters, which is more than {max_tokens} "
+            "tokens; shorten it or raise serve.max_len."
         )
 
 
@@ -201,8 +201,9 @@ class _View:
         names = {c["function"]["name"] for m in messages for c in m.get("tool_calls", ())}
         if any(name not in text for name in names):
             raise TemplateError(
-                "the chat template does not show the assistant's tool calls "
-                f"({', '.join(sorted(names))}); expected one that does. Send tools as well.",
+                "the chat template omits the assistant's tool calls "
+                f"({', '.join(sorted(names))}); send tools as well, or use a template that "
+                "renders them.",
                 reason="hides_tool_calls",
             )
         return text

@@ -52,12 +52,12 @@ class Routing:
         policy = select_policy(self.policies, role, traits["model"])
         if policy:
             return Route(name, policy, policy_places(self.policies)[policy])
-        caller = f"agent {traits['agent']!r}" if traits["agent"] else "an agent without a name"
+        caller = f"agent {traits['agent']!r}" if traits["agent"] else "an unnamed agent"
         raise ApiError(
             404,
             "model_not_found",
-            f"model is {traits['model']!r}, asked for by {caller}, and there are several policies; "
-            f"expected one of {', '.join(self.policies)}, or a role in the settings that fits the "
-            "call and names one.",
+            f"model is {traits['model']!r}, requested by {caller}, but there are several "
+            f"policies; request one of {', '.join(self.policies)}, or add a role to the settings "
+            "that matches the call and names a policy.",
             param="model",
         )

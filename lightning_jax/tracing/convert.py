@@ -58,7 +58,8 @@ def to_trajectory(rollout: Rollout, transitions: Sequence[Transition]) -> Trajec
     """Return the rollout's calls with its reward. Raise ValueError if the rollout has none."""
     if rollout.reward is None:
         raise InvalidValue(
-            f"rollout {rollout.rollout_id!r} is {rollout.status}; expected one that has a reward.",
+            f"rollout {rollout.rollout_id!r} is {rollout.status} and has no reward; pass a scored "
+            "rollout.",
             reason="no_reward",
             key=rollout.rollout_id,
         )

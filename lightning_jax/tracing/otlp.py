@@ -75,7 +75,8 @@ def read_request(body: bytes | Mapping[str, Any]) -> Export:
                     sent += scope.spans[: MAX_SPANS - len(sent)]
     except (DecodeError, json_format.ParseError, ValueError, TypeError, RecursionError) as error:
         raise InvalidValue(
-            f"the body is no OTLP trace export as {kind} ({str(error)[:200]})", reason="malformed"
+            f"the body is not a valid OTLP trace export in {kind} ({str(error)[:200]})",
+            reason="malformed",
         ) from error
     spans = tuple(map(_span, sent))
     return Export(
@@ -117,7 +118,7 @@ def _nested(message: memoryview, path: Sequence[int]) -> Iterator[memoryview]:
             case kind:
                 raise ValueError(f"wire type {kind} at byte {at}")
     if at > len(message):
-        raise ValueError(f"a field ends {at - len(message)} bytes after its message")
+        raise ValueError(f"a field extends {at - len(message)} bytes past the end of its message")
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
@@ -144,7 +145,9 @@ def write_response(
     response = ExportTraceServiceResponse()
     reasons = [f"{number} spans: {reason}" for reason, number in refused.items()]
     if num_dropped_attributes:
-        reasons.append(f"{num_dropped_attributes} attributes were too long or too many")
+        reasons.append(
+            f"{num_dropped_attributes} attributes dropped because they were too long or too many"
+        )
     if reasons:
         response.partial_success.rejected_spans = sum(refused.values())
         response.partial_success.error_message = "; ".join(reasons)

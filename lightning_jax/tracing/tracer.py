@@ -54,7 +54,7 @@ def make_tracer(store: Store) -> trace.Tracer:
     tracer = provider.get_tracer("lightning_jax")
     if isinstance(tracer, trace.NoOpTracer):
         raise InvalidValue(
-            "OTEL_SDK_DISABLED is true; expected it unset, because training needs spans.",
+            "OTEL_SDK_DISABLED is true, but training needs spans; unset it.",
             reason="conflict",
             key="OTEL_SDK_DISABLED",
         )

@@ -40,7 +40,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     fields.warn_unknown("completions", body, _KNOWN)
     if body.get("suffix") not in (None, ""):
         raise invalid(
-            "suffix is set, but the policy only writes on; expected it left out.",
+            "suffix is not supported; leave it out.",
             "suffix",
             "unsupported_parameter",
             reason="unsupported",
@@ -67,8 +67,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     )
     if request.score_prompt and request.stream:
         raise invalid(
-            "echo asks for the prompt's logprobs and stream is true; expected one of the two, "
-            "since a stream begins before they are known.",
+            "echo with logprobs cannot be streamed; set stream to false or leave out echo.",
             "echo",
             reason="conflict",
         )
@@ -80,8 +79,8 @@ def _num_choices(body: fields.Body) -> int:
     best_of = fields.integer(body, "best_of", number)
     if best_of != number:
         raise invalid(
-            f"best_of is {fields.brief(best_of)} and n is {number}; expected them equal, all that "
-            "is sampled is returned.",
+            f"best_of is {fields.brief(best_of)} but n is {number}; every sample is returned, so "
+            "set both to the same number.",
             "best_of",
             "unsupported_parameter",
             reason="unsupported",

@@ -37,7 +37,7 @@ def json_schema(schema: Any, where: str, param: str) -> JsonSchema:
     schema = camel(schema)
     if schema.get("ref") or schema.get("$ref"):
         raise invalid(
-            f"{where} has a reference; expected it written out.",
+            f"{where} has a reference, which is not supported; inline the schema.",
             param,
             reason="unsupported",
             key=where,
