@@ -16,7 +16,7 @@ from lightning_jax.store import Store
 from lightning_jax.tracing.convert import spans_to_transitions, to_trajectory
 from lightning_jax.tracing.rewards import Decode, apply_rules
 from lightning_jax.tracing.roles import Policies, Roles, assign_roles, only_trained
-from lightning_jax.tracing.tree import placed
+from lightning_jax.tracing.tree import attach_loose_calls
 from lightning_jax.types import FINISHED, Rollout, Span, Task, Trajectory, Transition
 
 MAX_DETAIL_CHARS = 240  # of a failure's detail
@@ -56,7 +56,7 @@ class Reading:
         self, spans: Sequence[Span]
     ) -> tuple[tuple[Transition, ...], dict[str, int], dict[str, int]]:
         """Return (the calls, skipped spans by reason, uses of each rule)."""
-        spans = placed(spans)
+        spans = attach_loose_calls(spans)
         transitions, reasons = spans_to_transitions(spans)
         transitions = assign_roles(spans, transitions, self.roles, self.policies)
         transitions, applied = apply_rules(spans, transitions, self.rules, self.decode)

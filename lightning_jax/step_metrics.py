@@ -9,7 +9,7 @@ from lightning_jax.config import BatchConfig
 from lightning_jax.metrics import Metrics
 from lightning_jax.rollout_metrics import Failure, failures
 from lightning_jax.store import Store
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.types import Rollout, UserError
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class FailureWatch:
     def _answered(self, rollout: Rollout) -> bool:
         """Return True if the policy answered one of the rollout's calls."""
         spans = self._store.spans(rollout.rollout_id)
-        return any(names.POLICY in span.attributes and span.error is None for span in spans)
+        return any(attributes.POLICY in span.attributes and span.error is None for span in spans)
 
 
 def _such_as(failure: Failure) -> str:

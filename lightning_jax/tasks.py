@@ -10,14 +10,14 @@ import grain
 
 from lightning_jax.config import ConfigError
 from lightning_jax.config_roles import policy_places
-from lightning_jax.gateway.elsewhere import said_by
+from lightning_jax.gateway.elsewhere import read_traits
 from lightning_jax.gateway.render import ConversationMemory, Generated, render
 from lightning_jax.gateway.request import Function
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.tool_formats import ToolFormat, format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.batching import make_supervised_sequences
-from lightning_jax.tracing.roles import choose_policy
+from lightning_jax.tracing.roles import select_policy
 from lightning_jax.types import InvalidValue, Message, Task, TrainingSequence
 
 Item = TypeVar("Item")
@@ -108,7 +108,7 @@ def demonstration_sequences(
     for conversation in conversations:
         for said, pair in _turns(conversation, tokenizer):
             _, role = routing.role_of(said)
-            policy = choose_policy(routing.policies, role, "")
+            policy = select_policy(routing.policies, role, "")
             places = [adapters[policy]] if policy else [*adapters.values()] or [None]
             for place in places:
                 examples[place].append(pair)
@@ -131,7 +131,7 @@ def _turns(
     end = end_of_turn(tokenizer)
     turns = []
     plain = [{key: value for key, value in m.items() if key not in OURS} for m in messages]
-    said = said_by({"messages": plain}, {}, {})
+    said = read_traits({"messages": plain}, {}, {})
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue

@@ -11,7 +11,7 @@ from lightning_jax.command_line import STOPPED
 from lightning_jax.config import Config, ConfigError, load_config
 from lightning_jax.experiment import failure_table, load_splits, result_table, run_main
 from lightning_jax.store import Store
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.types import Rollout, RolloutStatus, Span, UserError
 
 CONFIGS = Path(__file__).parents[1] / "experiments" / "configs"
@@ -148,12 +148,12 @@ def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
         store.set_status(rollout.rollout_id, "running")
         detail = reason and f"it took\nlong {number}"
         store.set_status(rollout.rollout_id, status, reward=1.0, reason=reason, detail=detail)
-    call: dict[str, Any] = {names.POLICY: "policy"}
+    call: dict[str, Any] = {attributes.POLICY: "policy"}
     spans = [
         Span("t", "1", None, "chat", 0, 1, call),
-        Span("t", "2", None, "chat", 1, 2, call | {names.ERROR_TYPE: "call_timeout"}, "slow"),
-        Span("t", "3", None, "choice", 1, 2, call | {names.CHOICE_INDEX: 0}),
-        Span("t", "4", None, "tool", 1, 2, {names.ERROR_TYPE: "KeyError"}, "no call of ours"),
+        Span("t", "2", None, "chat", 1, 2, call | {attributes.ERROR_TYPE: "call_timeout"}, "slow"),
+        Span("t", "3", None, "choice", 1, 2, call | {attributes.CHOICE_INDEX: 0}),
+        Span("t", "4", None, "tool", 1, 2, {attributes.ERROR_TYPE: "KeyError"}, "no call of ours"),
     ]
     for span in spans:
         store.add_span("r0", span)

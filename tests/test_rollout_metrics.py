@@ -18,7 +18,7 @@ from lightning_jax.rollout_metrics import (
 )
 from lightning_jax.store import Store
 from lightning_jax.testing.records import trajectory, transition
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.types import Rollout, Span
 
 
@@ -161,16 +161,16 @@ def test_an_evaluation_by_a_field_of_the_tasks() -> None:
 
 def _call(number: int, agent: str, finish: str = "stop") -> Span:
     values = {
-        names.OPERATION_NAME: "chat",
-        names.ROLLOUT_ID: "r0",
-        names.POLICY: "policy",
-        names.AGENT: agent,
-        names.PROMPT_TOKEN_IDS: (1,),
-        names.RESPONSE_TOKEN_IDS: (2, 3),
-        names.BEHAVIOR_LOGPROBS: (-1.0, -1.0),
-        names.SAMPLING_LOGPROBS: (-1.0, -1.0),
-        names.POLICY_VERSIONS: (0, 0),
-        names.RESPONSE_FINISH_REASONS: (finish,),
+        attributes.OPERATION_NAME: "chat",
+        attributes.ROLLOUT_ID: "r0",
+        attributes.POLICY: "policy",
+        attributes.AGENT: agent,
+        attributes.PROMPT_TOKEN_IDS: (1,),
+        attributes.RESPONSE_TOKEN_IDS: (2, 3),
+        attributes.BEHAVIOR_LOGPROBS: (-1.0, -1.0),
+        attributes.SAMPLING_LOGPROBS: (-1.0, -1.0),
+        attributes.POLICY_VERSIONS: (0, 0),
+        attributes.RESPONSE_FINISH_REASONS: (finish,),
     }
     return Span("t", f"s{number}", None, "chat", number, number + 1, values)
 

@@ -21,7 +21,7 @@ from lightning_jax.step_metrics import (
     summary,
 )
 from lightning_jax.store import Store
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.types import Rollout, RolloutStatus, Span
 
 
@@ -114,13 +114,13 @@ def test_each_kind_of_failure_is_told_when_it_is_first_seen(
 
 def test_a_run_ends_where_no_rollout_gets_an_answer(store: Store) -> None:
     failed = [rollout(0, "agent_failure", "KeyError", "'text'"), rollout(1, "agent_failure", "no")]
-    refused = Span("t", "1", None, "chat", 0, 1, {names.POLICY: "policy"}, "too long")
+    refused = Span("t", "1", None, "chat", 0, 1, {attributes.POLICY: "policy"}, "too long")
     store.add_span("r1", refused)
     with raises_coded(BrokenAgent, "all_failed", "r0") as caught:
         FailureWatch(store).see(failed, "eval 0")
     assert "KeyError: 'text'" in str(caught.value)
     FailureWatch(store).see([*failed, rollout(2)], "eval 0")
-    store.add_span("r1", Span("t", "2", None, "chat", 1, 2, {names.POLICY: "policy"}))
+    store.add_span("r1", Span("t", "2", None, "chat", 1, 2, {attributes.POLICY: "policy"}))
     FailureWatch(store).see(failed, "eval 0")
 
 

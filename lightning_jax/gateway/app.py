@@ -27,7 +27,7 @@ from lightning_jax.gateway.http import (
 )
 from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.offload import Offload
-from lightning_jax.gateway.policy import Policy
+from lightning_jax.gateway.policy import Responder
 from lightning_jax.gateway.reports import Reports
 from lightning_jax.gateway.request import POLICY
 from lightning_jax.gateway.rollouts import OpenRollouts, RolloutSettings, Traffic
@@ -69,7 +69,7 @@ class Gateway:
         self._offload = Offload()
         self._bodies = Bodies(serve, self._offload)
         _ = tokenizer.max_token_bytes  # computed before the first call has to wait for it
-        policy = Policy(
+        responder = Responder(
             loop=loop,
             tokenizer=tokenizer,
             recorder=Recorder(tracer or (make_tracer(store) if store else NoOpTracer()), store),
@@ -79,15 +79,15 @@ class Gateway:
             meters=self._meters,
             offload=self._offload,
         )
-        sources = {"policy": policy}
+        responders = {"policy": responder}
         if initial is not None:
-            sources["initial"] = replace(policy, loop=initial)
+            responders["initial"] = replace(responder, loop=initial)
         self.model_name = model_name
         self.api_key = serve.api_key or secrets.token_urlsafe(24)
         self._rollouts = OpenRollouts(store, serve)
         self._reports = Reports(store, self._rollouts.owners, self._meters)
-        self._callers = Callers(self.api_key, self._rollouts, policy, routing or Routing())
-        self._calls = CallHandler(self._callers, sources, self._reports, self._bodies)
+        self._callers = Callers(self.api_key, self._rollouts, responder, routing or Routing())
+        self._calls = CallHandler(self._callers, responders, self._reports, self._bodies)
         self._serve = serve
         self._runner: web.AppRunner | None = None
         self._url = ""
@@ -117,7 +117,7 @@ class Gateway:
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """Return what the rollout's agent needs to call the policy. Raise ValueError if open."""
         rollout = self._rollouts.open(settings)
-        url = f"{self.url}/rollout/{quote(rollout.place, safe='')}/v1"
+        url = f"{self.url}/rollout/{quote(rollout.url_segment, safe='')}/v1"
         return LLM(url, rollout.owner.key, POLICY)
 
     def root_of(self, rollout_id: str) -> Root:

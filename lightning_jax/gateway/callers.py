@@ -11,7 +11,7 @@ from lightning_jax.gateway.dialects.base import Dialect, Sender
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.http import key_of
 from lightning_jax.gateway.owners import Owner
-from lightning_jax.gateway.policy import Policy
+from lightning_jax.gateway.policy import Responder
 from lightning_jax.gateway.rollouts import OpenRollout, OpenRollouts
 from lightning_jax.gateway.routing import Routing
 
@@ -22,7 +22,7 @@ class Callers:
 
     api_key: str
     rollouts: OpenRollouts
-    policy: Policy
+    responder: Responder
     routing: Routing
     # Of calls outside of rollouts.
     conversations: SavedConversations = field(default_factory=SavedConversations)
@@ -66,8 +66,8 @@ class Callers:
 
         Raise ApiError if that rollout is not open.
         """
-        place = request.match_info.get("rollout_url")
-        return None if place is None else self.rollouts.find(place)
+        segment = request.match_info.get("rollout_url")
+        return None if segment is None else self.rollouts.find(segment)
 
     def sender(self, request: web.Request, rollout: OpenRollout | None) -> Sender:
         """Return the context of a request that its dialect needs in addition to the body."""
@@ -75,10 +75,10 @@ class Callers:
             headers=request.headers,
             path=request.match_info,
             query=request.query,
-            model_name=self.policy.served_model,
+            model_name=self.responder.served_model,
             conversations=rollout.conversations if rollout else self.conversations,
-            max_len=self.policy.serve.max_len,
-            count_tokens=partial(self.policy.count_tokens, rollout=rollout),
+            max_len=self.responder.serve.max_len,
+            count_tokens=partial(self.responder.count_tokens, rollout=rollout),
             other_models=tuple(r.model for r in self.routing.roles.values() if r.model),
             policies=tuple(self.routing.policies),
         )
@@ -88,6 +88,6 @@ def _wrong_key(expected: str) -> ApiError:
     return ApiError(
         401,
         "invalid_api_key",
-        f"the API key is missing or wrong; expected {expected}, as Bearer in the Authorization "
-        "header or as your client sends it. A rollout's key works under its own URL.",
+        f"the API key is missing or wrong; send {expected} key as a Bearer token or in your "
+        "client's key header. A rollout's key works only under that rollout's URL.",
     )

@@ -11,16 +11,16 @@ from aiohttp import web
 
 from lightning_jax.gateway.callers import Callers
 from lightning_jax.gateway.dialects.base import Dialect, Reply
-from lightning_jax.gateway.elsewhere import FarCall, pass_on, said_by
+from lightning_jax.gateway.elsewhere import ProxiedCall, pass_on, read_traits
 from lightning_jax.gateway.errors import ApiError, our_fault
 from lightning_jax.gateway.event_stream import EventStream
 from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.http import Bodies, refusal
 from lightning_jax.gateway.offload import Turns, dump_json
-from lightning_jax.gateway.policy import Policy, Prepared
+from lightning_jax.gateway.policy import Prepared, Responder
 from lightning_jax.gateway.reports import Reports
 from lightning_jax.gateway.rollouts import HandledCall, OpenRollout
-from lightning_jax.gateway.routing import NOTHING_SAID
+from lightning_jax.gateway.routing import NO_TRAITS
 from lightning_jax.gateway.running import (
     RunningCall,
     declared_timeout_s,
@@ -36,17 +36,21 @@ BYTES_PER_TOKEN = 16  # approximate size of a token or an alternative in an answ
 class CallHandler:
     """Handler that answers calls in every dialect.
 
-    `sources` maps a role's `served_by` to a policy in this process. Other servers answer the calls
-    of the other roles.
+    `responders` maps a role's `served_by` to a responder in this process. Other servers answer the
+    calls of the other roles.
     """
 
     def __init__(
-        self, callers: Callers, sources: Mapping[str, Policy], reports: Reports, bodies: Bodies
+        self,
+        callers: Callers,
+        responders: Mapping[str, Responder],
+        reports: Reports,
+        bodies: Bodies,
     ) -> None:
         self._callers = callers
         self._routing = callers.routing
-        self._meters = callers.policy.meters
-        self._sources = sources
+        self._meters = callers.responder.meters
+        self._responders = responders
         self._reports = reports
         self._bodies = bodies
         self._turns = Turns()
@@ -103,17 +107,17 @@ class CallHandler:
             len(raw), identity_of, request.path, raw, request.headers
         )
         body, sender = await self._bodies.json(raw), self._callers.sender(request, rollout)
-        said = NOTHING_SAID
+        traits = NO_TRAITS
         if self._routing:
-            said = said_by(body, request.match_info, request.headers)
-        if self._routing.role_of(said)[1].is_elsewhere:
-            return await self._pass_on(request, body, len(raw), rollout, said, call)
+            traits = read_traits(body, request.match_info, request.headers)
+        if self._routing.role_of(traits)[1].is_elsewhere:
+            return await self._pass_on(request, body, len(raw), rollout, traits, call)
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)
         parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
-        source = self._sources[self._routing.role_of(said)[1].served_by]
-        prepared = await source.prepare(parsed, rollout, len(raw))
-        running = call.running = self._run(request, call.identity, prepared, rollout, said)
+        responder = self._responders[self._routing.role_of(traits)[1].served_by]
+        prepared = await responder.prepare(parsed, rollout, len(raw))
+        running = call.running = self._run(request, call.identity, prepared, rollout, traits)
 
         def keep() -> bool:
             # A client does not retry a response that it has begun to read.
@@ -124,10 +128,9 @@ class CallHandler:
             if parsed.stream:
                 return await _stream(running, reply, stream)
             answers = await running.answers()
-            num_told = sum(len(a.completion.token_ids) for a in answers) * (1 + parsed.top_logprobs)
-            text = await self._bodies.offload.run(
-                num_told * BYTES_PER_TOKEN, lambda: dump_json(reply.body(answers))
-            )
+            num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
+            num_bytes = num_tokens * (1 + parsed.top_logprobs) * BYTES_PER_TOKEN
+            text = await self._bodies.offload.run(num_bytes, lambda: dump_json(reply.body(answers)))
             return web.json_response(text=text)
 
     def _run(
@@ -136,17 +139,17 @@ class CallHandler:
         identity: str,
         prepared: Prepared,
         rollout: OpenRollout | None,
-        said: Mapping[str, str],
+        traits: Mapping[str, str],
     ) -> RunningCall:
         """Return the running call that the request repeats, or start a new one."""
         if rollout and is_repetition(request.headers) and (found := rollout.calls.find(identity)):
             rollout.num_joined += 1
             self._meters.joined_calls.inc()
             return found
-        part = self._routing.part_of(said)
-        source = self._sources[self._routing.role_of(said)[1].served_by]
+        route = self._routing.route_of(traits)
+        responder = self._responders[self._routing.role_of(traits)[1].served_by]
         parent = self._reports.parent_of(request.headers, rollout)
-        running = source.start(prepared, rollout, parent, part)
+        running = responder.start(prepared, rollout, parent, route)
         self.working.add(running.task)
         running.task.add_done_callback(self.working.discard)
         if rollout:
@@ -159,7 +162,7 @@ class CallHandler:
         body: Body,
         num_bytes: int,
         rollout: OpenRollout | None,
-        said: Mapping[str, str],
+        traits: Mapping[str, str],
         handled: HandledCall,
     ) -> web.StreamResponse:
         """Forward the call to the server that its role names."""
@@ -167,14 +170,14 @@ class CallHandler:
         def on_failure() -> None:
             handled.failure = "upstream_error"
 
-        role_name, role = self._routing.role_of(said)
+        role_name, role = self._routing.role_of(traits)
         model_in_path = "model" in request.match_info
         if role.served_model and not model_in_path:
             body = body | {"model": role.served_model}
         dump = partial(dump_json, ensure_ascii=False)
-        call = FarCall(
+        call = ProxiedCall(
             await self._bodies.offload.run(num_bytes, dump, body),
-            said,
+            traits,
             role_name,
             role,
             rollout.settings.rollout_id if rollout else None,
@@ -182,7 +185,7 @@ class CallHandler:
             parent=self._reports.parent_of(request.headers, rollout),
             model_in_path=model_in_path,
         )
-        return await pass_on(request, call, self._callers.policy.recorder, on_failure)
+        return await pass_on(request, call, self._callers.responder.recorder, on_failure)
 
 
 @contextlib.contextmanager

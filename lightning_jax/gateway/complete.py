@@ -23,9 +23,9 @@ from lightning_jax.serve.grammar_process import GrammarProcessLost
 from lightning_jax.serve.intake import LoopStatus
 from lightning_jax.serve.response import Chunk
 from lightning_jax.store_file import StoreError
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.tracer import (
-    Numbers,
+    JsonFloats,
     Recorder,
     child_context,
     end_with_error,
@@ -117,7 +117,9 @@ async def complete(
     try:
         span, completions = await _traced(call, loop, recorder, on_accept, on_chunk, on_done)
     except StoreError as error:
-        raise _server_error(500, "store_error", f"the call was not recorded: {error}") from error
+        raise _server_error(
+            500, "store_error", f"the call could not be recorded: {error}"
+        ) from error
     if on_recorded:
         on_recorded(span)
     return completions
@@ -146,7 +148,7 @@ async def _traced(
         if failure is None:
             hung_up = isinstance(error, asyncio.CancelledError | ConnectionError)
             reason = "call_cancelled" if hung_up else "call_error"
-            words = str(error) or "the caller hung up before the answer was done"
+            words = str(error) or "the client disconnected before the response was complete"
             await recorder.write(end_with_error, span, reason, words)
             raise
         await recorder.write(end_with_error, span, failure.code, failure.message)
@@ -199,8 +201,8 @@ async def _follow(index: int, generation: Generation, on_chunk: OnChunk | None) 
     completion = await generation.result()
     if completion.finish_reason == "error":
         raise GrammarError(
-            "the schema cannot be followed to its end, as the server's log says; expected one that "
-            "is smaller or contradicts itself nowhere.",
+            "the schema cannot be satisfied (see the server log); pass a smaller schema or remove "
+            "its contradictions.",
             "unfinished",
         )
     if completion.finish_reason == "cancelled":
@@ -248,23 +250,24 @@ def _request_attributes(call: Call) -> dict[str, Any]:
     prompts = dict.fromkeys(choice.prompt_ids for choice in call.choices)
     return known(
         {
-            names.OPERATION_NAME: call.operation,
-            names.DIALECT: call.dialect,
-            names.PROVIDER_NAME: "lightning_jax",
-            names.REQUEST_MODEL: call.policy,
-            names.RESPONSE_MODEL: call.served_model,
-            names.RESPONSE_ID: call.call_id,
-            names.REQUEST_CHOICE_COUNT: count if count > 1 else None,
-            names.REQUEST_MAX_TOKENS: first.max_tokens,
-            names.REQUEST_TOP_P: first.top_p,
-            names.REQUEST_TOP_K: first.top_k,
-            names.REQUEST_MIN_P: first.min_p,
-            names.REQUEST_SEED: first.seed,
-            names.REQUEST_STOP_SEQUENCES: first.stop or None,
-            names.AGENT_NAME: call.agent or None,
-            names.USAGE_INPUT_TOKENS: sum(map(len, prompts)),
-            names.PREFIX_BREAKS: call.prefix_breaks,
-            names.ADJUSTED: any(moves_logits(choice.sampling) for choice in call.choices) or None,
+            attributes.OPERATION_NAME: call.operation,
+            attributes.DIALECT: call.dialect,
+            attributes.PROVIDER_NAME: "lightning_jax",
+            attributes.REQUEST_MODEL: call.policy,
+            attributes.RESPONSE_MODEL: call.served_model,
+            attributes.RESPONSE_ID: call.call_id,
+            attributes.REQUEST_CHOICE_COUNT: count if count > 1 else None,
+            attributes.REQUEST_MAX_TOKENS: first.max_tokens,
+            attributes.REQUEST_TOP_P: first.top_p,
+            attributes.REQUEST_TOP_K: first.top_k,
+            attributes.REQUEST_MIN_P: first.min_p,
+            attributes.REQUEST_SEED: first.seed,
+            attributes.REQUEST_STOP_SEQUENCES: first.stop or None,
+            attributes.AGENT_NAME: call.agent or None,
+            attributes.USAGE_INPUT_TOKENS: sum(map(len, prompts)),
+            attributes.PREFIX_BREAKS: call.prefix_breaks,
+            attributes.ADJUSTED: any(moves_logits(choice.sampling) for choice in call.choices)
+            or None,
             **_identity(call, call.choices[0]),
         }
     )
@@ -272,13 +275,13 @@ def _request_attributes(call: Call) -> dict[str, Any]:
 
 def _identity(call: Call, choice: Choice) -> dict[str, Any]:
     """Return the attributes that a call's span and the spans of its choices share."""
-    where_known = {names.ROLE: call.role, names.ANSWERED_BY: call.answered_by}
+    where_known = {attributes.ROLE: call.role, attributes.ANSWERED_BY: call.answered_by}
     return {
-        names.ROLLOUT_ID: call.rollout_id,
-        names.AGENT: call.agent,
-        names.POLICY: call.policy,
-        names.PROMPT_TOKEN_IDS: Numbers(choice.prompt_ids),
-        names.REQUEST_TEMPERATURE: choice.sampling.temperature,
+        attributes.ROLLOUT_ID: call.rollout_id,
+        attributes.AGENT: call.agent,
+        attributes.POLICY: call.policy,
+        attributes.PROMPT_TOKEN_IDS: JsonFloats(choice.prompt_ids),
+        attributes.REQUEST_TEMPERATURE: choice.sampling.temperature,
     } | {name: value for name, value in where_known.items() if value}
 
 
@@ -296,8 +299,8 @@ def _record(
         return
     for index, completion in enumerate(completions):
         identity = {
-            names.OPERATION_NAME: call.operation,
-            names.CHOICE_INDEX: index,
+            attributes.OPERATION_NAME: call.operation,
+            attributes.CHOICE_INDEX: index,
             **_identity(call, call.choices[index]),
         }
         child = tracer.start_span(
@@ -307,20 +310,20 @@ def _record(
             start_time=start_ns,
         )
         child.end()
-    span.set_attribute(names.RESPONSE_FINISH_REASONS, [c.finish_reason for c in completions])
-    span.set_attribute(names.USAGE_OUTPUT_TOKENS, sum(len(c.token_ids) for c in completions))
+    span.set_attribute(attributes.RESPONSE_FINISH_REASONS, [c.finish_reason for c in completions])
+    span.set_attribute(attributes.USAGE_OUTPUT_TOKENS, sum(len(c.token_ids) for c in completions))
     span.end()
 
 
 def _response_attributes(choice: Choice, completion: Completion) -> dict[str, Any]:
-    some = {names.FORCED: Numbers(completion.forced)} if any(completion.forced) else {}
+    some = {attributes.FORCED: JsonFloats(completion.forced)} if any(completion.forced) else {}
     if choice.sampling.temperature not in (0.0, 1.0):
-        some |= {names.TEMPERED_LOGPROBS: Numbers(completion.tempered_logprobs)}
+        some |= {attributes.TEMPERED_LOGPROBS: JsonFloats(completion.tempered_logprobs)}
     return some | {
-        names.RESPONSE_FINISH_REASONS: (completion.finish_reason,),
-        names.USAGE_OUTPUT_TOKENS: len(completion.token_ids),
-        names.RESPONSE_TOKEN_IDS: Numbers(completion.token_ids),
-        names.BEHAVIOR_LOGPROBS: Numbers(completion.behavior_logprobs),
-        names.SAMPLING_LOGPROBS: Numbers(completion.sampling_logprobs),
-        names.POLICY_VERSIONS: Numbers(completion.policy_versions),
+        attributes.RESPONSE_FINISH_REASONS: (completion.finish_reason,),
+        attributes.USAGE_OUTPUT_TOKENS: len(completion.token_ids),
+        attributes.RESPONSE_TOKEN_IDS: JsonFloats(completion.token_ids),
+        attributes.BEHAVIOR_LOGPROBS: JsonFloats(completion.behavior_logprobs),
+        attributes.SAMPLING_LOGPROBS: JsonFloats(completion.sampling_logprobs),
+        attributes.POLICY_VERSIONS: JsonFloats(completion.policy_versions),
     }

@@ -47,7 +47,9 @@ class Connections:
         self._make_handler, self._serve, self._on_close = make_handler, serve, on_close
         self.limit = number_that_fits(serve.max_connections)
         if self.limit < serve.max_connections:
-            log.info("%d connections at once, as few files may be open (ulimit -Hn)", self.limit)
+            log.info(
+                "limiting to %d connections because of the open-file limit (ulimit -Hn)", self.limit
+            )
         # By transport, in order of eviction.
         self._silent: dict[Any, Connection] = {}  # never sent a request
         self._idle: dict[Any, Connection] = {}
@@ -124,9 +126,8 @@ class Connections:
         if time.monotonic() - self._warned_at > WARN_EVERY_S:
             self._warned_at = time.monotonic()
             log.warning(
-                "%d connections are open, the limit; %d idle ones made room and %d new ones were "
-                "closed so far. Raise serve.max_connections (%d) or `ulimit -n` if these are your "
-                "agents'.",
+                "%d connections are open, which is the limit; closed %d idle and %d new ones so "
+                "far. If these are your agents', raise serve.max_connections (%d) or `ulimit -n`.",
                 *(len(self), self.num_evicted, self.num_refused, self._serve.max_connections),
             )
 
@@ -255,7 +256,7 @@ class ExhaustionLog:
         if time.monotonic() - self._warned_at > WARN_EVERY_S:
             self._warned_at = time.monotonic()
             log.warning(
-                "no file can be opened any more, so connections wait (%d tries so far): %s. Raise "
+                "out of file descriptors; new connections wait (%d tries so far): %s. Raise "
                 "`ulimit -Hn`, or lower rollout.concurrency or serve.max_connections.",
                 *(self.num_failed, error),
                 extra={"event": "no_descriptors", "num_failed": self.num_failed},
@@ -267,7 +268,10 @@ class ExhaustionLog:
 
 
 def _too_slow(limit_s: float) -> bytes:
-    message = f"the request did not arrive whole within {limit_s:g} s (serve.slow_request_s)."
+    message = (
+        f"the request was not complete within {limit_s:g} s; for slow clients, raise "
+        "serve.slow_request_s."
+    )
     error = {"message": message, "type": "invalid_request_error", "code": "request_timeout"}
     body = json.dumps({"error": error}).encode()
     head = (

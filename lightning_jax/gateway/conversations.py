@@ -31,7 +31,7 @@ class SavedConversations:
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
         self._saved: OrderedDict[str, SavedResponse] = OrderedDict()
-        self._own_bytes: dict[str, int] = {}  # of a response without its messages
+        self._response_bytes: dict[str, int] = {}  # of a response without its messages
         # Responses of one conversation share messages: (number of responses with it, size) of each.
         self._messages: dict[int, tuple[int, int]] = {}
         self.num_bytes = 0
@@ -40,8 +40,8 @@ class SavedConversations:
     def save(self, response_id: str, response: SavedResponse) -> None:
         with self._lock:
             self._saved[response_id] = response
-            self._own_bytes[response_id] = _size(response.body)
-            self.num_bytes += self._own_bytes[response_id]
+            self._response_bytes[response_id] = _size(response.body)
+            self.num_bytes += self._response_bytes[response_id]
             for message in response.messages:
                 holders, size = self._messages.get(id(message)) or (0, _size(message))
                 self.num_bytes += 0 if holders else size
@@ -56,7 +56,7 @@ class SavedConversations:
     def forget(self, response_id: str) -> None:
         with self._lock:
             response = self._saved.pop(response_id)
-            self.num_bytes -= self._own_bytes.pop(response_id)
+            self.num_bytes -= self._response_bytes.pop(response_id)
             for message in response.messages:
                 holders, size = self._messages.pop(id(message))
                 if holders > 1:

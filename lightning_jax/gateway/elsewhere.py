@@ -21,7 +21,7 @@ from lightning_jax.config import RoleConfig
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.fields import Body, brief
 from lightning_jax.gateway.request import named_agent
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.otlp import clip
 from lightning_jax.tracing.tracer import Recorder, end_with_error, known
 
@@ -40,7 +40,7 @@ class _Torn(_Unusable):
     """Response that broke off after its beginning had been forwarded."""
 
 
-def said_by(body: Body, path: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
+def read_traits(body: Body, path: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
     """Return the `agent`, `model` and `system` prompt of a call in any dialect."""
     model = body.get("model") or path.get("model") or ""
     metadata = body.get("metadata")
@@ -49,11 +49,11 @@ def said_by(body: Body, path: Mapping[str, str], headers: Mapping[str, str]) -> 
 
 
 @dataclass(frozen=True)
-class FarCall:
+class ProxiedCall:
     """Call that another server answers."""
 
     sent: str  # JSON
-    said: Mapping[str, str]
+    traits: Mapping[str, str]
     role_name: str
     role: RoleConfig
     rollout_id: str | None
@@ -65,27 +65,27 @@ class FarCall:
     def attributes(self) -> dict[str, Any]:
         return known(
             {
-                names.OPERATION_NAME: names.CHAT,
-                names.ROLLOUT_ID: self.rollout_id,
-                names.REQUEST_MODEL: self.role.served_model or self.said["model"] or None,
-                names.POLICY: self.said["model"],
-                names.AGENT: self.said["agent"],
-                names.ROLE: self.role_name,
-                names.SERVED_BY: self.role.served_by,
-                names.INPUT: clip(self.sent),
+                attributes.OPERATION_NAME: attributes.CHAT,
+                attributes.ROLLOUT_ID: self.rollout_id,
+                attributes.REQUEST_MODEL: self.role.served_model or self.traits["model"] or None,
+                attributes.POLICY: self.traits["model"],
+                attributes.AGENT: self.traits["agent"],
+                attributes.ROLE: self.role_name,
+                attributes.SERVED_BY: self.role.served_by,
+                attributes.INPUT: clip(self.sent),
             }
         )
 
 
 async def pass_on(
-    request: web.Request, call: FarCall, recorder: Recorder, on_failure: Callable[[], None]
+    request: web.Request, call: ProxiedCall, recorder: Recorder, on_failure: Callable[[], None]
 ) -> web.StreamResponse:
     """Forward a call, and return the other server's answer as it streams.
 
     `on_failure` runs before an answer with status 429 or 5xx. Raise ApiError if there is no answer.
     """
     span = recorder.tracer.start_span(
-        f"{names.CHAT} {call.said['model']}",
+        f"{attributes.CHAT} {call.traits['model']}",
         context=call.parent,
         kind=SpanKind.CLIENT,
         attributes=call.attributes,
@@ -98,19 +98,22 @@ async def pass_on(
         await recorder.write(end_with_error, span, error.code, error.message)
         raise
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
-        reason = f"{call.role.served_by} gave no answer ({type(error).__name__}: {error})"
+        reason = f"{call.role.served_by} did not respond ({type(error).__name__}: {error})"
         await recorder.write(end_with_error, span, "upstream_error", reason)
         if isinstance(error, _Torn):
             raise
-        expected = f"expected the server of role {call.role_name!r}. Start it, or set its URL."
+        expected = (
+            f"start the server of role {call.role_name!r} or correct "
+            f"roles.{call.role_name}.served_by."
+        )
         raise ApiError(
             502, "upstream_error", f"{reason}; {expected}", infrastructure=True
         ) from error
     except (Exception, asyncio.CancelledError):
-        words = "the caller hung up before the answer was done"
+        words = "the client disconnected before the response was complete"
         await recorder.write(end_with_error, span, "call_cancelled", words)
         raise
-    span.set_attribute(names.OUTPUT, clip(answer))
+    span.set_attribute(attributes.OUTPUT, clip(answer))
     if response.status >= 400:
         await recorder.write(end_with_error, span, f"upstream_{response.status}", answer[:500])
     else:
@@ -120,7 +123,7 @@ async def pass_on(
 
 
 async def _exchange(
-    request: web.Request, url: URL, call: FarCall, on_failure: Callable[[], None]
+    request: web.Request, url: URL, call: ProxiedCall, on_failure: Callable[[], None]
 ) -> tuple[web.StreamResponse, str]:
     """Return the forwarded response, still open, and its text.
 
@@ -164,14 +167,14 @@ async def _exchange(
     return response, b"".join(pieces).decode(errors="replace")
 
 
-def _too_long(call: FarCall) -> str:
+def _too_long(call: ProxiedCall) -> str:
     return (
-        f"its answer is longer than roles.{call.role_name}.max_response_mib, "
+        f"its response is larger than roles.{call.role_name}.max_response_mib, "
         f"{call.role.max_response_mib:g}"
     )
 
 
-def _url(request: web.Request, call: FarCall) -> URL:
+def _url(request: web.Request, call: ProxiedCall) -> URL:
     """Return the URL of the call on the other server, with the path of its route here.
 
     The server's URL may end in /v1, as clients' URLs do. The agent can set only a model name in the
@@ -197,11 +200,11 @@ def _url(request: web.Request, call: FarCall) -> URL:
 def _checked(model: str) -> str:
     """Return the model name as part of a path. Raise ApiError if it could be more than that."""
     segments = model.split("/")
-    if all(MODEL_SEGMENT.fullmatch(each) and each.strip(".") for each in segments):
+    if all(MODEL_SEGMENT.fullmatch(segment) and segment.strip(".") for segment in segments):
         return model
     raise invalid(
-        f"model is {brief(model)}; expected letters, digits and . _ @ : + - in segments that are "
-        "not dots alone.",
+        f"model is {brief(model)}; use only letters, digits and . _ @ : + - in each segment, and "
+        "no segment of only dots.",
         "model",
     )
 

@@ -25,7 +25,7 @@ class GatewayError(UserError, RuntimeError):
 
 def our_fault(error: Exception, *, infrastructure: bool = True) -> "ApiError":
     """Return the error for a call that failed with an unexpected exception."""
-    message = f"the server failed ({type(error).__name__}); see its log."
+    message = f"internal server error ({type(error).__name__}); see the server log."
     return ApiError(500, "internal_error", message, infrastructure=infrastructure)
 
 

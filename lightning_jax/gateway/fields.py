@@ -26,7 +26,7 @@ def as_object(body: object) -> Body:
         )
     if is_deep(body):
         raise invalid(
-            f"the body nests deeper than {MAX_DEPTH} levels; expected fewer.", reason="too_deep"
+            f"the body is nested deeper than {MAX_DEPTH} levels; flatten it.", reason="too_deep"
         )
     return body
 
@@ -173,8 +173,7 @@ def refuse_unsupported(body: Mapping[str, Any], harmless: Mapping[str, tuple[Any
     for name, values in harmless.items():
         if body.get(name) not in (None, *values):
             raise invalid(
-                f"{name} is {brief(body[name])}, which this server cannot do; expected it left "
-                "out.",
+                f"{name} is {brief(body[name])}, which is not supported; leave it out.",
                 name,
                 "unsupported_parameter",
                 reason="unsupported",
@@ -207,17 +206,17 @@ def warn_unknown(dialect: str, body: Mapping[str, Any], known: Collection[str]) 
     dialect gets at most `MAX_WARNINGS` such lines.
     """
     unknown = [name for name in body if name not in known]
-    told = _warned[dialect]
-    fresh = [name for name in (name[:100] for name in unknown[:MAX_NAMED]) if name not in told]
-    if not fresh or len(told) >= MAX_WARNINGS:
+    warned = _warned[dialect]
+    fresh = [name for name in (name[:100] for name in unknown[:MAX_NAMED]) if name not in warned]
+    if not fresh or len(warned) >= MAX_WARNINGS:
         return
-    told.update(fresh)
+    warned.update(fresh)
     more = len(unknown) - MAX_NAMED
     log.warning(
-        "%s requests have fields that are unknown here and ignored: %s%s%s",
+        "ignoring unknown fields in %s requests: %s%s%s",
         dialect,
         ", ".join(map(repr, fresh)),
         f" and {more} more" if more > 0 else "",
-        "; no more of them are logged" if len(told) >= MAX_WARNINGS else "",
+        "; further unknown fields are not logged" if len(warned) >= MAX_WARNINGS else "",
         extra={"event": "unknown_fields", "fields": fresh, "num_more": max(0, more)},
     )

@@ -42,8 +42,8 @@ def check_size(request: PolicyRequest, max_kib: int) -> None:
         return
     if _is_longer(schemas, max_kib * 1024):
         raise invalid(
-            f"{field} has schemas of more than {max_kib} KiB; serve.max_grammar_kib allows no more "
-            "where the answer must follow them. Shorten them.",
+            f"{field} has schemas larger than {max_kib} KiB; shorten them or raise "
+            "serve.max_grammar_kib.",
             field,
             "invalid_schema",
             reason="too_large",
@@ -155,8 +155,8 @@ def _combined_definitions(schema: Any) -> Iterator[str]:
             yield from _combined_definitions(item)
     if not isinstance(schema, dict):
         return
-    several = schema.get("allOf", [])
-    parts = several if isinstance(several, list) else []
+    all_of = schema.get("allOf", [])
+    parts = all_of if isinstance(all_of, list) else []
     if any(key in schema for key in ("properties", "allOf", "anyOf", "oneOf")):
         parts = [*parts, schema]
     for part in parts:

@@ -53,7 +53,7 @@ class Bodies:
             raise self._too_large() from error
         except RequestPayloadError as error:
             raise invalid(
-                f"the body cannot be read ({error}); expected it whole.", reason="unreadable"
+                f"the body could not be read ({error}); send it again.", reason="unreadable"
             ) from error
         coding = request.headers.get("Content-Encoding", "").strip().lower()
         if coding in ("", "identity") or not raw:
@@ -100,14 +100,12 @@ class Bodies:
             unpacked = unpacker.decompress(packed, self.max_bytes + 1)
         except zlib.error as error:
             raise invalid(
-                f"the body cannot be read as {coding} ({error}).", reason="unreadable"
+                f"the body is not valid {coding} ({error}).", reason="unreadable"
             ) from error
         if len(unpacked) > self.max_bytes:
             raise self._too_large()
         if not unpacker.eof or unpacker.unused_data:
-            raise invalid(
-                f"the body cannot be read; expected one whole {coding} stream.", reason="unreadable"
-            )
+            raise invalid(f"the body is not one complete {coding} stream.", reason="unreadable")
         return unpacked
 
     def _too_large(self) -> ApiError:
@@ -160,9 +158,8 @@ async def listen(
     except OSError as error:
         await runner.cleanup()
         raise GatewayError(
-            f"the gateway cannot listen on {serve.host}:{serve.port} "
-            f"({error.strerror or error}); expected a free port of its own. Set serve.port, "
-            "or --port, to another one, or to 0 for any.",
+            f"the gateway cannot listen on {serve.host}:{serve.port} ({error.strerror or error}); "
+            "set serve.port or --port to a free port, or to 0 for any.",
             reason="address_unavailable",
             key="serve.port",
         ) from error
@@ -186,9 +183,8 @@ def check_exposure(serve: ServeConfig) -> None:
     addresses = {str(address[0]).partition("%")[0] for *_, address in found}
     if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
         raise GatewayError(
-            f"serve.host is {serve.host!r}, which other machines can reach, and serve.api_key "
-            "is not set; expected a key. Set serve.api_key, or --api-key, or leave serve.host "
-            "at 127.0.0.1.",
+            f"serve.host is {serve.host!r}, which other machines can reach, but serve.api_key is "
+            "not set; set serve.api_key or --api-key, or leave serve.host at 127.0.0.1.",
             reason="missing",
             key="serve.api_key",
         )

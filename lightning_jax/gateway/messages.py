@@ -25,7 +25,7 @@ def normalize_messages(messages: Sequence[Any]) -> list[Message]:
     """
     if not messages:
         raise InvalidValue(
-            "messages is empty; expected at least 1 message.", reason="empty", key="messages"
+            "messages is empty; pass at least 1 message.", reason="empty", key="messages"
         )
     return [
         normalize_message(message, f"messages[{index}]") for index, message in enumerate(messages)
@@ -50,7 +50,8 @@ def normalize_message(message: Any, where: str) -> Message:
     calls = message.get("tool_calls")
     if calls and role != "assistant":
         raise InvalidValue(
-            f"{where}.tool_calls stands on a {role} message; expected an assistant's.",
+            f"{where}.tool_calls is set on a {role} message; only assistant messages may have "
+            "tool calls.",
             reason="wrong_role",
             key=f"{where}.tool_calls",
         )
@@ -85,7 +86,8 @@ def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
         raise InvalidValue(
-            f"{where} is of type {brief(kind)}; expected a text part, the policy reads only text.",
+            f"{where} is of type {brief(kind)}, and the policy reads only text; expected a text "
+            "part.",
             reason="not_text",
             key=where,
         )

@@ -32,42 +32,44 @@ class Meters:
         self._registry = registry = CollectorRegistry()
         self._calls = Counter(
             "lightning_calls",
-            f"Calls by HTTP status; a stream that broke has its error's, {HUNG_UP} had no reader.",
+            f"Calls by HTTP status. A failed stream has the status of its error; {HUNG_UP} means "
+            "that the client disconnected.",
             ("dialect", "status"),
             registry=registry,
         )
         self._seconds = Histogram(
             "lightning_call_seconds",
-            "From a call's arrival to the end of its answer.",
+            "Seconds from receiving a call to the end of its response.",
             ("dialect",),
             buckets=CALL_BUCKETS_S,
             registry=registry,
         )
         self._first_token_seconds = Histogram(
             "lightning_first_token_seconds",
-            "From the start of an answered choice to its first token, waiting for a slot included.",
+            "Seconds from the start of an answered choice to its first token, including the wait "
+            "for a slot.",
             ("dialect",),
             buckets=FIRST_TOKEN_BUCKETS_S,
             registry=registry,
         )
         self.prefix_breaks = Counter(
             "lightning_prefix_breaks",
-            "Prompts that replayed a response but not its token path.",
+            "Prompts that repeat an earlier response but not its token ids.",
             registry=registry,
         )
         self.malformed_tool_calls = Counter(
             "lightning_malformed_tool_calls",
-            "Tool calls that could not be read and came back as text.",
+            "Tool calls that could not be parsed and were returned as text.",
             registry=registry,
         )
         self.joined_calls = Counter(
             "lightning_joined_calls",
-            "Repeated requests that shared an earlier one's answer.",
+            "Retries that joined the call of an earlier request.",
             registry=registry,
         )
         self.forgotten_answers = Counter(
             "lightning_forgotten_answers",
-            "Answers of rollouts that took more than serve.max_kept_mib_per_rollout.",
+            "Answers dropped because their rollout exceeded serve.max_kept_mib_per_rollout.",
             registry=registry,
         )
         self.spans = Counter(
@@ -75,32 +77,32 @@ class Meters:
         )
         self.unknown_spans = Counter(
             "lightning_unknown_spans",
-            "Spans over OTLP that belong to no rollout, and were not kept.",
+            "OTLP spans rejected because they belong to no rollout.",
             registry=registry,
         )
         self.foreign_spans = Counter(
             "lightning_foreign_spans",
-            "Spans over OTLP of another rollout's trace, or with a recorded span's ids; not kept.",
+            "OTLP spans rejected because of another rollout's trace id or a recorded span's ids.",
             registry=registry,
         )
         self.excess_spans = Counter(
             "lightning_excess_spans",
-            "Spans over OTLP above a limit of the request or the rollout, and not kept.",
+            "OTLP spans rejected because they exceed a limit of the request or the rollout.",
             registry=registry,
         )
         self.dropped_attributes = Counter(
             "lightning_dropped_attributes",
-            "Attributes of spans over OTLP that were too long or too many, and were not kept.",
+            "Attributes dropped from OTLP spans because they were too long or too many.",
             registry=registry,
         )
         self.ignored_traceparents = Counter(
             "lightning_ignored_traceparents",
-            "Calls with the traceparent of another rollout, or of one trace too many.",
+            "Calls whose traceparent was ignored: another rollout's, or above the limit of traces.",
             registry=registry,
         )
         self.closed_connections = Counter(
             "lightning_closed_connections",
-            "Connections closed to make room, or idle or slow for too long.",
+            "Connections closed because of the connection limit, idleness or slow requests.",
             registry=registry,
         )
         registry.register(_EngineCollector(engine_stats))

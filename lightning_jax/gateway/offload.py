@@ -46,8 +46,8 @@ class Turns:
 
     async def wait(self, rollout: str) -> None:
         """Wait for the caller's turn."""
-        own = self._locks.setdefault(rollout, asyncio.Lock())
-        async with own, self._lock:
+        rollout_lock = self._locks.setdefault(rollout, asyncio.Lock())
+        async with rollout_lock, self._lock:
             await asyncio.sleep(0)
 
 

@@ -66,7 +66,8 @@ class Owner:
             raise ApiError(
                 429,
                 "too_many_exports",
-                f"the rollout has {MAX_EXPORTS} requests with spans under way; send one at a time.",
+                f"the rollout already has {MAX_EXPORTS} span exports in progress; send one at a "
+                "time.",
                 retry_after_s=1,
             )
         self.num_exports += 1

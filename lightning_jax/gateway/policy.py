@@ -26,7 +26,7 @@ from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.render import Generated, Rendered, check_length, render
 from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest
 from lightning_jax.gateway.rollouts import AnsweredCall, OpenRollout
-from lightning_jax.gateway.routing import Part
+from lightning_jax.gateway.routing import Route
 from lightning_jax.gateway.running import Emit, RunningCall
 from lightning_jax.gateway.sampling import sampling_params
 from lightning_jax.gateway.tool_calls import PlainText, ToolCallParser
@@ -34,10 +34,10 @@ from lightning_jax.gateway.tool_formats import ToolFormat
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.serve.generation import PromptTooLong
 from lightning_jax.serve.response import Chunk
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.tracer import Recorder
 
-NO_PART = Part()
+NO_ROUTE = Route()
 MAX_RECORDED = 4  # times serve.max_len; a longer prompt is refused and its ids are not recorded
 
 
@@ -51,7 +51,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Policy:
+class Responder:
     """Model that answers requests, with its tokenizer, settings and recorder."""
 
     loop: PolicyLoop
@@ -86,7 +86,7 @@ class Policy:
         prepared: Prepared,
         rollout: OpenRollout | None,
         parent: Context,
-        part: Part = NO_PART,
+        route: Route = NO_ROUTE,
     ) -> RunningCall:
         """Start to answer a request, with the call's span below `parent`.
 
@@ -115,7 +115,7 @@ class Policy:
         call = Call(
             call_id=request.id_prefix + token,
             dialect=request.dialect,
-            operation=names.CHAT if chat else names.TEXT_COMPLETION,
+            operation=attributes.CHAT if chat else attributes.TEXT_COMPLETION,
             choices=tuple(
                 Choice(prompt.token_ids, how) for prompt, how in zip(prompts, sampling, strict=True)
             ),
@@ -126,9 +126,9 @@ class Policy:
             timeout_s=rollout.settings.call_timeout_s if rollout else None,
             prefix_breaks=breaks,
             parent=parent,
-            role=part.role,
-            answered_by=part.answered_by,
-            adapter=part.adapter,
+            role=route.role,
+            answered_by=route.answered_by,
+            adapter=route.adapter,
             guarantees_call=guarantees_call(request),
             refusal=prepared.refusal,
         )
@@ -197,7 +197,7 @@ class Policy:
                 if rest := parser.finish():
                     emit(builder.add(rest, None))
             malformed = sum(parser.malformed for parser in parsers)
-            return {names.MALFORMED_TOOL_CALLS: malformed} if malformed else {}
+            return {attributes.MALFORMED_TOOL_CALLS: malformed} if malformed else {}
 
         def on_recorded(span: Span) -> None:
             if rollout:
@@ -231,8 +231,8 @@ class Policy:
         if request.prompts is not None:
             if len(request.prompts) * request.num_choices > MAX_CHOICES:
                 raise invalid(
-                    f"prompt has {len(request.prompts)} entries of {request.num_choices} choices; "
-                    f"expected at most {MAX_CHOICES} responses a call.",
+                    f"prompt has {len(request.prompts)} entries with {request.num_choices} "
+                    f"choices per entry; expected at most {MAX_CHOICES} responses per call.",
                     "prompt",
                     reason="too_many",
                 )
@@ -262,7 +262,7 @@ class Policy:
         else:
             ids = prompt
         if not ids:
-            raise invalid("prompt has no tokens; expected at least 1.", "prompt", reason="empty")
+            raise invalid("prompt has no tokens; pass at least 1.", "prompt", reason="empty")
         return ids
 
     def _parser(self, request: PolicyRequest) -> ToolCallParser | PlainText:
@@ -279,9 +279,10 @@ class Policy:
 
 def _num_bytes(request: PolicyRequest) -> int:
     """Return roughly how many bytes the messages or prompts have, at least one each."""
-    each = request.messages or request.prompts or ()
-    texts = [item.get("content") if isinstance(item, dict) else item for item in each]
-    return sum(len(text) if isinstance(text, str | tuple) else 1 for text in texts) + 64 * len(each)
+    items = request.messages or request.prompts or ()
+    texts = [item.get("content") if isinstance(item, dict) else item for item in items]
+    sizes = [len(text) if isinstance(text, str | tuple) else 1 for text in texts]
+    return sum(sizes) + 64 * len(items)
 
 
 def _remember(rollout: OpenRollout, rendered: Rendered, answers: tuple[Answer, ...]) -> None:

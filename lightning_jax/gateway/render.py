@@ -178,8 +178,8 @@ def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_tokens: int | 
     num_bytes = sum(len(piece) for piece in pieces)  # characters, a lower bound for bytes
     if num_bytes > max_tokens * longest:
         raise PromptTooLong(
-            f"the prompt has {num_bytes} characters or more, which are more than {max_tokens} "
-            "tokens; expected fewer. Shorten it or raise serve.max_len."
+            f"the prompt has at least {num_bytes} characters, which is more than {max_tokens} "
+            "tokens; shorten it or raise serve.max_len."
         )
 
 
@@ -201,8 +201,9 @@ class _View:
         names = {c["function"]["name"] for m in messages for c in m.get("tool_calls", ())}
         if any(name not in text for name in names):
             raise TemplateError(
-                "the chat template does not show the assistant's tool calls "
-                f"({', '.join(sorted(names))}); expected one that does. Send tools as well.",
+                "the chat template omits the assistant's tool calls "
+                f"({', '.join(sorted(names))}); send tools as well, or use a template that "
+                "renders them.",
                 reason="hides_tool_calls",
             )
         return text
@@ -303,9 +304,9 @@ def _splice(
     """
     path = _Path(tokenizer.encode(pieces[0]) if base is None else base.prompt_ids)
     extends = True
-    for place, (found, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
+    for index, (found, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
         # The same text may have been sampled as different ids. Prefer those sampled on this path.
-        here = base if base and place == 0 else found.by_path.get(path.digest)
+        here = base if base and index == 0 else found.by_path.get(path.digest)
         chosen, extends = here or found.newest, here is not None
         path.extend(chosen.token_ids)
         path.extend(_tail(chosen.token_ids[-1], piece, tokenizer))

@@ -16,7 +16,7 @@ from lightning_jax.gateway.meters import Meters
 from lightning_jax.gateway.owners import Owner, Owners
 from lightning_jax.gateway.rollouts import AnsweredCall, OpenRollout
 from lightning_jax.store import Store
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.otlp import MAX_SPAN_BYTES, MAX_SPANS, Export, stored_size
 from lightning_jax.tracing.tracer import context_of
 from lightning_jax.types import Span
@@ -24,12 +24,13 @@ from lightning_jax.types import Span
 LAST = "last"
 PART_SPANS, PART_BYTES = 64, 2**19  # limits of posted spans that are written at once
 # Reasons for refusing spans.
-UNKNOWN = "their traces belong to no rollout"
-FOREIGN = "they are of another rollout's trace, or their ids are those of a different recorded span"
+UNKNOWN = "their trace ids belong to no rollout"
+FOREIGN = "their trace id is another rollout's, or their ids repeat those of a recorded span"
 TOO_MANY_SENT = (
-    f"a request takes {MAX_SPANS} spans of {MAX_SPAN_BYTES} bytes; send fewer or smaller ones"
+    f"a request may have at most {MAX_SPANS} spans of {MAX_SPAN_BYTES} bytes; send fewer or "
+    "smaller ones"
 )
-TOO_MANY_KEPT = "their rollout has as many as rollout.max_spans and rollout.max_spans_mib allow"
+TOO_MANY_KEPT = "their rollout has reached rollout.max_spans or rollout.max_spans_mib"
 
 
 class Reports:
@@ -118,8 +119,8 @@ class Reports:
         call = _find_call(rollout, call_id)
         if not 0 <= choice < call.num_choices:
             raise invalid(
-                f"choice is {choice}; expected 0 to {call.num_choices - 1}, as the call has "
-                f"{call.num_choices} choices.",
+                f"choice is {choice}, but the call has {call.num_choices} choices; expected 0 to "
+                f"{call.num_choices - 1}.",
                 "choice",
                 reason="out_of_range",
             )
@@ -127,10 +128,10 @@ class Reports:
         total = rollout.call_rewards.get((known_id, choice), 0.0) + reward
         _check_size("reward of the call", total, limit)
         values = {
-            names.ROLLOUT_ID: rollout_id,
-            names.REWARD: reward,
-            names.REWARD_CALL: known_id,
-            names.REWARD_CHOICE: choice,
+            attributes.ROLLOUT_ID: rollout_id,
+            attributes.REWARD: reward,
+            attributes.REWARD_CALL: known_id,
+            attributes.REWARD_CHOICE: choice,
         }
         span_id = secrets.token_hex(8)
         span = Span(call.trace_id, span_id, call.span_id, "reward", now, now, values)
@@ -139,9 +140,9 @@ class Reports:
             raise ApiError(
                 413,
                 "too_many_spans",
-                f"rollout {rollout_id!r} has as many spans and rewards as rollout.max_spans "
-                f"({rollout.settings.max_spans}) and rollout.max_spans_mib "
-                f"({rollout.settings.max_spans_mib:g}) allow; post fewer.",
+                f"rollout {rollout_id!r} has reached rollout.max_spans "
+                f"({rollout.settings.max_spans}) or rollout.max_spans_mib "
+                f"({rollout.settings.max_spans_mib:g}); post fewer spans and rewards.",
             )
         assert self._store is not None, "a call is answered once its span is in the store"
         rollout.owner.use(1, size)
@@ -158,9 +159,8 @@ def _find_call(rollout: OpenRollout, call_id: str) -> AnsweredCall:
     raise ApiError(
         404,
         "call_not_found",
-        f"call {brief(call_id)} is none of the {len(answered)} answered calls of rollout "
-        f"{rollout.settings.rollout_id!r}; expected the id of a response, or {LAST!r} for the "
-        "newest.",
+        f"call {brief(call_id)} is not among the {len(answered)} answered calls of rollout "
+        f"{rollout.settings.rollout_id!r}; pass a response id, or {LAST!r} for the newest.",
         param="call",
     )
 
@@ -179,11 +179,11 @@ def _check_size(name: str, value: float, limit: float) -> None:
 def _parts(sized: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
     """Yield batches of spans that are short enough for calls to wait while one is written."""
     part: list[tuple[Span, int]] = []
-    for each in sized:
-        if part and (len(part) == PART_SPANS or sum(n for _, n in part) + each[1] > PART_BYTES):
+    for item in sized:
+        if part and (len(part) == PART_SPANS or sum(n for _, n in part) + item[1] > PART_BYTES):
             yield part
             part = []
-        part.append(each)
+        part.append(item)
     if part:
         yield part
 

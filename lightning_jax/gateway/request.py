@@ -102,7 +102,7 @@ def _check_tools(functions: tuple[Function, ...], choice: ToolChoice) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise invalid(
-            f"tools names {brief(twice[0])} twice; expected different names.",
+            f"tools has two functions named {brief(twice[0])}; rename one.",
             "tools",
             reason="duplicate",
         )
@@ -116,7 +116,7 @@ def _check_tools(functions: tuple[Function, ...], choice: ToolChoice) -> None:
         )
     if choice.mode == "required" and not functions:
         raise invalid(
-            "tool_choice asks for a call, but tools is empty; expected tools.",
+            "tool_choice requires a call, but tools is empty; pass tools.",
             "tools",
             reason="empty",
         )

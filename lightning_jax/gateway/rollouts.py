@@ -116,7 +116,7 @@ class OpenRollout:
         )
 
     @property
-    def place(self) -> str:
+    def url_segment(self) -> str:
         """Name of the rollout in URLs: its id and its token."""
         return f"{self.settings.rollout_id}~{self.owner.token}"
 
@@ -167,8 +167,8 @@ class OpenRollout:
             raise ApiError(
                 400,
                 "too_many_tokens",
-                f"the calls of this rollout have {self.num_tokens} tokens together; expected fewer "
-                f"than {limit} (serve.max_tokens_per_rollout). End the rollout.",
+                f"this rollout has used {self.num_tokens} tokens, and "
+                f"serve.max_tokens_per_rollout is {limit}; end the rollout.",
             )
 
     def began(self, call: RunningCall, num_choices: int) -> None:
@@ -211,8 +211,8 @@ def _too_many(code: str, limit: str, setting: str) -> ApiError:
     return ApiError(
         429,
         code,
-        f"this rollout has {limit} in flight; expected fewer at once (serve.{setting}). Wait for "
-        "some to end.",
+        f"this rollout has {limit} in flight, the limit of serve.{setting}; wait for some to "
+        "finish.",
         retry_after_s=1,
     )
 
@@ -235,7 +235,7 @@ class OpenRollouts:
         """Open a rollout and return it. Raise ValueError if it is open already."""
         if settings.rollout_id in self._by_id:
             raise InvalidValue(
-                f"rollout {settings.rollout_id!r} is open already; expected a new id.",
+                f"rollout {settings.rollout_id!r} is already open; use another id.",
                 reason="exists",
                 key=settings.rollout_id,
             )
@@ -250,7 +250,7 @@ class OpenRollouts:
         rollout = self._by_id.pop(rollout_id, None)
         if rollout is None:
             raise InvalidValue(
-                f"rollout {rollout_id!r} is not open; expected one that open_rollout began.",
+                f"rollout {rollout_id!r} is not open; call open_rollout first.",
                 reason="not_found",
                 key=rollout_id,
             )
@@ -261,9 +261,9 @@ class OpenRollouts:
         for rollout_id in list(self._by_id):
             self.close(rollout_id)
 
-    def find(self, place: str) -> OpenRollout:
+    def find(self, segment: str) -> OpenRollout:
         """Return the open rollout that a URL names. Raise ApiError if there is none."""
-        rollout_id, _, token = place.rpartition("~")
+        rollout_id, _, token = segment.rpartition("~")
         rollout = self._by_id.get(rollout_id)
         if rollout and rollout.owner.has_token(token):
             return rollout
@@ -276,8 +276,8 @@ class OpenRollouts:
         raise ApiError(
             404,
             "rollout_not_found",
-            f"rollout {rollout_id or place!r} {state}; expected a running one. Use the base_url "
-            "that the agent was started with, or /v1 for calls outside of rollouts.",
+            f"rollout {rollout_id or segment!r} {state}; use the base_url that the agent was "
+            "started with, or /v1 for calls outside rollouts.",
         )
 
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from lightning_jax.config import RoleConfig
 from lightning_jax.config_roles import policy_places
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.tracing.roles import Policies, Roles, choose_policy, find_role
+from lightning_jax.tracing.roles import Policies, Roles, find_role, select_policy
 
-NOTHING_SAID = {"agent": "", "model": "", "system": ""}
+NO_TRAITS = {"agent": "", "model": "", "system": ""}
 PLAIN = RoleConfig(agent="*")
 
 
 @dataclass(frozen=True)
-class Part:
+class Route:
     """Role of a call, and the policy that answers it."""
 
     role: str = ""  # "": no role matches
@@ -32,32 +32,32 @@ class Routing:
         """Return whether calls have to be inspected to route them."""
         return bool(self.roles or self.policies)
 
-    def role_of(self, said: Mapping[str, str]) -> tuple[str, RoleConfig]:
+    def role_of(self, traits: Mapping[str, str]) -> tuple[str, RoleConfig]:
         """Return (name, role) for a call's agent, model and system prompt, or ("", PLAIN) if none
         matches.
         """
-        name = find_role(self.roles, **said)
+        name = find_role(self.roles, **traits)
         return name, self.roles[name] if name else PLAIN
 
-    def part_of(self, said: Mapping[str, str]) -> Part:
+    def route_of(self, traits: Mapping[str, str]) -> Route:
         """Return the role and policy for a call that this process answers.
 
         Raise ApiError if there are several policies and nothing selects one.
         """
-        name, role = self.role_of(said)
+        name, role = self.role_of(traits)
         if not self.policies:
-            return Part(name)
+            return Route(name)
         if role.served_by != "policy":
-            return Part(name, adapter=0)  # before the first step all policies are equal
-        policy = choose_policy(self.policies, role, said["model"])
+            return Route(name, adapter=0)  # before the first step all policies are equal
+        policy = select_policy(self.policies, role, traits["model"])
         if policy:
-            return Part(name, policy, policy_places(self.policies)[policy])
-        caller = f"agent {said['agent']!r}" if said["agent"] else "an agent without a name"
+            return Route(name, policy, policy_places(self.policies)[policy])
+        caller = f"agent {traits['agent']!r}" if traits["agent"] else "an unnamed agent"
         raise ApiError(
             404,
             "model_not_found",
-            f"model is {said['model']!r}, asked for by {caller}, and there are several policies; "
-            f"expected one of {', '.join(self.policies)}, or a role in the settings that fits the "
-            "call and names one.",
+            f"model is {traits['model']!r}, requested by {caller}, but there are several "
+            f"policies; request one of {', '.join(self.policies)}, or add a role to the settings "
+            "that matches the call and names a policy.",
             param="model",
         )

@@ -36,10 +36,11 @@ def sampling_params(
     num_stop_chars = sum(map(len, request.stop))
     if num_stop_chars > max_stop_chars:
         raise invalid(
-            f"stop has {num_stop_chars} characters; serve.max_stop_chars allows {max_stop_chars}.",
+            f"stop has {num_stop_chars} characters; shorten it or raise serve.max_stop_chars "
+            f"({max_stop_chars}).",
             "stop",
         )
-    places = [(room, n) for room in rooms for n in range(request.num_choices)]
+    choices = [(room, n) for room in rooms for n in range(request.num_choices)]
     try:
         return tuple(
             SamplingParams(
@@ -59,7 +60,7 @@ def sampling_params(
                 ignore_eos=request.ignore_eos,
                 score_prompt=request.score_prompt,
             )
-            for index, (room, _) in enumerate(places)
+            for index, (room, _) in enumerate(choices)
         )
     except InvalidValue as error:
         raise invalid(str(error), error.key, reason=error.reason) from error
@@ -71,7 +72,8 @@ def _logit_biases(bias: Mapping[str, Any], most: int) -> tuple[tuple[int, float]
     """
     if len(bias) > most:
         raise invalid(
-            f"logit_bias has {len(bias)} entries; serve.max_logit_biases allows {most}.",
+            f"logit_bias has {len(bias)} entries; send fewer or raise serve.max_logit_biases "
+            f"({most}).",
             "logit_bias",
             reason="too_many",
             key="serve.max_logit_biases",

@@ -11,11 +11,11 @@ def environment(requirements: Path, folder: Path) -> Path:
     It is in `folder`, named like the file without `requirements-`. If the file's text has changed,
     it is created again. Raise CalledProcessError if a package cannot be installed.
     """
-    place = folder / requirements.stem.removeprefix("requirements-")
-    ready = place / requirements.name
+    directory = folder / requirements.stem.removeprefix("requirements-")
+    ready = directory / requirements.name
     if not ready.exists() or ready.read_bytes() != requirements.read_bytes():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-        pip = [place / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, "-r", requirements], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", directory], check=True)
+        pip = [directory / "bin/python", "-m", "pip", "install", "-q"]
+        subprocess.run([*pip, "--disable-pip-version-check", "-r", requirements], check=True)
         ready.write_bytes(requirements.read_bytes())
-    return place / "bin/python"
+    return directory / "bin/python"

@@ -50,13 +50,13 @@ async def run_service(
         loop, words, store, model_name=model.name, serve=serve, routing=routing, initial=frozen
     )
     loops = [loop, frozen] if frozen else [loop]
-    for each in loops:
-        each.start()
+    for engine_loop in loops:
+        engine_loop.start()
     try:
         await gateway.start()
         yield Service(gateway, loop, store, model)
     finally:
         await gateway.close()
-        for each in loops:
-            each.close()
+        for engine_loop in loops:
+            engine_loop.close()
         store.close()

@@ -49,8 +49,8 @@ class LoopStalls:
         self.num_beats += 1
         before, self._delays = self._delays, _run_delays()
         delays = {tid: delay - before.get(tid, delay) for tid, delay in self._delays.items()}
-        own = delays.pop(threading.get_native_id(), 0.0)
-        seconds = max(wall_s - own - max(delays.values(), default=0.0), cpu_s, 0.0)
+        loop_delay = delays.pop(threading.get_native_id(), 0.0)
+        seconds = max(wall_s - loop_delay - max(delays.values(), default=0.0), cpu_s, 0.0)
         if seconds > self.longest.seconds:
             self.longest = Stall(seconds, wall_s, cpu_s, line)
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.rewards import posted_rewards
 from lightning_jax.tracing.tree import call_order, from_gateway, has_choice_spans
 from lightning_jax.types import InvalidValue, Rollout, Span, Trajectory, Transition
@@ -37,17 +37,17 @@ def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...],
         if not from_gateway(span):
             continue  # an agent's own instrumentation may record the same call again
         if span.error is not None:
-            reasons[str(span.attributes.get(names.ERROR_TYPE, "call_error"))] += 1
+            reasons[str(span.attributes.get(attributes.ERROR_TYPE, "call_error"))] += 1
         elif has_choice_spans(span):
             continue
-        elif names.SERVED_BY in span.attributes:
+        elif attributes.SERVED_BY in span.attributes:
             reasons["served_elsewhere"] += 1
         elif not (
-            span.attributes.get(names.PROMPT_TOKEN_IDS)
-            and span.attributes.get(names.RESPONSE_TOKEN_IDS)
+            span.attributes.get(attributes.PROMPT_TOKEN_IDS)
+            and span.attributes.get(attributes.RESPONSE_TOKEN_IDS)
         ):
             reasons["empty_response"] += 1
-        elif names.BEHAVIOR_LOGPROBS not in span.attributes:
+        elif attributes.BEHAVIOR_LOGPROBS not in span.attributes:
             reasons["no_logprobs"] += 1
         else:
             transitions.append(_transition(span, rewards.get(span.span_id, 0.0)))
@@ -58,7 +58,8 @@ def to_trajectory(rollout: Rollout, transitions: Sequence[Transition]) -> Trajec
     """Return the rollout's calls with its reward. Raise ValueError if the rollout has none."""
     if rollout.reward is None:
         raise InvalidValue(
-            f"rollout {rollout.rollout_id!r} is {rollout.status}; expected one that has a reward.",
+            f"rollout {rollout.rollout_id!r} is {rollout.status} and has no reward; pass a scored "
+            "rollout.",
             reason="no_reward",
             key=rollout.rollout_id,
         )
@@ -69,28 +70,28 @@ def _transition(span: Span, posted: float) -> Transition:
     values = span.attributes
     return Transition(
         call_id=span.span_id,
-        rollout_id=str(values.get(names.ROLLOUT_ID, "")),
-        prompt_token_ids=tuple(values[names.PROMPT_TOKEN_IDS]),
-        response_token_ids=tuple(values[names.RESPONSE_TOKEN_IDS]),
-        behavior_logprobs=tuple(values[names.BEHAVIOR_LOGPROBS]),
-        sampling_logprobs=tuple(values[names.SAMPLING_LOGPROBS]),
-        policy_versions=tuple(values[names.POLICY_VERSIONS]),
-        finish_reason=values[names.RESPONSE_FINISH_REASONS][0],
-        agent=str(values.get(names.AGENT, "")),
-        policy=str(values.get(names.POLICY, "policy")),
-        reward=float(values.get(names.REWARD, 0.0)) + posted,
-        forced=tuple(values.get(names.FORCED, ())),
-        answered_by=str(values.get(names.ANSWERED_BY, "")),
+        rollout_id=str(values.get(attributes.ROLLOUT_ID, "")),
+        prompt_token_ids=tuple(values[attributes.PROMPT_TOKEN_IDS]),
+        response_token_ids=tuple(values[attributes.RESPONSE_TOKEN_IDS]),
+        behavior_logprobs=tuple(values[attributes.BEHAVIOR_LOGPROBS]),
+        sampling_logprobs=tuple(values[attributes.SAMPLING_LOGPROBS]),
+        policy_versions=tuple(values[attributes.POLICY_VERSIONS]),
+        finish_reason=values[attributes.RESPONSE_FINISH_REASONS][0],
+        agent=str(values.get(attributes.AGENT, "")),
+        policy=str(values.get(attributes.POLICY, "policy")),
+        reward=float(values.get(attributes.REWARD, 0.0)) + posted,
+        forced=tuple(values.get(attributes.FORCED, ())),
+        answered_by=str(values.get(attributes.ANSWERED_BY, "")),
         **_tempered(values),
     )
 
 
 def _tempered(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the temperature fields, or nothing if the temperature is 1 or nearly greedy."""
-    temperature = float(values.get(names.REQUEST_TEMPERATURE, 1.0))
-    if names.TEMPERED_LOGPROBS not in values or temperature < COLDEST:
+    temperature = float(values.get(attributes.REQUEST_TEMPERATURE, 1.0))
+    if attributes.TEMPERED_LOGPROBS not in values or temperature < COLDEST:
         return {}
     return {
         "temperature": temperature,
-        "tempered_logprobs": tuple(values[names.TEMPERED_LOGPROBS]),
+        "tempered_logprobs": tuple(values[attributes.TEMPERED_LOGPROBS]),
     }

@@ -14,14 +14,14 @@ class Forest:
     """Spans by their parents. If several spans share an id, the last one counts."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        self._place = {span.span_id: place for place, span in enumerate(spans)}
+        self._index = {span.span_id: index for index, span in enumerate(spans)}
         by_id = {span.span_id: span for span in spans}
-        parents = [self._place.get(by_id[s.span_id].parent_span_id or "", -1) for s in spans]
+        parents = [self._index.get(by_id[s.span_id].parent_span_id or "", -1) for s in spans]
         self._node, in_circle = _without_circles(parents)
         self._parent = [-1] * len(spans)  # parent of each node
-        for place, parent in enumerate(parents):
-            if place not in in_circle and parent not in (-1, place):
-                self._parent[self._node[place]] = self._node[parent]
+        for index, parent in enumerate(parents):
+            if index not in in_circle and parent not in (-1, index):
+                self._parent[self._node[index]] = self._node[parent]
         self._in_circle = in_circle
         self._enter, self._leave = _tour(self._parent)
 
@@ -64,8 +64,8 @@ class Forest:
                 above = self._parent[node]
                 earliest[above] = min(earliest[above], earliest[node])
         asked: dict[int, list[int]] = {}
-        for place, tool in enumerate(tools):
-            asked.setdefault(self._above(tool), []).append(place)
+        for index, tool in enumerate(tools):
+            asked.setdefault(self._above(tool), []).append(index)
         tops = [-1] * len(tools)
         path: list[int] = []  # from a root to the current node; the earliest call only gets later
         ranks: list[int] = []
@@ -75,22 +75,22 @@ class Forest:
                 ranks.pop()
             path.append(node)
             ranks.append(earliest[node])
-            for place in asked.get(node, ()):
-                deepest = bisect_left(ranks, num_ended[place]) - 1
-                tops[place] = path[deepest] if deepest >= 0 else -1
+            for index in asked.get(node, ()):
+                deepest = bisect_left(ranks, num_ended[index]) - 1
+                tops[index] = path[deepest] if deepest >= 0 else -1
         return tops
 
     def _node_of(self, span: Span) -> int:
-        return self._node[self._place[span.span_id]]
+        return self._node[self._index[span.span_id]]
 
     def _above(self, span: Span) -> int:
-        place = self._place[span.span_id]
-        node = self._node[place]
-        return node if place in self._in_circle else self._parent[node]
+        index = self._index[span.span_id]
+        node = self._node[index]
+        return node if index in self._in_circle else self._parent[node]
 
 
 def _without_circles(parents: Sequence[int]) -> tuple[list[int], set[int]]:
-    """Return the node of each place, with one node for each cycle, and the places in cycles.
+    """Return the node of each span index, with one node for each cycle, and the indices in cycles.
 
     A span that is its own parent is not in a cycle, but a root.
     """
@@ -102,12 +102,12 @@ def _without_circles(parents: Sequence[int]) -> tuple[list[int], set[int]]:
             walk_of[at] = first
             at = parents[at]
         if at >= 0 and walk_of[at] == first and parents[at] != at:  # this walk closed a cycle
-            circle, each = at, parents[at]
+            circle, member = at, parents[at]
             in_circle.add(circle)
-            while each != circle:
-                node[each] = circle
-                in_circle.add(each)
-                each = parents[each]
+            while member != circle:
+                node[member] = circle
+                in_circle.add(member)
+                member = parents[member]
     return node, in_circle
 
 
@@ -131,20 +131,20 @@ def _tour(parents: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 class _LatestInRange:
-    """Segment tree with a number at each place, for the largest number in a range of places."""
+    """Segment tree with a number at each index, for the largest number in a range of indices."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._largest = [-1] * (2 * size)
 
-    def put(self, place: int, number: int) -> None:
-        at = place + self._size
+    def put(self, index: int, number: int) -> None:
+        at = index + self._size
         while at:
             self._largest[at] = max(self._largest[at], number)
             at //= 2
 
     def among(self, begin: int, end: int) -> int:
-        """Return the largest number in places `begin` to `end` - 1, or -1 if there is none."""
+        """Return the largest number at indices `begin` to `end` - 1, or -1 if there is none."""
         found, low, high = -1, begin + self._size, end + self._size
         while low < high:
             if low % 2:

@@ -1,6 +1,6 @@
 """Spans that an agent's own instrumentation sends: OTLP over HTTP, as protobuf or JSON.
 
-Agents are not trusted to tell what the policy sampled, so attributes with our own prefix are
+Agents are not trusted to tell what the policy sampled, so attributes with the reserved prefix are
 removed from their spans.
 """
 
@@ -21,10 +21,10 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.types import InvalidValue, Span
 
-OWN_PREFIX = "lightning."
+RESERVED_PREFIX = "lightning."
 MAX_CHARS = 32_768  # for one attribute; a tool may print megabytes
 MAX_NOTE_CHARS = 64  # for the note at the end of a cut text
 MAX_KEY_CHARS = 256
@@ -75,7 +75,8 @@ def read_request(body: bytes | Mapping[str, Any]) -> Export:
                     sent += scope.spans[: MAX_SPANS - len(sent)]
     except (DecodeError, json_format.ParseError, ValueError, TypeError, RecursionError) as error:
         raise InvalidValue(
-            f"the body is no OTLP trace export as {kind} ({str(error)[:200]})", reason="malformed"
+            f"the body is not a valid OTLP trace export in {kind} ({str(error)[:200]})",
+            reason="malformed",
         ) from error
     spans = tuple(map(_span, sent))
     return Export(
@@ -83,7 +84,7 @@ def read_request(body: bytes | Mapping[str, Any]) -> Export:
         sizes=tuple(map(stored_size, spans)),
         num_excess=num_spans - len(spans),
         num_dropped_attributes=sum(
-            span.attributes.get(names.DROPPED_ATTRIBUTES, 0) for span in spans
+            span.attributes.get(attributes.DROPPED_ATTRIBUTES, 0) for span in spans
         ),
     )
 
@@ -117,7 +118,7 @@ def _nested(message: memoryview, path: Sequence[int]) -> Iterator[memoryview]:
             case kind:
                 raise ValueError(f"wire type {kind} at byte {at}")
     if at > len(message):
-        raise ValueError(f"a field ends {at - len(message)} bytes after its message")
+        raise ValueError(f"a field extends {at - len(message)} bytes past the end of its message")
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
@@ -144,7 +145,9 @@ def write_response(
     response = ExportTraceServiceResponse()
     reasons = [f"{number} spans: {reason}" for reason, number in refused.items()]
     if num_dropped_attributes:
-        reasons.append(f"{num_dropped_attributes} attributes were too long or too many")
+        reasons.append(
+            f"{num_dropped_attributes} attributes dropped because they were too long or too many"
+        )
     if reasons:
         response.partial_success.rejected_spans = sum(refused.values())
         response.partial_success.error_message = "; ".join(reasons)
@@ -173,9 +176,9 @@ def _span(span: OtlpSpan) -> Span:
     if span.status.code == Status.STATUS_CODE_ERROR:
         thrown = _exception(span)
         error = clip(span.status.message) or str(thrown.get("exception.message", ""))
-        values.setdefault(names.ERROR_TYPE, str(thrown.get("exception.type", "error")))
+        values.setdefault(attributes.ERROR_TYPE, str(thrown.get("exception.type", "error")))
     if reader.num_dropped:
-        values[names.DROPPED_ATTRIBUTES] = reader.num_dropped
+        values[attributes.DROPPED_ATTRIBUTES] = reader.num_dropped
     return Span(
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
@@ -207,11 +210,11 @@ class _Reader:
     def attributes(self, pairs: Sequence[KeyValue]) -> dict[str, Any]:
         """Return the attributes without those that have our own prefix."""
         found: dict[str, Any] = {}
-        for place, pair in enumerate(pairs):
+        for index, pair in enumerate(pairs):
             if len(found) == MAX_ATTRIBUTES:
-                self.num_dropped += len(pairs) - place
+                self.num_dropped += len(pairs) - index
                 break
-            if pair.key.startswith(OWN_PREFIX):
+            if pair.key.startswith(RESERVED_PREFIX):
                 continue
             left = self._left
             try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from lightning_jax.config import RewardRule
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.tree import causes, is_gateway_call, tool_output
 from lightning_jax.types import Span, Transition
 
@@ -59,22 +59,22 @@ def posted_rewards(spans: Sequence[Span]) -> tuple[dict[str, float], int]:
 
     Sums are by the id of the span that holds the call's tokens.
     """
-    by_response = {s.attributes.get(names.RESPONSE_ID): s for s in spans if is_gateway_call(s)}
+    by_response = {s.attributes.get(attributes.RESPONSE_ID): s for s in spans if is_gateway_call(s)}
     choices = {
-        (span.parent_span_id, span.attributes.get(names.CHOICE_INDEX)): span for span in spans
+        (span.parent_span_id, span.attributes.get(attributes.CHOICE_INDEX)): span for span in spans
     }
     rewards: Counter[str] = Counter()
     num_lost = 0
     for span in spans:
-        if names.REWARD_CALL not in span.attributes:
+        if attributes.REWARD_CALL not in span.attributes:
             continue
-        call = by_response.get(span.attributes[names.REWARD_CALL])
+        call = by_response.get(span.attributes[attributes.REWARD_CALL])
         if call is None:
             num_lost += 1
             continue
-        index = int(span.attributes.get(names.REWARD_CHOICE, 0))
+        index = int(span.attributes.get(attributes.REWARD_CHOICE, 0))
         holder = choices.get((call.span_id, index), call)
-        rewards[holder.span_id] += span.attributes[names.REWARD]
+        rewards[holder.span_id] += span.attributes[attributes.REWARD]
     return dict(rewards), num_lost
 
 
@@ -86,12 +86,12 @@ def observation(call: Transition, transitions: Sequence[Transition], decode: Dec
     """
     path = call.prompt_token_ids + call.response_token_ids
     later = iter(transitions)
-    for each in later:
-        if each.call_id == call.call_id:
+    for candidate in later:
+        if candidate.call_id == call.call_id:
             break
-    for each in later:
-        if each.prompt_token_ids[: len(path)] == path:
-            return decode(each.prompt_token_ids[len(path) :])
+    for candidate in later:
+        if candidate.prompt_token_ids[: len(path)] == path:
+            return decode(candidate.prompt_token_ids[len(path) :])
     return None
 
 
@@ -103,7 +103,7 @@ def _events(
         yield from _tool_events(spans)
     if "malformed_call" in facts:
         for span in spans:
-            for _ in range(int(span.attributes.get(names.MALFORMED_TOOL_CALLS, 0))):
+            for _ in range(int(span.attributes.get(attributes.MALFORMED_TOOL_CALLS, 0))):
                 yield Event("malformed_call", span.span_id)
     for call in transitions:
         if "cut_short" in facts and call.finish_reason == "length":
@@ -111,16 +111,16 @@ def _events(
         if "response" in facts:
             yield Event("response", call.call_id, decode(call.response_token_ids))
         if "observation" in facts:
-            said = observation(call, transitions, decode)
-            if said is not None:
-                yield Event("observation", call.call_id, said)
+            text = observation(call, transitions, decode)
+            if text is not None:
+                yield Event("observation", call.call_id, text)
 
 
 def _tool_events(spans: Sequence[Span]) -> Iterator[Event]:
     for span, cause in causes(spans):
         call_id = cause.span_id if cause else ""
         if span.error is not None:
-            reason = f"{span.attributes.get(names.ERROR_TYPE, '')} {span.error}".strip()
+            reason = f"{span.attributes.get(attributes.ERROR_TYPE, '')} {span.error}".strip()
             yield Event("tool_error", call_id, reason)
             if re.search(r"time[d\s_-]*out", reason, re.I):
                 yield Event("tool_timeout", call_id, reason)

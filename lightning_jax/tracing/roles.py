@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from lightning_jax.config import PolicyConfig, RoleConfig
 from lightning_jax.rl.policies import keep_calls
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.tree import Agents
 from lightning_jax.types import Span, Trajectory, Transition
 
@@ -20,7 +20,7 @@ def find_role(roles: Roles, *, agent: str, model: str, system: str) -> str:
     return next((name for name, role in roles.items() if _fits(role, agent, model, system)), "")
 
 
-def choose_policy(policies: Policies, role: RoleConfig | None, model: str) -> str:
+def select_policy(policies: Policies, role: RoleConfig | None, model: str) -> str:
     """Return the policy that a call's role names, else the one that its model names, else ""."""
     if role is not None and role.policy is not None:
         return role.policy
@@ -58,7 +58,7 @@ def only_trained(trajectory: Trajectory) -> Trajectory:
 
 
 def _assigned(call: Transition, span: Span, agent: str, roles: Roles) -> Transition:
-    noted = str(span.attributes.get(names.ROLE, ""))
+    noted = str(span.attributes.get(attributes.ROLE, ""))
     role = noted
     if noted not in roles or roles[noted].served_by == "policy":
         for name, candidate in roles.items():

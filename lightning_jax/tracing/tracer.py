@@ -23,7 +23,7 @@ from opentelemetry.trace import StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from lightning_jax.store import Store
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.types import InvalidValue, Span
 
 P = ParamSpec("P")
@@ -54,7 +54,7 @@ def make_tracer(store: Store) -> trace.Tracer:
     tracer = provider.get_tracer("lightning_jax")
     if isinstance(tracer, trace.NoOpTracer):
         raise InvalidValue(
-            "OTEL_SDK_DISABLED is true; expected it unset, because training needs spans.",
+            "OTEL_SDK_DISABLED is true, but training needs spans; unset it.",
             reason="conflict",
             key="OTEL_SDK_DISABLED",
         )
@@ -73,16 +73,16 @@ class StoreSpanProcessor(SpanProcessor):
 
     def on_start(self, span: OpenSpan, parent_context: Context | None = None) -> None:
         sequence = None
-        if names.CHOICE_INDEX in (span.attributes or {}):
+        if attributes.CHOICE_INDEX in (span.attributes or {}):
             call = trace.get_current_span(parent_context)
-            attributes = call.attributes if isinstance(call, ReadableSpan) else None
-            sequence = (attributes or {}).get(names.SEQUENCE)
+            call_attributes = call.attributes if isinstance(call, ReadableSpan) else None
+            sequence = (call_attributes or {}).get(attributes.SEQUENCE)
         if sequence is None:
             sequence = self._store.next_sequence()
-        span.set_attribute(names.SEQUENCE, sequence)
+        span.set_attribute(attributes.SEQUENCE, sequence)
 
     def on_end(self, span: ReadableSpan) -> None:
-        rollout_id = (span.attributes or {}).get(names.ROLLOUT_ID)
+        rollout_id = (span.attributes or {}).get(attributes.ROLLOUT_ID)
         self._store.add_span(None if rollout_id is None else str(rollout_id), to_span(span))
 
 
@@ -103,7 +103,7 @@ class Recorder:
         return await self.store.in_order(function, *args, **kwargs)
 
 
-class Numbers(str):
+class JsonFloats(str):
     """Numbers for the tokens of a call, as a span attribute for `make_tracer`.
 
     To OpenTelemetry they are a short string. It would check each item of a sequence, which for a
@@ -112,7 +112,7 @@ class Numbers(str):
 
     numbers: tuple[Any, ...]
 
-    def __new__(cls, numbers: Sequence[Any]) -> "Numbers":
+    def __new__(cls, numbers: Sequence[Any]) -> "JsonFloats":
         made = super().__new__(cls, f"{len(numbers)} numbers")
         made.numbers = tuple(numbers)
         return made
@@ -139,11 +139,11 @@ def to_span(span: ReadableSpan) -> Span:
     context = span.get_span_context()
     assert context is not None, f"span {span.name!r} has no context"
     assert span.start_time is not None and span.end_time is not None, f"span {span.name!r} is open"
-    attributes: dict[str, Any] = {
-        name: value.numbers if isinstance(value, Numbers) else value
+    values: dict[str, Any] = {
+        name: value.numbers if isinstance(value, JsonFloats) else value
         for name, value in (span.attributes or {}).items()
     }
-    sequence = attributes.pop(names.SEQUENCE, None)
+    sequence = values.pop(attributes.SEQUENCE, None)
     return Span(
         trace_id=trace.format_trace_id(context.trace_id),
         span_id=trace.format_span_id(context.span_id),
@@ -151,7 +151,7 @@ def to_span(span: ReadableSpan) -> Span:
         name=span.name,
         start_ns=span.start_time,
         end_ns=max(span.start_time, span.end_time),
-        attributes=attributes,
+        attributes=values,
         error=(span.status.description or "")
         if span.status.status_code is StatusCode.ERROR
         else None,
@@ -186,7 +186,7 @@ class Root:
         rollout_id: str,
         start_ns: int,
         end_ns: int,
-        attributes: Mapping[str, Any],
+        values: Mapping[str, Any],
         error: str | None,
     ) -> Span:
         """Return the root span, which records the rollout as a whole."""
@@ -197,8 +197,11 @@ class Root:
             name="rollout",
             start_ns=start_ns,
             end_ns=max(start_ns, end_ns),
-            attributes={names.OPERATION_NAME: names.INVOKE_AGENT, names.ROLLOUT_ID: rollout_id}
-            | dict(attributes),
+            attributes={
+                attributes.OPERATION_NAME: attributes.INVOKE_AGENT,
+                attributes.ROLLOUT_ID: rollout_id,
+            }
+            | dict(values),
             error=error,
             sequence=self.sequence,
         )
@@ -245,7 +248,7 @@ def child_context(span: trace.Span) -> Context:
 
 def end_with_error(span: trace.Span, reason: str, message: str) -> None:
     """End the span as failed. `reason` is a short code, and `message` is one sentence."""
-    span.set_attribute(names.ERROR_TYPE, reason)
+    span.set_attribute(attributes.ERROR_TYPE, reason)
     span.set_status(StatusCode.ERROR, message or reason)
     span.end()
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.forest import Forest
 from lightning_jax.types import Span
 
-AGENT_NAMES = (names.AGENT, names.AGENT_NAME, "agent.name", "graph.node.id")
-TOOL_OUTPUTS = (names.TOOL_RESULT, names.OUTPUT)
+AGENT_NAMES = (attributes.AGENT, attributes.AGENT_NAME, "agent.name", "graph.node.id")
+TOOL_OUTPUTS = (attributes.TOOL_RESULT, attributes.OUTPUT)
 
 
 def from_gateway(span: Span) -> bool:
@@ -22,18 +22,18 @@ def from_gateway(span: Span) -> bool:
 
     Agents cannot send such a span; see otlp.py.
     """
-    return names.POLICY in span.attributes
+    return attributes.POLICY in span.attributes
 
 
 def is_gateway_call(span: Span) -> bool:
     """Return whether the span is a call to the gateway, but not one of its choices."""
-    return from_gateway(span) and names.CHOICE_INDEX not in span.attributes
+    return from_gateway(span) and attributes.CHOICE_INDEX not in span.attributes
 
 
 def has_choice_spans(span: Span) -> bool:
     """Return whether the span is a call with several choices, whose child spans hold the tokens."""
-    count = int(span.attributes.get(names.REQUEST_CHOICE_COUNT, 1))
-    return count > 1 and names.CHOICE_INDEX not in span.attributes
+    count = int(span.attributes.get(attributes.REQUEST_CHOICE_COUNT, 1))
+    return count > 1 and attributes.CHOICE_INDEX not in span.attributes
 
 
 def call_order(span: Span) -> tuple[int, int, int]:
@@ -41,14 +41,16 @@ def call_order(span: Span) -> tuple[int, int, int]:
 
     The clock decides only in stores older than schema version 4, whose spans have no sequence.
     """
-    choice = int(span.attributes.get(names.CHOICE_INDEX, 0))
+    choice = int(span.attributes.get(attributes.CHOICE_INDEX, 0))
     return (0, span.start_ns, choice) if span.sequence is None else (span.sequence, 0, choice)
 
 
 def is_tool(span: Span) -> bool:
     """Return whether the span is a tool run."""
-    kind = str(span.attributes.get(names.SPAN_KIND, ""))
-    return span.attributes.get(names.OPERATION_NAME) == names.EXECUTE_TOOL or kind == "TOOL"
+    kind = str(span.attributes.get(attributes.SPAN_KIND, ""))
+    return (
+        span.attributes.get(attributes.OPERATION_NAME) == attributes.EXECUTE_TOOL or kind == "TOOL"
+    )
 
 
 def tool_output(span: Span) -> str:
@@ -56,19 +58,19 @@ def tool_output(span: Span) -> str:
     return _first_text(span.attributes, TOOL_OUTPUTS)
 
 
-def placed(spans: Sequence[Span]) -> list[Span]:
+def attach_loose_calls(spans: Sequence[Span]) -> list[Span]:
     """Return the spans, with calls that came without a trace context moved below the agent's spans.
 
     Such a call goes below the span that encloses it in time and began last. Instrumentation often
     makes a span around a call without sending its context.
     """
     roots = {span.span_id for span in spans if span.parent_span_id is None}
-    loose = [place for place, span in enumerate(spans) if _is_loose(span, roots)]
-    theirs = [span for span in spans if names.ROLLOUT_ID not in span.attributes]
+    loose = [index for index, span in enumerate(spans) if _is_loose(span, roots)]
+    theirs = [span for span in spans if attributes.ROLLOUT_ID not in span.attributes]
     found = list(spans)
-    for place, above in zip(loose, _around([spans[place] for place in loose], theirs), strict=True):
+    for index, above in zip(loose, _around([spans[index] for index in loose], theirs), strict=True):
         if above is not None:
-            found[place] = replace(spans[place], parent_span_id=above.span_id)
+            found[index] = replace(spans[index], parent_span_id=above.span_id)
     return found
 
 
@@ -92,12 +94,12 @@ class Agents:
     def of(self, span: Span) -> str:
         """Return the agent named by the span or else by its nearest ancestor, or "" if none is."""
         found, nameless = "", []
-        for each in ancestors(span, self._by_id):
-            found = _first_text(each.attributes, AGENT_NAMES)
-            if found or each.span_id in self._known:
-                found = found or self._known[each.span_id]
+        for ancestor in ancestors(span, self._by_id):
+            found = _first_text(ancestor.attributes, AGENT_NAMES)
+            if found or ancestor.span_id in self._known:
+                found = found or self._known[ancestor.span_id]
                 break
-            nameless.append(each.span_id)
+            nameless.append(ancestor.span_id)
         self._known |= dict.fromkeys(nameless, found)
         return found
 
@@ -114,7 +116,7 @@ def causes(spans: Sequence[Span]) -> list[tuple[Span, Span | None]]:
 
 
 def _holds_tokens(span: Span) -> bool:
-    return names.RESPONSE_TOKEN_IDS in span.attributes
+    return attributes.RESPONSE_TOKEN_IDS in span.attributes
 
 
 def _is_loose(span: Span, roots: Set[str]) -> bool:
@@ -132,8 +134,8 @@ def _around(calls: Sequence[Span], theirs: Sequence[Span]) -> list[Span | None]:
     open_spans: list[Span] = []  # without spans that end before one that began later
     ends: list[int] = []  # of `open_spans`, negative for `bisect`
     num_begun = 0
-    for place in sorted(range(len(calls)), key=lambda place: calls[place].start_ns):
-        call = calls[place]
+    for index in sorted(range(len(calls)), key=lambda index: calls[index].start_ns):
+        call = calls[index]
         while num_begun < len(begun) and begun[num_begun].start_ns <= call.start_ns:
             span = begun[num_begun]
             while open_spans and open_spans[-1].end_ns <= span.end_ns:
@@ -143,7 +145,7 @@ def _around(calls: Sequence[Span], theirs: Sequence[Span]) -> list[Span | None]:
             ends.append(-span.end_ns)
             num_begun += 1
         num_around = bisect_right(ends, -call.end_ns)
-        found[place] = open_spans[num_around - 1] if num_around else None
+        found[index] = open_spans[num_around - 1] if num_around else None
     return found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from lightning_jax.store import Store
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.convert import spans_to_transitions
 from lightning_jax.types import Span, Transition
 
@@ -47,17 +47,17 @@ def _is_plain(call_id: str, spans: Mapping[str, Span]) -> bool:
     The span of one of several choices has no settings, so its parent's are used.
     """
     span = spans[call_id]
-    if names.CHOICE_INDEX in span.attributes:
+    if attributes.CHOICE_INDEX in span.attributes:
         span = spans.get(span.parent_span_id or "", span)
     plain = {
-        names.REQUEST_TEMPERATURE: 1,
-        names.REQUEST_TOP_P: 1,
-        names.REQUEST_TOP_K: 0,
-        names.REQUEST_MIN_P: 0,
+        attributes.REQUEST_TEMPERATURE: 1,
+        attributes.REQUEST_TOP_P: 1,
+        attributes.REQUEST_TOP_K: 0,
+        attributes.REQUEST_MIN_P: 0,
     }
     values = span.attributes
     same = all(values.get(name) == value for name, value in plain.items())
-    return same and not values.get(names.ADJUSTED)
+    return same and not values.get(attributes.ADJUSTED)
 
 
 def with_known_weights(

@@ -11,7 +11,7 @@ from lightning_jax.gateway.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.packing import common_prefix
 from lightning_jax.rollout_metrics import failures
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.tree import (
     call_order,
     has_choice_spans,
@@ -32,14 +32,14 @@ from lightning_jax.view.records import (
 from lightning_jax.view.text import as_text, printable, split_text, token_texts
 from lightning_jax.view.tree import in_tree_order
 
-INPUTS = (names.TOOL_ARGUMENTS, names.INPUT, "tool.parameters", "gen_ai.input.messages")
-OUTPUTS = (names.TOOL_RESULT, names.OUTPUT, "gen_ai.output.messages")
-TOOL_NAMES = (names.TOOL_NAME, "tool.name")
+INPUTS = (attributes.TOOL_ARGUMENTS, attributes.INPUT, "tool.parameters", "gen_ai.input.messages")
+OUTPUTS = (attributes.TOOL_RESULT, attributes.OUTPUT, "gen_ai.output.messages")
+TOOL_NAMES = (attributes.TOOL_NAME, "tool.name")
 # Attributes with one item per token, and attributes that a view shows separately.
 SHOWN_OTHERWISE = frozenset(
-    {names.PROMPT_TOKEN_IDS, names.RESPONSE_TOKEN_IDS, names.BEHAVIOR_LOGPROBS}
-    | {names.SAMPLING_LOGPROBS, names.TEMPERED_LOGPROBS, names.POLICY_VERSIONS}
-    | {names.FORCED, names.ROLLOUT_ID, *INPUTS, *OUTPUTS}
+    {attributes.PROMPT_TOKEN_IDS, attributes.RESPONSE_TOKEN_IDS, attributes.BEHAVIOR_LOGPROBS}
+    | {attributes.SAMPLING_LOGPROBS, attributes.TEMPERED_LOGPROBS, attributes.POLICY_VERSIONS}
+    | {attributes.FORCED, attributes.ROLLOUT_ID, *INPUTS, *OUTPUTS}
 )
 NO_SPANS = "no spans: the agent made no call, or none has ended yet"
 
@@ -123,7 +123,7 @@ def _printable(rollout: Rollout) -> Rollout:
 
 def _holds_prompt(span: Span) -> bool:
     """Return True for a call that a policy answered, or for the span of one of its choices."""
-    if not span.attributes.get(names.PROMPT_TOKEN_IDS):
+    if not span.attributes.get(attributes.PROMPT_TOKEN_IDS):
         return False
     return not has_choice_spans(span) or span.error is not None
 
@@ -139,8 +139,8 @@ def _calls(
     paths: list[np.ndarray] = []  # prompt and response of each call so far
     found = {}
     for span in holders:
-        prompt = np.asarray(span.attributes[names.PROMPT_TOKEN_IDS], np.int64)
-        response = np.asarray(span.attributes.get(names.RESPONSE_TOKEN_IDS, ()), np.int64)
+        prompt = np.asarray(span.attributes[attributes.PROMPT_TOKEN_IDS], np.int64)
+        response = np.asarray(span.attributes.get(attributes.RESPONSE_TOKEN_IDS, ()), np.int64)
         shared = [common_prefix(path, prompt) for path in paths]
         longest = max(shared, default=0)
         with_call = len(shared) - shared[::-1].index(longest) if longest else None
@@ -165,10 +165,10 @@ class _Texts:
 
 
 def _texts(span: Span, num_shared: int, tokenizer: Tokenizer | None) -> _Texts:
-    response = tuple(span.attributes.get(names.RESPONSE_TOKEN_IDS, ()))
+    response = tuple(span.attributes.get(attributes.RESPONSE_TOKEN_IDS, ()))
     if tokenizer is None:
         return _Texts("", "", ("",) * len(response), ())
-    prompt = tuple(span.attributes[names.PROMPT_TOKEN_IDS])
+    prompt = tuple(span.attributes[attributes.PROMPT_TOKEN_IDS])
     return _Texts(
         *split_text(prompt, num_shared, tokenizer),
         token_texts(response, tokenizer),
@@ -182,23 +182,23 @@ def _call(span: Span, number: int, texts: _Texts, transition: Transition | None)
     `transition` is None if the call failed.
     """
     values = span.attributes
-    logprobs = tuple(values.get(names.BEHAVIOR_LOGPROBS, ())) or (None,) * len(texts.tokens)
-    forced = tuple(values.get(names.FORCED, ())) or (False,) * len(texts.tokens)
+    logprobs = tuple(values.get(attributes.BEHAVIOR_LOGPROBS, ())) or (None,) * len(texts.tokens)
+    forced = tuple(values.get(attributes.FORCED, ())) or (False,) * len(texts.tokens)
     known = [logprob for logprob in logprobs if logprob is not None]
     return CallView(
         number=number,
-        num_prompt_tokens=len(values[names.PROMPT_TOKEN_IDS]),
+        num_prompt_tokens=len(values[attributes.PROMPT_TOKEN_IDS]),
         shared_text=texts.shared,
         new_text=texts.new,
         tokens=tuple(map(TokenView, texts.tokens, logprobs, forced)),
         tool_calls=texts.tool_calls,
-        finish_reason=", ".join(map(as_text, values.get(names.RESPONSE_FINISH_REASONS, ()))),
+        finish_reason=", ".join(map(as_text, values.get(attributes.RESPONSE_FINISH_REASONS, ()))),
         mean_logprob=float(np.mean(known)) if known else None,
-        versions=tuple(sorted(set(values.get(names.POLICY_VERSIONS, ())))),
+        versions=tuple(sorted(set(values.get(attributes.POLICY_VERSIONS, ())))),
         reward=transition.reward if transition else 0.0,
-        agent=printable(transition.agent if transition else str(values.get(names.AGENT, ""))),
+        agent=printable(transition.agent if transition else str(values.get(attributes.AGENT, ""))),
         role=printable(transition.role) if transition else "",
-        answered_by=printable(str(values.get(names.ANSWERED_BY, ""))),
+        answered_by=printable(str(values.get(attributes.ANSWERED_BY, ""))),
         trains=transition.trains if transition else False,
     )
 
@@ -247,14 +247,14 @@ def _span(span: Span, depth: int, origin: int, calls: Mapping[str, CallView]) ->
 
 def _kind(span: Span) -> Kind:
     values = span.attributes
-    operation, kind = values.get(names.OPERATION_NAME), values.get(names.SPAN_KIND)
-    if names.REWARD_CALL in values:
+    operation, kind = values.get(attributes.OPERATION_NAME), values.get(attributes.SPAN_KIND)
+    if attributes.REWARD_CALL in values:
         return "reward"
     if is_tool(span):
         return "tool"
-    if operation in names.GENERATIONS or kind == "LLM":
+    if operation in attributes.GENERATIONS or kind == "LLM":
         return "llm"
-    if operation == names.INVOKE_AGENT or kind == "AGENT":
+    if operation == attributes.INVOKE_AGENT or kind == "AGENT":
         return "agent"
     return "other"
 
@@ -266,9 +266,9 @@ def _label(span: Span, kind: Kind, call: CallView | None) -> str:
     if kind == "tool":
         return _first(span, TOOL_NAMES) or printable(span.name)
     if kind == "agent":
-        return printable(str(values.get(names.AGENT_NAME) or span.name))
+        return printable(str(values.get(attributes.AGENT_NAME) or span.name))
     if kind == "reward":
-        return f"reward {float(values.get(names.REWARD, 0.0)):+g}"
+        return f"reward {float(values.get(attributes.REWARD, 0.0)):+g}"
     return printable(span.name)
 
 
@@ -276,7 +276,7 @@ def _error(span: Span) -> str | None:
     """Return the error's reason and message, or None if nothing failed."""
     if span.error is None:
         return None
-    reason = str(span.attributes.get(names.ERROR_TYPE, ""))
+    reason = str(span.attributes.get(attributes.ERROR_TYPE, ""))
     return printable(f"{reason}: {span.error}" if reason and span.error else span.error or reason)
 
 

@@ -16,7 +16,7 @@ from lightning_jax.models.names import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rollout_metrics import Reading, to_trajectories
 from lightning_jax.store import Store
-from lightning_jax.tracing.tree import placed
+from lightning_jax.tracing.tree import attach_loose_calls
 from lightning_jax.types import Rollout, UserError
 from lightning_jax.view import DEFAULT_LIMIT
 from lightning_jax.view.build import newest_first, view_rollout, view_run
@@ -71,7 +71,7 @@ class RunReader:
         credit = self._credit(rollout)
         if why_no_text:
             credit = replace(credit, notes=(why_no_text, *credit.notes))
-        spans = placed(self._store.spans(rollout_id))
+        spans = attach_loose_calls(self._store.spans(rollout_id))
         transitions, _, _ = self._reading.transitions(spans)
         return view_rollout(rollout, spans, transitions, tokenizer, credit)
 

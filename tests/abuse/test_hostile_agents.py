@@ -22,7 +22,7 @@ from lightning_jax.config import (
 from lightning_jax.models.load import save_hf
 from lightning_jax.store import Store
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.trainer import train
 from lightning_jax.types import Rollout, Task
 
@@ -94,9 +94,9 @@ def _train(config: Config, tasks: list[Task]) -> tuple[list[Rollout], dict[str, 
     rollouts = store.rollouts(phase="train")
     sampled = {
         rollout.rollout_id: [
-            tuple(span.attributes[names.RESPONSE_TOKEN_IDS])
+            tuple(span.attributes[attributes.RESPONSE_TOKEN_IDS])
             for span in store.spans(rollout.rollout_id)
-            if names.RESPONSE_TOKEN_IDS in span.attributes
+            if attributes.RESPONSE_TOKEN_IDS in span.attributes
         ]
         for rollout in rollouts
     }

@@ -49,10 +49,10 @@ def make_bench(model: LoadedModel, engine: Engine, tmp_path: Path) -> MakeBench:
         **changes: Any,
     ) -> AsyncIterator[Bench]:
         serve = replace(SERVE, **changes)
-        places = (tmp_path, model, engine, serve)
+        arguments = (tmp_path, model, engine, serve)
         others = {"tokenizer": tokenizer, "routing": Routing(roles or {}), "initial": initial}
         async with (
-            run_service(*places, version=3, **others) as service,
+            run_service(*arguments, version=3, **others) as service,
             aiohttp.ClientSession() as http,
         ):
             yield Bench(service.gateway, service.loop, service.store, model, http)

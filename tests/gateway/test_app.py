@@ -15,7 +15,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 from lightning_jax.gateway.app import RolloutSettings
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.convert import spans_to_transitions
 from lightning_jax.types import LLM, InvalidValue
 
@@ -157,7 +157,7 @@ async def test_a_stream_says_what_a_whole_answer_says(
     assert len({tuple(choice.token_ids) for choice in whole.choices}) == n
 
 
-async def test_each_choice_is_a_transition(bench: Bench, connect: Connect) -> None:
+async def test_choices_become_transitions(bench: Bench, connect: Connect) -> None:
     reply = await _ask(connect(bench.rollout()), n=3, extra_body={"return_token_ids": True})
     spans = bench.store.spans("r1")
     call = next(span for span in spans if span.name == "chat policy")
@@ -189,13 +189,13 @@ async def test_a_conversation_extends_token_for_token(bench: Bench, connect: Con
 
 
 async def test_rollouts_repeat_with_their_seed(bench: Bench, connect: Connect) -> None:
-    said = {}
+    texts = {}
     for rollout_id, seed in (("a", 1), ("b", 1), ("c", 2)):
         client = connect(bench.rollout(rollout_id, seed))
         replies = [await _ask(client, seed=5) for _ in range(2)]
-        said[rollout_id] = [reply.choices[0].message.content for reply in replies]
-    assert said["a"] == said["b"] != said["c"]
-    assert said["a"][0] != said["a"][1]
+        texts[rollout_id] = [reply.choices[0].message.content for reply in replies]
+    assert texts["a"] == texts["b"] != texts["c"]
+    assert texts["a"][0] != texts["a"][1]
 
 
 async def test_settings_of_the_rollout_win(bench: Bench, connect: Connect) -> None:
@@ -230,7 +230,7 @@ async def test_calls_outside_of_rollouts_are_served_and_never_trained(
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     assert reply.model == "tiny"
     (span,) = bench.store.spans(None)
-    assert names.ROLLOUT_ID not in span.attributes
+    assert attributes.ROLLOUT_ID not in span.attributes
 
 
 async def test_langchain_works_unmodified(bench: Bench) -> None:
@@ -255,7 +255,7 @@ async def test_langchain_works_unmodified(bench: Bench) -> None:
     assert len(one.response_token_ids) <= 8
 
 
-async def test_many_rollouts_at_once_keep_apart(bench: Bench, connect: Connect) -> None:
+async def test_concurrent_rollouts_do_not_mix(bench: Bench, connect: Connect) -> None:
     clients = {f"r{i}": connect(bench.rollout(f"r{i}", seed=i)) for i in range(12)}
     replies = await asyncio.gather(*(_ask(client) for client in clients.values()))
     for rollout_id, reply in zip(clients, replies, strict=True):

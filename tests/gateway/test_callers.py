@@ -19,7 +19,7 @@ async def _status(bench: Bench, **to: Any) -> int:
     return (await bench.post(BODY, **to))[0]
 
 
-async def test_a_rollouts_key_works_under_its_own_url_alone(bench: Bench) -> None:
+async def test_rollout_key_works_only_under_its_url(bench: Bench) -> None:
     one, two = bench.rollout("one"), bench.rollout("two")
     assert len({one.api_key, two.api_key, bench.gateway.api_key}) == 3
     assert await _status(bench, base=one.base_url, key=one.api_key) == 200
@@ -28,7 +28,7 @@ async def test_a_rollouts_key_works_under_its_own_url_alone(bench: Bench) -> Non
     assert await _status(bench, base=one.base_url, key="") == 401
     for base in (one.base_url, two.base_url, None):
         assert await _status(bench, base=base) == 200  # the gateway's own
-    assert [len(bench.store.spans(each)) for each in ("one", "two", None)] == [2, 1, 1]
+    assert [len(bench.store.spans(rollout_id)) for rollout_id in ("one", "two", None)] == [2, 1, 1]
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/responses/resp_1", "/api/tags"])
@@ -57,7 +57,7 @@ async def test_a_key_ends_with_its_rollout(bench: Bench) -> None:
     assert await _status(bench, key=ended.api_key) == 401
 
 
-async def test_how_a_rollout_ended_is_told_to_its_own_agent_only(bench: Bench) -> None:
+async def test_only_the_agent_learns_how_its_rollout_ended(bench: Bench) -> None:
     bench.store.add_rollout(Rollout("r1", "t", "g", "train", 0, 0, 1, "queued"))
     bench.store.set_status("r1", "running")
     bench.rollout()

@@ -101,8 +101,8 @@ async def test_half_requests_make_room_for_an_honest_agent(make_bench: MakeBench
         held = [asyncio.create_task(sent(bench, half)) for _ in range(8)]
         await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED)
         assert [await ask(bench) for _ in range(3)] == [200] * 3
-        for each in held:
-            each.cancel()
+        for task in held:
+            task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
 
 
@@ -145,7 +145,7 @@ def test_connections_leave_descriptors_for_the_run(monkeypatch: pytest.MonkeyPat
     assert number_that_fits(4096) == 1
 
 
-async def test_lack_of_descriptors_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_lack_of_descriptors_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.get_running_loop()
     others: list[dict] = []
     loop.set_exception_handler(lambda _, context: others.append(context))

@@ -13,9 +13,9 @@ from gateway_bench import Bench, Connect, MakeBench
 from yarl import URL
 
 from lightning_jax.config import RoleConfig
-from lightning_jax.gateway.elsewhere import said_by
+from lightning_jax.gateway.elsewhere import read_traits
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.convert import spans_to_transitions
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Say something."}]
@@ -36,8 +36,8 @@ async def _upstream() -> AsyncIterator[tuple[str, list[Any]]]:
         if body["model"] == "busy":
             return web.json_response({"error": {"message": "later"}}, status=503)
         if body["model"] == "moved":
-            place = f"http://127.0.0.1:{runner.addresses[0][1]}/stolen"
-            return web.Response(status=307, headers={"Location": place})
+            location = f"http://127.0.0.1:{runner.addresses[0][1]}/stolen"
+            return web.Response(status=307, headers={"Location": location})
         if body["model"] in ("long", "long and told"):
             response = web.StreamResponse()
             if body["model"] == "long and told":
@@ -95,17 +95,20 @@ async def test_another_server_answers_and_the_call_is_recorded(
         roles = _far(url, served_model="big", api_key="its-key")
         async with make_bench(roles=roles) as bench:
             client = connect(bench.rollout())
-            said = await client.chat.completions.create(
+            proxied = await client.chat.completions.create(
                 model="far-judge", messages=MESSAGES, extra_headers={"x-agent-name": "judge"}
             )
-            own = await client.chat.completions.create(**BODY)
-            assert said.choices[0].message.content == "I am big" and own.model == "policy"
+            sampled = await client.chat.completions.create(**BODY)
+            assert proxied.choices[0].message.content == "I am big" and sampled.model == "policy"
             (path, key, body) = asked[0]
             assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer its-key", "big")
             far, _ = bench.store.spans("r1")
-            assert far.attributes[names.SERVED_BY] == url and far.attributes[names.ROLE] == "judge"
             assert (
-                far.attributes[names.AGENT] == "judge"
+                far.attributes[attributes.SERVED_BY] == url
+                and far.attributes[attributes.ROLE] == "judge"
+            )
+            assert (
+                far.attributes[attributes.AGENT] == "judge"
                 and "I am big" in far.attributes["output.value"]
             )
             assert "its-key" not in str(far)
@@ -250,7 +253,7 @@ async def test_initial_weights_answer_frozen_roles(make_bench: MakeBench) -> Non
         assert policy.prompt_token_ids == checker.prompt_token_ids
         assert policy.behavior_logprobs != checker.behavior_logprobs
         assert set(policy.policy_versions) == {3} and set(checker.policy_versions) == {0}
-        roles_noted = [s.attributes.get(names.ROLE) for s in bench.store.spans("r1")]
+        roles_noted = [s.attributes.get(attributes.ROLE) for s in bench.store.spans("r1")]
         assert roles_noted == [None, "checker"]
 
 
@@ -285,7 +288,7 @@ TEXT = [{"type": "text", "text": "b"}]
         ({"messages": "odd", "system": 3}, ""),
     ],
 )
-def test_the_system_prompt_is_found_in_each_dialect(body: dict[str, Any], system: str) -> None:
-    said = said_by(body | {"model": "policy:w"}, {}, {})
-    assert said == {"agent": "w", "model": "policy:w", "system": system}
-    assert said_by({}, {"model": "m"}, {"x-agent-name": "a"})["agent"] == "a"
+def test_system_prompt_is_found_in_every_dialect(body: dict[str, Any], system: str) -> None:
+    traits = read_traits(body | {"model": "policy:w"}, {}, {})
+    assert traits == {"agent": "w", "model": "policy:w", "system": system}
+    assert read_traits({}, {"model": "m"}, {"x-agent-name": "a"})["agent"] == "a"

@@ -122,11 +122,11 @@ async def test_a_rollout_that_is_not_running_is_not_found(bench: Bench) -> None:
     bench.gateway.close_rollout("r1")
     bench.store.set_status("r1", "scored", reward=1.0)
     # Only its own agent learns how it ended.
-    for where, is_told in ((base, True), (guessed, False)):
+    for where, has_reason in ((base, True), (guessed, False)):
         status, reply, _ = await bench.post(BODY, base=where)
         assert (status, reply["error"]["code"]) == (404, "rollout_not_found")
         assert "'r1'" in reply["error"]["message"]
-        assert ("scored" in reply["error"]["message"]) == is_told
+        assert ("scored" in reply["error"]["message"]) == has_reason
 
 
 @pytest.mark.parametrize(("method", "status"), [("GET", 405), ("POST", 404)])
@@ -245,9 +245,9 @@ async def test_arguments_that_nest_too_deep_are_taken_as_text(bench: Bench) -> N
     for depth in (200, 100_000):
         arguments = '{"a":' * depth + "1" + "}" * depth
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        said = {"role": "assistant", "content": None, "tool_calls": [call]}
-        told = {"role": "tool", "tool_call_id": "c", "content": "x"}
-        messages = [*BODY["messages"], said, told]
+        call_message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "c", "content": "x"}
+        messages = [*BODY["messages"], call_message, result]
         status, reply, _ = await bench.post(BODY | {"messages": messages})
         assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
 

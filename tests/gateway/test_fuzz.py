@@ -136,14 +136,14 @@ GARBAGE: list[Any] = [
 ]
 
 
-def _places(value: Any, path: tuple = ()) -> list[tuple]:
+def _paths(value: Any, path: tuple = ()) -> list[tuple]:
     """Return the path of every nested value, including containers."""
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         items = list(value.items())
     elif isinstance(value, list):
         items = list(enumerate(value))
-    return [p for key, child in items for p in [(*path, key), *_places(child, (*path, key))]]
+    return [p for key, child in items for p in [(*path, key), *_paths(child, (*path, key))]]
 
 
 def _mutated(valid: dict[str, Any], rng: random.Random) -> bytes:
@@ -153,10 +153,10 @@ def _mutated(valid: dict[str, Any], rng: random.Random) -> bytes:
         return rng.choice([raw[: rng.randrange(len(raw))], rng.randbytes(40), b"", b"[" * 2000])
     body: Any = copy.deepcopy(valid)
     for _ in range(rng.choice([1, 1, 2, 3])):
-        places = _places(body)
-        if not places:
+        paths = _paths(body)
+        if not paths:
             break
-        *parents, key = rng.choice(places)
+        *parents, key = rng.choice(paths)
         target = body
         for parent in parents:
             target = target[parent]
@@ -250,10 +250,10 @@ async def test_no_header_or_encoding_is_our_error(
         headers |= {name: rng.choice(HEADERS[name]) for name in names}
         raw = _packed(body, rng) if "Content-Encoding" in names else body
         async with bench.http.post(url, data=raw, headers=headers) as response:
-            said = await response.read()
+            reply = await response.read()
         statuses.add(response.status)
-        assert response.status < 500, (headers, raw, said)
-        assert not said or json.loads(said) is not None
+        assert response.status < 500, (headers, raw, reply)
+        assert not reply or json.loads(reply) is not None
 
     for _ in range(20):
         await asyncio.gather(*(send() for _ in range(10)))
@@ -314,9 +314,9 @@ async def test_no_export_of_spans_is_our_error(bench: Bench) -> None:
             raw = bytes(raw[: rng.choice([len(raw), rng.randrange(len(raw))])])
         headers = {"Authorization": "Bearer right-key", "Content-Type": kind}
         async with bench.http.post(url, data=raw, headers=headers) as response:
-            said = await response.read()
+            reply = await response.read()
         statuses.add(response.status)
-        assert response.status < 500, (raw, said)
+        assert response.status < 500, (raw, reply)
 
     for url in (f"{base}/traces", f"{bench.gateway.url}/v1/traces"):
         for _ in range(30):

@@ -46,7 +46,7 @@ def _accepts(grammar: str | None, text: str) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_each_format_takes_its_own_calls_and_nothing_else(form: ToolFormat) -> None:
+def test_formats_accept_only_their_calls(form: ToolFormat) -> None:
     tokenizer = tiny_tokenizer()
     functions = (Function("weather", "", PARAMETERS), Function("clock"))
     request = _request(functions=functions, tool_choice=REQUIRED)
@@ -171,9 +171,9 @@ async def test_a_schema_that_fails_on_the_way_is_the_callers_fault(bench: Bench)
 
 def test_a_definition_that_others_build_on_stays_open() -> None:
     base = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
-    own = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    inline = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
     reference = {"$ref": "#/$defs/Base"}
-    for schema in ({"allOf": [reference, own]}, own | reference):
+    for schema in ({"allOf": [reference, inline]}, inline | reference):
         whole = json_grammar(closed(schema | {"$defs": {"Base": base}}))
         assert _accepts(whole, '{"id": 1, "name": "x"}') or _accepts(
             whole, '{"name": "x", "id": 1}'

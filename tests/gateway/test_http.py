@@ -205,9 +205,9 @@ async def test_a_body_that_cannot_be_unpacked_is_refused_and_the_connection_stay
     async with make_bench(max_body_mib=1.0) as bench:
         for path in ("/v1/chat/completions", "/v1/traces"):
             headers = {"Content-Encoding": coding}
-            answered, reply, told = await bench.post(packed, path=path, **headers)
+            answered, reply, reply_headers = await bench.post(packed, path=path, **headers)
             assert (answered, reply["error"]["code"]) == (status, code)
-            assert told.get("Connection") != "close"
+            assert reply_headers.get("Connection") != "close"
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from gateway_bench import Bench, Connect, MakeBench
 
 from lightning_jax.gateway.dialects import chat
-from lightning_jax.gateway.policy import Policy
+from lightning_jax.gateway.policy import Responder
 
 BODY: dict[str, Any] = {
     "model": "policy",
@@ -102,7 +102,7 @@ async def test_a_neighbour_is_answered_beside_a_flood(bench: Bench) -> None:
     flood.cancel()
 
 
-async def test_a_timeout_by_a_rollouts_own_flood_is_its_own(bench: Bench) -> None:
+async def test_timeout_by_a_rollouts_flood_is_the_agents_fault(bench: Bench) -> None:
     flooding = bench.rollout("flood", call_timeout_s=0.3).base_url
     assert (await bench.post(LONG | {"n": 20}, base=flooding))[0] == 504
     traffic = bench.gateway.close_rollout("flood")
@@ -115,7 +115,7 @@ async def test_a_retry_that_is_answered_makes_its_failure_good(
 ) -> None:
     base = bench.rollout().base_url
     with monkeypatch.context() as patch:
-        patch.setattr(Policy, "start", Mock(side_effect=OSError("too many open files")))
+        patch.setattr(Responder, "start", Mock(side_effect=OSError("too many open files")))
         assert (await bench.post(BODY, base=base))[0] == 500
         assert (await bench.post(BODY | {"max_tokens": 7}, base=base))[0] == 500
     assert (await bench.post(BODY, base=base))[0] == 200

@@ -78,7 +78,7 @@ async def test_the_engines_counters_are_there(bench: Bench) -> None:
     assert found["serve_requests_total"] == 1 and found["serve_tokens_generated_total"] > 0
 
 
-async def test_one_who_hangs_up_is_counted_apart(bench: Bench) -> None:
+async def test_hangups_have_a_separate_count(bench: Bench) -> None:
     call = asyncio.create_task(bench.post(LONG))
     async with asyncio.timeout(20):
         while (await _metrics(bench))["serve_running"] == 0:
@@ -132,7 +132,7 @@ async def test_a_malformed_tool_call_is_counted_outside_of_rollouts_too(bench: B
     assert (await _metrics(bench))["malformed_tool_calls_total"] == 1
 
 
-async def test_two_gateways_count_apart(make_bench: MakeBench) -> None:
+async def test_two_gateways_have_separate_counts(make_bench: MakeBench) -> None:
     async with make_bench() as one, make_bench() as two:
         await one.post(BODY)
         assert (await _metrics(one))["calls_total chat 200"] == 1
@@ -163,8 +163,8 @@ async def test_a_gateway_without_a_store_answers(bench: Bench) -> None:
     await gateway.start()
     status, reply, _ = await bench.post(BODY, base=gateway.url, key="k")
     assert status == 200 and reply["usage"]["completion_tokens"] > 0
-    status, several, _ = await bench.post(BODY | {"n": 2}, base=gateway.url, key="k")
-    assert status == 200 and len(several["choices"]) == 2
+    status, reply, _ = await bench.post(BODY | {"n": 2}, base=gateway.url, key="k")
+    assert status == 200 and len(reply["choices"]) == 2
     status, _, _ = await bench.post(BODY, base=f"{gateway.url}/rollout/r1~x", key="k")
     assert status == 404
     await gateway.close()

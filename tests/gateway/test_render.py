@@ -87,7 +87,7 @@ def test_every_prompt_extends_the_last_call(responses: list[tuple[list[int], boo
         messages = [*messages, _assistant(text), USER]
 
 
-def test_of_equal_texts_each_place_gets_its_own_ids() -> None:
+def test_equal_texts_keep_distinct_ids() -> None:
     memory = ConversationMemory()
     first = render([USER], None, TOKENIZER, memory)
     memory.add(_assistant("\ufffd"), Generated(first.token_ids, (200, END), first.history))

@@ -68,10 +68,12 @@ def old_render(messages: Any, tokenizer: Tokenizer, memory: OldMemory) -> Render
         start, recorded = marked.index(base[0]), base[1]
     ids = tokenizer.encode(pieces[start]) if recorded is None else list(recorded.prompt_ids)
     extends = True
-    for place, (index, piece) in enumerate(zip(marked[start:], pieces[start + 1 :], strict=True)):
+    for position, (index, piece) in enumerate(
+        zip(marked[start:], pieces[start + 1 :], strict=True)
+    ):
         found = known[index]
         chosen = next((g for g in found if g.prompt_ids == tuple(ids)), found[0])
-        if recorded is not None and place == 0:
+        if recorded is not None and position == 0:
             chosen = recorded
         extends = chosen.prompt_ids == tuple(ids)
         tail, last = tokenizer.encode(piece), chosen.token_ids[-1]

@@ -19,8 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from lightning_jax.gateway.owners import MAX_EXPORTS
-from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing import otlp
+from lightning_jax.tracing import attributes, otlp
 from lightning_jax.tracing.convert import spans_to_transitions
 
 BODY: dict[str, Any] = {
@@ -115,11 +114,11 @@ async def _rejected(bench: Bench, url: str, body: bytes, key: str = "") -> int:
 async def test_spans_join_the_rollout_of_their_trace(bench: Bench) -> None:
     base = bench.rollout().base_url
     bench.rollout("r2")
-    agents_own = "0af7651916cd43dd8448eb211c80319c"
-    await bench.post(BODY, base=base, traceparent=f"00-{agents_own}-b7ad6b7169203331-01")
-    one, two = (bench.gateway.root_of(each).trace_id for each in ("r1", "r2"))
+    agent_trace = "0af7651916cd43dd8448eb211c80319c"
+    await bench.post(BODY, base=base, traceparent=f"00-{agent_trace}-b7ad6b7169203331-01")
+    one, two = (bench.gateway.root_of(rollout_id).trace_id for rollout_id in ("r1", "r2"))
     bench.gateway.close_rollout("r2")  # exporters send in batches, so spans arrive late
-    body = _export(one, agents_own, two, "ff" * 16)
+    body = _export(one, agent_trace, two, "ff" * 16)
     url = f"{bench.gateway.url}/v1/traces"
     assert (await _send(bench, url, body))[0] == 401
     for _ in range(2):  # an exporter that got no answer retries
@@ -158,7 +157,7 @@ async def test_a_reward_goes_to_the_call_not_to_its_clients_span(bench: Bench) -
     assert [call.reward for call in transitions] == [0.0, 2.0]
 
 
-async def test_a_rollouts_own_url_takes_spans_of_any_trace(bench: Bench) -> None:
+async def test_rollout_url_takes_spans_of_any_trace(bench: Bench) -> None:
     base = bench.rollout().base_url
     status, _ = await _send(bench, f"{base}/traces", _export("ab" * 16))
     assert status == 200
@@ -177,8 +176,8 @@ async def test_a_rollouts_own_url_takes_spans_of_any_trace(bench: Bench) -> None
 async def test_posted_rewards_over_the_limit_are_refused(bench: Bench) -> None:
     base = bench.rollout(max_abs_reward=10.0).base_url
     assert (await bench.post(BODY, base=base))[0] == 200
-    for told in ({"reward": 1e308}, {"reward": -11}, {"reward": 1e308, "call": "last"}):
-        status, reply, _ = await bench.post(told, base=base, path="/reward")
+    for report in ({"reward": 1e308}, {"reward": -11}, {"reward": 1e308, "call": "last"}):
+        status, reply, _ = await bench.post(report, base=base, path="/reward")
         assert (status, reply["error"]["param"]) == (400, "reward")
         assert "rollout.max_abs_reward" in reply["error"]["message"]
     statuses = [
@@ -191,28 +190,28 @@ async def test_posted_rewards_over_the_limit_are_refused(bench: Bench) -> None:
 
 
 async def test_a_rollouts_key_says_whose_spans_they_are(bench: Bench) -> None:
-    victim, own = bench.rollout("victim"), bench.rollout("own")
+    victim, rollout = bench.rollout("victim"), bench.rollout("own")
     url, theirs = f"{bench.gateway.url}/v1/traces", bench.gateway.root_of("victim").trace_id
-    assert await _rejected(bench, url, _export("ab" * 16, theirs), own.api_key) == 1
-    assert await _rejected(bench, f"{own.base_url}/traces", _export(theirs)) == 1
+    assert await _rejected(bench, url, _export("ab" * 16, theirs), rollout.api_key) == 1
+    assert await _rejected(bench, f"{rollout.base_url}/traces", _export(theirs)) == 1
     assert [span.trace_id for span in bench.store.spans("own")] == ["ab" * 16]
     assert bench.store.spans("victim") == []
     assert bench.gateway.stats()["serve/foreign_spans"] == 2
     assert await _rejected(bench, url, _export("ab" * 16, theirs), victim.api_key) == 0
     assert len(bench.store.spans("victim")) == 2  # even with ids that the other rollout has used
     bench.gateway.close_rollout("own")  # exporters send in batches
-    assert await _rejected(bench, url, _export("ac" * 16), own.api_key) == 0
+    assert await _rejected(bench, url, _export("ac" * 16), rollout.api_key) == 0
     assert len(bench.store.spans("own")) == 2
 
 
 async def test_a_span_with_the_ids_of_a_root_is_refused(bench: Bench) -> None:
-    own = bench.rollout()
+    rollout = bench.rollout()
     root = bench.gateway.root_of("r1")
     forged = _export(root.trace_id, span_id=root.span_id)
-    assert await _rejected(bench, f"{own.base_url}/traces", forged) == 1
+    assert await _rejected(bench, f"{rollout.base_url}/traces", forged) == 1
     assert await _rejected(bench, f"{bench.gateway.url}/v1/traces", forged, "right-key") == 1
     bench.gateway.close_rollout("r1")
-    assert await _rejected(bench, f"{bench.gateway.url}/v1/traces", forged, own.api_key) == 1
+    assert await _rejected(bench, f"{bench.gateway.url}/v1/traces", forged, rollout.api_key) == 1
     bench.store.add_span("r1", root.span("r1", 0, 1, {}, None))  # as the runner does
     assert [span.name for span in bench.store.spans("r1")] == ["rollout"]
     assert bench.gateway.stats()["serve/foreign_spans"] == 3
@@ -233,15 +232,15 @@ async def test_ids_that_are_recorded_are_not_taken_again(bench: Bench) -> None:
 
 
 async def test_a_traceparent_of_another_rollout_is_ignored(bench: Bench) -> None:
-    victim, own = bench.rollout("victim"), bench.rollout("own")
+    victim, rollout = bench.rollout("victim"), bench.rollout("own")
     root = bench.gateway.root_of("victim")
     brought = f"00-{'ab' * 16}-{'cd' * 8}-01"
     await bench.post(BODY, base=victim.base_url, traceparent=brought)
     for traceparent in (f"00-{root.trace_id}-{root.span_id}-01", brought):
-        await bench.post(BODY, base=own.base_url, traceparent=traceparent)
-    own_root = bench.gateway.root_of("own")
+        await bench.post(BODY, base=rollout.base_url, traceparent=traceparent)
+    rollout_root = bench.gateway.root_of("own")
     assert {(span.trace_id, span.parent_span_id) for span in bench.store.spans("own")} == {
-        (own_root.trace_id, own_root.span_id)
+        (rollout_root.trace_id, rollout_root.span_id)
     }
     (call,) = bench.store.spans("victim")
     assert (call.trace_id, call.parent_span_id) == ("ab" * 16, "cd" * 8)
@@ -254,7 +253,7 @@ async def test_posted_spans_are_bounded(bench: Bench) -> None:
     long = _export("aa" * 16, **{"k" * (otlp.MAX_KEY_CHARS + 1): "v", "kept": "v"})
     assert await _rejected(bench, url, long) == 0
     (span,) = bench.store.spans("r1")
-    assert span.attributes == {"kept": "v", names.DROPPED_ATTRIBUTES: 1}
+    assert span.attributes == {"kept": "v", attributes.DROPPED_ATTRIBUTES: 1}
     assert await _rejected(bench, url, _export("ab" * 16, text="x" * 20_000)) == 1
     assert await _rejected(bench, url, _export(*["ac" * 16] * 4)) == 2
     assert len(bench.store.spans("r1")) == 3
@@ -277,7 +276,7 @@ async def test_a_call_is_the_last_by_its_answer_not_by_the_clock(
     status, reply, _ = await bench.post({"reward": 1, "call": "last"}, base=base, path="/reward")
     assert (status, reply["call"]) == (200, answered[-1])
     spans = bench.store.spans("r1")
-    assert [span.attributes.get(names.RESPONSE_ID) for span in spans[:3]] == answered
+    assert [span.attributes.get(attributes.RESPONSE_ID) for span in spans[:3]] == answered
     transitions, _ = spans_to_transitions(spans)
     assert [call.reward for call in transitions] == [0.0, 0.0, 1.0]
 
@@ -299,7 +298,7 @@ async def test_a_reward_that_comes_whole_after_the_end_is_refused(bench: Bench) 
 
 
 async def test_a_rollout_has_a_limit_of_exports_under_way(bench: Bench) -> None:
-    own, other = bench.rollout("own"), bench.rollout("other")
+    rollout, other = bench.rollout("own"), bench.rollout("other")
     release = asyncio.Event()
 
     async def waiting() -> AsyncIterator[bytes]:
@@ -313,13 +312,15 @@ async def test_a_rollout_has_a_limit_of_exports_under_way(bench: Bench) -> None:
         async with bench.http.post(f"{base}/traces", data=body, headers=headers) as response:
             return response.status
 
-    started = [asyncio.create_task(send(own.base_url, waiting())) for _ in range(MAX_EXPORTS + 1)]
+    started = [
+        asyncio.create_task(send(rollout.base_url, waiting())) for _ in range(MAX_EXPORTS + 1)
+    ]
     done, others = await asyncio.wait(started, return_when=asyncio.FIRST_COMPLETED)
     assert [task.result() for task in done] == [429]
     assert await send(other.base_url, io.BytesIO(_export("ac" * 16))) == 200
     release.set()
     assert set(await asyncio.gather(*others)) == {200}
-    assert await send(own.base_url, io.BytesIO(_export("ac" * 16))) == 200
+    assert await send(rollout.base_url, io.BytesIO(_export("ac" * 16))) == 200
 
 
 @pytest.mark.parametrize("kind", [otlp.PROTOBUF, otlp.JSON])
@@ -343,8 +344,8 @@ async def test_mutated_exports_are_recorded_or_refused(bench: Bench, kind: str) 
     for _ in range(300):
         body = bytearray(valid)
         for _ in range(rng.choice([1, 1, 2, 5])):
-            place = rng.randrange(len(body))
-            body[place : place + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+            offset = rng.randrange(len(body))
+            body[offset : offset + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
         headers = {"Content-Type": kind}
         async with bench.http.post(url, data=bytes(body), headers=headers) as response:
             statuses.add(response.status)

@@ -20,7 +20,7 @@ from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.serve.engine import Engine
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_policies
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.convert import spans_to_transitions
 from lightning_jax.tracing.roles import assign_roles
 from lightning_jax.types import InvalidValue, SamplingParams, Transition
@@ -46,9 +46,9 @@ def engine() -> Engine:
 
 @pytest.fixture
 async def bench(engine: Engine, tmp_path: Path) -> AsyncIterator[Bench]:
-    places = (tmp_path, MODEL, engine, SERVE)
+    arguments = (tmp_path, MODEL, engine, SERVE)
     async with (
-        run_service(*places, routing=ROUTING, initial=MODEL) as service,
+        run_service(*arguments, routing=ROUTING, initial=MODEL) as service,
         aiohttp.ClientSession() as http,
     ):
         yield Bench(service.gateway, service.loop, service.store, MODEL, http)
@@ -66,16 +66,16 @@ def whole_table(params: Any, config: Any, ids: Any) -> Any:
     return jax.nn.log_softmax(unembed(params, config, hidden)[0])
 
 
-def logprobs(call: Transition, place: int) -> np.ndarray:
+def logprobs(call: Transition, adapter: int) -> np.ndarray:
     """Return the log-probs of the response's tokens under one adapter alone, without a cache."""
-    model, ids = one_of(MODEL, place), [*call.prompt_token_ids, *call.response_token_ids]
+    model, ids = one_of(MODEL, adapter), [*call.prompt_token_ids, *call.response_token_ids]
     padded = np.pad(ids, (0, SERVE.max_len - len(ids)))  # later tokens do not affect it
     table = np.asarray(whole_table(model.params, model.config, padded))
     first = len(call.prompt_token_ids)
     return table[np.arange(first - 1, len(ids) - 1), ids[first:]]
 
 
-async def test_each_policy_answers_with_its_own_adapter_and_cache(bench: Bench) -> None:
+async def test_policies_answer_with_separate_adapters_and_caches(bench: Bench) -> None:
     base, hits = bench.rollout().base_url, []
     for name in ("writer", "rewriter:latest", "writer", "rewriter"):
         before = bench.loop.stats()["serve/prefix_hit_tokens"]
@@ -84,11 +84,11 @@ async def test_each_policy_answers_with_its_own_adapter_and_cache(bench: Bench) 
         hits.append(bench.loop.stats()["serve/prefix_hit_tokens"] - before)
     assert hits[:2] == [0.0, 0.0] and min(hits[2:]) > 16
     found = calls(bench)
-    assert [each.answered_by for each in found] == ["writer", "rewriter"] * 2
-    assert [each.trains for each in found] == [True, False] * 2
+    assert [call.answered_by for call in found] == ["writer", "rewriter"] * 2
+    assert [call.trains for call in found] == [True, False] * 2
     for call in found:
-        place = list(ROUTING.policies).index(call.answered_by)
-        np.testing.assert_allclose(call.behavior_logprobs, logprobs(call, place), atol=1e-5)
+        adapter = list(ROUTING.policies).index(call.answered_by)
+        np.testing.assert_allclose(call.behavior_logprobs, logprobs(call, adapter), atol=1e-5)
     assert not np.allclose(found[0].behavior_logprobs, found[1].behavior_logprobs)
 
 
@@ -101,10 +101,10 @@ async def test_roles_route_agents_that_all_ask_for_one_name(bench: Bench) -> Non
     assert (await bench.post(BODY, base=base, **named))[0] == 200
     assert (await bench.post(plain | {"model": "policy:checker"}, base=base))[0] == 200
     found = calls(bench)
-    assert [each.answered_by for each in found] == ["writer", "rewriter", "rewriter", ""]
-    assert [each.role for each in found] == ["poet", "second", "second", "far"]
-    assert [each.trains for each in found] == [True, False, False, False]
-    spans = [span.attributes.get(names.ANSWERED_BY) for span in bench.store.spans("r1")]
+    assert [call.answered_by for call in found] == ["writer", "rewriter", "rewriter", ""]
+    assert [call.role for call in found] == ["poet", "second", "second", "far"]
+    assert [call.trains for call in found] == [True, False, False, False]
+    spans = [span.attributes.get(attributes.ANSWERED_BY) for span in bench.store.spans("r1")]
     assert spans == ["writer", "rewriter", "rewriter", None]
 
 

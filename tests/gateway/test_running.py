@@ -136,7 +136,7 @@ async def test_a_repetition_of_a_call_that_failed_joins_no_other() -> None:
     await sibling.answers()
 
 
-async def test_each_repetition_is_of_another_call_that_was_given_up() -> None:
+async def test_repetitions_join_different_abandoned_calls() -> None:
     gate, calls = asyncio.Event(), RunningCalls(2**20)
     heard, *given_up = (_call(gate) for _ in range(3))
     for call in (*given_up, heard):

@@ -89,8 +89,8 @@ def test_unchanged_conversations_extend_token_for_token(name: str, seed: int) ->
             # As sent over the wire by a program in Python or JavaScript.
             wired = json.loads(json.dumps(answer.as_message()))
             for call in wired.get("tool_calls", []) if rng.random() < 0.5 else []:
-                said = call["function"]["arguments"]
-                call["function"]["arguments"] = said.replace("2.0}", "2}")
+                arguments = call["function"]["arguments"]
+                call["function"]["arguments"] = arguments.replace("2.0}", "2}")
             if not wired["content"] and wired.get("tool_calls"):
                 wired["content"] = None
             messages = [*messages, wired, *_observations(rng, answer)]

@@ -26,9 +26,9 @@ CALLS: list[tuple[str, Any]] = [
 
 def _run(text: str, form: ToolFormat, cuts: list[int], guaranteed: bool = False) -> list[Piece]:
     parser = ToolCallParser(form, guaranteed=guaranteed)
-    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    offsets = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     pieces = []
-    for start, end in itertools.pairwise(places):
+    for start, end in itertools.pairwise(offsets):
         pieces += parser.push(text[start:end])
     return pieces + parser.finish()
 

@@ -47,9 +47,9 @@ async def test_busy_machine_is_no_stall() -> None:
 
     burners = [threading.Thread(target=burn) for _ in range(16)]
     async with loop_stalls() as stalls:
-        for each in burners:
-            each.start()
+        for burner in burners:
+            burner.start()
         await asyncio.sleep(1.0)
         stop.set()
-        await asyncio.gather(*(asyncio.to_thread(each.join) for each in burners))
+        await asyncio.gather(*(asyncio.to_thread(burner.join) for burner in burners))
     assert stalls.longest_s < 0.25

@@ -5,21 +5,21 @@ from typing import Any
 
 import pytest
 
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.convert import spans_to_transitions, to_trajectory
 from lightning_jax.types import InvalidValue, Rollout, Span, Trajectory, Transition
 
 CALL: dict[str, Any] = {
-    names.OPERATION_NAME: "chat",
-    names.ROLLOUT_ID: "r1",
-    names.AGENT: "writer",
-    names.POLICY: "policy:writer",
-    names.PROMPT_TOKEN_IDS: (1, 2),
-    names.RESPONSE_TOKEN_IDS: (3, 4),
-    names.BEHAVIOR_LOGPROBS: (-0.5, -0.25),
-    names.SAMPLING_LOGPROBS: (0.0, -0.125),
-    names.POLICY_VERSIONS: (6, 7),
-    names.RESPONSE_FINISH_REASONS: ("length",),
+    attributes.OPERATION_NAME: "chat",
+    attributes.ROLLOUT_ID: "r1",
+    attributes.AGENT: "writer",
+    attributes.POLICY: "policy:writer",
+    attributes.PROMPT_TOKEN_IDS: (1, 2),
+    attributes.RESPONSE_TOKEN_IDS: (3, 4),
+    attributes.BEHAVIOR_LOGPROBS: (-0.5, -0.25),
+    attributes.SAMPLING_LOGPROBS: (0.0, -0.125),
+    attributes.POLICY_VERSIONS: (6, 7),
+    attributes.RESPONSE_FINISH_REASONS: ("length",),
 }
 
 
@@ -49,40 +49,40 @@ def test_a_call_is_one_transition() -> None:
 
 
 def test_forced_tokens_are_read_and_old_spans_have_none() -> None:
-    forced = _span("new", 1, CALL | {names.FORCED: (True, False)})
+    forced = _span("new", 1, CALL | {attributes.FORCED: (True, False)})
     transitions, _ = spans_to_transitions([forced, _span("old", 2, CALL)])
     assert [t.forced for t in transitions] == [(True, False), (False, False)]
     with pytest.raises(InvalidValue) as caught:
-        spans_to_transitions([_span("torn", 1, CALL | {names.FORCED: (True,)})])
+        spans_to_transitions([_span("torn", 1, CALL | {attributes.FORCED: (True,)})])
     assert caught.value.reason == "mismatch"
 
 
 def test_the_temperature_of_a_call_comes_with_its_logprobs() -> None:
-    warm = CALL | {names.REQUEST_TEMPERATURE: 1.25, names.TEMPERED_LOGPROBS: (-0.7, -0.3)}
-    cold = warm | {names.REQUEST_TEMPERATURE: 0.05}  # nearly greedy
-    old = CALL | {names.REQUEST_TEMPERATURE: 0.7}  # recorded without them
-    spans = [_span(str(i), i, each) for i, each in enumerate((warm, cold, old))]
+    warm = CALL | {attributes.REQUEST_TEMPERATURE: 1.25, attributes.TEMPERED_LOGPROBS: (-0.7, -0.3)}
+    cold = warm | {attributes.REQUEST_TEMPERATURE: 0.05}  # nearly greedy
+    old = CALL | {attributes.REQUEST_TEMPERATURE: 0.7}  # recorded without them
+    spans = [_span(str(i), i, version) for i, version in enumerate((warm, cold, old))]
     found = [(t.temperature, t.tempered_logprobs) for t in spans_to_transitions(spans)[0]]
     assert found == [(1.25, (-0.7, -0.3)), (1.0, ()), (1.0, ())]
 
 
 def test_calls_come_in_the_order_they_started() -> None:
-    spans = [_span("late", 9, CALL), _span("early", 1, CALL | {names.REWARD: 0.5})]
+    spans = [_span("late", 9, CALL), _span("early", 1, CALL | {attributes.REWARD: 0.5})]
     transitions, _ = spans_to_transitions(spans)
     assert [(t.call_id, t.reward) for t in transitions] == [("early", 0.5), ("late", 0.0)]
     assert [span.span_id for span in spans] == ["late", "early"]
 
 
 def test_what_cannot_be_trained_on_is_counted() -> None:
-    no_logprobs = {k: v for k, v in CALL.items() if k != names.BEHAVIOR_LOGPROBS}
+    no_logprobs = {k: v for k, v in CALL.items() if k != attributes.BEHAVIOR_LOGPROBS}
     spans = [
         _span("a", 1, CALL, error="broke"),
-        _span("b", 2, CALL | {names.ERROR_TYPE: "call_timeout"}, error="slow"),
-        _span("c", 3, CALL | {names.ERROR_TYPE: "call_timeout"}, error="slow"),
-        _span("d", 4, CALL | {names.RESPONSE_TOKEN_IDS: ()}),
-        _span("e", 5, CALL | {names.PROMPT_TOKEN_IDS: ()}),
+        _span("b", 2, CALL | {attributes.ERROR_TYPE: "call_timeout"}, error="slow"),
+        _span("c", 3, CALL | {attributes.ERROR_TYPE: "call_timeout"}, error="slow"),
+        _span("d", 4, CALL | {attributes.RESPONSE_TOKEN_IDS: ()}),
+        _span("e", 5, CALL | {attributes.PROMPT_TOKEN_IDS: ()}),
         _span("f", 6, no_logprobs),
-        _span("tool", 7, {names.OPERATION_NAME: "execute_tool"}),
+        _span("tool", 7, {attributes.OPERATION_NAME: "execute_tool"}),
         _span("broken tool", 8, {}, error="broke"),
     ]
     transitions, reasons = spans_to_transitions(spans)
@@ -90,13 +90,15 @@ def test_what_cannot_be_trained_on_is_counted() -> None:
     assert reasons == {"call_error": 1, "call_timeout": 2, "empty_response": 2, "no_logprobs": 1}
 
 
-def test_each_choice_is_a_transition_and_their_call_is_none() -> None:
-    call = {names.OPERATION_NAME: "chat", names.REQUEST_CHOICE_COUNT: 2}
-    call[names.PROMPT_TOKEN_IDS] = (1, 2)
+def test_choices_are_transitions_and_their_call_is_not() -> None:
+    call = {attributes.OPERATION_NAME: "chat", attributes.REQUEST_CHOICE_COUNT: 2}
+    call[attributes.PROMPT_TOKEN_IDS] = (1, 2)
     spans = [
-        _span("second", 1, CALL | {names.CHOICE_INDEX: 1, names.RESPONSE_TOKEN_IDS: (8, 9)}),
+        _span(
+            "second", 1, CALL | {attributes.CHOICE_INDEX: 1, attributes.RESPONSE_TOKEN_IDS: (8, 9)}
+        ),
         _span("call", 1, call),
-        _span("first", 1, CALL | {names.CHOICE_INDEX: 0}),
+        _span("first", 1, CALL | {attributes.CHOICE_INDEX: 0}),
     ]
     transitions, reasons = spans_to_transitions(spans)
     assert [t.call_id for t in transitions] == ["first", "second"]

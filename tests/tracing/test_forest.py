@@ -8,23 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tree import Agents, ancestors, causes, placed
+from lightning_jax.tracing import attributes
+from lightning_jax.tracing.tree import Agents, ancestors, attach_loose_calls, causes
 from lightning_jax.types import Span
 
-CALL = {names.OPERATION_NAME: "chat", names.POLICY: "policy", names.RESPONSE_TOKEN_IDS: (1,)}
+CALL = {
+    attributes.OPERATION_NAME: "chat",
+    attributes.POLICY: "policy",
+    attributes.RESPONSE_TOKEN_IDS: (1,),
+}
 KINDS: list[dict[str, Any]] = [
     {},
-    {names.AGENT_NAME: "a"},
-    {names.OPERATION_NAME: "execute_tool"},
+    {attributes.AGENT_NAME: "a"},
+    {attributes.OPERATION_NAME: "execute_tool"},
     CALL,
-    CALL | {names.ROLLOUT_ID: "r"},
+    CALL | {attributes.ROLLOUT_ID: "r"},
 ]
 
 
 def old_causes(spans: list[Span]) -> list[tuple[Span, Span | None]]:
     by_id = {span.span_id: span for span in spans}
-    calls = sorted((s for s in spans if names.RESPONSE_TOKEN_IDS in s.attributes), key=_end)
+    calls = sorted((s for s in spans if attributes.RESPONSE_TOKEN_IDS in s.attributes), key=_end)
     paths = [{above.span_id for above in ancestors(call, by_id)} for call in calls]
 
     def cause(tool: Span) -> Span | None:
@@ -36,7 +40,9 @@ def old_causes(spans: list[Span]) -> list[tuple[Span, Span | None]]:
         return ended[-1][0] if ended else None
 
     return [
-        (s, cause(s)) for s in spans if s.attributes.get(names.OPERATION_NAME) == "execute_tool"
+        (s, cause(s))
+        for s in spans
+        if s.attributes.get(attributes.OPERATION_NAME) == "execute_tool"
     ]
 
 
@@ -46,19 +52,20 @@ def _end(span: Span) -> int:
 
 def old_parents(spans: list[Span]) -> list[str | None]:
     roots = {span.span_id for span in spans if span.parent_span_id is None}
-    theirs = [span for span in spans if names.ROLLOUT_ID not in span.attributes]
+    theirs = [span for span in spans if attributes.ROLLOUT_ID not in span.attributes]
 
     def parent(call: Span) -> str | None:
         around = [s for s in theirs if s.start_ns <= call.start_ns and call.end_ns <= s.end_ns]
         above = max(around, key=lambda span: (span.start_ns, -span.end_ns), default=None)
-        is_loose = names.POLICY in call.attributes and (call.parent_span_id or "") in {*roots, ""}
+        is_below_root = (call.parent_span_id or "") in {*roots, ""}
+        is_loose = attributes.POLICY in call.attributes and is_below_root
         return above.span_id if above and is_loose else call.parent_span_id
 
     return [parent(span) for span in spans]
 
 
 def old_agent(span: Span, by_id: dict[str, Span]) -> str:
-    found = (each.attributes.get(names.AGENT_NAME) for each in ancestors(span, by_id))
+    found = (span.attributes.get(attributes.AGENT_NAME) for span in ancestors(span, by_id))
     return str(next((name for name in found if name), ""))
 
 
@@ -67,12 +74,12 @@ def trees(draw: st.DrawFn) -> list[Span]:
     """Draw spans whose times often coincide, with any parents, including cycles."""
     size = draw(st.integers(0, 12))
     spans = []
-    for place in range(size):
+    for index in range(size):
         parent = draw(st.sampled_from([None, "nowhere", *map(str, range(size))]))
         start = draw(st.integers(0, 8))
         kind = draw(st.sampled_from(KINDS))
         end = start + draw(st.integers(0, 5))
-        spans.append(Span("t", str(place), parent, "s", start, end, kind))
+        spans.append(Span("t", str(index), parent, "s", start, end, kind))
     return spans
 
 
@@ -80,7 +87,7 @@ def trees(draw: st.DrawFn) -> list[Span]:
 @given(spans=trees())
 def test_every_tree_reads_as_before(spans: list[Span]) -> None:
     assert causes(spans) == old_causes(spans)
-    assert [span.parent_span_id for span in placed(spans)] == old_parents(spans)
+    assert [span.parent_span_id for span in attach_loose_calls(spans)] == old_parents(spans)
     by_id = {span.span_id: span for span in spans}
     agents = Agents(by_id)
     assert [agents.of(span) for span in spans] == [old_agent(span, by_id) for span in spans]
@@ -109,7 +116,7 @@ def test_cpu_time_grows_with_the_number_of_spans(shape: Callable[[int], list[Spa
         spans, times = shape(size), []
         for _ in range(3):
             began = time.thread_time()
-            read = placed(spans)
+            read = attach_loose_calls(spans)
             causes(read)
             agents = Agents({span.span_id: span for span in read})
             for span in read:

@@ -14,8 +14,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing import otlp
+from lightning_jax.tracing import attributes, otlp
 from lightning_jax.tracing.otlp import (
     JSON,
     MAX_ATTRIBUTES,
@@ -61,7 +60,7 @@ def test_a_protobuf_span_is_read() -> None:
             "long": AnyValue(string_value="x" * (MAX_CHARS + 70)),
             "none": AnyValue(),
             "odd": AnyValue(double_value=float("nan")),
-            names.RESPONSE_TOKEN_IDS: nested,
+            attributes.RESPONSE_TOKEN_IDS: nested,
         },
     )
     (span,) = read_request(body).spans
@@ -72,7 +71,9 @@ def test_a_protobuf_span_is_read() -> None:
     assert span.attributes["raw"] == "ff" and span.attributes["none"] == ""
     assert span.attributes["long"] == "x" * MAX_CHARS + "... (70 more characters)"
     assert span.attributes["odd"] == "nan"  # the store's JSON has no such number
-    assert names.RESPONSE_TOKEN_IDS not in span.attributes  # only the gateway may record samples
+    assert (
+        attributes.RESPONSE_TOKEN_IDS not in span.attributes
+    )  # only the gateway may record samples
 
 
 def test_an_error_says_what_was_raised() -> None:
@@ -83,7 +84,7 @@ def test_an_error_says_what_was_raised() -> None:
     for key, value in (("exception.type", "TimeoutError"), ("exception.message", "30 s")):
         event.attributes.append(KeyValue(key=key, value=AnyValue(string_value=value)))
     (read,) = read_request(request.SerializeToString()).spans
-    assert (read.error, read.attributes[names.ERROR_TYPE]) == ("30 s", "TimeoutError")
+    assert (read.error, read.attributes[attributes.ERROR_TYPE]) == ("30 s", "TimeoutError")
     span.status.message = "too slow"
     (read,) = read_request(request.SerializeToString()).spans
     assert read.error == "too slow"
@@ -162,8 +163,8 @@ def test_span_too_large_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_answer_tells_what_was_rejected() -> None:
-    told = write_response({"why": 2, "wherefore": 1}, 0, PROTOBUF)
-    answer = ExportTraceServiceResponse.FromString(told)
+    response = write_response({"why": 2, "wherefore": 1}, 0, PROTOBUF)
+    answer = ExportTraceServiceResponse.FromString(response)
     assert answer.partial_success.rejected_spans == 3
     message = answer.partial_success.error_message
     assert re.findall(r"\d|why|wherefore", message) == ["2", "why", "1", "wherefore"]
@@ -184,7 +185,7 @@ def test_attributes_are_dropped_above_the_limits_and_counted() -> None:
     table.kvlist_value.values.append(
         KeyValue(key="k" * MAX_SPAN_CHARS, value=AnyValue(bool_value=True))
     )
-    attributes = {
+    sent = {
         "k" * (MAX_KEY_CHARS + 1): AnyValue(int_value=1),
         "numbers": numbers,
         "table": table,
@@ -192,10 +193,10 @@ def test_attributes_are_dropped_above_the_limits_and_counted() -> None:
         "k" * MAX_KEY_CHARS: AnyValue(int_value=2),
         "lightning.reward": AnyValue(int_value=1),
     }
-    export = read_request(_request(attributes=attributes))
+    export = read_request(_request(attributes=sent))
     (span,) = export.spans
-    assert set(span.attributes) == {"kept", "k" * MAX_KEY_CHARS, names.DROPPED_ATTRIBUTES}
-    assert span.attributes[names.DROPPED_ATTRIBUTES] == export.num_dropped_attributes == 3
+    assert set(span.attributes) == {"kept", "k" * MAX_KEY_CHARS, attributes.DROPPED_ATTRIBUTES}
+    assert span.attributes[attributes.DROPPED_ATTRIBUTES] == export.num_dropped_attributes == 3
     assert 0 < export.sizes[0] - MAX_CHARS < 1_000
     many = {f"a{n}": AnyValue(int_value=n) for n in range(MAX_ATTRIBUTES + 2)}
     export = read_request(_request(attributes=many))
@@ -203,7 +204,7 @@ def test_attributes_are_dropped_above_the_limits_and_counted() -> None:
     assert export.num_dropped_attributes == 2
 
 
-def test_texts_of_a_span_have_a_limit_together() -> None:
+def test_total_text_of_a_span_is_limited() -> None:
     texts = {f"t{n}": AnyValue(string_value="x" * MAX_CHARS) for n in range(40)}
     export = read_request(_request(attributes=texts))
     assert export.num_dropped_attributes == 40 - MAX_SPAN_CHARS // MAX_CHARS + 1
@@ -228,4 +229,4 @@ def test_an_error_is_a_text_whatever_was_sent(key: str) -> None:
     event = span.events.add(name="exception")
     event.attributes.append(KeyValue(key=key, value=_list(AnyValue(int_value=3))))
     (read,) = read_request(request.SerializeToString()).spans
-    assert isinstance(read.error, str) and isinstance(read.attributes[names.ERROR_TYPE], str)
+    assert isinstance(read.error, str) and isinstance(read.attributes[attributes.ERROR_TYPE], str)

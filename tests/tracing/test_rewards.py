@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_jax.config import RewardRule
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.convert import spans_to_transitions
 from lightning_jax.tracing.rewards import apply_rules, observation
 from lightning_jax.types import Span, Transition
@@ -17,29 +17,29 @@ def _decode(ids: Any) -> str:
 
 def _call(name: str, start: int, prompt: tuple[int, ...], response: tuple[int, ...], **more: Any):
     size = len(response)
-    attributes = {
-        names.OPERATION_NAME: "chat",
-        names.ROLLOUT_ID: "r1",
-        names.POLICY: "policy",
-        names.AGENT: "writer",
-        names.RESPONSE_ID: f"id-{name}",
-        names.PROMPT_TOKEN_IDS: prompt,
-        names.RESPONSE_TOKEN_IDS: response,
-        names.BEHAVIOR_LOGPROBS: (-1.0,) * size,
-        names.SAMPLING_LOGPROBS: (-1.0,) * size,
-        names.POLICY_VERSIONS: (0,) * size,
-        names.RESPONSE_FINISH_REASONS: ("stop",),
+    values = {
+        attributes.OPERATION_NAME: "chat",
+        attributes.ROLLOUT_ID: "r1",
+        attributes.POLICY: "policy",
+        attributes.AGENT: "writer",
+        attributes.RESPONSE_ID: f"id-{name}",
+        attributes.PROMPT_TOKEN_IDS: prompt,
+        attributes.RESPONSE_TOKEN_IDS: response,
+        attributes.BEHAVIOR_LOGPROBS: (-1.0,) * size,
+        attributes.SAMPLING_LOGPROBS: (-1.0,) * size,
+        attributes.POLICY_VERSIONS: (0,) * size,
+        attributes.RESPONSE_FINISH_REASONS: ("stop",),
     }
-    return Span("t", name, None, "chat", start, start + 1, attributes | more)
+    return Span("t", name, None, "chat", start, start + 1, values | more)
 
 
-def _tool(start: int, error: str | None = None, **attributes: Any) -> Span:
-    what = {names.OPERATION_NAME: "execute_tool"} | attributes
+def _tool(start: int, error: str | None = None, **more: Any) -> Span:
+    what = {attributes.OPERATION_NAME: "execute_tool"} | more
     return Span("t", f"tool{start}", None, "tool", start, start + 1, what, error)
 
 
 def _posted(call: str, reward: float, **more: Any) -> Span:
-    values = {names.ROLLOUT_ID: "r1", names.REWARD: reward, names.REWARD_CALL: call}
+    values = {attributes.ROLLOUT_ID: "r1", attributes.REWARD: reward, attributes.REWARD_CALL: call}
     return Span("t", f"reward {call} {reward}", None, "reward", 50, 50, values | more)
 
 
@@ -52,7 +52,7 @@ def _rewards(
 
 
 def test_a_failed_tool_costs_the_call_that_asked_for_it() -> None:
-    slow = {names.ERROR_TYPE: "TimeoutError"}
+    slow = {attributes.ERROR_TYPE: "TimeoutError"}
     spans = [
         _call("first", 0, (1,), (2,)),
         _tool(2, error="division by zero"),
@@ -67,7 +67,7 @@ def test_a_failed_tool_costs_the_call_that_asked_for_it() -> None:
     assert counts == {"failed": 3, "slow": 2}
 
 
-def test_what_the_agent_told_next_is_the_calls_observation() -> None:
+def test_next_agent_text_is_the_observation() -> None:
     spans = [
         _call("first", 0, (1,), (2,)),
         _call("aside", 1, (3,), (2,)),
@@ -75,8 +75,8 @@ def test_what_the_agent_told_next_is_the_calls_observation() -> None:
         _call("third", 4, (1, 2, 7, 3, 8), (2,)),
     ]
     transitions, _ = spans_to_transitions(spans)
-    told = [observation(call, transitions, _decode) for call in transitions]
-    assert told == ["Error: no such column", None, "Result, 0 rows:", None]
+    observations = [observation(call, transitions, _decode) for call in transitions]
+    assert observations == ["Error: no such column", None, "Result, 0 rows:", None]
     rewards, counts, _ = _rewards(
         spans,
         invalid_sql=RewardRule("observation", -0.2, pattern="^Error:"),
@@ -87,11 +87,17 @@ def test_what_the_agent_told_next_is_the_calls_observation() -> None:
 
 
 def test_other_facts_of_a_call() -> None:
-    cut = {names.RESPONSE_FINISH_REASONS: ("length",)}
+    cut = {attributes.RESPONSE_FINISH_REASONS: ("length",)}
     spans = [
         _call("cut", 0, (1,), (2,), **cut),
-        _call("odd", 2, (1,), (3,), **{names.MALFORMED_TOOL_CALLS: 2, names.AGENT: "checker"}),
-        _tool(5, **{names.TOOL_RESULT: "nothing found"}),
+        _call(
+            "odd",
+            2,
+            (1,),
+            (3,),
+            **{attributes.MALFORMED_TOOL_CALLS: 2, attributes.AGENT: "checker"},
+        ),
+        _tool(5, **{attributes.TOOL_RESULT: "nothing found"}),
     ]
     rewards, counts, _ = _rewards(
         spans,
@@ -112,17 +118,23 @@ def test_what_no_trained_call_brought_about_is_counted() -> None:
 
 def test_posted_rewards_are_added_to_their_calls() -> None:
     choices = [
-        _call(f"choice{i}", 4, (1,), (2 + i,), **{names.CHOICE_INDEX: i, names.RESPONSE_ID: None})
+        _call(
+            f"choice{i}",
+            4,
+            (1,),
+            (2 + i,),
+            **{attributes.CHOICE_INDEX: i, attributes.RESPONSE_ID: None},
+        )
         for i in range(2)
     ]
-    many = _call("many", 4, (1,), (), **{names.REQUEST_CHOICE_COUNT: 2})
+    many = _call("many", 4, (1,), (), **{attributes.REQUEST_CHOICE_COUNT: 2})
     spans = [
         _call("one", 0, (1,), (2,)),
         many,
         *[Span("t", s.span_id, "many", s.name, 4, 5, s.attributes) for s in choices],
         _posted("id-one", 0.5),
         _posted("id-one", 0.25),
-        _posted("id-many", 1.0, **{names.REWARD_CHOICE: 1}),
+        _posted("id-many", 1.0, **{attributes.REWARD_CHOICE: 1}),
         _posted("id-gone", 9.0),
     ]
     transitions, reasons = spans_to_transitions(spans)
@@ -134,7 +146,7 @@ def test_posted_rewards_are_added_to_their_calls() -> None:
     assert reasons == {"reward_without_call": 1}
 
 
-def test_spans_of_an_agents_own_instrumentation_are_no_calls() -> None:
-    theirs = Span("t", "x", None, "chat", 0, 1, {names.OPERATION_NAME: "chat"})
-    elsewhere = _call("far", 0, (1,), (2,), **{names.SERVED_BY: "http://x/v1"})
-    assert spans_to_transitions([theirs, elsewhere]) == ((), {"served_elsewhere": 1})
+def test_spans_of_agent_instrumentation_are_no_calls() -> None:
+    theirs = Span("t", "x", None, "chat", 0, 1, {attributes.OPERATION_NAME: "chat"})
+    proxied = _call("far", 0, (1,), (2,), **{attributes.SERVED_BY: "http://x/v1"})
+    assert spans_to_transitions([theirs, proxied]) == ((), {"served_elsewhere": 1})

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_jax.config import Config, ConfigError, RewardRule, RoleConfig, load_config
 from lightning_jax.testing.records import trajectory, transition
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.roles import assign_roles, find_role, only_trained
 from lightning_jax.types import Span
 
@@ -45,19 +45,19 @@ def _span(call_id: str, parent: str | None = None, **attributes: str) -> Span:
 
 
 def test_the_tree_may_know_better_than_the_gateway_did() -> None:
-    noted = {names.ROLE: "planner"}
+    noted = {attributes.ROLE: "planner"}
     spans = [
         _span("node", **{"graph.node.id": "checker"}),
         _span("below", "node"),
         _span("planned", "node", **noted),
-        _span("elsewhere", "node", **{names.ROLE: "judge"}),
+        _span("proxied", "node", **{attributes.ROLE: "judge"}),
         _span("alone"),
     ]
     calls = [replace(transition([1], [2]), call_id=span.span_id) for span in spans[1:]]
-    below, planned, elsewhere, alone = assign_roles(spans, calls, ROLES)
+    below, planned, proxied, alone = assign_roles(spans, calls, ROLES)
     assert (below.agent, below.role, below.trains) == ("checker", "checker", False)
     assert (planned.role, planned.trains) == ("checker", False)
-    assert elsewhere.role == "judge"  # the policy did not sample it, whatever the tree says
+    assert proxied.role == "judge"  # the policy did not sample it, whatever the tree says
     assert (alone.agent, alone.role, alone.trains) == ("", "", True)
     (plain, *_) = assign_roles(spans, calls, {})
     assert plain.trains and plain.agent == "checker"

@@ -13,9 +13,9 @@ from opentelemetry.trace import StatusCode
 
 from lightning_jax.store import Store
 from lightning_jax.store_file import StoreError
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.tracing.tracer import (
-    Numbers,
+    JsonFloats,
     Root,
     below_root,
     child_context,
@@ -41,18 +41,18 @@ def test_an_ended_span_is_in_the_store_with_its_ids(store: Store) -> None:
     tracer = make_tracer(store)
     span = tracer.start_span(
         "chat policy",
-        attributes={names.ROLLOUT_ID: "r1", names.PROMPT_TOKEN_IDS: (5, 6)},
+        attributes={attributes.ROLLOUT_ID: "r1", attributes.PROMPT_TOKEN_IDS: (5, 6)},
         start_time=100,
     )
     assert store.spans("r1") == []
-    span.set_attribute(names.BEHAVIOR_LOGPROBS, (-0.25, -1.0))
+    span.set_attribute(attributes.BEHAVIOR_LOGPROBS, (-0.25, -1.0))
     span.end(end_time=250)
     (record,) = store.spans("r1")
     assert (record.name, record.start_ns, record.end_ns) == ("chat policy", 100, 250)
     assert record.attributes == {
-        names.ROLLOUT_ID: "r1",
-        names.PROMPT_TOKEN_IDS: (5, 6),
-        names.BEHAVIOR_LOGPROBS: (-0.25, -1.0),
+        attributes.ROLLOUT_ID: "r1",
+        attributes.PROMPT_TOKEN_IDS: (5, 6),
+        attributes.BEHAVIOR_LOGPROBS: (-0.25, -1.0),
     }
     assert record.parent_span_id is None and record.error is None
     assert record.span_id == trace.format_span_id(span.get_span_context().span_id)
@@ -60,8 +60,8 @@ def test_an_ended_span_is_in_the_store_with_its_ids(store: Store) -> None:
 
 @pytest.mark.parametrize("numbers", [(), (3, 1, 2), (-0.5, 0.0), (True, False)])
 def test_numbers_of_tokens_reach_the_store_as_they_are(store: Store, numbers: Any) -> None:
-    span = make_tracer(store).start_span("call", attributes={"given": Numbers(numbers)})
-    span.set_attributes({"later": Numbers(numbers), "text": "3 numbers"})
+    span = make_tracer(store).start_span("call", attributes={"given": JsonFloats(numbers)})
+    span.set_attributes({"later": JsonFloats(numbers), "text": "3 numbers"})
     span.end()
     (found,) = store.spans(None)
     assert found.attributes == {"given": numbers, "later": numbers, "text": "3 numbers"}
@@ -73,7 +73,7 @@ def test_a_failed_span_says_why(store: Store) -> None:
     end_with_error(span, "call_timeout", "it took too long")
     (record,) = store.spans(None)
     assert record.error == "it took too long"
-    assert record.attributes[names.ERROR_TYPE] == "call_timeout"
+    assert record.attributes[attributes.ERROR_TYPE] == "call_timeout"
 
 
 def test_the_agents_trace_is_the_parent(store: Store) -> None:
@@ -108,7 +108,7 @@ def test_a_root_is_where_its_traceparent_says() -> None:
     assert (record.trace_id, record.span_id) == (root.trace_id, root.span_id)
     assert record.parent_span_id is None and record.error == "it broke" and record.sequence == 3
     assert record.attributes == {
-        "a": 1, names.ROLLOUT_ID: "r1", names.OPERATION_NAME: "invoke_agent"
+        "a": 1, attributes.ROLLOUT_ID: "r1", attributes.OPERATION_NAME: "invoke_agent"
     }  # fmt: skip
 
 
@@ -134,13 +134,13 @@ def test_choices_have_the_place_of_their_call(store: Store) -> None:
     call = tracer.start_span("call")
     tracer.start_span("later call").end()
     for index in (1, 0):
-        attributes = {names.CHOICE_INDEX: index}
-        tracer.start_span("choice", context=child_context(call), attributes=attributes).end()
+        values = {attributes.CHOICE_INDEX: index}
+        tracer.start_span("choice", context=child_context(call), attributes=values).end()
     call.end()
     ordered = sorted(store.spans(None), key=call_order)
     assert [span.name for span in ordered[-1:]] == ["later call"]
-    assert [s.attributes[names.CHOICE_INDEX] for s in ordered if s.name == "choice"] == [0, 1]
-    assert not any(names.SEQUENCE in span.attributes for span in ordered)
+    assert [s.attributes[attributes.CHOICE_INDEX] for s in ordered if s.name == "choice"] == [0, 1]
+    assert not any(attributes.SEQUENCE in span.attributes for span in ordered)
 
 
 def test_ids_differ_though_an_agent_seeds_random(store: Store) -> None:
@@ -151,9 +151,7 @@ def test_ids_differ_though_an_agent_seeds_random(store: Store) -> None:
     assert len(store.spans(None)) == 3
 
 
-def test_the_process_keeps_its_own_opentelemetry(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_opentelemetry_is_unchanged(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     monkeypatch.setenv("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "2")
     monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "1")

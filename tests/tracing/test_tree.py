@@ -4,12 +4,16 @@ from typing import Any
 
 import pytest
 
-from lightning_jax.tracing import attributes as names
-from lightning_jax.tracing.tree import Agents, causes, is_tool, placed, tool_output
+from lightning_jax.tracing import attributes
+from lightning_jax.tracing.tree import Agents, attach_loose_calls, causes, is_tool, tool_output
 from lightning_jax.types import Span
 
-CALL = {names.OPERATION_NAME: "chat", names.POLICY: "policy", names.RESPONSE_TOKEN_IDS: (1,)}
-TOOL = {names.OPERATION_NAME: "execute_tool"}
+CALL = {
+    attributes.OPERATION_NAME: "chat",
+    attributes.POLICY: "policy",
+    attributes.RESPONSE_TOKEN_IDS: (1,),
+}
+TOOL = {attributes.OPERATION_NAME: "execute_tool"}
 
 
 def _span(name: str, parent: str | None, times: tuple[int, int], **attributes: Any) -> Span:
@@ -63,7 +67,7 @@ def test_a_tool_was_asked_for_by_the_last_call_that_had_ended() -> None:
     assert causes([tool, running]) == [(tool, None)]
 
 
-def test_of_agents_side_by_side_each_has_its_own_tools() -> None:
+def test_parallel_agents_have_separate_tools() -> None:
     spans = [
         _span("left", None, (0, 20)),
         _span("right", None, (0, 20)),
@@ -91,6 +95,6 @@ def test_a_call_without_a_context_goes_below_the_span_around_it() -> None:
         _span("late", "root", (60, 70), **ours),
         _span("known", "agent", (6, 19), **ours),
     ]
-    parents = {span.span_id: span.parent_span_id for span in placed(spans)}
+    parents = {span.span_id: span.parent_span_id for span in attach_loose_calls(spans)}
     before = {span.span_id: span.parent_span_id for span in spans}
     assert parents == before | {"loose": "generation"}

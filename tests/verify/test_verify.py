@@ -23,7 +23,7 @@ from lightning_jax.config import (
 from lightning_jax.models.load import save_hf
 from lightning_jax.store import Store
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.trainer import train
 from lightning_jax.verify import VerifyError, as_text, verify
 
@@ -102,7 +102,7 @@ def test_calls_that_the_run_has_set_aside_are_counted(run: Path) -> None:
 def test_one_falsified_number_is_named(
     run: Path, capsys: pytest.CaptureFixture[str], own_logging: None
 ) -> None:
-    call_id, rollout_id, stored = _falsify(run, names.BEHAVIOR_LOGPROBS, by=0.01)
+    call_id, rollout_id, stored = _falsify(run, attributes.BEHAVIOR_LOGPROBS, by=0.01)
     (off,) = verify(run).off
     assert (off.call.call_id, off.kind, off.differences.argmax()) == (call_id, "behavior", 1)
     assert main(["verify", str(run)]) == 1
@@ -115,10 +115,10 @@ def test_one_falsified_number_is_named(
 
 
 def test_a_falsified_sampling_logprob_and_a_missing_number_are_found(run: Path) -> None:
-    call_id, _, _ = _falsify(run, names.SAMPLING_LOGPROBS, by=0.01)
+    call_id, _, _ = _falsify(run, attributes.SAMPLING_LOGPROBS, by=0.01)
     (off,) = verify(run).off
     assert (off.call.call_id, off.kind) == (call_id, "sampling")
-    _falsify(run, names.BEHAVIOR_LOGPROBS, by=float("nan"))
+    _falsify(run, attributes.BEHAVIOR_LOGPROBS, by=float("nan"))
     assert np.isinf(verify(run).off[0].differences.max())
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_jax.testing.records import transition
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.types import Span
 from lightning_jax.verify.calls import StoredCall, _is_plain, with_known_weights
 
@@ -22,21 +22,21 @@ def test_calls_of_lost_or_several_versions_are_counted() -> None:
     ("changes", "plain"),
     [
         ({}, True),
-        ({names.REQUEST_TEMPERATURE: 0.7}, False),
-        ({names.REQUEST_TOP_P: 0.9}, False),
-        ({names.REQUEST_TOP_K: 5}, False),
-        ({names.REQUEST_MIN_P: 0.1}, False),
-        ({names.ADJUSTED: True}, False),
+        ({attributes.REQUEST_TEMPERATURE: 0.7}, False),
+        ({attributes.REQUEST_TOP_P: 0.9}, False),
+        ({attributes.REQUEST_TOP_K: 5}, False),
+        ({attributes.REQUEST_MIN_P: 0.1}, False),
+        ({attributes.ADJUSTED: True}, False),
     ],
 )
 def test_only_calls_that_filter_nothing_are_plain(changes: dict, plain: bool) -> None:
     settings = {
-        names.REQUEST_TEMPERATURE: 1.0,
-        names.REQUEST_TOP_P: 1.0,
-        names.REQUEST_TOP_K: 0,
-        names.REQUEST_MIN_P: 0.0,
+        attributes.REQUEST_TEMPERATURE: 1.0,
+        attributes.REQUEST_TOP_P: 1.0,
+        attributes.REQUEST_TOP_K: 0,
+        attributes.REQUEST_MIN_P: 0.0,
     }
     call = Span("t", "call", None, "chat", 1, 2, settings | changes)
-    choice = Span("t", "choice", "call", "choice", 1, 2, {names.CHOICE_INDEX: 1})
+    choice = Span("t", "choice", "call", "choice", 1, 2, {attributes.CHOICE_INDEX: 1})
     spans = {"call": call, "choice": choice}
     assert _is_plain("call", spans) is _is_plain("choice", spans) is plain

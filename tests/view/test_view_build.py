@@ -7,7 +7,7 @@ import pytest
 from view_records import TOKENIZER, call, conversation, rollout, span, tool
 
 from lightning_jax.rollout_metrics import Reading
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.types import Rollout, Span
 from lightning_jax.view.build import NO_SPANS, newest_first, view_rollout, view_run
 from lightning_jax.view.records import CallCredit, RolloutView, StepCredit
@@ -52,7 +52,8 @@ def test_a_call_shows_what_is_new_in_its_prompt() -> None:
 def test_of_interleaved_agents_each_goes_on_with_its_own_call() -> None:
     spans = [call("w", "writer: ", "x"), call("c", "checker: ", "y", at=1)]
     path = (
-        spans[0].attributes[names.PROMPT_TOKEN_IDS] + spans[0].attributes[names.RESPONSE_TOKEN_IDS]
+        spans[0].attributes[attributes.PROMPT_TOKEN_IDS]
+        + spans[0].attributes[attributes.RESPONSE_TOKEN_IDS]
     )
     spans.append(call("w2", [*path, *TOKENIZER.encode("more")], "z", at=2))
     third = _view(spans).calls[2]
@@ -61,7 +62,7 @@ def test_of_interleaved_agents_each_goes_on_with_its_own_call() -> None:
 
 def test_credit_and_rewards_are_shown_at_their_calls() -> None:
     spans = conversation()
-    spans[1] = call("a", "Capital of France?", "search", more={names.REWARD: -0.25})
+    spans[1] = call("a", "Capital of France?", "search", more={attributes.REWARD: -0.25})
     credit = StepCredit({"b": CallCredit(0.75, -1.5)}, ("a note",))
     view = _view(spans, credit)
     assert [each.reward for each in view.calls] == [-0.25, 0.0]
@@ -94,12 +95,12 @@ def test_tools_of_either_convention(attributes: dict[str, object]) -> None:
 
 
 def test_failures_keep_their_reason() -> None:
-    failed = call("a", "?", "lost", more={names.ERROR_TYPE: "call_timeout"})
-    attributes = {k: v for k, v in failed.attributes.items() if k != names.RESPONSE_TOKEN_IDS}
+    failed = call("a", "?", "lost", more={attributes.ERROR_TYPE: "call_timeout"})
+    values = {k: v for k, v in failed.attributes.items() if k != attributes.RESPONSE_TOKEN_IDS}
     spans = [
-        span("a", attributes, name="chat policy", error="it took longer than 1 s"),
+        span("a", values, name="chat policy", error="it took longer than 1 s"),
         tool("t", "x", "", error="no such table\x1b[31m"),
-        span("u", {names.ERROR_TYPE: "Boom"}, error=""),
+        span("u", {attributes.ERROR_TYPE: "Boom"}, error=""),
     ]
     view = _view(spans)
     assert [each.error for each in view.spans] == [
@@ -113,12 +114,16 @@ def test_failures_keep_their_reason() -> None:
 
 def test_choices_are_shown_below_their_call() -> None:
     first, second = (
-        call(f"c{i}", "?", f"answer {i}", parent="call", more={names.CHOICE_INDEX: i})
+        call(f"c{i}", "?", f"answer {i}", parent="call", more={attributes.CHOICE_INDEX: i})
         for i in (0, 1)
     )
     several = {
-        **{names.OPERATION_NAME: names.CHAT, names.POLICY: "policy", names.REQUEST_CHOICE_COUNT: 2},
-        names.PROMPT_TOKEN_IDS: first.attributes[names.PROMPT_TOKEN_IDS],
+        **{
+            attributes.OPERATION_NAME: attributes.CHAT,
+            attributes.POLICY: "policy",
+            attributes.REQUEST_CHOICE_COUNT: 2,
+        },
+        attributes.PROMPT_TOKEN_IDS: first.attributes[attributes.PROMPT_TOKEN_IDS],
     }
     view = _view([span("call", several, name="chat policy"), first, second])
     assert [(each.depth, each.call is not None) for each in view.spans] == [
@@ -136,11 +141,11 @@ def test_without_a_tokenizer_the_numbers_are_there() -> None:
 
 def test_spans_of_clients_may_hold_anything() -> None:
     odd: dict[str, Any] = {
-        names.OPERATION_NAME: ["chat"],
-        names.REQUEST_CHOICE_COUNT: "many",
+        attributes.OPERATION_NAME: ["chat"],
+        attributes.REQUEST_CHOICE_COUNT: "many",
         "openinference.span.kind": {"a": 1},
-        names.INPUT: {"nested": [None]},
-        names.OUTPUT: 0,
+        attributes.INPUT: {"nested": [None]},
+        attributes.OUTPUT: 0,
         "\x1b": (),
     }
     (shown,) = _view([span("x", odd, name="")]).spans
@@ -188,7 +193,7 @@ def test_the_table_counts_calls_and_failures_of_all_that_match() -> None:
 
 def test_log_probs_that_are_no_number_do_not_break_it() -> None:
     spans = conversation()
-    odd = dict(spans[1].attributes) | {names.BEHAVIOR_LOGPROBS: (math.nan,) * 7}
+    odd = dict(spans[1].attributes) | {attributes.BEHAVIOR_LOGPROBS: (math.nan,) * 7}
     spans[1] = span("a", odd, parent="root", name="chat policy")
     shown = _view(spans).calls[0].mean_logprob
     assert shown is not None and math.isnan(shown)

@@ -6,7 +6,7 @@ from typing import Any
 from lightning_jax.config import AlgorithmConfig, Config, ModelConfig, save_config
 from lightning_jax.store import Store
 from lightning_jax.testing.tiny import tiny_tokenizer
-from lightning_jax.tracing import attributes as names
+from lightning_jax.tracing import attributes
 from lightning_jax.types import Rollout, Span
 
 SECOND = 1_000_000_000
@@ -46,20 +46,20 @@ def call(
     ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
     written = TOKENIZER.encode(response + "<|im_end|>")
     logprobs = tuple(-0.1 * (i + 1) for i in range(len(written)))
-    attributes = {
-        names.OPERATION_NAME: names.CHAT,
-        names.POLICY: "policy",
-        names.ROLLOUT_ID: rollout,
-        names.PROMPT_TOKEN_IDS: tuple(ids),
-        names.RESPONSE_TOKEN_IDS: tuple(written),
-        names.BEHAVIOR_LOGPROBS: logprobs,
-        names.SAMPLING_LOGPROBS: logprobs,
-        names.POLICY_VERSIONS: (version,) * len(written),
-        names.RESPONSE_FINISH_REASONS: ("stop",),
+    values = {
+        attributes.OPERATION_NAME: attributes.CHAT,
+        attributes.POLICY: "policy",
+        attributes.ROLLOUT_ID: rollout,
+        attributes.PROMPT_TOKEN_IDS: tuple(ids),
+        attributes.RESPONSE_TOKEN_IDS: tuple(written),
+        attributes.BEHAVIOR_LOGPROBS: logprobs,
+        attributes.SAMPLING_LOGPROBS: logprobs,
+        attributes.POLICY_VERSIONS: (version,) * len(written),
+        attributes.RESPONSE_FINISH_REASONS: ("stop",),
     }
     return span(
         span_id,
-        attributes | (more or {}),
+        values | (more or {}),
         parent=parent,
         at=at,
         seconds=seconds,
@@ -69,22 +69,30 @@ def call(
 
 def tool(span_id: str, given: Any, got: Any, *, at: float = 1.0, **more: Any) -> Span:
     """Return a tool span in OpenTelemetry's GenAI conventions."""
-    attributes = {
-        names.OPERATION_NAME: names.EXECUTE_TOOL,
+    values = {
+        attributes.OPERATION_NAME: attributes.EXECUTE_TOOL,
         "gen_ai.tool.name": "search",
         "gen_ai.tool.call.arguments": given,
         "gen_ai.tool.call.result": got,
     }
     where: dict[str, Any] = {"parent": "root", "name": "run"} | more
-    return span(span_id, attributes, at=at, **where)
+    return span(span_id, values, at=at, **where)
 
 
 def conversation(rollout: str = "r", *, answer: str = "Paris") -> list[Span]:
     """Return the spans of an agent that asks, runs a tool and asks again, in 4 seconds."""
     first = call("a", "Capital of France?", "search", rollout=rollout)
-    path = [*first.attributes[names.PROMPT_TOKEN_IDS], *first.attributes[names.RESPONSE_TOKEN_IDS]]
+    path = [
+        *first.attributes[attributes.PROMPT_TOKEN_IDS],
+        *first.attributes[attributes.RESPONSE_TOKEN_IDS],
+    ]
     return [
-        span("root", {names.OPERATION_NAME: names.INVOKE_AGENT}, seconds=4.0, name="rollout"),
+        span(
+            "root",
+            {attributes.OPERATION_NAME: attributes.INVOKE_AGENT},
+            seconds=4.0,
+            name="rollout",
+        ),
         first,
         tool("t", '{"query": "France"}', "a country", seconds=1.0),
         call("b", [*path, *TOKENIZER.encode(" It says: ")], answer, at=2.0, rollout=rollout),
@@ -117,8 +125,8 @@ def add(store: Store, done: Rollout, spans: list[Span]) -> None:
     )
     for each in spans:
         named = dict(each.attributes)
-        if names.ROLLOUT_ID in named:
-            named[names.ROLLOUT_ID] = done.rollout_id
+        if attributes.ROLLOUT_ID in named:
+            named[attributes.ROLLOUT_ID] = done.rollout_id
         store.add_span(
             done.rollout_id,
             Span(

@@ -54,7 +54,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     max_tokens = fields.integer(body, "max_tokens")
     if max_tokens is None:
         raise invalid(
-            "max_tokens is missing; expected the most tokens the answer may have.",
+            "max_tokens is missing; set the maximum number of tokens to generate.",
             "max_tokens",
             reason="missing",
         )
@@ -101,8 +101,8 @@ def _functions(body: fields.Body) -> tuple[Function, ...]:
         where = f"tools[{index}]"
         if tool.get("type") not in (None, "custom"):
             raise invalid(
-                f"{where}.type is {fields.brief(tool['type'])}, which this server does not host; "
-                "expected a tool of your own, with an input_schema.",
+                f"{where}.type is {fields.brief(tool['type'])}, a hosted tool that this server "
+                "does not provide; pass a client tool with an input_schema.",
                 "tools",
                 reason="unsupported",
                 key=f"{where}.type",
@@ -117,7 +117,7 @@ def _functions(body: fields.Body) -> tuple[Function, ...]:
             )
         if not isinstance(schema, dict):
             raise invalid(
-                f"{where}.input_schema is no object; expected a JSON schema.",
+                f"{where}.input_schema is not an object; expected a JSON schema.",
                 "tools",
                 reason="wrong_type",
                 key=f"{where}.input_schema",
@@ -140,8 +140,8 @@ def _tool_choice(body: fields.Body) -> tuple[ToolChoice, bool]:
         case "tool", str(name):
             return ToolChoice("required", (name,)), parallel
     raise invalid(
-        f"tool_choice is {fields.brief(choice)}; expected type auto, any, none, or tool with the "
-        "name of one.",
+        f"tool_choice is {fields.brief(choice)}; expected type auto, any, none, or tool with a "
+        "tool name.",
         "tool_choice",
         reason="unknown",
     )
@@ -150,7 +150,7 @@ def _tool_choice(body: fields.Body) -> tuple[ToolChoice, bool]:
 def _messages(body: fields.Body) -> tuple[Message, ...]:
     if not isinstance(body.get("messages"), list):
         raise invalid(
-            "messages is missing or no list; expected a list of messages.",
+            "messages must be a list of messages.",
             "messages",
             reason="wrong_type",
         )
@@ -174,8 +174,8 @@ def _messages(body: fields.Body) -> tuple[Message, ...]:
                 )
     if messages and messages[-1]["role"] == "assistant":
         raise invalid(
-            "messages ends with an assistant's, which this server cannot go on writing; expected a "
-            "user's at the end.",
+            "messages ends with an assistant message, and continuing it is not supported; end with "
+            "a user message.",
             "messages",
             reason="ends_with_assistant",
         )
@@ -242,8 +242,8 @@ def _text(content: Any, where: str, param: str = "messages") -> str:
 def _block_text(block: fields.Body, where: str, param: str = "messages") -> str:
     if block.get("type") != "text":
         raise invalid(
-            f"{where} is of type {fields.brief(block.get('type'))}; expected text, or a tool's use "
-            "or result in its place: the policy reads only text.",
+            f"{where} is of type {fields.brief(block.get('type'))}, and the policy reads only "
+            "text; expected text, tool_use or tool_result.",
             param,
             reason="not_text",
             key=where,

@@ -59,7 +59,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise invalid(
-            "messages is missing or no list; expected a list of messages.",
+            "messages must be a list of messages.",
             "messages",
             reason="wrong_type",
         )
@@ -92,7 +92,7 @@ def _top_logprobs(body: fields.Body) -> int:
     number = fields.bounded(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
     if number and not fields.flag(body, "logprobs"):
         raise invalid(
-            f"top_logprobs is {number} without logprobs; set it to true.",
+            f"top_logprobs is {number} but logprobs is not set; set logprobs to true.",
             "top_logprobs",
             reason="needs_logprobs",
         )

@@ -22,7 +22,7 @@ def tool_call(name: Any, arguments: Any, call_id: Any, where: str, param: str) -
     """
     if not isinstance(name, str) or not name:
         raise invalid(
-            f"{where}.name is {fields.brief(name)}; expected a function's name.",
+            f"{where}.name is {fields.brief(name)}; expected a function name.",
             param,
             reason="wrong_type",
             key=f"{where}.name",

@@ -40,7 +40,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     fields.warn_unknown("completions", body, _KNOWN)
     if body.get("suffix") not in (None, ""):
         raise invalid(
-            "suffix is set, but the policy only writes on; expected it left out.",
+            "suffix is not supported; leave it out.",
             "suffix",
             "unsupported_parameter",
             reason="unsupported",
@@ -67,8 +67,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     )
     if request.score_prompt and request.stream:
         raise invalid(
-            "echo asks for the prompt's logprobs and stream is true; expected one of the two, "
-            "since a stream begins before they are known.",
+            "echo with logprobs cannot be streamed; set stream to false or leave out echo.",
             "echo",
             reason="conflict",
         )
@@ -80,8 +79,8 @@ def _num_choices(body: fields.Body) -> int:
     best_of = fields.integer(body, "best_of", number)
     if best_of != number:
         raise invalid(
-            f"best_of is {fields.brief(best_of)} and n is {number}; expected them equal, all that "
-            "is sampled is returned.",
+            f"best_of is {fields.brief(best_of)} but n is {number}; every sample is returned, so "
+            "set both to the same number.",
             "best_of",
             "unsupported_parameter",
             reason="unsupported",
@@ -129,7 +128,7 @@ class _Transcript:
         offsets = []
         for token_id, token in zip(token_ids, tokens, strict=True):
             special = token_id in self.tokenizer.special_ids
-            offsets.append(self._place(token_id, token if special else ""))
+            offsets.append(self._advance(token_id, token if special else ""))
         entries = logprob_entries(_scored(token_ids, scores), self.tokenizer, self.top)
         return {
             "tokens": tokens,
@@ -144,14 +143,14 @@ class _Transcript:
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [_best(entry) for entry in entries],
-            "text_offset": [self._place(i, "") for i in tokens.token_ids],
+            "text_offset": [self._advance(i, "") for i in tokens.token_ids],
         }
 
-    def _place(self, token_id: int, shown: str) -> int:
+    def _advance(self, token_id: int, shown: str) -> int:
         """Return the offset of a token. `shown` is its text if the decoder would skip it."""
-        place = self._length
+        offset = self._length
         self._length += len(self._decoder.push(token_id)) + len(shown)
-        return place
+        return offset
 
 
 def _scored(token_ids: Sequence[int], scores: PromptScores) -> Chunk:

@@ -79,10 +79,10 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
 
 
 def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
-    said = camel(body)
-    fields.refuse_unsupported(said, _UNSUPPORTED)
-    fields.warn_unknown("gemini", said, _KNOWN)
-    config = camel(fields.field(said, "generationConfig", dict, {}, "an object"))
+    body = camel(body)
+    fields.refuse_unsupported(body, _UNSUPPORTED)
+    fields.warn_unknown("gemini", body, _KNOWN)
+    config = camel(fields.field(body, "generationConfig", dict, {}, "an object"))
     fields.refuse_unsupported(config, _UNSUPPORTED_CONFIG)
     fields.warn_unknown("gemini generationConfig", config, _KNOWN_CONFIG)
     model = sender.path["model"]
@@ -90,9 +90,9 @@ def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
         dialect="gemini",
         model=model,
         agent=agent_of(model, sender.accepted, sender.headers),
-        messages=messages_of(said),
-        functions=functions_of(said),
-        tool_choice=tool_choice_of(said),
+        messages=messages_of(body),
+        functions=functions_of(body),
+        tool_choice=tool_choice_of(body),
         output_schema=output_schema_of(config),
         num_choices=fields.bounded(config, "candidateCount", 1, 1, MAX_CHOICES),
         max_tokens=fields.integer(config, "maxOutputTokens"),

@@ -13,12 +13,12 @@ from lightning_jax.types import Message
 _PART_EXTRAS = ("thought", "thoughtSignature", "partMetadata", "mediaResolution", "videoMetadata")
 
 
-def messages_of(said: fields.Body) -> tuple[Message, ...]:
+def messages_of(body: fields.Body) -> tuple[Message, ...]:
     messages: list[Message] = []
-    if instruction := fields.field(said, "systemInstruction", dict, {}, "an object of parts"):
+    if instruction := fields.field(body, "systemInstruction", dict, {}, "an object of parts"):
         text = _texts(camel(instruction), "systemInstruction")
         messages.append({"role": "system", "content": text})
-    for index, content in enumerate(fields.objects(said, "contents")):
+    for index, content in enumerate(fields.objects(body, "contents")):
         content, where = camel(content), f"contents[{index}]"
         match content.get("role"):
             case "model":
@@ -45,8 +45,8 @@ def _parts(content: fields.Body, where: str) -> list[tuple[str, str, Any]]:
         kinds = [n for n, value in part.items() if value is not None and n not in _PART_EXTRAS]
         if len(kinds) != 1 or kinds[0] not in ("text", "functionCall", "functionResponse"):
             raise invalid(
-                f"{at} is {fields.brief(kinds)}; expected text, functionCall or functionResponse: "
-                "the policy reads only text.",
+                f"{at} is {fields.brief(kinds)}, and the policy reads only text; expected text, "
+                "functionCall or functionResponse.",
                 "contents",
                 reason="not_text",
                 key=at,
@@ -82,7 +82,7 @@ def _add_model(messages: list[Message], content: fields.Body, where: str) -> Non
             calls.append(tool_call(value.get("name"), arguments, call_id, at, "contents"))
         else:
             raise invalid(
-                f"{at} is a {kind} of the model; expected a user's.",
+                f"{at} is a {kind} in a model message; move it to a user message.",
                 "contents",
                 reason="wrong_role",
                 key=at,
@@ -102,13 +102,13 @@ def _add_input(messages: list[Message], content: fields.Body, where: str) -> Non
             texts = []
         if kind != "functionResponse":
             raise invalid(
-                f"{at} is a {kind} of the user; expected the model's.",
+                f"{at} is a {kind} in a user message; move it to a model message.",
                 "contents",
                 reason="wrong_role",
                 key=at,
             )
         ids = {"name": value.get("name"), "tool_call_id": value.get("id")}
-        ids = {name: said for name, said in ids.items() if isinstance(said, str)}
+        ids = {name: text for name, text in ids.items() if isinstance(text, str)}
         messages.append({"role": "tool", "content": _result(value.get("response")), **ids})
     if texts:
         messages.append({"role": "user", "content": "\n".join(texts)})
@@ -122,15 +122,15 @@ def _result(response: Any) -> str:
     return json.dumps(response, ensure_ascii=False)
 
 
-def functions_of(said: fields.Body) -> tuple[Function, ...]:
+def functions_of(body: fields.Body) -> tuple[Function, ...]:
     found = []
-    for index, tool in enumerate(fields.objects(said, "tools")):
+    for index, tool in enumerate(fields.objects(body, "tools")):
         tool = camel(tool)
         hosted = [name for name, value in tool.items() if value is not None]
         if hosted not in ([], ["functionDeclarations"]):
             raise invalid(
-                f"tools[{index}] has {fields.brief(hosted)}, which this server does not host; "
-                "expected functionDeclarations.",
+                f"tools[{index}] has {fields.brief(hosted)}, a hosted tool that this server does "
+                "not provide; pass functionDeclarations.",
                 "tools",
                 reason="unsupported",
                 key=f"tools[{index}]",
@@ -143,7 +143,7 @@ def _function(declared: fields.Body) -> Function:
     name, schema = declared.get("name"), declared.get("parametersJsonSchema")
     if not isinstance(name, str) or not name:
         raise invalid(
-            f"a function's name is {fields.brief(name)}; expected a name.",
+            f"function name is {fields.brief(name)}; expected a non-empty string.",
             "tools",
             reason="wrong_type",
             key="tools.functionDeclarations.name",
@@ -152,7 +152,7 @@ def _function(declared: fields.Body) -> Function:
         schema = json_schema(declared["parameters"], f"{name[:50]}.parameters", "tools")
     if schema is not None and not isinstance(schema, dict):
         raise invalid(
-            f"{name[:50]}.parametersJsonSchema is no object; expected a JSON schema.",
+            f"{name[:50]}.parametersJsonSchema is not an object; expected a JSON schema.",
             "tools",
             reason="wrong_type",
             key=f"{name[:50]}.parametersJsonSchema",
@@ -160,8 +160,8 @@ def _function(declared: fields.Body) -> Function:
     return Function(name, fields.text(declared, "description"), schema)
 
 
-def tool_choice_of(said: fields.Body) -> ToolChoice:
-    outer = camel(fields.field(said, "toolConfig", dict, {}, "an object"))
+def tool_choice_of(body: fields.Body) -> ToolChoice:
+    outer = camel(fields.field(body, "toolConfig", dict, {}, "an object"))
     config = camel(fields.field(outer, "functionCallingConfig", dict, {}, "an object"))
     names = fields.strings(config, "allowedFunctionNames")
     match config.get("mode"):
@@ -192,7 +192,9 @@ def output_schema_of(config: fields.Body) -> JsonSchema | None:
     if (schema := config.get("responseJsonSchema")) is not None:
         if not isinstance(schema, dict):
             raise invalid(
-                "responseJsonSchema is no object.", "responseJsonSchema", reason="wrong_type"
+                "responseJsonSchema is not an object; expected a JSON schema.",
+                "responseJsonSchema",
+                reason="wrong_type",
             )
         return schema
     if (schema := config.get("responseSchema")) is not None:

@@ -34,23 +34,23 @@ def json_schema(schema: Any, where: str, param: str) -> JsonSchema:
             reason="wrong_type",
             key=where,
         )
-    said = camel(schema)
-    if said.get("ref") or said.get("$ref"):
+    schema = camel(schema)
+    if schema.get("ref") or schema.get("$ref"):
         raise invalid(
-            f"{where} has a reference; expected it written out.",
+            f"{where} has a reference, which is not supported; inline the schema.",
             param,
             reason="unsupported",
             key=where,
         )
-    plain: JsonSchema = {name: said[name] for name in _SAME if said.get(name) is not None}
+    plain: JsonSchema = {name: schema[name] for name in _SAME if schema.get(name) is not None}
     for name in _SIZES:
-        if (size := said.get(name)) is not None:
+        if (size := schema.get(name)) is not None:
             plain[name] = int(size) if isinstance(size, str) and size.isdecimal() else size
-    plain |= _type(said.get("type"), where, param)
-    if plain.get("type") == "string" and said.get("format") not in (None, "enum"):
-        plain["format"] = said["format"]  # formats of numbers only set a number of bits
-    plain |= _inner(said, where, param)
-    if said.get("nullable") is True:
+    plain |= _type(schema.get("type"), where, param)
+    if plain.get("type") == "string" and schema.get("format") not in (None, "enum"):
+        plain["format"] = schema["format"]  # formats of numbers only set a number of bits
+    plain |= _inner(schema, where, param)
+    if schema.get("nullable") is True:
         return {"anyOf": [plain, {"type": "null"}]}
     return plain
 
@@ -68,25 +68,25 @@ def _type(kind: Any, where: str, param: str) -> JsonSchema:
     )
 
 
-def _inner(said: fields.Body, where: str, param: str) -> JsonSchema:
+def _inner(schema: fields.Body, where: str, param: str) -> JsonSchema:
     """Return the nested schemas of a schema."""
     found: JsonSchema = {}
-    properties = fields.field(said, "properties", dict, {}, "an object of schemas")
+    properties = fields.field(schema, "properties", dict, {}, "an object of schemas")
     if properties:
-        order = fields.strings(said, "propertyOrdering")
+        order = fields.strings(schema, "propertyOrdering")
         names = [*(n for n in order if n in properties), *(n for n in properties if n not in order)]
         found["properties"] = {
             name: json_schema(properties[name], f"{where}.properties.{name[:50]}", param)
             for name in names
         }
-    if said.get("required"):
-        found["required"] = list(fields.strings(said, "required"))
-    if said.get("items") is not None:
-        found["items"] = json_schema(said["items"], f"{where}.items", param)
-    if said.get("anyOf"):
-        options = fields.objects(said, "anyOf")
+    if schema.get("required"):
+        found["required"] = list(fields.strings(schema, "required"))
+    if schema.get("items") is not None:
+        found["items"] = json_schema(schema["items"], f"{where}.items", param)
+    if schema.get("anyOf"):
+        options = fields.objects(schema, "anyOf")
         found["anyOf"] = [json_schema(option, f"{where}.anyOf", param) for option in options]
-    more = said.get("additionalProperties")
+    more = schema.get("additionalProperties")
     if isinstance(more, bool):
         found["additionalProperties"] = more
     elif more is not None:

@@ -79,7 +79,7 @@ def parse_generate(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, Ma
     if fields.flag(body, "raw"):
         if system:
             raise invalid(
-                "system is set and raw is true; expected one of them.", "system", reason="conflict"
+                "system is set but raw is true; leave out one of them.", "system", reason="conflict"
             )
         request = _request(body, sender, prompts=(prompt,))
     else:
@@ -147,7 +147,8 @@ def _messages(body: fields.Body) -> tuple[Message, ...]:
             )
         if message.get("images"):
             raise invalid(
-                f"{where}.images is set, but the policy reads only text.",
+                f"{where}.images is not supported, because the policy reads only text; leave it "
+                "out.",
                 "messages",
                 reason="not_text",
                 key=f"{where}.images",
@@ -210,9 +211,9 @@ class OllamaReply:
             yield Event(self._line(self.content("", calls) | {"done": False}))
         yield Event(self._line(self.content("", []) | self._end(answer)))
 
-    def _line(self, said: dict[str, Any]) -> dict[str, Any]:
+    def _line(self, payload: dict[str, Any]) -> dict[str, Any]:
         created = datetime.fromtimestamp(self.context.created, UTC)
-        return {"model": self.request.model, "created_at": _rfc3339(created), **said}
+        return {"model": self.request.model, "created_at": _rfc3339(created), **payload}
 
     def _logprobs(self, tokens: Any) -> dict[str, Any]:
         if not self.request.logprobs:

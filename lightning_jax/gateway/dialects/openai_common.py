@@ -62,7 +62,7 @@ def function_of(tool: Mapping[str, Any], where: str, param: str = "tools") -> Fu
     name = tool.get("name")
     if not isinstance(name, str) or not name:
         raise invalid(
-            f"{where}.name is {fields.brief(name)}; expected a function's name.",
+            f"{where}.name is {fields.brief(name)}; expected a function name.",
             param,
             reason="wrong_type",
             key=f"{where}.name",
@@ -70,7 +70,7 @@ def function_of(tool: Mapping[str, Any], where: str, param: str = "tools") -> Fu
     parameters = tool.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise invalid(
-            f"{where}.parameters is no object; expected a JSON schema.",
+            f"{where}.parameters is not an object; expected a JSON schema.",
             param,
             reason="wrong_type",
             key=f"{where}.parameters",
@@ -96,7 +96,7 @@ def output_schema(spec: Mapping[str, Any], where: str) -> JsonSchema | None:
     schema = spec.get("schema")
     if not isinstance(schema, dict):
         raise invalid(
-            f"{where} has no schema; expected a JSON schema object.",
+            f"{where} has no schema; pass a JSON schema object.",
             where,
             reason="missing",
             key=f"{where}.schema",

@@ -134,8 +134,8 @@ def _previous(body: fields.Body, sender: Sender) -> tuple[Message, ...]:
     found = sender.conversations.get(response_id)
     if found is None:
         raise invalid(
-            f"previous_response_id is {fields.brief(response_id)}, which is not stored here; "
-            "expected the id of a response that this rollout got with store left on.",
+            f"previous_response_id is {fields.brief(response_id)}, which is not stored; pass the "
+            "id of a response from this rollout made with store on.",
             "previous_response_id",
             "previous_response_not_found",
         )
@@ -160,8 +160,8 @@ def _functions(body: fields.Body) -> Iterable[Function]:
     for index, tool in enumerate(fields.objects(body, "tools")):
         if tool.get("type") != "function":
             raise invalid(
-                f"tools[{index}] is of type {fields.brief(tool.get('type'))}, which this server "
-                "does not have; expected a function.",
+                f"tools[{index}] is of type {fields.brief(tool.get('type'))}, which is not "
+                "supported; pass a function.",
                 "tools",
                 "unsupported_parameter",
                 reason="unsupported",

@@ -98,7 +98,7 @@ def _add(conversation: _Conversation, item: Any, where: str) -> None:
             pass  # the policy has no hidden reasoning to continue
         case other:
             raise invalid(
-                f"{where}.type is {fields.brief(other)}, which this server cannot take; expected "
+                f"{where}.type is {fields.brief(other)}, which is not supported; expected "
                 "message, function_call or function_call_output.",
                 "input",
                 reason="unsupported",
@@ -124,7 +124,9 @@ def _text(content: Any, where: str) -> str:
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise _bad(where, kind or part, "a text part, the policy reads only text", "not_text")
+        raise _bad(
+            where, kind or part, "a text part, because the policy reads only text", "not_text"
+        )
     return _string(part, _TEXT_PARTS[kind], where)
 
 

@@ -29,15 +29,14 @@ def _retrieve(body: Body, sender: Sender) -> Any:
     found = _find(sender)
     if sender.query.get("stream", "false") != "false":
         raise invalid(
-            "stream is set, and a saved response comes whole; expected none.",
+            "stream is not supported for a saved response; leave it out.",
             "stream",
             reason="unsupported",
         )
     asked = [value for name, value in sender.query.items() if name in ("include", "include[]")]
     if LOGPROBS in asked:
         raise invalid(
-            f"include asks for {LOGPROBS}, which are not saved; expected them to be taken from the "
-            "first answer.",
+            f"include has {LOGPROBS}, which are not saved; read them from the original response.",
             "include",
             reason="unsupported",
         )
@@ -57,8 +56,8 @@ def _find(sender: Sender) -> SavedResponse:
         raise ApiError(
             404,
             "response_not_found",
-            f"response_id is {brief(response_id)}, which is not stored here; expected the id of a "
-            "response that this rollout got with store left on.",
+            f"response_id is {brief(response_id)}, which is not stored; pass the id of a response "
+            "from this rollout made with store on.",
             param="response_id",
         )
     return found

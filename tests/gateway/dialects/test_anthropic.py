@@ -81,8 +81,8 @@ def test_an_answer_that_comes_back_is_the_message_it_was() -> None:
     content = _reply().body([answer])["content"]
     content.insert(0, {"type": "thinking", "thinking": "hm", "signature": ""})
     results = [
-        {"type": "tool_result", "tool_use_id": call.call_id, "content": said, "is_error": bad}
-        for call, said, bad in zip(
+        {"type": "tool_result", "tool_use_id": call.call_id, "content": result, "is_error": bad}
+        for call, result, bad in zip(
             answer.tool_calls, ("5", [{"type": "text", "text": "no"}]), (False, True), strict=True
         )
     ]
@@ -212,7 +212,7 @@ async def test_a_stream_says_what_a_whole_answer_says(bench: Bench) -> None:
     assert bodies[0]["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
 
 
-async def test_errors_and_models_in_its_own_terms(bench: Bench) -> None:
+async def test_errors_and_models_use_the_dialect_format(bench: Bench) -> None:
     for change, key, status, kind in (
         ({"max_tokens": 0}, "right-key", 400, "invalid_request_error"),
         ({"model": "gpt"}, "right-key", 404, "not_found_error"),

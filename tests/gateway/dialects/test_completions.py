@@ -80,7 +80,7 @@ async def test_prompts_have_four_shapes(bench: Bench) -> None:
     assert [c["text"][:2] for c in lists["choices"]] == ["on", "on"]
 
 
-async def test_16_tokens_unless_told(bench: Bench) -> None:
+async def test_default_is_16_tokens(bench: Bench) -> None:
     reply = await _post(bench, max_tokens=None, logit_bias={"258": -100})
     assert reply["usage"]["completion_tokens"] == 16
     assert reply["choices"][0]["finish_reason"] == "length"
@@ -124,10 +124,10 @@ async def test_a_stream_says_what_a_whole_answer_says(
         assert (choice.logprobs is None) == echo
         if choice.logprobs is None:
             continue
-        said = choice.logprobs.to_dict()
+        entries = choice.logprobs.to_dict()
         for key in ("tokens", "text_offset"):
-            assert streamed[key] == said[key]
-        assert _numbers(streamed) == pytest.approx(_numbers(said), abs=1e-5, nan_ok=True)
+            assert streamed[key] == entries[key]
+        assert _numbers(streamed) == pytest.approx(_numbers(entries), abs=1e-5, nan_ok=True)
 
 
 def _numbers(entries: Any) -> list[float]:
@@ -151,15 +151,15 @@ async def test_an_echo_begins_with_the_prompt(bench: Bench) -> None:
 async def test_an_echoed_prompt_is_scored_as_it_was_sampled(bench: Bench) -> None:
     fields = {"prompt": [5, 6, 7], "temperature": 0.0, "logprobs": 2, "return_token_ids": True}
     fields |= {"logit_bias": {"258": -100}}
-    said = (await _post(bench, **fields))["choices"][0]
-    longer = [5, 6, 7, *said["token_ids"]]
+    choice = (await _post(bench, **fields))["choices"][0]
+    longer = [5, 6, 7, *choice["token_ids"]]
     again = await _post(bench, **(fields | {"prompt": longer, "echo": True, "max_tokens": 1}))
     entries = again["choices"][0]["logprobs"]
-    sampled = said["logprobs"]["token_logprobs"]
+    sampled = choice["logprobs"]["token_logprobs"]
     assert entries["token_logprobs"][3 : 3 + len(sampled)] == pytest.approx(sampled, abs=1e-5)
     assert len(entries["tokens"]) == len(longer) + 1
     best = entries["top_logprobs"][3]
-    assert best == pytest.approx(said["logprobs"]["top_logprobs"][0], abs=1e-5)
+    assert best == pytest.approx(choice["logprobs"]["top_logprobs"][0], abs=1e-5)
 
 
 def test_offsets_of_a_known_answer() -> None:

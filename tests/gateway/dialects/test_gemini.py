@@ -206,8 +206,8 @@ async def test_both_streams_say_what_a_whole_answer_says(bench: Bench) -> None:
     array = json.loads(await _ask(bench, bases[1], STREAM, body))
     lines = (await _ask(bench, bases[2], f"{STREAM}?alt=sse", body)).split("\n\n")[:-1]
     for events in (array, [json.loads(line.removeprefix("data: ")) for line in lines]):
-        for place, expected in enumerate(whole["candidates"]):
-            mine = [c for event in events for c in event["candidates"] if c["index"] == place]
+        for index, expected in enumerate(whole["candidates"]):
+            mine = [c for event in events for c in event["candidates"] if c["index"] == index]
             text = "".join(part["text"] for c in mine for part in c["content"]["parts"])
             assert text == expected["content"]["parts"][0]["text"]
             assert mine[-1]["finishReason"] == expected["finishReason"]
@@ -232,8 +232,8 @@ async def test_a_tools_result_extends_token_for_token(bench: Bench) -> None:
     contents.append(reply["candidates"][0]["content"])
     calls = [part["functionCall"] for part in contents[-1]["parts"]]
     assert {call["name"] for call in calls} == {"run"}
-    said = [{"functionResponse": {"name": "run", "response": {"result": 5}}} for _ in calls]
-    body |= FEW | {"contents": [*contents, {"role": "user", "parts": said}]}
+    parts = [{"functionResponse": {"name": "run", "response": {"result": 5}}} for _ in calls]
+    body |= FEW | {"contents": [*contents, {"role": "user", "parts": parts}]}
     counted = json.loads(await _ask(bench, base, "/v1/models/policy:countTokens", body))
     reply = json.loads(await _ask(bench, base, GENERATE.replace("v1beta", "v1"), body))
     one, two = spans_to_transitions(bench.store.spans("r1"))[0]
@@ -242,7 +242,7 @@ async def test_a_tools_result_extends_token_for_token(bench: Bench) -> None:
     assert counted == {"totalTokens": reply["usageMetadata"]["promptTokenCount"]}
 
 
-async def test_errors_and_models_in_its_own_terms(bench: Bench) -> None:
+async def test_errors_and_models_use_the_dialect_format(bench: Bench) -> None:
     body = {"contents": ASK}
     for path, change, status, name in (
         (GENERATE.replace("policy", "gpt"), {}, 404, "NOT_FOUND"),

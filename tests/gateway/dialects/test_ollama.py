@@ -132,7 +132,7 @@ async def _ask(bench: Bench, base: str, body: Any, path: str = "/api/chat") -> t
 
 async def test_a_stream_of_lines_says_what_a_whole_answer_says(bench: Bench) -> None:
     body = BODY | FEW | {"logprobs": True, "top_logprobs": 2}
-    for path, key, said in (
+    for path, key, read in (
         ("/api/chat", "messages", lambda line: line["message"]["content"]),
         ("/api/generate", "prompt", lambda line: line["response"]),
     ):
@@ -144,7 +144,7 @@ async def test_a_stream_of_lines_says_what_a_whole_answer_says(bench: Bench) -> 
         assert response.content_type == "application/x-ndjson"
         lines = [json.loads(line) for line in text.splitlines()]
         assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
-        assert "".join(map(said, lines)) == said(whole)
+        assert "".join(map(read, lines)) == read(whole)
         streamed = [entry for line in lines for entry in line.get("logprobs", ())]
         assert [e["token"] for e in streamed] == [e["token"] for e in whole["logprobs"]]
         for last in (whole, lines[-1]):
@@ -184,7 +184,7 @@ async def test_nothing_to_say_loads_the_model(bench: Bench) -> None:
     assert bench.store.spans("r1") == []
 
 
-async def test_errors_and_models_in_its_own_terms(bench: Bench) -> None:
+async def test_errors_and_models_use_the_dialect_format(bench: Bench) -> None:
     base = bench.rollout().base_url
     for change, status in (({"model": "gpt"}, 404), ({"options": {"top_p": 0}}, 400)):
         response, text = await _ask(bench, base, BODY | change)

@@ -111,8 +111,8 @@ def _reply(pieces: list[list[Piece]], reason: Any = "stop", **fields: Any) -> An
 
 async def test_an_answer_is_a_message(bench: Bench) -> None:
     base = bench.rollout().base_url
-    said = {"instructions": "Be brief.", "metadata": {"agent": "writer"}, "temperature": 0.5}
-    response = await _post(bench, base, **said)
+    fields = {"instructions": "Be brief.", "metadata": {"agent": "writer"}, "temperature": 0.5}
+    response = await _post(bench, base, **fields)
     (transition,), _ = spans_to_transitions(bench.store.spans("r1"))
     assert transition.agent == "writer"
     tokenizer = bench.model.tokenizer
@@ -123,7 +123,7 @@ async def test_an_answer_is_a_message(bench: Bench) -> None:
     assert response.output_text == tokenizer.decode(transition.response_token_ids)
     assert response.usage and response.usage.input_tokens == len(transition.prompt_token_ids)
     assert response.usage.output_tokens == len(transition.response_token_ids) <= 8
-    assert {key: getattr(response, key) for key in said} == said
+    assert {key: getattr(response, key) for key in fields} == fields
     (item,) = response.output
     cut = transition.finish_reason == "length"
     assert item.type == "message" and response.id.startswith("resp_")
@@ -171,13 +171,13 @@ async def test_a_tool_conversation_extends_token_for_token(
 ) -> None:
     base = bench.rollout().base_url
     items: list[Any] = [{"role": "user", "content": "Where?"}]
-    said: dict[str, Any] = {"input": items}
+    fields: dict[str, Any] = {"input": items}
     for choice, limit in (("required", 99), ("auto", 9), ("auto", 9)):
-        said |= {**TOOLS, "tool_choice": choice, "max_output_tokens": limit}
+        fields |= {**TOOLS, "tool_choice": choice, "max_output_tokens": limit}
         if streamed:
-            response = _checked((await _events(bench, base, **said))[-1]["response"])
+            response = _checked((await _events(bench, base, **fields))[-1]["response"])
         else:
-            response = await _post(bench, base, **said)
+            response = await _post(bench, base, **fields)
         (item,) = response.output
         new: list[Any] = [{"role": "user", "content": "And?"}]
         if choice == "required":
@@ -188,9 +188,9 @@ async def test_a_tool_conversation_extends_token_for_token(
         if way == "items without ids":
             del sent["id"]
         items = [*items, {"type": "reasoning", "id": "rs_1", "summary": []}, sent, *new]
-        said = {"input": items}
+        fields = {"input": items}
         if way == "id of the response":
-            said = {"input": new, "previous_response_id": response.id}
+            fields = {"input": new, "previous_response_id": response.id}
     transitions, _ = spans_to_transitions(bench.store.spans("r1"))
     assert len(transitions) == 3
     for earlier, later in itertools.pairwise(transitions):
@@ -244,8 +244,8 @@ async def test_a_response_is_read_again_until_it_is_deleted(bench: Bench, stream
 async def test_a_saved_response_has_no_logprobs_and_comes_whole(bench: Bench) -> None:
     asked = BODY | {"include": [LOGPROBS], "return_token_ids": True}
     _, made, _ = await bench.post(asked, path=PATH)
-    place: dict[str, Any] = {"base_url": f"{bench.gateway.url}/v1", "max_retries": 0}
-    async with openai.AsyncOpenAI(api_key="right-key", **place) as client:
+    options: dict[str, Any] = {"base_url": f"{bench.gateway.url}/v1", "max_retries": 0}
+    async with openai.AsyncOpenAI(api_key="right-key", **options) as client:
         (part,) = made["output"][0]["content"]
         assert len(part["logprobs"]) == len(made.pop("token_ids")) and made.pop("prompt_token_ids")
         part["logprobs"] = []
@@ -256,7 +256,7 @@ async def test_a_saved_response_has_no_logprobs_and_comes_whole(bench: Bench) ->
         with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.retrieve(made["id"], stream=True)
         assert refused.value.param == "stream"
-    async with openai.AsyncOpenAI(api_key="wrong", **place) as client:
+    async with openai.AsyncOpenAI(api_key="wrong", **options) as client:
         with pytest.raises(openai.AuthenticationError):
             await client.responses.delete(made["id"])
 
