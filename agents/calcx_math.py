@@ -195,7 +195,7 @@ def demonstrate(tasks: Sequence[Task]) -> list[dict[str, Any]]:
     The assistant messages are the ones to learn.
     """
     found = [_conversation(task) for task in tasks]
-    return [{"messages": each, "tools": [tool_schema()]} for each in found if each]
+    return [{"messages": messages, "tools": [tool_schema()]} for messages in found if messages]
 
 
 def _conversation(task: Task) -> list[Message]:

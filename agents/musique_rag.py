@@ -106,7 +106,9 @@ class Library:
 
 def show(paragraphs: Sequence[Paragraph]) -> str:
     """Format paragraphs for the model, one per line."""
-    lines = [f"{each['title']}: {' '.join(each['text'].split())}" for each in paragraphs]
+    lines = [
+        f"{paragraph['title']}: {' '.join(paragraph['text'].split())}" for paragraph in paragraphs
+    ]
     return "\n".join(lines) or NOTHING_FOUND
 
 
@@ -241,8 +243,8 @@ def queries(decomposition: Sequence[dict[str, Any]]) -> list[str]:
     answers = [step["answer"] for step in decomposition]
 
     def known(match: re.Match[str]) -> str:
-        place = int(match[1])
-        return answers[place - 1] if 1 <= place <= len(answers) else match[0]
+        number = int(match[1])
+        return answers[number - 1] if 1 <= number <= len(answers) else match[0]
 
     return [
         " ".join(re.sub(r"#(\d+)", known, step["question"]).replace(">>", " ").split())

@@ -45,7 +45,7 @@ def make_app(index: ParagraphIndex, top_k: int, max_chars: int) -> web.Applicati
             )
             return web.json_response({"error": expected}, status=400)
         found = await asyncio.to_thread(index.search, query, top_k, frozenset(without))
-        shown = [each | {"text": clip(each["text"], max_chars)} for each in found]
+        shown = [paragraph | {"text": clip(paragraph["text"], max_chars)} for paragraph in found]
         return web.json_response({"paragraphs": shown})
 
     async def health(_: web.Request) -> web.Response:
@@ -61,7 +61,7 @@ def _are_texts(value: Any) -> bool:
     return (
         isinstance(value, list)
         and len(value) <= MAX_WITHOUT
-        and all(isinstance(each, str) for each in value)
+        and all(isinstance(item, str) for item in value)
     )
 
 

@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def apart(agent: Agent) -> AsyncIterator[Agent]:
+async def isolate_agent(agent: Agent) -> AsyncIterator[Agent]:
     """Yield the agent wrapped to run on its own event loop while this context is open."""
     loop = asyncio.new_event_loop()
-    loop.set_default_executor(_ThreadEach())
+    loop.set_default_executor(_ThreadPerCall())
     stopping = threading.Event()
     thread = threading.Thread(target=_serve, args=(loop, stopping), name="agents", daemon=True)
     thread.start()
@@ -59,8 +59,8 @@ def _serve(loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
                 extra={"event": "agent_task_exited", "error": error},
             )
     if left := asyncio.all_tasks(loop):
-        for each in left:
-            each.cancel()
+        for task in left:
+            task.cancel()
         loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
@@ -102,7 +102,7 @@ async def _run_on(loop: asyncio.AbstractEventLoop, agent: Agent, task: Task, llm
     return result
 
 
-class _ThreadEach(ThreadPoolExecutor):
+class _ThreadPerCall(ThreadPoolExecutor):
     """Executor with one thread per call. The process does not wait for the threads at exit."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

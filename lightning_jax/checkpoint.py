@@ -202,8 +202,8 @@ def _remedy(error: Exception) -> tuple[str, str]:
 
     Libraries may put the system's error number only into the text of their own errors.
     """
-    text = " ".join(str(each) for each in causes(error))
-    numbers = {each.errno for each in causes(error) if isinstance(each, OSError)}
+    text = " ".join(str(cause) for cause in causes(error))
+    numbers = {cause.errno for cause in causes(error) if isinstance(cause, OSError)}
     if is_exhausted(error) or os.strerror(errno.EMFILE) in text:
         return (
             "open_files",

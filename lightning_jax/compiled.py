@@ -23,8 +23,8 @@ def keep_compiled() -> None:
     A cache directory that JAX already has, for example from JAX_COMPILATION_CACHE_DIR, is kept.
     JAX_ENABLE_COMPILATION_CACHE=false disables the cache. An unwritable directory is not an error.
     """
-    told: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if told is not None:
+    configured: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if configured is not None:
         return
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "lightning_jax" / f"compiled-{_machine()}"

@@ -24,7 +24,7 @@ from lightning_jax.config_roles import (
     RewardRule,
     RoleConfig,
     check_policies,
-    policy_places,
+    policy_indices,
 )
 from lightning_jax.config_sections import (
     AgentConfig,
@@ -99,7 +99,7 @@ class Config:
     @property
     def adapters(self) -> dict[str, int]:
         """Index of each policy's adapter; empty unless several policies share weights."""
-        return policy_places(self.policies) if self.model.lora.rank else {}
+        return policy_indices(self.policies) if self.model.lora.rank else {}
 
     @property
     def num_adapters(self) -> int | None:
@@ -141,7 +141,7 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
     """
     merged, given = OmegaConf.structured(schema), OmegaConf.create()
     for name, layer in _layers(argv):
-        with _told(name):
+        with _config_errors(name):
             if only is not None:
                 layer = OmegaConf.masked_copy(layer, list(only))
             layer = _from_home(layer)
@@ -205,7 +205,7 @@ def _is_setting(arg: str) -> bool:
 
 
 @contextmanager
-def _told(arg: str) -> Iterator[None]:
+def _config_errors(arg: str) -> Iterator[None]:
     """Convert errors in what `arg` sets to a ConfigError that names it."""
     key = arg.partition("=")[0] if _is_setting(arg) else arg
     try:
@@ -230,7 +230,7 @@ def _layers(argv: Sequence[str]) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for arg in argv:
         if _is_setting(arg):
-            with _told(arg):
+            with _config_errors(arg):
                 found.append((arg, OmegaConf.from_dotlist([arg])))
         else:
             found += _file_layers(arg, [name for name, _ in found])
@@ -258,7 +258,7 @@ def _file_layers(path: str, before: Sequence[str]) -> list[tuple[str, Any]]:
 
     A cycle of bases ends where it returns to a file.
     """
-    with _told(path):
+    with _config_errors(path):
         layer = _load_yaml(path)
         base = layer.pop("base", None) if isinstance(layer, DictConfig) else None
     if base is None:
@@ -271,7 +271,7 @@ def _file_layers(path: str, before: Sequence[str]) -> list[tuple[str, Any]]:
             reason="not_found",
             key=str(below),
         )
-    if below.resolve() in {Path(each).resolve() for each in before}:
+    if below.resolve() in {Path(name).resolve() for name in before}:
         return [(path, layer)]
     return [*_file_layers(str(below), [*before, path]), (path, layer)]
 

@@ -83,7 +83,7 @@ class RoleConfig:
         )
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_external(self) -> bool:
         """True if another server answers the calls."""
         return self.served_by not in SERVED_BY
 
@@ -110,9 +110,9 @@ class RewardRule:
         )
 
 
-def policy_places(policies: Iterable[str]) -> dict[str, int]:
+def policy_indices(policies: Iterable[str]) -> dict[str, int]:
     """Return the index of each policy, and so of its adapter or weights, in order of `policies`."""
-    return {name: place for place, name in enumerate(policies)}
+    return {name: index for index, name in enumerate(policies)}
 
 
 def check_policies(

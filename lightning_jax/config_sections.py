@@ -231,9 +231,10 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "env", tuple(self.env))
-        if not all(_VARIABLE.match(each) for each in self.env):  # the error hides the values
+        if not all(map(_VARIABLE.match, self.env)):
+            names = [variable.partition("=")[0] for variable in self.env]  # the values are secret
             raise FieldError(
-                f"env has {[each.partition('=')[0] for each in self.env]}; expected names of "
+                f"env has {names}; expected names of "
                 "variables, each alone or with =VALUE, and not the ??? of a saved file.",
                 reason="invalid",
                 key="env",
@@ -403,7 +404,7 @@ class DistributedConfig:
 
     def __post_init__(self) -> None:
         manual = self.mode == "manual"
-        number, place = self.num_processes, self.process_id
+        number, process_id = self.num_processes, self.process_id
         require(
             self,
             mode=(self.mode in ("none", "auto", "manual"), "none, auto or manual"),
@@ -416,7 +417,7 @@ class DistributedConfig:
                 "the number of processes with distributed.mode manual",
             ),
             process_id=(
-                not manual or (place is not None and 0 <= place < (number or 0)),
+                not manual or (process_id is not None and 0 <= process_id < (number or 0)),
                 "0 to num_processes - 1 with distributed.mode manual",
             ),
             timeout_s=(self.timeout_s >= 1, "at least 1 second"),

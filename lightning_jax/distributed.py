@@ -79,7 +79,7 @@ def ask_to_stop() -> None:
 
 
 @asynccontextmanager
-async def heeding_others() -> AsyncIterator[None]:
+async def cancel_on_stop() -> AsyncIterator[None]:
     """Cancel the body, in process 0, once another process asks to stop.
 
     Raises Stopped.
@@ -143,7 +143,7 @@ class Leader:
         """
         self._send((method, arguments))
 
-    def dismiss(self) -> None:
+    def stop_followers(self) -> None:
         """Let the other processes end."""
         self._send(None)
 

@@ -131,11 +131,11 @@ def _interpreter_agent(python: str, config: AgentConfig) -> Agent:
     async def agent(task: Task, llm: LLM) -> Result:
         with tempfile.TemporaryFile() as channel:
             ended = await start(task, llm, channel.fileno())
-            told = os.pread(channel.fileno(), MAX_RESULT, 0)
-        if not told:
+            report = os.pread(channel.fileno(), MAX_RESULT, 0)
+        if not report:
             _check_end(ended, config)
             return None
-        return _told(told)
+        return _result_of(report)
 
     return agent
 
@@ -244,14 +244,14 @@ def _last_line(output: str) -> Any:
         return lines[-1]
 
 
-def _told(text: bytes) -> Any:
+def _result_of(text: bytes) -> Any:
     """Return the agent's result from another process, or raise its error again."""
     try:
-        told = json.loads(text)
+        report = json.loads(text)
     except ValueError:
         raise ExitStatus(f"its result is cut or longer than {MAX_RESULT} bytes") from None
-    if "result" in told:
-        return told["result"]
-    base = ConnectionError if told["is_connection"] else Exception
-    address = next((place for place in told["addresses"] if place), None)
-    raise type(told["error"], (base,), {"lightning_address": address})(told["message"])
+    if "result" in report:
+        return report["result"]
+    base = ConnectionError if report["is_connection"] else Exception
+    address = next((address for address in report["addresses"] if address), None)
+    raise type(report["error"], (base,), {"lightning_address": address})(report["message"])

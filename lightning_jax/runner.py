@@ -49,18 +49,18 @@ _loaded: dict[str, ModuleType] = {}  # agents' modules, by path and modification
 class RolloutRequest:
     """Rollout to run.
 
-    `place` is the task's position in its step, `index` the rollout's position in its group.
+    `task_index` is the task's position in its step, `index` the rollout's position in its group.
     """
 
     task: Task
     phase: str
     step: int
-    place: int
+    task_index: int
     index: int
 
     @property
     def group_id(self) -> str:
-        return f"{self.phase}-{self.step:05d}-{self.place:03d}"
+        return f"{self.phase}-{self.step:05d}-{self.task_index:03d}"
 
     def rollout(self, attempt: int) -> Rollout:
         return Rollout(
@@ -80,8 +80,8 @@ def make_requests(
 ) -> list[RolloutRequest]:
     """Return `group_size` requests per task, with the rollouts of one task next to each other."""
     return [
-        RolloutRequest(task, phase, step, place, index)
-        for place, task in enumerate(tasks)
+        RolloutRequest(task, phase, step, task_index, index)
+        for task_index, task in enumerate(tasks)
         for index in range(group_size)
     ]
 
@@ -250,9 +250,9 @@ class Runner:
         outcome = _blamed(outcome, traffic, clock)
         if outcome.status == "agent_failure":
             outcome = replace(outcome, reward=self.config.agent_failure_reward)
-        told = {"lightning.status": outcome.status, "lightning.task_id": rollout.task_id}
+        attributes = {"lightning.status": outcome.status, "lightning.task_id": rollout.task_id}
         error = outcome.detail or outcome.reason
-        span = root.span(rollout.rollout_id, start_ns, time.time_ns(), told, error)
+        span = root.span(rollout.rollout_id, start_ns, time.time_ns(), attributes, error)
         await self.store.in_order(self._record, rollout.rollout_id, span, outcome)
         return replace(rollout, **outcome.fields)
 
@@ -269,7 +269,7 @@ class Runner:
         The agent runs in its own task. Even if it exits or cancels itself, only its rollout ends.
         """
         with below_root(root):
-            running = asyncio.create_task(self._told(rollout_id, task, llm))
+            running = asyncio.create_task(self._agent_outcome(rollout_id, task, llm))
         try:
             late = not await clock.wait(running, self.config.timeout_s)
         finally:
@@ -281,7 +281,7 @@ class Runner:
             return failure("CancelledError", "the agent was cancelled from within itself")
         return running.result()
 
-    async def _told(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
+    async def _agent_outcome(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
         try:
             result = await self.agent(_copied(task), llm)
             return outcome_of(result, self.gateway.posted_reward(rollout_id), self.config)
@@ -363,10 +363,10 @@ def _copied(task: Task) -> Task:
 
     Values that cannot be copied are shared.
     """
-    own = {}
+    copies = {}
     for name, value in task.items():
         try:
-            own[name] = copy.deepcopy(value)
+            copies[name] = copy.deepcopy(value)
         except Exception:  # noqa: BLE001  (a lock, a connection, a custom __deepcopy__)
-            own[name] = value
-    return own
+            copies[name] = value
+    return copies

@@ -12,7 +12,7 @@ import jax
 
 from lightning_jax.config import ConfigError
 from lightning_jax.config_sections import MeshConfig, ServerConfig
-from lightning_jax.garbage import lasting_objects
+from lightning_jax.garbage import freeze_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http import check_address
 from lightning_jax.models.load import load_model
@@ -47,7 +47,7 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
         at_end.callback(lambda: runner.run(gateway.close()))
         at_end.callback(loop.close)
         _compile(loop)
-        at_end.enter_context(lasting_objects())
+        at_end.enter_context(freeze_objects())
         loop.start()
         # Only now, because an earlier client would wait for minutes without an answer.
         runner.run(gateway.start())

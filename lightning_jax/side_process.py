@@ -39,9 +39,9 @@ def side_process(arguments: Sequence[str], *, start_timeout_s: float) -> Iterato
             start_new_session=True,  # Ctrl-C must reach only us; we end the program
         )
         try:
-            said = _ready(process, errors, arguments[0], start_timeout_s)
+            started = _ready(process, errors, arguments[0], start_timeout_s)
             try:
-                yield said
+                yield started
             finally:
                 if process.poll() is not None:
                     log.warning(
@@ -74,9 +74,11 @@ def _ready(
     except ValueError:
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_TIMEOUT_S)
-        said = lines[0].strip() or _last_words(errors)
+        last_words = lines[0].strip() or _last_words(errors)
         raise SideProcessError(
-            f"{name} did not start: {said.removeprefix('error: ')}", reason="not_started", key=name
+            f"{name} did not start: {last_words.removeprefix('error: ')}",
+            reason="not_started",
+            key=name,
         ) from None
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grain
 
 from lightning_jax.config import ConfigError
-from lightning_jax.config_roles import policy_places
+from lightning_jax.config_roles import policy_indices
 from lightning_jax.gateway.elsewhere import said_by
 from lightning_jax.gateway.render import ConversationMemory, Generated, render
 from lightning_jax.gateway.request import Function
@@ -78,7 +78,7 @@ def group_tasks(tasks: Sequence[Task], field: str | None, size: int) -> list[lis
     ]
 
 
-def spread(items: Sequence[Item], limit: int) -> list[Item]:
+def evenly_spaced(items: Sequence[Item], limit: int) -> list[Item]:
     """Return at most `limit` items, evenly spaced.
 
     The start of a file may not be representative.
@@ -103,18 +103,18 @@ def demonstration_sequences(
     `"agent"` or the system prompt. Messages without such a role train every policy.
     """
     routing = routing or Routing()
-    adapters = policy_places(routing.policies)
+    adapters = policy_indices(routing.policies)
     examples: dict[int | None, list[Pair]] = defaultdict(list)
     for conversation in conversations:
-        for said, pair in _turns(conversation, tokenizer):
-            _, role = routing.role_of(said)
+        for facts, pair in _turns(conversation, tokenizer):
+            _, role = routing.role_of(facts)
             policy = choose_policy(routing.policies, role, "")
-            places = [adapters[policy]] if policy else [*adapters.values()] or [None]
-            for place in places:
-                examples[place].append(pair)
+            indices = [adapters[policy]] if policy else [*adapters.values()] or [None]
+            for index in indices:
+                examples[index].append(pair)
     return [
-        replace(sequence, adapter=place)
-        for place, pairs in examples.items()
+        replace(sequence, adapter=index)
+        for index, pairs in examples.items()
         for sequence in make_supervised_sequences(pairs)
     ]
 
@@ -131,7 +131,7 @@ def _turns(
     end = end_of_turn(tokenizer)
     turns = []
     plain = [{key: value for key, value in m.items() if key not in OURS} for m in messages]
-    said = said_by({"messages": plain}, {}, {})
+    facts = said_by({"messages": plain}, {}, {})
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -141,7 +141,7 @@ def _turns(
         memory.add(plain[index], Generated(prompt.token_ids, response, prompt.history))
         if message.get("train", True):
             agent = {"agent": str(message.get("agent", ""))}
-            turns.append((said | agent, (prompt.token_ids, response)))
+            turns.append((facts | agent, (prompt.token_ids, response)))
     return turns
 
 

@@ -32,12 +32,12 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lightning_jax import distributed, plan
-from lightning_jax.agent_loop import apart
+from lightning_jax.agent_loop import isolate_agent
 from lightning_jax.config import Config, ConfigError, changed_keys, load_config, save_config
 from lightning_jax.config_sections import AUTO
 from lightning_jax.descriptors import limit_of_files, number_free
 from lightning_jax.files import make_private, warn_if_open
-from lightning_jax.garbage import lasting_objects
+from lightning_jax.garbage import freeze_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.load import LoadedModel, load_model
@@ -55,7 +55,7 @@ from lightning_jax.serve.replicas import replicate, split_by_data
 from lightning_jax.sources import changed_sources, digests, save_sources
 from lightning_jax.step_metrics import summary
 from lightning_jax.store import Store
-from lightning_jax.threads import to_end
+from lightning_jax.threads import run_in_thread
 from lightning_jax.tracing.convert import COLDEST
 from lightning_jax.types import Task
 
@@ -85,11 +85,11 @@ async def train(
     """
     distributed.join(config.distributed)
     if not distributed.is_leader():
-        await _follow(_settled(config))
+        await _follow(_with_dtypes(config))
         return []
     _check_files(config)
     _tell_of_bias(config)
-    async with distributed.heeding_others(), open_run(config, train_tasks, dev_tasks) as run:
+    async with distributed.cancel_on_stop(), open_run(config, train_tasks, dev_tasks) as run:
         with (
             logging_redirect_tqdm(),
             tqdm(
@@ -108,7 +108,7 @@ async def train(
                 run.record(run.step, final)
                 log.info("step %d: %s", run.step, summary(final))
         await run.save()
-        await to_end(run.export)
+        await run_in_thread(run.export)
     return run.metrics.rows
 
 
@@ -146,9 +146,9 @@ async def open_run(
     directory = Path(config.run_dir)
     async with AsyncExitStack() as at_end:  # last in, first out
         at_end.enter_context(_alone_in(directory))  # before loading the model, which takes long
-        config = _settled(config)
-        sources = digests(config, train_tasks, dev_tasks)
-        changed = _changed_settings(config) + changed_sources(directory, sources)
+        config = _with_dtypes(config)
+        source_digests = digests(config, train_tasks, dev_tasks)
+        changed = _changed_settings(config) + changed_sources(directory, source_digests)
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
         meshes = split_by_data(serving_mesh(config.serve.mesh, config.mesh))
@@ -168,10 +168,10 @@ async def open_run(
             initial = make_loop(model.params, 0)  # before the run takes ownership of the weights
         run = Run(config, model, store, train_tasks, dev_tasks)
         at_end.push_async_callback(run.close)
-        at_end.callback(run.leader.dismiss)
-        _set_aside(store, changed, run.step)
+        at_end.callback(run.leader.stop_followers)
+        _supersede_stored(store, changed, run.step)
         save_config(config, directory / "config.yaml")
-        save_sources(directory, sources)
+        save_sources(directory, source_digests)
         if abandoned := store.abandon_running():
             log.info(
                 "%d rollouts were running when the last process ended; they run again", abandoned
@@ -182,24 +182,24 @@ async def open_run(
             for name in config.weights
         ]
         running = loops if initial is None else [*loops, initial]
-        for each in running:
-            at_end.callback(each.close)
+        for loop in running:
+            at_end.callback(loop.close)
         gateway = Gateway(
-            _front(config, loops),
+            _responders(config, loops),
             model.tokenizer,
             store,
             model_name=model.name,
             serve=config.serve,
             routing=Routing(config.roles, config.policies),
-            initial=None if initial is None else _front(config, [initial] * len(loops)),
+            initial=None if initial is None else _responders(config, [initial] * len(loops)),
         )
         at_end.push_async_callback(gateway.close)
-        agent = await at_end.enter_async_context(apart(agent))
+        agent = await at_end.enter_async_context(isolate_agent(agent))
         await gateway.start()
-        for each in running:
-            await to_end(each.warmup)
-            each.start()
-        at_end.enter_context(lasting_objects())
+        for loop in running:
+            await run_in_thread(loop.warmup)
+            loop.start()
+        at_end.enter_context(freeze_objects())
         run.connect(loops, Runner(agent, gateway, store, config.rollout, config.seed))
         yield run
 
@@ -266,7 +266,7 @@ def _alone_in(directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def _settled(config: Config) -> Config:
+def _with_dtypes(config: Config) -> Config:
     """Return the settings with dtypes in place of auto.
 
     A run that has begun keeps its first choice. With several processes nothing is measured, so the
@@ -285,7 +285,7 @@ def _changed_settings(config: Config) -> list[str]:
     return [key for key in changed if not key.startswith(HARMLESS)]
 
 
-def _set_aside(store: Store, changed: Sequence[str], step: int) -> None:
+def _supersede_stored(store: Store, changed: Sequence[str], step: int) -> None:
     """Mark the stored rollouts of coming steps as those of another run if settings changed.
 
     The store is updated before the settings are saved, so that a crash in between does no harm.
@@ -304,7 +304,7 @@ def _set_aside(store: Store, changed: Sequence[str], step: int) -> None:
     )
 
 
-def _front(config: Config, loops: Sequence[Any]) -> Any:
+def _responders(config: Config, loops: Sequence[Any]) -> Any:
     """Return the gateway's view of the loops, of which there is one per set of weights."""
     return loops[0] if config.weights == ("",) else LoopsByPolicy(loops)
 

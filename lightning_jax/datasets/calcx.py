@@ -128,7 +128,7 @@ def _rows(folder: Path, split: str) -> Iterator[tuple[str, Record]]:
             reason="not_a_directory",
             key="data.root",
         )
-    files = [path for place in (folder, folder / "data") for path in _files(place, split)]
+    files = [path for directory in (folder, folder / "data") for path in _files(directory, split)]
     if not files:
         names = " or ".join(f"{n}*.parquet, {n}*.jsonl or {n}.jsonl.gz" for n in _NAMES[split])
         raise DatasetError(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.tasks import spread
+from lightning_jax.tasks import evenly_spaced
 from lightning_jax.types import Task, UserError
 
 Record = dict[str, Any]
@@ -115,7 +115,7 @@ def limit_tasks(
     if split != "train" or limit is None or limit >= len(tasks):
         return tasks
     dropped["over_max_train_tasks"] = len(tasks) - limit
-    return spread(tasks, limit)
+    return evenly_spaced(tasks, limit)
 
 
 def make_directory(target: Path, fill: Callable[[Path], None]) -> Path:

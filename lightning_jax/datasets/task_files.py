@@ -78,7 +78,7 @@ def _file(folder: Path, split: str) -> Path:
 def _read(path: Path, dropped: Counter[str]) -> list[Task]:
     """Return the file's distinct tasks, and count repeated ones in `dropped`."""
     contents: set[str] = set()
-    places: dict[str, str] = {}
+    used_in: dict[str, str] = {}
     tasks: list[Task] = []
     for number, (where, record) in enumerate(read_records(path), start=1):
         if (content := _content(record)) in contents:
@@ -87,13 +87,13 @@ def _read(path: Path, dropped: Counter[str]) -> list[Task]:
         contents.add(content)
         task = {"id": str(number)} | record
         task["id"] = name = str(task["id"])
-        if name in places:
+        if name in used_in:
             raise DatasetError(
-                f"{where} has the id {name!r} of {places[name]}; expected each once, or no ids.",
+                f"{where} has the id {name!r} of {used_in[name]}; expected each once, or no ids.",
                 reason="duplicate",
                 key="id",
             )
-        places[name] = where
+        used_in[name] = where
         tasks.append(task)
     return tasks
 

@@ -106,7 +106,7 @@ class CallHandler:
         said = NOTHING_SAID
         if self._routing:
             said = said_by(body, request.match_info, request.headers)
-        if self._routing.role_of(said)[1].is_elsewhere:
+        if self._routing.role_of(said)[1].is_external:
             return await self._pass_on(request, body, len(raw), rollout, said, call)
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_jax.config import RoleConfig
-from lightning_jax.config_roles import policy_places
+from lightning_jax.config_roles import policy_indices
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.tracing.roles import Policies, Roles, choose_policy, find_role
 
@@ -51,7 +51,7 @@ class Routing:
             return Part(name, adapter=0)  # before the first step all policies are equal
         policy = choose_policy(self.policies, role, said["model"])
         if policy:
-            return Part(name, policy, policy_places(self.policies)[policy])
+            return Part(name, policy, policy_indices(self.policies)[policy])
         caller = f"agent {said['agent']!r}" if said["agent"] else "an agent without a name"
         raise ApiError(
             404,

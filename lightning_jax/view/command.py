@@ -38,7 +38,7 @@ def show(
             run = reader.run(phase=phase, step=step, limit=limit)
             ids = [row.rollout.rollout_id for row in run.rows]
         if html is not None:
-            _write(html, render_page(run, [reader.rollout(each) for each in ids]))
+            _write(html, render_page(run, [reader.rollout(rollout_id) for rollout_id in ids]))
             console.print(f"rollouts written to {html}: {len(ids)}", markup=False, soft_wrap=True)
         elif run is not None:
             console.print(render_run(run, console.width))

@@ -24,11 +24,11 @@ def trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
     Superseded attempts are used only if there are no others.
     """
 
-    def rank(each: Rollout) -> tuple[bool, bool, int]:
-        return not each.superseded, each.status in FINISHED, each.attempt
+    def rank(rollout: Rollout) -> tuple[bool, bool, int]:
+        return not rollout.superseded, rollout.status in FINISHED, rollout.attempt
 
     ordered = sorted(rollouts, key=rank)
-    newest = {(each.group_id, each.index): each for each in ordered}
+    newest = {(rollout.group_id, rollout.index): rollout for rollout in ordered}
     return [newest[key] for key in sorted(newest)]
 
 
@@ -55,17 +55,19 @@ def step_credit(
     notes = []
     if algorithm.max_sampling_rounds > 1:
         equal = equal_groups(trajectories, algorithm)
-        left_out = [each for each in trajectories if each.group_id in equal]
+        left_out = [trajectory for trajectory in trajectories if trajectory.group_id in equal]
         for part in learning_parts(left_out, algorithm, policies or {}).values():
             by_call |= _of_calls(_punished(part, algorithm), algorithm, step, set(), EQUAL_GROUP)
-        trajectories = [each for each in trajectories if each.group_id not in equal]
+        trajectories = [
+            trajectory for trajectory in trajectories if trajectory.group_id not in equal
+        ]
     fresh, _, _ = drop_stale(
         trajectories,
-        [each.transitions for each in trajectories],
+        [trajectory.transitions for trajectory in trajectories],
         policy_version=step,
         max_staleness=algorithm.max_staleness,
     )
-    trained = {call.call_id for each in fresh for call in each.transitions}
+    trained = {call.call_id for trajectory in fresh for call in trajectory.transitions}
     stale = f"not trained: more than {algorithm.max_staleness} steps old"
     for part in learning_parts(trajectories, algorithm, policies or {}).values():
         by_call |= _of_calls(_punished(part, algorithm), algorithm, step, trained, stale)

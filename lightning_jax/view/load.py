@@ -14,7 +14,7 @@ from lightning_jax.config import Config, ConfigError, load_config
 from lightning_jax.models.load import load_tokenizer
 from lightning_jax.models.names import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.rollout_metrics import Reading, to_trajectories
+from lightning_jax.rollout_metrics import TraceReader, to_trajectories
 from lightning_jax.store import Store
 from lightning_jax.tracing.tree import placed
 from lightning_jax.types import Rollout, UserError
@@ -61,7 +61,7 @@ class RunReader:
         matching = newest_first(self._store.rollouts(phase=phase, step=step))
         if not matching:
             raise self._nothing_matches(phase, step)
-        shown = [(each, self._store.spans(each.rollout_id)) for each in matching[:limit]]
+        shown = [(rollout, self._store.spans(rollout.rollout_id)) for rollout in matching[:limit]]
         return view_run(str(self._directory), matching, shown)
 
     def rollout(self, rollout_id: str) -> RolloutView:
@@ -72,7 +72,7 @@ class RunReader:
         if why_no_text:
             credit = replace(credit, notes=(why_no_text, *credit.notes))
         spans = placed(self._store.spans(rollout_id))
-        transitions, _, _ = self._reading.transitions(spans)
+        transitions, _, _ = self._trace_reader.transitions(spans)
         return view_rollout(rollout, spans, transitions, tokenizer, credit)
 
     def _find(self, rollout_id: str) -> Rollout:
@@ -96,7 +96,7 @@ class RunReader:
                 key=str(self._directory),
             )
         wanted = [f"phase {phase}"] * (phase is not None) + [f"step {step}"] * (step is not None)
-        steps = [each.step for each in everything]
+        steps = [rollout.step for rollout in everything]
         return ViewError(
             f"none of the {len(everything)} rollouts of {self._directory} has "
             f"{' and '.join(wanted)}; expected train or eval and a step of {min(steps)} to "
@@ -133,13 +133,13 @@ class RunReader:
         return config, ""
 
     @functools.cached_property
-    def _reading(self) -> Reading:
+    def _trace_reader(self) -> TraceReader:
         config, tokenizer = self._config[0], self._tokenizer[0]
         if config is None or tokenizer is None:
-            return Reading(
+            return TraceReader(
                 config.roles if config else {}, policies=config.policies if config else {}
             )
-        return Reading(config.roles, config.reward_rules, tokenizer.decode, config.policies)
+        return TraceReader(config.roles, config.reward_rules, tokenizer.decode, config.policies)
 
     def _credit(self, rollout: Rollout) -> StepCredit:
         """Return the credit of the calls of the rollout's step, or a note if there is none."""
@@ -162,12 +162,12 @@ class RunReader:
     def _of_step(self, step: int, config: Config) -> tuple[set[str], StepCredit]:
         """Return the ids of the rollouts that a step trained on, and the credit of their calls."""
         rollouts = trained_on(self._store.rollouts(phase="train", step=step))
-        ids = {each.rollout_id for each in rollouts}
+        ids = {rollout.rollout_id for rollout in rollouts}
         trajectories, _ = to_trajectories(
-            self._store, rollouts, policy_version=step, reading=self._reading
+            self._store, rollouts, policy_version=step, reader=self._trace_reader
         )
         found = step_credit(trajectories, config.algorithm, step=step, policies=config.policies)
-        num_open = sum(each.status in ("queued", "running") for each in rollouts)
+        num_open = sum(rollout.status in ("queued", "running") for rollout in rollouts)
         if num_open == 0:
             return ids, found
         waiting = (

@@ -58,10 +58,12 @@ def _below(view: RunView) -> Iterator[Text]:
         yield _text(f"not shown: {of}; --phase, --step and --limit choose")
     counts = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in sorted(view.counts.items()))
     yield _text(f"in all: {counts}")
-    for each in view.failures:
-        status = each.status.replace("_", " ")
-        detail = each.detail and f": {each.detail}"
-        yield _text(f"{each.count} {status}: {each.reason}, such as {each.example}{detail}", "red")
+    for failure in view.failures:
+        status = failure.status.replace("_", " ")
+        detail = failure.detail and f": {failure.detail}"
+        yield _text(
+            f"{failure.count} {status}: {failure.reason}, such as {failure.example}{detail}", "red"
+        )
 
 
 def render_rollout(view: RolloutView, width: int, chars: int = DEFAULT_CHARS) -> RenderableType:
