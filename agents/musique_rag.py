@@ -274,7 +274,9 @@ def _find(search_url: str, query: str, without: Collection[str]) -> list[Paragra
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Answer a question from paragraphs.")
-    parser.add_argument("--base-url", required=True, help="of a server with OpenAI's /v1/responses")
+    parser.add_argument(
+        "--base-url", required=True, help="base URL of a server with OpenAI's /v1/responses"
+    )
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--model", default="policy")
     parser.add_argument("--search-url", required=True, help="of agents/paragraph_search.py")

@@ -90,7 +90,7 @@ def open_index(folder: Path, corpus: Path, retriever: str, encoder: str) -> Para
         different = [key for key in wanted if meta.get(key) != wanted[key]]
     except (OSError, ValueError, AttributeError) as error:
         raise SearchError(
-            f"index {folder} is not readable ({error}); delete it, and it is made anew.",
+            f"index {folder} is not readable ({error}); delete it to rebuild it.",
             reason="malformed",
         ) from error
     if different:

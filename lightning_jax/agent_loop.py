@@ -42,7 +42,7 @@ async def isolate_agent(agent: Agent) -> AsyncIterator[Agent]:
         await asyncio.to_thread(thread.join, 2 * GRACE_S)
         if thread.is_alive():
             log.warning(
-                "an agent blocks its event loop; this process ends without waiting for it",
+                "an agent still blocks its event loop; exiting without waiting for it",
                 extra={"event": "agent_blocks_exit"},
             )
 
@@ -54,7 +54,7 @@ def _serve(loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
             loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio passes both on
             log.warning(
-                "a task that an agent started raised %r; the other agents go on",
+                "a background task of an agent raised %r; the other agents continue",
                 error,
                 extra={"event": "agent_task_exited", "error": error},
             )

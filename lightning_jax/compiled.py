@@ -34,7 +34,7 @@ def keep_compiled() -> None:
     except OSError:
         writable = False
     if not writable:
-        log.info("%s cannot be written; every start compiles anew", folder)
+        log.info("%s is not writable; programs are compiled again at every start", folder)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)

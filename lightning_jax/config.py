@@ -90,8 +90,8 @@ class Config:
         check_policies(self.policies, self.roles, self.model, self.algorithm)
         if self.policies and self.serve.orchestrator != "native":
             raise InvalidValue(
-                f"serve.orchestrator is {self.serve.orchestrator!r} with several policies; "
-                "expected native, as JetStream's has no place for a request's policy.",
+                f"serve.orchestrator is {self.serve.orchestrator!r}, which does not support "
+                "several policies; set it to native.",
                 reason="conflict",
                 key="serve.orchestrator",
             )
@@ -154,7 +154,7 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
         )
         if unset:
             raise ConfigError(
-                f"{unset[0]} is left to be set by one of the files; add {unset[0]}=VALUE.",
+                f"{unset[0]} is required; add {unset[0]}=VALUE.",
                 reason="missing",
                 key=unset[0],
             )
@@ -215,8 +215,8 @@ def _config_errors(arg: str) -> Iterator[None]:
         raise ConfigError(message, **({"key": key} | _fields(error))) from error
     except TypeError as error:  # from OmegaConf, for a list in place of names
         raise ConfigError(
-            f"{_where(arg)} has a list or a value where settings by name are expected, such as "
-            f"`num_steps: 20` ({_one_sentence(error)}).",
+            f"{_where(arg)} is a list or a value; expected named settings, such as `num_steps: 20` "
+            f"({_one_sentence(error)}).",
             reason="wrong_type",
             key=key,
         ) from error
@@ -266,8 +266,8 @@ def _file_layers(path: str, before: Sequence[str]) -> list[tuple[str, Any]]:
     below = Path(path).parent / str(base)
     if not below.is_file():
         raise ConfigError(
-            f"config {path} has base: {base}, but {below} does not exist; expected a YAML file, as "
-            "seen from this one. Check the path.",
+            f"config {path} has base: {base}, but {below} does not exist; the path is relative to "
+            "the config.",
             reason="not_found",
             key=str(below),
         )
@@ -344,8 +344,8 @@ def changed_keys(path: Path, config: Any) -> list[str]:
             raise ValueError("it holds no settings")
     except (YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
         raise ConfigError(
-            f"{path} is damaged ({_one_sentence(error)}); delete it to go on with the settings "
-            "given now, or set another run_dir.",
+            f"{path} is damaged ({_one_sentence(error)}); delete it to continue with the current "
+            "settings, or set another run_dir.",
             reason="malformed",
             key=str(path),
         ) from error

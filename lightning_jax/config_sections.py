@@ -234,8 +234,8 @@ class AgentConfig:
         if not all(map(_VARIABLE.match, self.env)):
             names = [variable.partition("=")[0] for variable in self.env]  # the values are secret
             raise FieldError(
-                f"env has {names}; expected names of "
-                "variables, each alone or with =VALUE, and not the ??? of a saved file.",
+                f"env has {names}; expected variable names, optionally with =VALUE. Replace any "
+                "??? of a saved file.",
                 reason="invalid",
                 key="env",
             )
@@ -249,7 +249,7 @@ class AgentConfig:
             function=(":" in self.function, "FILE:FUNCTION, such as agents/spider_sql.py:run"),
             python=(
                 self.python is None or command is None,
-                "none beside agent.command, whose first word is what runs",
+                "none with agent.command, whose first word is the program",
                 "conflict",
             ),
             command=(
@@ -258,7 +258,7 @@ class AgentConfig:
             ),
             reward=(
                 self.reward is None or (":" in self.reward and command is not None),
-                "FILE:FUNCTION beside agent.command; agent.function returns the reward itself",
+                "FILE:FUNCTION with agent.command only; agent.function returns its own reward",
             ),
             max_processes=(self.max_processes >= 1, "at least 1"),
             memory_mib=(self.memory_mib is None or self.memory_mib > 0, "above 0, or none"),

@@ -54,7 +54,10 @@ def run_main(
     except OSError as error:
         if not is_place_closed(error):
             raise
-        sys.exit(f"error: {error}; free or open the place, then the same command goes on")
+        sys.exit(
+            f"error: {error}; free disk space or fix permissions, then run the same command to "
+            "resume"
+        )
     except KeyboardInterrupt:
         sys.exit(STOPPED)
 

@@ -91,7 +91,7 @@ def outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
     try:
         return _outcome_of_error(error, llm)
     except BaseException:  # noqa: BLE001  (the agent's own class may fail anywhere)
-        return failure("unreadable_error", "the agent raised an error that cannot be read")
+        return failure("unreadable_error", "the agent raised an error whose message cannot be read")
 
 
 def _outcome_of_error(error: BaseException, llm: LLM) -> Outcome:

@@ -154,7 +154,7 @@ class _Tail:
                 break
         if self.num_dropped:
             log.warning(
-                "%s printed too much: the first %d bytes are left out and the last %d kept",
+                "the output of %s is too long; dropped the first %d bytes and kept the last %d",
                 program,
                 self.num_dropped,
                 len(self._kept),

@@ -144,8 +144,8 @@ def _found(program: str, key: str) -> str:
     path = shutil.which(program)
     if path is None:
         raise ConfigError(
-            f"{key} names the program {program!r}, which is not there or may not be run; expected "
-            "one on the PATH, or a file with its execute permission set.",
+            f"{key} names the program {program!r}, which does not exist or is not executable; use "
+            "one on the PATH, or a file with execute permission.",
             reason="not_found",
             key=key,
         )
@@ -170,7 +170,7 @@ def _check_loads(words: tuple[str, ...], environment: Mapping[str, str]) -> None
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"{what}: it did not load in {LOAD_TIMEOUT_S:g} s.",
+            f"{what}: loading took longer than {LOAD_TIMEOUT_S:g} s.",
             reason="timeout",
             key="agent.python",
         ) from None
@@ -230,7 +230,7 @@ def _signal_name(number: int) -> str:
 
 def _last_words(errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    return lines[-1][-400:] if lines else "it said nothing on its standard error"
+    return lines[-1][-400:] if lines else "no output on standard error"
 
 
 def _last_line(output: str) -> Any:
@@ -249,7 +249,7 @@ def _result_of(text: bytes) -> Any:
     try:
         report = json.loads(text)
     except ValueError:
-        raise ExitStatus(f"its result is cut or longer than {MAX_RESULT} bytes") from None
+        raise ExitStatus(f"its result is truncated or longer than {MAX_RESULT} bytes") from None
     if "result" in report:
         return report["result"]
     base = ConnectionError if report["is_connection"] else Exception

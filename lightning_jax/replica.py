@@ -193,7 +193,7 @@ class Replica:
                     key=name,
                 )
         saved = self.checkpointer.restore(_on_disk(self._first_states()))
-        log.info("going on from the checkpoint of step %d in %s", self.step, self.config.run_dir)
+        log.info("resuming from the checkpoint of step %d in %s", self.step, self.config.run_dir)
         found = _by_name(saved.state)
         return {name: found[name] for name in self.config.weights}  # JAX sorts the keys of a dict
 

@@ -48,7 +48,7 @@ class TraceReader:
             status="agent_failure",
             reward=self.limits.agent_failure_reward,
             reason="bad_reward",
-            detail="the rewards of its calls add up to more than rollout.max_abs_reward",
+            detail="the sum of its call rewards exceeds rollout.max_abs_reward",
             metrics={},
         )
 

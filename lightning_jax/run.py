@@ -205,8 +205,8 @@ class Run:
         alarm = MISMATCH_ALARM[self.config.model.dtype]
         if metrics.get("train/mismatch_kl", 0.0) > alarm:
             log.warning(
-                "train/mismatch_kl is %.2g at step %d; expected below %g, because sampler and "
-                "trainer share their code. The rollouts were not sampled from these weights.",
+                "train/mismatch_kl is %.2g at step %d, above %g; the rollouts were not sampled "
+                "from these weights",
                 metrics["train/mismatch_kl"],
                 self.step,
                 alarm,

@@ -92,9 +92,8 @@ def load_function(reference: str) -> Callable[..., Any]:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(
-            f"{reference!r} names the file {path!r}, which does not exist; expected "
-            f"FILE:FUNCTION, with the "
-            "file relative to where you started the program.",
+            f"{reference!r} names the file {path!r}, which does not exist; use FILE:FUNCTION with "
+            "a path relative to the working directory.",
             reason="not_found",
             key=path,
         )
@@ -184,11 +183,10 @@ async def run_rollouts(
     if len(broken) > runner.config.max_infrastructure_failures * len(rollouts):
         reasons = ", ".join(f"{n} {why}" for why, n in Counter(r.reason for r in broken).items())
         raise TooManyFailures(
-            f"{len(broken)} of {len(rollouts)} rollouts failed by infrastructure ({reasons}); "
-            f"expected at "
-            f"most {runner.config.max_infrastructure_failures:.0%} "
-            f"(rollout.max_infrastructure_failures). First: {broken[0].rollout_id}: "
-            f"{broken[0].detail}",
+            f"{len(broken)} of {len(rollouts)} rollouts failed for infrastructure reasons "
+            f"({reasons}), more than "
+            f"rollout.max_infrastructure_failures={runner.config.max_infrastructure_failures:.0%}. "
+            f"First: {broken[0].rollout_id}: {broken[0].detail}",
             reason="too_many_failures",
             key=broken[0].rollout_id,
         )
@@ -278,7 +276,7 @@ class Runner:
         if late:
             return failure("deadline", f"the agent ran longer than {self.config.timeout_s:g} s")
         if running.cancelled():
-            return failure("CancelledError", "the agent was cancelled from within itself")
+            return failure("CancelledError", "the agent cancelled itself")
         return running.result()
 
     async def _agent_outcome(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
@@ -351,8 +349,8 @@ async def _end(agent: asyncio.Task[Any], rollout_id: str) -> None:
     await asyncio.wait({agent}, timeout=GRACE_S)
     if not agent.done():
         log.warning(
-            "%s: its agent was cancelled and runs on after %g s; its calls are refused. An agent "
-            "that catches CancelledError must raise it again.",
+            "%s: the agent still runs %g s after it was cancelled, and its calls are refused; an "
+            "agent that catches CancelledError must raise it again",
             rollout_id,
             GRACE_S,
         )

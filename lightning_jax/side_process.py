@@ -45,7 +45,7 @@ def side_process(arguments: Sequence[str], *, start_timeout_s: float) -> Iterato
             finally:
                 if process.poll() is not None:
                     log.warning(
-                        "%s has ended by itself: %s",
+                        "%s exited unexpectedly: %s",
                         arguments[0],
                         _last_words(errors),
                         extra={"event": "side_process_ended", "last_words": _last_words(errors)},
@@ -65,7 +65,7 @@ def _ready(
     reader.join(timeout_s)
     if not lines:
         raise SideProcessError(
-            f"{name} was not ready after {timeout_s:g} s; expected a line of it.",
+            f"{name} did not print its ready line within {timeout_s:g} s.",
             reason="timeout",
             key=name,
         )

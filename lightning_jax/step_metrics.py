@@ -46,10 +46,10 @@ class FiniteWatch:
             if self._in_a_row[name] >= self._limit:
                 raise NotFinite(
                     f"the gradient{f' of {name}' if name else ''} was not finite in "
-                    f"{self._in_a_row[name]} steps in a row, the last of them step {step}, and the "
-                    f"weights did not change; expected fewer than {self._limit} "
-                    "(algorithm.max_nonfinite_steps). Lower the learning rate, or look for rewards "
-                    "and log-probabilities that are not finite.",
+                    f"{self._in_a_row[name]} steps in a row, up to step {step}, and the weights "
+                    f"did not change; algorithm.max_nonfinite_steps is {self._limit}. Lower the "
+                    "learning rate, or look for rewards and log-probabilities that are not "
+                    "finite.",
                     reason="not_finite",
                     key=name or None,
                 )
@@ -69,8 +69,8 @@ class PackingWatch:
             return
         self._has_warned = True
         log.warning(
-            "step %d: its nodes took %.0f rows of %d, where about %d hold them, because a row is "
-            "full with %d targets. A larger batch.max_targets costs next to nothing.",
+            "step %d: its nodes took %.0f rows of %d where about %d are enough, because a row is "
+            "full at %d targets; raise batch.max_targets, which costs almost nothing",
             *(step, rows, batch.row_len, needed, batch.max_targets),
             extra={"event": "rows_full_of_targets", "step": step, "rows": rows, "needed": needed},
         )
@@ -87,14 +87,14 @@ class DropWatch:
         """Read a step's metrics."""
         row_len, max_targets = self._batch.row_len, self._batch.max_targets
         for reason, words in (
-            ("too_long", f"longer than a row of {row_len} tokens; raise batch.row_len"),
-            ("too_many_targets", f"of more than {max_targets} targets; raise batch.max_targets"),
+            ("too_long", f"{row_len} tokens; raise batch.row_len"),
+            ("too_many_targets", f"{max_targets} targets; raise batch.max_targets"),
         ):
             number = metrics.get(f"train/dropped_{reason}", 0.0)
             if number and reason not in self._known_reasons:
                 self._known_reasons.add(reason)
                 log.warning(
-                    "step %d: %.0f of its sequences are not trained on, as they are %s",
+                    "step %d: %.0f sequences are not trained on, because they have more than %s",
                     *(step, number, words),
                     extra={
                         "event": "sequences_dropped",
@@ -129,9 +129,9 @@ class FailureWatch:
         ):
             self._store.supersede(rollouts[0].step)
             raise BrokenAgent(
-                f"{what}: all {len(rollouts)} rollouts failed before the policy had answered a "
-                f"call, such as {_such_as(found[0])}; expected an agent that gets so far. Mend it, "
-                "its tasks, or the setting that the failure names; then the same command goes on.",
+                f"{what}: all {len(rollouts)} rollouts failed before the policy answered a call, "
+                f"such as {_such_as(found[0])}; fix the agent, its tasks or the setting in that "
+                "message, then run the same command to resume.",
                 reason="all_failed",
                 key=found[0].example,
             )

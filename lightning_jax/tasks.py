@@ -36,7 +36,7 @@ class TaskIterator:
     def __init__(self, items: Sequence[Any], batch_size: int, seed: int) -> None:
         if not items:
             raise ConfigError(
-                "there are 0 tasks to train on; expected at least 1. Check data.root.",
+                "there are no tasks to train on; check data.root.",
                 reason="empty",
                 key="data.root",
             )
@@ -180,8 +180,8 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
     after = tokenizer.encode(text.rpartition(words)[2])
     if not after or after[0] not in tokenizer.eos_ids:
         raise InvalidValue(
-            f"the chat template puts {after[:1]} after an assistant's words; expected one of the "
-            f"end-of-response tokens {sorted(tokenizer.eos_ids)}. Use an instruct model.",
+            f"the chat template puts {after[:1]} after an assistant message, not one of the "
+            f"end-of-response tokens {sorted(tokenizer.eos_ids)}; use an instruct model.",
             reason="unsupported",
             key="chat_template",
         )

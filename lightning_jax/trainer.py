@@ -174,7 +174,8 @@ async def open_run(
         save_sources(directory, source_digests)
         if abandoned := store.abandon_running():
             log.info(
-                "%d rollouts were running when the last process ended; they run again", abandoned
+                "%d rollouts were interrupted when the last process ended; running them again",
+                abandoned,
             )
         run.leader.tell("publish_all")
         loops = [
@@ -218,9 +219,9 @@ def _tell_of_bias(config: Config) -> None:
     named = [f"rollout.{name}" for name, is_exact in exact.items() if not is_exact]
     if config.num_steps and named:
         log.warning(
-            "%s: rollouts may be sampled from another distribution than the one that is trained; "
-            "then gradients are biased. Expected a temperature of %s or more, top_p 1 and top_k 0; "
-            "see docs/algorithms.md.",
+            "%s: rollouts may be sampled from a different distribution than the trained policy, "
+            "which biases gradients; set a temperature of %s or more, top_p 1 and top_k 0 (see "
+            "docs/algorithms.md)",
             ", ".join(named),
             COLDEST,
             extra={"event": "biased_sampling", "settings": named},
@@ -234,8 +235,8 @@ def _check_files(config: Config) -> None:
     at_once = min(rollout.concurrency, in_a_step)
     if at_once * FILES_PER_AGENT > free:
         raise ConfigError(
-            f"{at_once} agents at once need about {at_once * FILES_PER_AGENT} open files, and "
-            f"{max(free, 0)} of this process's {limit_of_files()} are free for them; set "
+            f"{at_once} concurrent agents need about {at_once * FILES_PER_AGENT} open files, but "
+            f"only {max(free, 0)} of {limit_of_files()} are free; set "
             f"rollout.concurrency={max(free // FILES_PER_AGENT, 1)}, or raise the hard limit "
             "(ulimit -Hn).",
             reason="conflict",
@@ -253,13 +254,12 @@ def _alone_in(directory: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise ConfigError(
-            f"another process trains in {directory}; expected one at a time. Wait for it or stop "
-            "it, or set another run_dir.",
+            f"another process trains in {directory}; stop it, wait for it, or set another run_dir.",
             reason="locked",
             key="run_dir",
         ) from None
     except (OSError, NotImplementedError) as error:  # a file system without locks
-        log.info("%s cannot be locked (%s); start no second run there", directory, error)
+        log.info("%s cannot be locked (%s); do not start a second run there", directory, error)
     try:
         yield
     finally:
@@ -295,8 +295,8 @@ def _supersede_stored(store: Store, changed: Sequence[str], step: int) -> None:
     first = step + all(key.startswith(LEARNING) for key in changed)
     store.supersede(first)
     log.warning(
-        "changed since this run began: %s; it goes on from step %d, without what the "
-        "store holds of the rollouts of step %d and later",
+        "changed since this run began: %s; the run resumes from step %d and discards stored "
+        "rollouts of step %d and later",
         ", ".join(changed),
         step,
         first,
@@ -341,9 +341,9 @@ def _orchestrator(config: Config) -> Callable[..., Any]:
         return EngineLoop
     if config.total_steps > 0:
         raise ConfigError(
-            f"serve.orchestrator is {config.serve.orchestrator!r} with {config.total_steps} steps "
-            "to train; expected native, because JetStream's cannot take new weights. Set "
-            "num_steps and warmup.num_steps to 0 to evaluate with it.",
+            f"serve.orchestrator is {config.serve.orchestrator!r}, which cannot take new weights, "
+            f"and {config.total_steps} steps are to be trained; set it to native, or set num_steps "
+            "and warmup.num_steps to 0 to only evaluate.",
             reason="conflict",
             key="serve.orchestrator",
         )

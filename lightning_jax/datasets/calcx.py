@@ -99,7 +99,7 @@ def _task(row: Record, where: str) -> Task:
     require_text(row, ("id", "question"), where)
     if "result" not in row:
         raise DatasetError(
-            f"{where}: result is missing; expected the answer's number, correct it.",
+            f"{where}: result is missing; add the answer's number.",
             reason="missing",
             key="result",
         )
@@ -184,7 +184,7 @@ def _parquet(path: Path) -> Iterator[Record]:
                     yield {k: v for k, v in row.items() if v is not None or k == "result"}
     except (OSError, pyarrow.ArrowException) as error:
         raise DatasetError(
-            f"{path} is not readable ({error}); get the file again.",
+            f"{path} is not readable ({error}); download it again.",
             reason="unreadable",
             key=str(path),
         ) from error

@@ -171,7 +171,7 @@ def _hop(step: Any, corpus: Corpus, where: str) -> dict[str, Any]:
     require_text(step, ("question", "answer", "pid"), where)
     if step["pid"] not in corpus.by_pid:
         raise DatasetError(
-            f"{where}: pid {step['pid']!r} is not in the corpus; expected it there.",
+            f"{where}: pid {step['pid']!r} is not in the corpus; add the paragraph.",
             reason="unknown",
             key="pid",
         )
@@ -198,7 +198,7 @@ def _paragraphs(row: Record, where: str) -> list[Record]:
     paragraphs = row.get("paragraphs")
     if not isinstance(paragraphs, list) or not all(isinstance(item, dict) for item in paragraphs):
         raise DatasetError(
-            f"{where}: paragraphs is no list of objects, correct the row.",
+            f"{where}: paragraphs is not a list of objects; correct the row.",
             reason="wrong_type",
             key="paragraphs",
         )

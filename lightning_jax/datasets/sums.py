@@ -23,7 +23,7 @@ def load_sums(
     check_split(split)
     if root is not None:
         raise DatasetError(
-            f"data.root is {str(root)!r}; expected null: sums are made here.",
+            f"data.root is {str(root)!r}; expected null, because sums are generated.",
             reason="unsupported",
             key="data.root",
         )

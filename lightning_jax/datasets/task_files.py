@@ -58,7 +58,7 @@ def load_task_files(
         found = [task for i, task in enumerate(tasks) if (i in held_out) == (split == "dev")]
     if not found:
         raise DatasetError(
-            f"{path} has 0 {split} tasks; expected at least 1, add some.", reason="empty", key=split
+            f"{path} has no {split} tasks; add at least one.", reason="empty", key=split
         )
     found = limit_tasks(found, split, config.max_train_tasks, dropped)
     return found, {reason: number for reason, number in dropped.items() if number}
@@ -69,7 +69,7 @@ def _file(folder: Path, split: str) -> Path:
         if (path := folder / f"{split}{suffix}").is_file():
             return path
     raise DatasetError(
-        f"{folder} has no {split}.jsonl; expected it and the other split's file beside it.",
+        f"{folder} has no {split}.jsonl; expected train.jsonl and dev.jsonl.",
         reason="missing",
         key=f"{split}.jsonl",
     )
@@ -89,7 +89,7 @@ def _read(path: Path, dropped: Counter[str]) -> list[Task]:
         task["id"] = name = str(task["id"])
         if name in used_in:
             raise DatasetError(
-                f"{where} has the id {name!r} of {used_in[name]}; expected each once, or no ids.",
+                f"{where} repeats the id {name!r} of {used_in[name]}; use unique ids, or none.",
                 reason="duplicate",
                 key="id",
             )

@@ -56,9 +56,8 @@ def verify(run_dir: Path, *, limit: int | None = None, tolerance: float | None =
     if not calls:
         counted = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in reasons.items())
         raise VerifyError(
-            f"{run_dir} has no call that can be compared ({counted or 'none is stored'}); expected "
-            f"calls of the weights versions {sorted(versions)}. Raise checkpoint.keep in later "
-            "runs.",
+            f"{run_dir} has no calls to compare ({counted or 'none are stored'}); available "
+            f"weights versions: {sorted(versions)}. Raise checkpoint.keep in later runs.",
             reason="nothing_to_compare",
             key=str(run_dir),
         )

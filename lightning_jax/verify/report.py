@@ -79,7 +79,7 @@ def as_text(report: Report) -> str:
         lines.append(f"not compared: {count} calls, {reason.replace('_', ' ')}")
     lines += [_sentence(comparison) for comparison in report.off[:NUM_NAMED]]
     if len(report.off) > NUM_NAMED:
-        lines.append(f"and {len(report.off) - NUM_NAMED} more are off")
+        lines.append(f"and {len(report.off) - NUM_NAMED} more differ")
     num_off = len({comparison.call.call_id for comparison in report.off})
     num_calls = sum(
         comparison.kind == "behavior" for v in report.versions for comparison in v.comparisons

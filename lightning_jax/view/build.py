@@ -41,7 +41,7 @@ SHOWN_OTHERWISE = frozenset(
     | {names.SAMPLING_LOGPROBS, names.TEMPERED_LOGPROBS, names.POLICY_VERSIONS}
     | {names.FORCED, names.ROLLOUT_ID, *INPUTS, *OUTPUTS}
 )
-NO_SPANS = "no spans: the agent made no call, or none has ended yet"
+NO_SPANS = "no spans: the agent made no calls, or none has finished yet"
 
 
 def view_rollout(

@@ -51,8 +51,8 @@ def _write(path: Path, page: str) -> None:
         write_whole(path, page, SHARED)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise ViewError(
-            f"--html is {str(path)!r}, which cannot be written ({error.strerror}); expected a file "
-            "in a directory that exists.",
+            f"--html is {str(path)!r}, which cannot be written ({error.strerror}); use a file in "
+            "an existing directory.",
             reason="not_found",
             key="--html",
         ) from error

@@ -14,8 +14,8 @@ from lightning_jax.rl.preferences import make_pairs, pair_signs
 from lightning_jax.types import FINISHED, Rollout, Trajectory
 from lightning_jax.view.records import CallCredit, StepCredit
 
-EQUAL_GROUP = "not trained: the returns of its group are all equal"
-PAIR_SIGNS = "advantages are signs: 1 in the rollout of a pair that is preferred, -1 in the other"
+EQUAL_GROUP = "not trained: all returns of its group are equal"
+PAIR_SIGNS = "advantages are signs: 1 for the preferred rollout of a pair, -1 for the other"
 
 
 def trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -72,7 +72,7 @@ def step_credit(
     for part in learning_parts(trajectories, algorithm, policies or {}).values():
         by_call |= _of_calls(_punished(part, algorithm), algorithm, step, trained, stale)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
-        notes.append("advantages are shown before each token's share of the KL is taken off")
+        notes.append("advantages are shown without each token's KL penalty")
     if algorithm.loss == "dpo":
         notes.append(PAIR_SIGNS)
     return StepCredit(by_call, tuple(notes))

@@ -23,7 +23,7 @@ from lightning_jax.view.build import newest_first, view_rollout, view_run
 from lightning_jax.view.credit import step_credit, trained_on
 from lightning_jax.view.records import RolloutView, RunView, StepCredit
 
-EVALUATION = "an evaluation: it trains nothing, so no credit"
+EVALUATION = "an evaluation is not trained on, so it has no credit"
 
 
 class ViewError(UserError, ValueError):
@@ -80,7 +80,7 @@ class RunReader:
         if rollout_id in known:
             return known[rollout_id]
         close = difflib.get_close_matches(rollout_id, known, n=3, cutoff=0.5)
-        hint = f"the closest are {', '.join(close)}" if close else "leave it out for a list"
+        hint = f"the closest are {', '.join(close)}" if close else "omit it for a list"
         raise ViewError(
             f"{self._directory} has no rollout {rollout_id!r}; {hint}.",
             reason="unknown_rollout",
@@ -91,7 +91,7 @@ class RunReader:
         everything = self._store.rollouts()
         if not everything:
             return ViewError(
-                f"{self._directory} has no rollouts yet; expected a run past its start.",
+                f"{self._directory} has no rollouts yet; wait for the first step.",
                 reason="empty",
                 key=str(self._directory),
             )
@@ -113,7 +113,7 @@ class RunReader:
             config = load_config(Config, [str(self._directory / "config.yaml")], only=["model"])
             return load_tokenizer(config.model.name), ""
         except (ConfigError, ModelError) as error:
-            why = f"no text of prompts and responses: {error}"
+            why = f"texts of prompts and responses are unavailable: {error}"
         # A relative model path fails from another directory. A finished run exported its tokenizer.
         for exported in (self._directory / "policy").rglob("tokenizer.json"):
             with contextlib.suppress(ModelError):
@@ -156,7 +156,7 @@ class RunReader:
             self._credit_of_steps[rollout.step] = self._of_step(rollout.step, config)
         trained, found = self._credit_of_steps[rollout.step]
         if rollout.rollout_id not in trained:
-            return StepCredit(notes=("not trained on: another attempt took its place",))
+            return StepCredit(notes=("not trained on: another attempt replaced it",))
         return found
 
     def _of_step(self, step: int, config: Config) -> tuple[set[str], StepCredit]:
@@ -171,7 +171,7 @@ class RunReader:
         if num_open == 0:
             return ids, found
         waiting = (
-            f"step {step} still runs: advantages are without {num_open} of its {len(rollouts)} "
+            f"step {step} is still running: advantages exclude {num_open} of its {len(rollouts)} "
             "rollouts"
         )
         return ids, replace(found, notes=(*found.notes, waiting))
