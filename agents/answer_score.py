@@ -18,12 +18,12 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 def score(reply: str, answer: str, aliases: Sequence[str] = ()) -> dict[str, float]:
     """Return a reply's `reward`, 0.9 * f1 + 0.1 * format, and separately `em`, `f1`, `format`."""
-    said, golds = extract_answer(reply), (answer, *aliases)
-    f1 = max(token_f1(said, gold) for gold in golds)
+    found, golds = extract_answer(reply), (answer, *aliases)
+    f1 = max(token_f1(found, gold) for gold in golds)
     well_formed = float(has_format(reply))
     return {
         "reward": ANSWER_SHARE * f1 + (1 - ANSWER_SHARE) * well_formed,
-        "em": max(exact_match(said, gold) for gold in golds),
+        "em": max(exact_match(found, gold) for gold in golds),
         "f1": f1,
         "format": well_formed,
     }
@@ -31,8 +31,8 @@ def score(reply: str, answer: str, aliases: Sequence[str] = ()) -> dict[str, flo
 
 def extract_answer(reply: str) -> str:
     """Return the text between the first <answer> and </answer>, or the whole reply without them."""
-    said, closing, _ = reply.partition("<answer>")[2].partition("</answer>")
-    return (said if closing else reply).strip()
+    text, closing, _ = reply.partition("<answer>")[2].partition("</answer>")
+    return (text if closing else reply).strip()
 
 
 def has_format(reply: str) -> bool:
@@ -41,17 +41,17 @@ def has_format(reply: str) -> bool:
     return found is not None and bool(found[1].strip()) and "<answer>" not in found[1]
 
 
-def exact_match(said: str, gold: str) -> float:
+def exact_match(text: str, gold: str) -> float:
     """Return 1.0 if the two are equal after `normalize`, else 0.0."""
-    return float(normalize(said) == normalize(gold))
+    return float(normalize(text) == normalize(gold))
 
 
-def token_f1(said: str, gold: str) -> float:
+def token_f1(text: str, gold: str) -> float:
     """Return the harmonic mean of precision and recall over words, counting repeats.
 
     If either has no words after `normalize`, return 1.0 if both have none, else 0.0.
     """
-    words, gold_words = normalize(said).split(), normalize(gold).split()
+    words, gold_words = normalize(text).split(), normalize(gold).split()
     if not words or not gold_words:
         return float(words == gold_words)
     common = (Counter(words) & Counter(gold_words)).total()

@@ -195,7 +195,7 @@ def demonstrate(tasks: Sequence[Task]) -> list[dict[str, Any]]:
     The assistant messages are the ones to learn.
     """
     found = [_conversation(task) for task in tasks]
-    return [{"messages": each, "tools": [tool_schema()]} for each in found if each]
+    return [{"messages": messages, "tools": [tool_schema()]} for messages in found if messages]
 
 
 def _conversation(task: Task) -> list[Message]:
@@ -288,7 +288,7 @@ def _ending(words: str, task: Task) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Solve a word problem with a calculator.")
     parser.add_argument(
-        "--base-url", required=True, help="of an OpenAI-compatible server, with /v1"
+        "--base-url", required=True, help="base URL of an OpenAI-compatible server, with /v1"
     )
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--model", default="policy")

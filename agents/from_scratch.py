@@ -44,8 +44,8 @@ async def run(task: dict[str, Any], llm: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ask a model for a sum, twice if need be.")
-    parser.add_argument("--base-url", required=True, help="of an OpenAI-compatible server")
+    parser = argparse.ArgumentParser(description="Ask a model for a sum, with one retry.")
+    parser.add_argument("--base-url", required=True, help="base URL of an OpenAI-compatible server")
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--model", default="policy")
     parser.add_argument("--question", required=True)

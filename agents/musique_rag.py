@@ -106,7 +106,9 @@ class Library:
 
 def show(paragraphs: Sequence[Paragraph]) -> str:
     """Format paragraphs for the model, one per line."""
-    lines = [f"{each['title']}: {' '.join(each['text'].split())}" for each in paragraphs]
+    lines = [
+        f"{paragraph['title']}: {' '.join(paragraph['text'].split())}" for paragraph in paragraphs
+    ]
     return "\n".join(lines) or NOTHING_FOUND
 
 
@@ -241,8 +243,8 @@ def queries(decomposition: Sequence[dict[str, Any]]) -> list[str]:
     answers = [step["answer"] for step in decomposition]
 
     def known(match: re.Match[str]) -> str:
-        place = int(match[1])
-        return answers[place - 1] if 1 <= place <= len(answers) else match[0]
+        number = int(match[1])
+        return answers[number - 1] if 1 <= number <= len(answers) else match[0]
 
     return [
         " ".join(re.sub(r"#(\d+)", known, step["question"]).replace(">>", " ").split())
@@ -272,7 +274,9 @@ def _find(search_url: str, query: str, without: Collection[str]) -> list[Paragra
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Answer a question from paragraphs.")
-    parser.add_argument("--base-url", required=True, help="of a server with OpenAI's /v1/responses")
+    parser.add_argument(
+        "--base-url", required=True, help="base URL of a server with OpenAI's /v1/responses"
+    )
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--model", default="policy")
     parser.add_argument("--search-url", required=True, help="of agents/paragraph_search.py")

@@ -73,8 +73,8 @@ def _close(gold: re.Match[str], right: Fraction, found: re.Match[str], value: Fr
     if right.denominator == 1:
         return difference <= min(tolerance, _INTEGER)
     # A number with two or more decimals may be rounded.
-    places = min(_decimals(gold), _decimals(found))
-    return difference <= max(tolerance, Fraction(1, 2 * 10**places) if places >= 2 else 0)
+    decimals = min(_decimals(gold), _decimals(found))
+    return difference <= max(tolerance, Fraction(1, 2 * 10**decimals) if decimals >= 2 else 0)
 
 
 def value_of(number: re.Match[str]) -> Fraction | None:

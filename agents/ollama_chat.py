@@ -54,8 +54,10 @@ async def run(task: dict[str, Any], llm: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ask a model for a sum, twice if need be.")
-    parser.add_argument("--host", default="http://127.0.0.1:11434", help="of Ollama, or alike")
+    parser = argparse.ArgumentParser(description="Ask a model for a sum, with one retry.")
+    parser.add_argument(
+        "--host", default="http://127.0.0.1:11434", help="URL of Ollama or a compatible server"
+    )
     parser.add_argument("--model", default="policy")
     parser.add_argument("--question", required=True)
     args = parser.parse_args()

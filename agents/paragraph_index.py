@@ -62,10 +62,10 @@ class ParagraphIndex:
         """
         enough = min(count + len(without), len(self))
         found = map(self.paragraph, self._scorer.best(query[:MAX_QUERY_CHARS], enough))
-        return [each for each in found if each["pid"] not in without][:count]
+        return [paragraph for paragraph in found if paragraph["pid"] not in without][:count]
 
-    def paragraph(self, place: int) -> Paragraph:
-        return json.loads(self._lines[self._starts[place] : self._starts[place + 1]])
+    def paragraph(self, index: int) -> Paragraph:
+        return json.loads(self._lines[self._starts[index] : self._starts[index + 1]])
 
 
 def open_index(folder: Path, corpus: Path, retriever: str, encoder: str) -> ParagraphIndex:
@@ -90,7 +90,7 @@ def open_index(folder: Path, corpus: Path, retriever: str, encoder: str) -> Para
         different = [key for key in wanted if meta.get(key) != wanted[key]]
     except (OSError, ValueError, AttributeError) as error:
         raise SearchError(
-            f"index {folder} is not readable ({error}); delete it, and it is made anew.",
+            f"index {folder} is not readable ({error}); delete it to rebuild it.",
             reason="malformed",
         ) from error
     if different:
@@ -155,10 +155,12 @@ def _make(folder: Path, paragraphs: Sequence[Paragraph], meta: dict[str, Any]) -
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        lines = [json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in paragraphs]
+        lines = [
+            json.dumps(paragraph, ensure_ascii=False).encode() + b"\n" for paragraph in paragraphs
+        ]
         (unfinished / "paragraphs.jsonl").write_bytes(b"".join(lines))
         np.save(unfinished / "starts.npy", np.cumsum([0, *map(len, lines)], dtype=np.int64))
-        texts = [f"{each['title']}\n{each['text']}" for each in paragraphs]
+        texts = [f"{paragraph['title']}\n{paragraph['text']}" for paragraph in paragraphs]
         make = _Bm25.make if meta["retriever"] == "bm25" else _Dense.make
         make(unfinished, texts, meta)
         (unfinished / "meta.json").write_text(json.dumps(meta, indent=1))
@@ -179,8 +181,8 @@ class _Bm25:
         words = _words([query])
         if not words[0]:
             return []
-        places, scores = self._bm25.retrieve(words, k=count, show_progress=False)
-        return [int(p) for p, score in zip(places[0], scores[0], strict=True) if score > 0]
+        indices, scores = self._bm25.retrieve(words, k=count, show_progress=False)
+        return [int(p) for p, score in zip(indices[0], scores[0], strict=True) if score > 0]
 
     @staticmethod
     def make(folder: Path, texts: Sequence[str], meta: dict[str, Any]) -> None:
@@ -213,8 +215,8 @@ class _Dense:
 
     def best(self, query: str, count: int) -> list[int]:
         query = query.encode("utf-8", "replace").decode()  # a model may emit a lone surrogate
-        _, places = self._vectors.search(self._encoder.encode([query]), count)
-        return [int(place) for place in places[0]]
+        _, indices = self._vectors.search(self._encoder.encode([query]), count)
+        return [int(index) for index in indices[0]]
 
     @staticmethod
     def make(folder: Path, texts: Sequence[str], meta: dict[str, Any]) -> None:

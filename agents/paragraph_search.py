@@ -45,7 +45,7 @@ def make_app(index: ParagraphIndex, top_k: int, max_chars: int) -> web.Applicati
             )
             return web.json_response({"error": expected}, status=400)
         found = await asyncio.to_thread(index.search, query, top_k, frozenset(without))
-        shown = [each | {"text": clip(each["text"], max_chars)} for each in found]
+        shown = [paragraph | {"text": clip(paragraph["text"], max_chars)} for paragraph in found]
         return web.json_response({"paragraphs": shown})
 
     async def health(_: web.Request) -> web.Response:
@@ -61,7 +61,7 @@ def _are_texts(value: Any) -> bool:
     return (
         isinstance(value, list)
         and len(value) <= MAX_WITHOUT
-        and all(isinstance(each, str) for each in value)
+        and all(isinstance(item, str) for item in value)
     )
 
 
@@ -99,17 +99,24 @@ def end_with_standard_input() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve the search of paragraphs over HTTP.")
     parser.add_argument("--corpus", required=True, type=Path, help=".jsonl or .jsonl.gz")
-    parser.add_argument("--index", required=True, type=Path, help="a folder; made if missing")
+    parser.add_argument(
+        "--index", required=True, type=Path, help="index directory, created if missing"
+    )
     parser.add_argument("--retriever", choices=RETRIEVERS, default="bm25")
     parser.add_argument(
-        "--encoder", default=PACKAGED, help="of dense: a directory or hub id (%(default)s)"
+        "--encoder", default=PACKAGED, help="encoder for dense: a directory or hub id (%(default)s)"
     )
-    parser.add_argument("--top-k", type=int, default=3, help="paragraphs a query (%(default)s)")
-    parser.add_argument("--max-chars", type=int, default=500, help="of a paragraph (%(default)s)")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--top-k", type=int, default=3, help="paragraphs per query (%(default)s)")
     parser.add_argument(
-        "--end-with-stdin", action="store_true", help="end when standard input closes"
+        "--max-chars",
+        type=int,
+        default=500,
+        help="maximum characters per paragraph (%(default)s)",
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="port, 0 for any free one")
+    parser.add_argument(
+        "--end-with-stdin", action="store_true", help="exit when standard input closes"
     )
     args = parser.parse_args()
     if args.top_k < 1 or args.max_chars < 1:

@@ -79,9 +79,9 @@ class SentenceEncoder:
     def _pooled(self, ids: list[list[int]], length: int) -> Floats:
         tokens = np.zeros((len(ids), length), np.int64)
         mask = np.zeros((len(ids), length), np.float32)
-        for row, each in enumerate(ids):
-            tokens[row, : len(each)] = each
-            mask[row, : len(each)] = 1.0
+        for row, token_ids in enumerate(ids):
+            tokens[row, : len(token_ids)] = token_ids
+            mask[row, : len(token_ids)] = 1.0
         hidden = self._transform(tokens, mask)
         if self._by_first_token:
             return hidden[:, 0]

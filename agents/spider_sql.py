@@ -309,11 +309,11 @@ def read_schema(db_path: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Answer a question with SQL.")
     parser.add_argument(
-        "--base-url", required=True, help="of an OpenAI-compatible server, with /v1"
+        "--base-url", required=True, help="base URL of an OpenAI-compatible server, with /v1"
     )
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--model", default="policy")
-    parser.add_argument("--db", required=True, help="a SQLite file; it is only read")
+    parser.add_argument("--db", required=True, help="SQLite file, opened read-only")
     parser.add_argument("--question", required=True)
     args = parser.parse_args()
     if not Path(args.db).is_file():

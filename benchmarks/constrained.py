@@ -50,8 +50,8 @@ async def measure(loop: EngineLoop, num_plain: int, tokens: int, constrained: bo
         return [steps_s, 0.0]
     generation.cancel()
     begin, end = arrivals[0][0], arrivals[0][-1]
-    together = [moment for moment in await beside if begin <= moment <= end]
-    return [steps_s, rate(together)]
+    concurrent = [moment for moment in await beside if begin <= moment <= end]
+    return [steps_s, rate(concurrent)]
 
 
 async def run(loop: EngineLoop, slots: int, tokens: int, rounds: int) -> None:

@@ -76,8 +76,8 @@ def sample(
 
     def call(count: Array, turn: tuple[Array, Array, Array]) -> tuple[Array, Any]:
         index, question, key = turn
-        place = jnp.full_like(count, FIRST_TURN) + index
-        prompt = jnp.stack([place, FIRST_COUNT + count, question], axis=1)
+        turn_token = jnp.full_like(count, FIRST_TURN) + index
+        prompt = jnp.stack([turn_token, FIRST_COUNT + count, question], axis=1)
         hidden, _ = forward(params, MODEL, prompt, positions)
         logprobs = jax.nn.log_softmax(unembed(params, MODEL, hidden[:, -1]))
         answer = jax.random.categorical(key, logprobs).astype(jnp.int32)
@@ -86,7 +86,7 @@ def sample(
 
     turns = jnp.arange(calls), questions.T, jax.random.split(key, calls)
     _, made = jax.lax.scan(call, jnp.zeros(num, jnp.int32), turns)
-    return jax.tree.map(lambda each: each.swapaxes(0, 1), made)
+    return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), made)
 
 
 def is_right(question: Any, answer: Any) -> Any:
@@ -184,11 +184,15 @@ def report(rewards: str, results: dict[str, list[list[float]]], steps: int, axes
     """Print a line for each scheme, and draw its curve."""
     rng = np.random.default_rng(0)
     for scheme, runs in results.items():
-        mean, low, high = bootstrap(np.asarray([[len(each)] for each in runs], float), rng)
-        reached = sum(np.mean(each[-WINDOW:]) >= TARGET for each in runs)
+        mean, low, high = bootstrap(
+            np.asarray([[len(successes)] for successes in runs], float), rng
+        )
+        reached = sum(np.mean(successes[-WINDOW:]) >= TARGET for successes in runs)
         text = f"{mean[0]:.1f} [{low[0]:.1f}, {high[0]:.1f}]"
         print(f"{rewards:>22}  {scheme:<20} {text:<22} {reached} of {len(runs)} got there")
-        mean, low, high = bootstrap(np.asarray([curve(each, steps) for each in runs]), rng)
+        mean, low, high = bootstrap(
+            np.asarray([curve(successes, steps) for successes in runs]), rng
+        )
         color = f"C{list(SCHEMES).index(scheme)}"
         axes.plot(mean, label=f"{scheme}: {text} steps", color=color)
         axes.fill_between(np.arange(steps), low, high, color=color, alpha=0.2)

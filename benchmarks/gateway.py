@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_jax.config import ServeConfig
-from lightning_jax.garbage import lasting_objects
+from lightning_jax.garbage import freeze_objects
 from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.models.load import load_model
 from lightning_jax.serve.generation import Generation
@@ -130,7 +130,7 @@ async def main() -> None:
         )
         await gateway.start()
         try:
-            with lasting_objects():
+            with freeze_objects():
                 print("CPU of the gateway   a request    a token")
                 for stream in (False, True):
                     await cpu_s(gateway, 20, MANY, stream=stream)  # warm-up

@@ -67,7 +67,7 @@ MODEL = adapted_shape(
 BATCH = BatchConfig(rows=2, row_len=128, max_targets=128, head_chunk=128)
 LEARNING_RATE, VALUE_LEARNING_RATE, NUM_EPOCHS = 3e-3, 3e-3, 2
 LAST = 10  # final steps that a run's result is averaged over
-HALF, FULL = ({"credit": "learned", "gae_lambda": each} for each in (0.5, 1.0))
+HALF, FULL = ({"credit": "learned", "gae_lambda": gae_lambda} for gae_lambda in (0.5, 1.0))
 JOINT, SHARED = {"policy_updates": "joint"}, {"value_heads": "shared"}
 # For each name: the frozen policy, if any, and changes to the algorithm.
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -106,12 +106,12 @@ def sample(
     num, rounds = symbols.shape
     positions = jnp.broadcast_to(jnp.arange(3), (num, 3))
 
-    def say(place: int, key: Array, *prompt: Array) -> tuple[Array, Array, Array]:
-        tokens, chosen = jnp.stack(prompt, axis=1), jnp.full(num, place)
+    def say(adapter: int, key: Array, *prompt: Array) -> tuple[Array, Array, Array]:
+        tokens, chosen = jnp.stack(prompt, axis=1), jnp.full(num, adapter)
         hidden, _ = forward(params, MODEL, tokens, positions, adapters=chosen)
         logprobs = jax.nn.log_softmax(unembed(params, MODEL, hidden[:, -1]))
-        said = jax.random.categorical(key, logprobs).astype(jnp.int32)
-        return tokens, said, jnp.take_along_axis(logprobs, said[:, None], axis=1)[:, 0]
+        token = jax.random.categorical(key, logprobs).astype(jnp.int32)
+        return tokens, token, jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
 
     def one_round(count: Array, turn: tuple[Array, Array, Array]) -> tuple[Array, Any]:
         index, symbol, key = turn
@@ -126,7 +126,7 @@ def sample(
     _, made = jax.lax.scan(one_round, jnp.zeros(num, jnp.int32), turns)
     # [T, N, 2, ...] to [N, 2 T, ...]
     return jax.tree.map(
-        lambda each: each.swapaxes(0, 1).reshape(num, 2 * rounds, *each.shape[3:]), made
+        lambda leaf: leaf.swapaxes(0, 1).reshape(num, 2 * rounds, *leaf.shape[3:]), made
     )
 
 
@@ -134,8 +134,8 @@ def to_trajectories(
     symbols: Int[np.ndarray, "N T"], made: tuple[Any, Any, Any], frozen: str
 ) -> list[Trajectory]:
     """Return the records that a run would read from its store."""
-    prompts, said, logprobs = map(np.asarray, made)
-    returns = (said[:, 1::2] == symbols).mean(axis=1)
+    prompts, responses, logprobs = map(np.asarray, made)
+    returns = (responses[:, 1::2] == symbols).mean(axis=1)
     trajectories = []
     for i in range(len(symbols)):
         calls = []
@@ -145,7 +145,7 @@ def to_trajectories(
                 call_id=f"{i}/{t}",
                 rollout_id=str(i),
                 prompt_token_ids=tuple(prompts[i, t].tolist()),
-                response_token_ids=(said[i, t].item(),),
+                response_token_ids=(responses[i, t].item(),),
                 behavior_logprobs=logprob,
                 sampling_logprobs=logprob,
                 policy_versions=(0,),
@@ -181,7 +181,7 @@ def run(learner: Learner, config: Config, frozen: str, seed: int, steps: int) ->
         symbols = np.repeat(tasks, GROUP_SIZE, axis=0).astype(np.int32)
         made = sample(state.policy, jax.random.fold_in(key, step), jnp.asarray(symbols))
         trajectories = to_trajectories(symbols, made, frozen)
-        returns.append(float(np.mean([each.reward for each in trajectories])))
+        returns.append(float(np.mean([trajectory.reward for trajectory in trajectories])))
         values, _ = learner.values(state, trajectories)
         sequences, _ = prepare_policies(
             trajectories, config.algorithm, config.policies, policy_version=0, values=values

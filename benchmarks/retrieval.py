@@ -48,7 +48,7 @@ def recall(
     hits = dict.fromkeys(COUNTS, 0)
     needed = 0
     for query, pids in (pair for task in tasks for pair in ask(task)):
-        found = [each["pid"] for each in index.search(query, max(COUNTS))]
+        found = [paragraph["pid"] for paragraph in index.search(query, max(COUNTS))]
         needed += len(pids)
         for count in COUNTS:
             hits[count] += sum(pid in found[:count] for pid in pids)
@@ -61,8 +61,8 @@ def write_subset(corpus: Path, tasks: Sequence[Task], number: int, target: Path)
     needed = {pid for task in tasks for pid in task["supporting"]}
     others = sorted(paragraphs.keys() - needed)
     drawn = random.Random("distractors").sample(others, max(number - len(needed), 0))
-    kept = [each for pid, each in paragraphs.items() if pid in needed | set(drawn)]
-    target.write_text("".join(json.dumps(each) + "\n" for each in kept))
+    kept = [paragraph for pid, paragraph in paragraphs.items() if pid in needed | set(drawn)]
+    target.write_text("".join(json.dumps(paragraph) + "\n" for paragraph in kept))
 
 
 def main() -> None:

@@ -325,8 +325,8 @@ def main() -> None:
     args = parser.parse_args()
     servers = []
     for text in args.peer:
-        name, equals, place = text.partition("=")
-        url, model, key = (*place.split(","), "", "")[:3]
+        name, equals, address = text.partition("=")
+        url, model, key = (*address.split(","), "", "")[:3]
         if not equals or not url.startswith("http"):
             parser.error(
                 f"--peer is {text!r}; expected NAME=URL, such as vllm=http://HOST:8000/v1."

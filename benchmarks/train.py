@@ -98,11 +98,11 @@ def merged(before: Result | None, found: Result) -> Result:
 def measure(trainer: Trainer, workload: str, args: argparse.Namespace, python: Path) -> Result:
     """Measure one trainer on one workload in a separate process. Raises PeerError."""
     script = HERE / (f"peers/run_{trainer.peer}.py" if trainer.peer else "train_ours.py")
-    told = ["--workload", workload, "--steps", str(args.steps), "--shrink", str(args.shrink)]
+    shared = ["--workload", workload, "--steps", str(args.steps), "--shrink", str(args.shrink)]
     found = None
     for event in events(
         f"train {trainer.name} {workload}",
-        [python, script, hf_directory(args.model), *told, *trainer.arguments],
+        [python, script, hf_directory(args.model), *shared, *trainer.arguments],
     ):
         if "versions" in event:
             print_line(f"{trainer.name}: {as_words(event['versions'])}")

@@ -59,11 +59,11 @@ async def agents(ask: Ask, rng: random.Random) -> list[Reply]:
     """W2."""
 
     async def agent(seed: int) -> list[Reply]:
-        own, replies = random.Random(seed), []
-        prompt = tokens(own, 400)
+        agent_rng, replies = random.Random(seed), []
+        prompt = tokens(agent_rng, 400)
         for _ in range(4):
             replies.append(await ask(prompt, 60))
-            prompt = [*prompt, *replies[-1].token_ids, *tokens(own, 120)]
+            prompt = [*prompt, *replies[-1].token_ids, *tokens(agent_rng, 120)]
         return replies
 
     seeds = [rng.getrandbits(32) for _ in range(8)]
@@ -114,26 +114,26 @@ async def measure_twice(ask: Ask, name: str, process: int | None) -> Result:
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the quantile of the values for this share, with linear interpolation."""
     ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
+    position = share * (len(ordered) - 1)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def cpu_s(process: int | None) -> float | None:
     """Return the CPU time of all threads of a process so far. Linux only."""
-    place = Path(f"/proc/{process}/stat")
-    if process is None or not place.exists():
+    path = Path(f"/proc/{process}/stat")
+    if process is None or not path.exists():
         return None
     # The program name in parentheses may contain spaces.
-    fields = place.read_text().rpartition(")")[2].split()
+    fields = path.read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_mib(process: int | None) -> float | None:
     """Return the peak resident memory of a process. Linux only."""
-    place = Path(f"/proc/{process}/status")
-    if process is None or not place.exists():
+    path = Path(f"/proc/{process}/status")
+    if process is None or not path.exists():
         return None
-    line = next(x for x in place.read_text().splitlines() if x.startswith("VmHWM"))
+    line = next(x for x in path.read_text().splitlines() if x.startswith("VmHWM"))
     return int(line.split()[1]) / 1024

@@ -105,20 +105,20 @@ def run(function: Any, channel: int) -> None:
     """
     join_trace()
     try:
-        told = {"result": answer(function, json.load(sys.stdin))}
+        report = {"result": answer(function, json.load(sys.stdin))}
     except Exception as error:  # noqa: BLE001  (foreign code: `program.py` raises it again)
         traceback.print_exc()
         errors = members(error)
         faults = faults_of(errors)
         first = (faults or errors)[0]
-        told = {
+        report = {
             "error": type(first).__name__,
             "message": words_of(first)[:2000],
             "is_connection": not faults,
-            "addresses": [address_of(each) for each in errors[:100]],
+            "addresses": [address_of(error) for error in errors[:100]],
         }
     with os.fdopen(channel, "w") as file:
-        file.write(as_json(told))
+        file.write(as_json(report))
     flush_spans()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -132,23 +132,23 @@ def members(error: BaseException) -> list:
     """
     found, left, seen = [], [error], set()
     while left and len(found) < MAX_MEMBERS:
-        each = left.pop()
-        if id(each) in seen:
+        member = left.pop()
+        if id(member) in seen:
             continue
-        seen.add(id(each))
-        inside = value_of(each, "exceptions")  # in Python's groups and older libraries'
+        seen.add(id(member))
+        inside = value_of(member, "exceptions")  # in Python's groups and older libraries'
         held = inside if isinstance(inside, (list, tuple)) else ()
         errors = [one for one in reversed(held) if isinstance(one, BaseException)]
         left += errors
         if not errors:
-            found.append(each)
+            found.append(member)
     ended = [one for one in found if not issubclass(type(one), asyncio.CancelledError)]
     return ended or found or [error]
 
 
 def faults_of(errors: list) -> list:
     """Return the errors that are not connection errors and were not raised because of one."""
-    return [each for each in errors if not any(map(is_connection_error, chain(each)))]
+    return [member for member in errors if not any(map(is_connection_error, chain(member)))]
 
 
 def chain(error: BaseException) -> list:
@@ -170,11 +170,11 @@ def is_connection_error(error: BaseException) -> bool:
     kind = type(error)
     if issubclass(kind, (ConnectionError, socket.gaierror)):
         return True
-    for each in kind.__mro__:
-        package = str(each.__module__).partition(".")[0]
-        if each.__name__ in NO_CONNECTION_ERRORS.get(package, ()):
+    for base in kind.__mro__:
+        package = str(base.__module__).partition(".")[0]
+        if base.__name__ in NO_CONNECTION_ERRORS.get(package, ()):
             return False
-        if each.__name__ in CONNECTION_ERRORS.get(package, ()):
+        if base.__name__ in CONNECTION_ERRORS.get(package, ()):
             # urllib also raises URLError for an unknown scheme.
             return package != "urllib" or isinstance(getattr(error, "reason", None), OSError)
     return False
@@ -182,16 +182,16 @@ def is_connection_error(error: BaseException) -> bool:
 
 def address_of(error: BaseException) -> Any:
     """Return HOST:PORT of the server that the failed request was for, or None if unknown."""
-    for each in chain(error):
-        request = value_of(each, "request")
-        place = urlsplit(str(value_of(request, "url") or "")).netloc
-        owner = each if value_of(each, "port") else value_of(each, "pool")
-        if not place and value_of(owner, "host") and value_of(owner, "port"):
-            place = "{}:{}".format(value_of(owner, "host"), value_of(owner, "port"))
-        if place:
-            return place
-        if isinstance(value_of(each, "lightning_address"), str):
-            return each.lightning_address  # type: ignore[attr-defined]
+    for cause in chain(error):
+        request = value_of(cause, "request")
+        address = urlsplit(str(value_of(request, "url") or "")).netloc
+        owner = cause if value_of(cause, "port") else value_of(cause, "pool")
+        if not address and value_of(owner, "host") and value_of(owner, "port"):
+            address = "{}:{}".format(value_of(owner, "host"), value_of(owner, "port"))
+        if address:
+            return address
+        if isinstance(value_of(cause, "lightning_address"), str):
+            return cause.lightning_address  # type: ignore[attr-defined]
     return None
 
 
@@ -238,15 +238,15 @@ def flush_spans() -> None:
         flush(5000)
 
 
-def as_json(told: Any) -> str:
+def as_json(report: Any) -> str:
     """Encode the result as JSON.
 
     Values that JSON lacks become a text, which is not a reward. NumPy numbers stay numbers.
     """
     try:
-        return json.dumps(told, default=known_to_json)
+        return json.dumps(report, default=known_to_json)
     except (TypeError, ValueError, RecursionError):  # keys of other types, a loop, ...
-        return json.dumps({"result": repr(told.get("result"))[:2000]})
+        return json.dumps({"result": repr(report.get("result"))[:2000]})
 
 
 def known_to_json(value: Any) -> Any:

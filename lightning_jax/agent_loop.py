@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def apart(agent: Agent) -> AsyncIterator[Agent]:
+async def isolate_agent(agent: Agent) -> AsyncIterator[Agent]:
     """Yield the agent wrapped to run on its own event loop while this context is open."""
     loop = asyncio.new_event_loop()
-    loop.set_default_executor(_ThreadEach())
+    loop.set_default_executor(_ThreadPerCall())
     stopping = threading.Event()
     thread = threading.Thread(target=_serve, args=(loop, stopping), name="agents", daemon=True)
     thread.start()
@@ -42,7 +42,7 @@ async def apart(agent: Agent) -> AsyncIterator[Agent]:
         await asyncio.to_thread(thread.join, 2 * GRACE_S)
         if thread.is_alive():
             log.warning(
-                "an agent blocks its event loop; this process ends without waiting for it",
+                "an agent still blocks its event loop; exiting without waiting for it",
                 extra={"event": "agent_blocks_exit"},
             )
 
@@ -54,13 +54,13 @@ def _serve(loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
             loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio passes both on
             log.warning(
-                "a task that an agent started raised %r; the other agents go on",
+                "a background task of an agent raised %r; the other agents continue",
                 error,
                 extra={"event": "agent_task_exited", "error": error},
             )
     if left := asyncio.all_tasks(loop):
-        for each in left:
-            each.cancel()
+        for task in left:
+            task.cancel()
         loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
@@ -102,7 +102,7 @@ async def _run_on(loop: asyncio.AbstractEventLoop, agent: Agent, task: Task, llm
     return result
 
 
-class _ThreadEach(ThreadPoolExecutor):
+class _ThreadPerCall(ThreadPoolExecutor):
     """Executor with one thread per call. The process does not wait for the threads at exit."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

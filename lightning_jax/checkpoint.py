@@ -107,8 +107,8 @@ class Checkpointer:
             reason, remedy = _remedy(error)
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self._directory}: "
-                f"{str(error).rstrip('.')}. {remedy}; the same command goes on from the "
-                "checkpoint before.",
+                f"{str(error).rstrip('.')}. {remedy}; then run the same command to resume from the "
+                "previous checkpoint.",
                 reason=reason,
                 key=str(step),
             ) from error
@@ -134,7 +134,7 @@ class Checkpointer:
             )
         if step not in self.steps:
             raise CheckpointError(
-                f"{self._directory} holds no checkpoint of step {step}; expected one of "
+                f"{self._directory} has no checkpoint of step {step}; available steps: "
                 f"{self.steps}.",
                 reason="not_found",
                 key=str(step),
@@ -169,15 +169,16 @@ class Checkpointer:
         except (OSError, ValueError, KeyError) as error:
             if not (self._directory / str(step)).exists():
                 raise CheckpointError(
-                    f"the checkpoint of step {step} was deleted from {self._directory} meanwhile. "
-                    "A run keeps its newest checkpoint.keep of them: wait for its end, or stop it.",
+                    f"the checkpoint of step {step} in {self._directory} was deleted while it was "
+                    "read, because a run keeps only its newest checkpoint.keep; wait for the run "
+                    "to end, or stop it.",
                     reason="deleted",
                     key=str(step),
                 ) from error
             raise CheckpointError(
                 f"the checkpoint of step {step} in {self._directory} cannot be read: "
-                f"{str(error).rstrip('.')}. Delete its folder to go on from the one before, or use "
-                "another run_dir.",
+                f"{str(error).rstrip('.')}. Delete its directory to resume from the previous one, "
+                "or use another run_dir.",
                 reason="malformed",
                 key=str(step),
             ) from error
@@ -186,9 +187,9 @@ class Checkpointer:
         wrong = sorted(k for k in found | expected if found.get(k) != expected.get(k))
         if wrong:
             raise CheckpointError(
-                f"the checkpoint of step {step} in {self._directory} does not fit this run: "
+                f"the checkpoint of step {step} in {self._directory} does not match the model: "
                 f"{wrong[0]} has shape {found.get(wrong[0])}, expected {expected.get(wrong[0])}. "
-                "Use the model it was written with, or another run_dir.",
+                "Use the model that it was trained with, or another run_dir.",
                 reason="mismatch",
                 key=wrong[0],
             )
@@ -202,8 +203,8 @@ def _remedy(error: Exception) -> tuple[str, str]:
 
     Libraries may put the system's error number only into the text of their own errors.
     """
-    text = " ".join(str(each) for each in causes(error))
-    numbers = {each.errno for each in causes(error) if isinstance(each, OSError)}
+    text = " ".join(str(cause) for cause in causes(error))
+    numbers = {cause.errno for cause in causes(error) if isinstance(cause, OSError)}
     if is_exhausted(error) or os.strerror(errno.EMFILE) in text:
         return (
             "open_files",
@@ -211,7 +212,7 @@ def _remedy(error: Exception) -> tuple[str, str]:
         )
     if numbers & {errno.ENOSPC, errno.EDQUOT} or os.strerror(errno.ENOSPC) in text:
         return "disk_full", "Free some disk space"
-    return "not_writable", "Check the directory and the disk that it is on"
+    return "not_writable", "Check the directory and its disk"
 
 
 def _is_state(node: Any) -> bool:

@@ -33,12 +33,12 @@ STARTER = Path(__file__).parent / "starter"  # folder that `new` copies
 SERVE_FLAGS = {
     "host": "address to listen on",
     "port": "port to listen on, 0 for any free one",
-    "slots": "requests answered at once; of several GPUs or TPUs, by each",
-    "max_len": "tokens of prompt and response together",
-    "max_queue": "requests that may wait for a slot; more get a 429",
-    "max_connections": "connections at once; one more closes an idle one",
-    "idle_connection_s": "seconds until a connection without a request is closed",
-    "slow_request_s": "seconds for a request to arrive whole; a slower one gets a 408",
+    "slots": "number of requests decoded at once, per copy of the model",
+    "max_len": "maximum number of tokens of prompt plus response",
+    "max_queue": "maximum number of waiting requests; further ones get a 429",
+    "max_connections": "maximum number of connections; the next one closes an idle one",
+    "idle_connection_s": "seconds before an idle connection is closed",
+    "slow_request_s": "seconds to receive a whole request; a slower one gets a 408",
 }
 
 
@@ -78,43 +78,45 @@ def _run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         if not is_place_closed(error):
             raise
-        return _fail(f"error: {error}; free or open the place, then try again.", 1)
+        return _fail(f"error: {error}; free disk space or fix permissions, then try again.", 1)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lightning-jax", description="Train an agent, or serve a model.")
     parser.set_defaults(stopped="stopped")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_new(commands.add_parser("new", help="make a folder with an agent and tasks to begin with"))
-    _add_train(commands.add_parser("train", help="train an agent on tasks of your own"))
-    _add_serve(commands.add_parser("serve", help="answer OpenAI's API, and others, with a model"))
-    _add_verify(commands.add_parser("verify", help="check a run's calls against its weights"))
-    _add_view(commands.add_parser("view", help="show a run's rollouts, or one of them in time"))
-    _add_plan(commands.add_parser("plan", help="what a run will hold in each device's memory"))
+    _add_new(commands.add_parser("new", help="create a directory with an example agent and tasks"))
+    _add_train(commands.add_parser("train", help="train an agent on your own tasks"))
+    _add_serve(commands.add_parser("serve", help="serve a model over OpenAI's API and others"))
+    _add_verify(commands.add_parser("verify", help="check a run's log-probs against its weights"))
+    _add_view(commands.add_parser("view", help="show a run's rollouts, or the timeline of one"))
+    _add_plan(commands.add_parser("plan", help="report the memory that a run needs on each device"))
     for command in commands.choices.values():
         command.set_defaults(parser=command)  # error messages point to its --help
     return parser
 
 
 def _add_new(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Makes a folder with an agent, its tasks and settings, all to be changed."
+    parser.description = "Create a directory with an example agent, tasks and settings to edit."
     parser.add_argument("folder", metavar="DIR", type=Path, help="what to make")
     parser.set_defaults(run=_new)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Trains the agent that the settings name on the tasks of data.root: a file of JSON "
-        "objects, one a line, or a folder with train.jsonl and dev.jsonl."
+        "Train the agent that the settings name on the tasks of data.root: a file with one JSON "
+        "object per line, or a directory with train.jsonl and dev.jsonl."
     )
     add_settings(parser)
     parser.set_defaults(run=_train, stopped=STOPPED)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Answers OpenAI's API, and others, with a model. Ctrl-C ends it."
+    parser.description = "Serve a model over OpenAI's API and others. Stop with Ctrl-C."
     model = "Hugging Face directory or hub id, .gguf file, or smollm2-135m-instruct"
-    dtype = "of weights and activations: float32, bfloat16, or auto for the fastest here"
+    dtype = (
+        "dtype of weights and activations: float32, bfloat16, or auto (the fastest on this machine)"
+    )
     parser.add_argument("--model", default=ModelConfig.name, help=f"{model} (default: %(default)s)")
     parser.add_argument(
         "--dtype", default=ModelConfig.dtype, help=f"{dtype} (default: %(default)s)"
@@ -122,7 +124,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activation-dtype",
         metavar="float32",
-        help="of activations beside bfloat16 weights, for a CPU (default: that of the weights)",
+        help=(
+            "dtype of activations with bfloat16 weights, for a CPU (default: that of the weights)"
+        ),
     )
     defaults = {field.name: field.default for field in fields(ServeConfig)}
     for name, text in SERVE_FLAGS.items():
@@ -132,60 +136,64 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
             default=defaults[name],
             help=f"{text} (default: %(default)s)",
         )
-    tensor = "GPUs or TPUs that share a copy of the model; the others hold copies (default: 1)"
+    tensor = (
+        "devices that share one copy of the model; other devices get further copies (default: 1)"
+    )
     parser.add_argument("--tensor", type=int, default=ServerConfig.tensor, help=tensor)
-    parser.add_argument("--api-key", help="what clients must send (default: a random one, printed)")
-    parser.add_argument("--record", metavar="FILE", help="keep every call in this SQLite file")
-    drain = "seconds that running requests get after Ctrl-C (default: %(default)g)"
+    parser.add_argument(
+        "--api-key", help="API key that clients must send (default: a random one, printed)"
+    )
+    parser.add_argument("--record", metavar="FILE", help="record every call in this SQLite file")
+    drain = "seconds to finish running requests after Ctrl-C (default: %(default)g)"
     parser.add_argument("--drain-s", type=float, default=ServerConfig.drain_s, help=drain)
     parser.set_defaults(run=_serve)
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Computes the log-probs of a run's stored calls anew, each from the weights that sampled "
-        "it. Exit code 1 if one is off."
+        "Recompute the log-probs of a run's stored calls with the weights that sampled them. The "
+        "exit code is 1 if any differs."
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
-    limit = "calls to compare, spread evenly (default: all)"
+    limit = "maximum number of calls to compare, evenly spaced (default: all)"
     parser.add_argument("--limit", type=int, help=limit)
-    tolerance = "nats that a log-prob may be off (default: 0.001, 1 for bfloat16)"
+    tolerance = "maximum difference of a log-prob in nats (default: 0.001, 1 for bfloat16)"
     parser.add_argument("--tolerance", type=float, help=tolerance)
     parser.set_defaults(run=_verify)
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Shows a table of a run's rollouts, newest step first; or one rollout as a waterfall of "
-        "its agent, LLM and tool spans, with prompts, responses, credit and advantages."
+        "Show a run's rollouts as a table, newest step first, or one rollout as a waterfall of "
+        "agent, LLM and tool spans with prompts, responses, credit and advantages."
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
-    rollout = "show this one (default: a table of them)"
+    rollout = "rollout to show (default: a table of all)"
     parser.add_argument("rollout_id", metavar="ROLLOUT", nargs="?", help=rollout)
     parser.add_argument("--phase", choices=("train", "eval"), help="only rollouts of this phase")
     parser.add_argument("--step", type=int, help="only rollouts of this step")
-    limit = "rollouts to show at most (default: %(default)s)"
+    limit = "maximum number of rollouts (default: %(default)s)"
     parser.add_argument("--limit", type=int, default=DEFAULT_LIMIT, help=limit)
-    chars = "characters of one text to print, 0 for all (default: %(default)s)"
+    chars = "maximum number of characters per text, 0 for no limit (default: %(default)s)"
     parser.add_argument("--chars", type=int, default=DEFAULT_CHARS, help=chars)
-    page = "write a page that needs no network, with all rollouts shown in detail"
+    page = "write a self-contained HTML page with the details of all rollouts"
     parser.add_argument("--html", metavar="FILE", type=Path, help=page)
     parser.set_defaults(run=_view)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says what a run would hold in the memory of each device. Compiles its training step and "
-        "allocates nothing. Exit code 1 if a device is too small."
+        "Report how much memory a run needs on each device. Compiles the training step without "
+        "allocating. The exit code is 1 if a device is too small."
     )
     add_settings(parser)
-    devices = "plan for so many simulated devices (default: those of this machine)"
+    devices = "number of simulated devices (default: the devices of this machine)"
     parser.add_argument("--devices", type=int, metavar="N", help=devices)
-    absent = "plan for devices that are not here: h100:8, v5e:2x4 (needs their compiler)"
+    absent = "plan for other hardware, such as h100:8 or v5e:2x4 (needs its compiler)"
     parser.add_argument("--target", metavar="NAME", help=absent)
-    memory = "GiB that a device has (default: what the devices of this machine say)"
+    memory = "memory of a device in GiB (default: as reported by this machine)"
     parser.add_argument("--device-gib", type=float, metavar="GIB", help=memory)
-    quick = "estimate what a step needs from shapes instead of compiling it"
+    quick = "estimate a step's memory from shapes instead of compiling it"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.set_defaults(run=_plan)
 
@@ -193,11 +201,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _new(arguments: argparse.Namespace) -> int:
     folder = arguments.folder
     if folder.exists():
-        return _fail(f"error: {folder} is there already; expected a new folder. Choose another.", 1)
+        return _fail(f"error: {folder} already exists; pass a new directory.", 1)
     try:
         shutil.copytree(STARTER, folder, ignore=shutil.ignore_patterns("__pycache__"))
     except OSError as error:
-        return _fail(f"error: {folder} cannot be made ({error}); choose another place.", 1)
+        return _fail(f"error: {folder} cannot be created ({error}); pass another path.", 1)
     for path in sorted(folder.iterdir()):
         print(path)
     found = shutil.which("lightning-jax")  # None if the command is not on PATH
@@ -294,7 +302,9 @@ def _view(arguments: argparse.Namespace) -> int:
         if value is not None and not lowest <= value < 2**31:
             return _fail(f"error: --{flag} is {value}; expected {lowest} to {2**31 - 1}.", 2)
     if arguments.rollout_id and (arguments.phase or arguments.step is not None):
-        return _fail("error: --phase and --step choose among rollouts; name one, or choose.", 2)
+        return _fail(
+            "error: --phase and --step cannot be combined with a rollout; drop one of them.", 2
+        )
     show(
         arguments.run_dir,
         arguments.rollout_id,

@@ -7,14 +7,17 @@ import signal
 from collections.abc import Sequence
 from types import FrameType
 
-STOPPED = "stopped; the same command goes on from the last checkpoint"
+STOPPED = "stopped; run the same command to resume from the last checkpoint"
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add `--config FILE` and settings, parsed to `arguments.config` and `arguments.settings`."""
-    parser.add_argument("--config", required=True, help="a YAML file of settings")
+    parser.add_argument("--config", required=True, help="YAML file with settings")
     parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="or another such file; later ones win"
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="or another YAML file; later values override earlier ones",
     )
 
 

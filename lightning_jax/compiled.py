@@ -23,8 +23,8 @@ def keep_compiled() -> None:
     A cache directory that JAX already has, for example from JAX_COMPILATION_CACHE_DIR, is kept.
     JAX_ENABLE_COMPILATION_CACHE=false disables the cache. An unwritable directory is not an error.
     """
-    told: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if told is not None:
+    configured: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if configured is not None:
         return
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "lightning_jax" / f"compiled-{_machine()}"
@@ -34,7 +34,7 @@ def keep_compiled() -> None:
     except OSError:
         writable = False
     if not writable:
-        log.info("%s cannot be written; every start compiles anew", folder)
+        log.info("%s is not writable; programs are compiled again at every start", folder)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)

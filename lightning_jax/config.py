@@ -24,7 +24,7 @@ from lightning_jax.config_roles import (
     RewardRule,
     RoleConfig,
     check_policies,
-    policy_places,
+    policy_indices,
 )
 from lightning_jax.config_sections import (
     AgentConfig,
@@ -90,8 +90,8 @@ class Config:
         check_policies(self.policies, self.roles, self.model, self.algorithm)
         if self.policies and self.serve.orchestrator != "native":
             raise InvalidValue(
-                f"serve.orchestrator is {self.serve.orchestrator!r} with several policies; "
-                "expected native, as JetStream's has no place for a request's policy.",
+                f"serve.orchestrator is {self.serve.orchestrator!r}, which does not support "
+                "several policies; set it to native.",
                 reason="conflict",
                 key="serve.orchestrator",
             )
@@ -99,7 +99,7 @@ class Config:
     @property
     def adapters(self) -> dict[str, int]:
         """Index of each policy's adapter; empty unless several policies share weights."""
-        return policy_places(self.policies) if self.model.lora.rank else {}
+        return policy_indices(self.policies) if self.model.lora.rank else {}
 
     @property
     def num_adapters(self) -> int | None:
@@ -141,7 +141,7 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
     """
     merged, given = OmegaConf.structured(schema), OmegaConf.create()
     for name, layer in _layers(argv):
-        with _told(name):
+        with _config_errors(name):
             if only is not None:
                 layer = OmegaConf.masked_copy(layer, list(only))
             layer = _from_home(layer)
@@ -154,7 +154,7 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
         )
         if unset:
             raise ConfigError(
-                f"{unset[0]} is left to be set by one of the files; add {unset[0]}=VALUE.",
+                f"{unset[0]} is required; add {unset[0]}=VALUE.",
                 reason="missing",
                 key=unset[0],
             )
@@ -205,7 +205,7 @@ def _is_setting(arg: str) -> bool:
 
 
 @contextmanager
-def _told(arg: str) -> Iterator[None]:
+def _config_errors(arg: str) -> Iterator[None]:
     """Convert errors in what `arg` sets to a ConfigError that names it."""
     key = arg.partition("=")[0] if _is_setting(arg) else arg
     try:
@@ -215,8 +215,8 @@ def _told(arg: str) -> Iterator[None]:
         raise ConfigError(message, **({"key": key} | _fields(error))) from error
     except TypeError as error:  # from OmegaConf, for a list in place of names
         raise ConfigError(
-            f"{_where(arg)} has a list or a value where settings by name are expected, such as "
-            f"`num_steps: 20` ({_one_sentence(error)}).",
+            f"{_where(arg)} is a list or a value; expected named settings, such as `num_steps: 20` "
+            f"({_one_sentence(error)}).",
             reason="wrong_type",
             key=key,
         ) from error
@@ -230,7 +230,7 @@ def _layers(argv: Sequence[str]) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for arg in argv:
         if _is_setting(arg):
-            with _told(arg):
+            with _config_errors(arg):
                 found.append((arg, OmegaConf.from_dotlist([arg])))
         else:
             found += _file_layers(arg, [name for name, _ in found])
@@ -258,7 +258,7 @@ def _file_layers(path: str, before: Sequence[str]) -> list[tuple[str, Any]]:
 
     A cycle of bases ends where it returns to a file.
     """
-    with _told(path):
+    with _config_errors(path):
         layer = _load_yaml(path)
         base = layer.pop("base", None) if isinstance(layer, DictConfig) else None
     if base is None:
@@ -266,12 +266,12 @@ def _file_layers(path: str, before: Sequence[str]) -> list[tuple[str, Any]]:
     below = Path(path).parent / str(base)
     if not below.is_file():
         raise ConfigError(
-            f"config {path} has base: {base}, but {below} does not exist; expected a YAML file, as "
-            "seen from this one. Check the path.",
+            f"config {path} has base: {base}, but {below} does not exist; the path is relative to "
+            "the config.",
             reason="not_found",
             key=str(below),
         )
-    if below.resolve() in {Path(each).resolve() for each in before}:
+    if below.resolve() in {Path(name).resolve() for name in before}:
         return [(path, layer)]
     return [*_file_layers(str(below), [*before, path]), (path, layer)]
 
@@ -344,8 +344,8 @@ def changed_keys(path: Path, config: Any) -> list[str]:
             raise ValueError("it holds no settings")
     except (YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
         raise ConfigError(
-            f"{path} is damaged ({_one_sentence(error)}); delete it to go on with the settings "
-            "given now, or set another run_dir.",
+            f"{path} is damaged ({_one_sentence(error)}); delete it to continue with the current "
+            "settings, or set another run_dir.",
             reason="malformed",
             key=str(path),
         ) from error

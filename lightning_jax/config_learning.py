@@ -92,7 +92,7 @@ class AlgorithmConfig:
             value_clip=(self.value_clip >= 0, "0 (off) or more"),
             value_heads=(
                 self.value_heads != "shared" or self.policy_updates == "joint",
-                "per_policy, as policy_updates=independent shares nothing between them",
+                "per_policy, because policy_updates=independent shares no parameters",
                 "conflict",
             ),
             value_coef=(

@@ -72,18 +72,19 @@ class RoleConfig:
             max_response_mib=(0 < self.max_response_mib < math.inf, "a positive number of MiB"),
             policy=(
                 self.policy is None or self.served_by == "policy",
-                f"none, as served_by is {self.served_by} and a policy of the run answers nothing",
+                f"none, because served_by is {self.served_by} and no policy of the run answers",
                 "conflict",
             ),
             trains=(
                 not self.trains or self.served_by == "policy",
-                f"false, as served_by is {self.served_by} and only what the policy says can train",
+                f"false, because served_by is {self.served_by} and only a policy's responses are "
+                "trained",
                 "conflict",
             ),
         )
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_external(self) -> bool:
         """True if another server answers the calls."""
         return self.served_by not in SERVED_BY
 
@@ -110,9 +111,9 @@ class RewardRule:
         )
 
 
-def policy_places(policies: Iterable[str]) -> dict[str, int]:
+def policy_indices(policies: Iterable[str]) -> dict[str, int]:
     """Return the index of each policy, and so of its adapter or weights, in order of `policies`."""
-    return {name: place for place, name in enumerate(policies)}
+    return {name: index for index, name in enumerate(policies)}
 
 
 def check_policies(
@@ -140,7 +141,8 @@ def check_policies(
             )
     if policies and not any(policy.trains for policy in policies.values()):
         raise InvalidValue(
-            f"policies names {names}, and trains is false for all; expected one that trains.",
+            f"policies names {names}, and trains is false for all; set trains: true for at least "
+            "one.",
             reason="conflict",
             key="policies",
         )
@@ -176,9 +178,9 @@ def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleC
     for name in policies:
         if named and name not in named:
             raise InvalidValue(
-                f"policies.{name} is the policy of no role, and roles name {_listed(named)}; "
-                "expected a role for each where they name any. Correct its name, or where agents "
-                f"ask for it as their model add roles.{name}={{model: {name}, policy: {name}}}.",
+                f"policies.{name} has no role, although roles name {_listed(named)}; correct its "
+                f"name, or, if agents request it as their model, add roles.{name}={{model: {name}, "
+                f"policy: {name}}}.",
                 reason="unused",
                 key=f"policies.{name}",
             )

@@ -231,10 +231,11 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "env", tuple(self.env))
-        if not all(_VARIABLE.match(each) for each in self.env):  # the error hides the values
+        if not all(map(_VARIABLE.match, self.env)):
+            names = [variable.partition("=")[0] for variable in self.env]  # the values are secret
             raise FieldError(
-                f"env has {[each.partition('=')[0] for each in self.env]}; expected names of "
-                "variables, each alone or with =VALUE, and not the ??? of a saved file.",
+                f"env has {names}; expected variable names, optionally with =VALUE. Replace any "
+                "??? of a saved file.",
                 reason="invalid",
                 key="env",
             )
@@ -248,7 +249,7 @@ class AgentConfig:
             function=(":" in self.function, "FILE:FUNCTION, such as agents/spider_sql.py:run"),
             python=(
                 self.python is None or command is None,
-                "none beside agent.command, whose first word is what runs",
+                "none with agent.command, whose first word is the program",
                 "conflict",
             ),
             command=(
@@ -257,7 +258,7 @@ class AgentConfig:
             ),
             reward=(
                 self.reward is None or (":" in self.reward and command is not None),
-                "FILE:FUNCTION beside agent.command; agent.function returns the reward itself",
+                "FILE:FUNCTION with agent.command only; agent.function returns its own reward",
             ),
             max_processes=(self.max_processes >= 1, "at least 1"),
             memory_mib=(self.memory_mib is None or self.memory_mib > 0, "above 0, or none"),
@@ -403,7 +404,7 @@ class DistributedConfig:
 
     def __post_init__(self) -> None:
         manual = self.mode == "manual"
-        number, place = self.num_processes, self.process_id
+        number, process_id = self.num_processes, self.process_id
         require(
             self,
             mode=(self.mode in ("none", "auto", "manual"), "none, auto or manual"),
@@ -416,7 +417,7 @@ class DistributedConfig:
                 "the number of processes with distributed.mode manual",
             ),
             process_id=(
-                not manual or (place is not None and 0 <= place < (number or 0)),
+                not manual or (process_id is not None and 0 <= process_id < (number or 0)),
                 "0 to num_processes - 1 with distributed.mode manual",
             ),
             timeout_s=(self.timeout_s >= 1, "at least 1 second"),

@@ -62,4 +62,4 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 def is_exhausted(error: BaseException) -> bool:
     """Return True if the error was caused by running out of file descriptors."""
-    return any(isinstance(each, OSError) and each.errno in EXHAUSTED for each in causes(error))
+    return any(isinstance(cause, OSError) and cause.errno in EXHAUSTED for cause in causes(error))

@@ -49,9 +49,9 @@ def join(config: DistributedConfig) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"the processes of distributed.mode={config.mode} did not meet: {error}. Check that "
-            "all run, that they reach distributed.coordinator, and that this is the first use of "
-            "JAX in the process.",
+            f"the processes of distributed.mode={config.mode} did not connect: {error}. Check that "
+            "all run, that distributed.coordinator is reachable, and that JAX was not used "
+            "earlier in the process.",
             reason="not_joined",
             key="distributed.mode",
         ) from error
@@ -79,7 +79,7 @@ def ask_to_stop() -> None:
 
 
 @asynccontextmanager
-async def heeding_others() -> AsyncIterator[None]:
+async def cancel_on_stop() -> AsyncIterator[None]:
     """Cancel the body, in process 0, once another process asks to stop.
 
     Raises Stopped.
@@ -104,8 +104,8 @@ async def heeding_others() -> AsyncIterator[None]:
         if not asked_by:
             raise
         raise Stopped(
-            f"process {asked_by[0]} of {jax.process_count()} was told to stop, so all have; the "
-            "same command in each goes on from the last checkpoint"
+            f"process {asked_by[0]} of {jax.process_count()} received a stop signal, so all "
+            "processes stop; run the same command in each to resume from the last checkpoint"
         ) from None
     finally:
         heeding.cancel()
@@ -143,7 +143,7 @@ class Leader:
         """
         self._send((method, arguments))
 
-    def dismiss(self) -> None:
+    def stop_followers(self) -> None:
         """Let the other processes end."""
         self._send(None)
 

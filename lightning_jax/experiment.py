@@ -54,7 +54,10 @@ def run_main(
     except OSError as error:
         if not is_place_closed(error):
             raise
-        sys.exit(f"error: {error}; free or open the place, then the same command goes on")
+        sys.exit(
+            f"error: {error}; free disk space or fix permissions, then run the same command to "
+            "resume"
+        )
     except KeyboardInterrupt:
         sys.exit(STOPPED)
 
@@ -69,11 +72,12 @@ def load_splits(config: Config, load: LoadTasks) -> tuple[list[Task], list[Task]
     cache = cache_dir(config)
     train_tasks, left_out = load(config.data.root, "train", config.data, cache)
     dev_tasks, dev_left_out = load(config.data.root, "dev", config.data, cache)
-    print(f"{_told(train_tasks, 'train', left_out)}, {_told(dev_tasks, 'dev', dev_left_out)}")
+    num_train = _task_count(train_tasks, "train", left_out)
+    print(f"{num_train}, {_task_count(dev_tasks, 'dev', dev_left_out)}")
     return train_tasks, dev_tasks
 
 
-def _told(tasks: Sequence[Task], split: str, left_out: Mapping[str, int]) -> str:
+def _task_count(tasks: Sequence[Task], split: str, left_out: Mapping[str, int]) -> str:
     reasons = ", ".join(f"{number} {reason}" for reason, number in left_out.items())
     return f"{len(tasks)} {split} tasks" + (f" (left out: {reasons})" if reasons else "")
 
@@ -114,8 +118,14 @@ def failure_table(store: Store) -> str:
     counts = Counter(rollout.status for rollout in rollouts)
     num_failed = sum(number for _, number, _ in failed_calls)
     found = [
-        (each.status.removesuffix("_failure"), each.count, each.reason, each.example, each.detail)
-        for each in failures(rollouts)
+        (
+            failure.status.removesuffix("_failure"),
+            failure.count,
+            failure.reason,
+            failure.example,
+            failure.detail,
+        )
+        for failure in failures(rollouts)
     ]
     found += [("call", number, reason, example, "") for reason, number, example in failed_calls]
     lines = [

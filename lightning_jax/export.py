@@ -22,8 +22,8 @@ def export(
     the names of adapter policies to their index.
     """
     model = replace(model, params=params)
-    for name, place in adapters.items():
-        _write(directory, one_of(model, place), name)
+    for name, index in adapters.items():
+        _write(directory, one_of(model, index), name)
     if not adapters:
         _write(directory, model, policy)
 

@@ -56,7 +56,7 @@ def warn_if_open(directory: Path) -> None:
     """Warn if other users may enter the directory."""
     if directory.stat().st_mode & 0o077:
         log.warning(
-            "other users may enter %s; run `chmod 700` on it to keep it private",
+            "other users can access %s; run `chmod 700` on it to keep it private",
             directory,
             extra={"event": "directory_open", "directory": directory},
         )

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def lasting_objects() -> Iterator[None]:
+def freeze_objects() -> Iterator[None]:
     """Exclude all current objects from garbage collection while this context is open.
 
     Imported modules and traced programs are a quarter of a million objects or more. A full scan of

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from lightning_jax.config import AlgorithmConfig, BatchConfig, Config, ConfigError
-from lightning_jax.config_roles import policy_places
+from lightning_jax.config_roles import policy_indices
 from lightning_jax.metrics import Metrics
 from lightning_jax.models.lora import overlay
 from lightning_jax.models.sharding import (
@@ -195,7 +195,7 @@ class Learner:
 
     @property
     def _adapters(self) -> dict[str, int]:
-        return policy_places(() if self.policies is None else self.policies.names)
+        return policy_indices(() if self.policies is None else self.policies.names)
 
     def _charge(
         self,

@@ -91,22 +91,22 @@ def outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
     try:
         return _outcome_of_error(error, llm)
     except BaseException:  # noqa: BLE001  (the agent's own class may fail anywhere)
-        return failure("unreadable_error", "the agent raised an error that cannot be read")
+        return failure("unreadable_error", "the agent raised an error whose message cannot be read")
 
 
 def _outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
     errors = members(error)
     # Agents share this process's descriptors, so running out is not one agent's fault.
     faults = [fault for fault in faults_of(errors) if not is_exhausted(fault)]
-    told = (faults or errors)[0]
-    reason = _storable(type(told).__name__[:MAX_REASON]) or "unnamed_error"
-    if type(told) is SystemExit:  # raised again, it would end the whole run
-        return failure(reason, _storable(f"the agent called sys.exit({told.code!r})"[:MAX_DETAIL]))
-    detail = _detail(told, error)
+    first = (faults or errors)[0]
+    reason = _storable(type(first).__name__[:MAX_REASON]) or "unnamed_error"
+    if type(first) is SystemExit:  # raised again, it would end the whole run
+        return failure(reason, _storable(f"the agent called sys.exit({first.code!r})"[:MAX_DETAIL]))
+    detail = _detail(first, error)
     if faults:
         return failure(reason, detail)
     gateway = urlsplit(llm.base_url).netloc
-    kind = LostGateway if any(address_of(each) == gateway for each in errors) else Outcome
+    kind = LostGateway if gateway in map(address_of, errors) else Outcome
     return kind("infrastructure_failure", None, reason, detail)
 
 

@@ -91,12 +91,12 @@ async def run_program(
         finally:
             ours.close()  # makes the supervisor end the program
             await _end(process, received)
-        told = _told(received)
-        if "errno" in told:
-            number = int(told["errno"])
+        values = _values(received)
+        if "errno" in values:
+            number = int(values["errno"])
             raise OSError(number, os.strerror(number), words[0])
-        status = int(told.get("exit", -signal.SIGKILL))
-        return Ended(status, output.finish(words[0]), errors.finish(words[0]), told.get("over"))
+        status = int(values.get("exit", -signal.SIGKILL))
+        return Ended(status, output.finish(words[0]), errors.finish(words[0]), values.get("over"))
 
 
 async def _receive(supervisor: socket.socket, received: bytearray) -> None:
@@ -106,7 +106,7 @@ async def _receive(supervisor: socket.socket, received: bytearray) -> None:
         received += chunk
 
 
-def _told(received: bytes | bytearray) -> dict[str, str]:
+def _values(received: bytes | bytearray) -> dict[str, str]:
     """Return the values of the lines that `supervisor.py` defines, by their first words."""
     return dict(line.split() for line in received.decode().splitlines())
 
@@ -125,7 +125,7 @@ async def _end(process: subprocess.Popen[bytes], received: bytearray) -> None:
         pause_s = min(1.5 * pause_s, 0.05)
     if process.returncode:
         with suppress(KeyError, ProcessLookupError, PermissionError):
-            os.killpg(int(_told(received)["started"]), signal.SIGKILL)
+            os.killpg(int(_values(received)["started"]), signal.SIGKILL)
 
 
 class _Tail:
@@ -154,7 +154,7 @@ class _Tail:
                 break
         if self.num_dropped:
             log.warning(
-                "%s printed too much: the first %d bytes are left out and the last %d kept",
+                "the output of %s is too long; dropped the first %d bytes and kept the last %d",
                 program,
                 self.num_dropped,
                 len(self._kept),

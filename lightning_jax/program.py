@@ -131,11 +131,11 @@ def _interpreter_agent(python: str, config: AgentConfig) -> Agent:
     async def agent(task: Task, llm: LLM) -> Result:
         with tempfile.TemporaryFile() as channel:
             ended = await start(task, llm, channel.fileno())
-            told = os.pread(channel.fileno(), MAX_RESULT, 0)
-        if not told:
+            report = os.pread(channel.fileno(), MAX_RESULT, 0)
+        if not report:
             _check_end(ended, config)
             return None
-        return _told(told)
+        return _result_of(report)
 
     return agent
 
@@ -144,8 +144,8 @@ def _found(program: str, key: str) -> str:
     path = shutil.which(program)
     if path is None:
         raise ConfigError(
-            f"{key} names the program {program!r}, which is not there or may not be run; expected "
-            "one on the PATH, or a file with its execute permission set.",
+            f"{key} names the program {program!r}, which does not exist or is not executable; use "
+            "one on the PATH, or a file with execute permission.",
             reason="not_found",
             key=key,
         )
@@ -170,7 +170,7 @@ def _check_loads(words: tuple[str, ...], environment: Mapping[str, str]) -> None
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"{what}: it did not load in {LOAD_TIMEOUT_S:g} s.",
+            f"{what}: loading took longer than {LOAD_TIMEOUT_S:g} s.",
             reason="timeout",
             key="agent.python",
         ) from None
@@ -230,7 +230,7 @@ def _signal_name(number: int) -> str:
 
 def _last_words(errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    return lines[-1][-400:] if lines else "it said nothing on its standard error"
+    return lines[-1][-400:] if lines else "no output on standard error"
 
 
 def _last_line(output: str) -> Any:
@@ -244,14 +244,14 @@ def _last_line(output: str) -> Any:
         return lines[-1]
 
 
-def _told(text: bytes) -> Any:
+def _result_of(text: bytes) -> Any:
     """Return the agent's result from another process, or raise its error again."""
     try:
-        told = json.loads(text)
+        report = json.loads(text)
     except ValueError:
-        raise ExitStatus(f"its result is cut or longer than {MAX_RESULT} bytes") from None
-    if "result" in told:
-        return told["result"]
-    base = ConnectionError if told["is_connection"] else Exception
-    address = next((place for place in told["addresses"] if place), None)
-    raise type(told["error"], (base,), {"lightning_address": address})(told["message"])
+        raise ExitStatus(f"its result is truncated or longer than {MAX_RESULT} bytes") from None
+    if "result" in report:
+        return report["result"]
+    base = ConnectionError if report["is_connection"] else Exception
+    address = next((address for address in report["addresses"] if address), None)
+    raise type(report["error"], (base,), {"lightning_address": address})(report["message"])

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_jax.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.config import Config
-from lightning_jax.config_roles import policy_places
+from lightning_jax.config_roles import policy_indices
 from lightning_jax.learner import NO_MOMENTS, Learner, make_learner
 from lightning_jax.metrics import Metrics
 from lightning_jax.models.load import LoadedModel, load_like
@@ -72,8 +72,8 @@ class Replica:
             return self.learner.values(self.states[""], trajectories)
         found, seconds = {}, 0.0
         for name in self._learning:
-            own = keep_policy_calls(trajectories, name)
-            values, metrics = self.learner.values(self.states[name], own)
+            calls = keep_policy_calls(trajectories, name)
+            values, metrics = self.learner.values(self.states[name], calls)
             if values is None:
                 return None, {}
             found[name], seconds = values, seconds + metrics["time/values_s"]
@@ -86,10 +86,10 @@ class Replica:
         """
         if "" in self.states:
             return self._update("", sequences)
-        places = policy_places(self.config.policies)
+        indices = policy_indices(self.config.policies)
         return join_metrics(
             {
-                name: self._update(name, keep_policy_sequences(sequences, places[name]))
+                name: self._update(name, keep_policy_sequences(sequences, indices[name]))
                 for name in self._learning
             }
         )
@@ -129,8 +129,8 @@ class Replica:
             self._publish(state.policy)
 
     def _publish(self, params: Params) -> None:
-        places = pick(param_shardings(self.model.config, self.serving_mesh), params)
-        reshard(params, places, jnp.dtype(self.config.model.dtype))
+        shardings = pick(param_shardings(self.model.config, self.serving_mesh), params)
+        reshard(params, shardings, jnp.dtype(self.config.model.dtype))
 
     def save(self, progress: dict[str, Any]) -> None:
         """Write a checkpoint of this step, unless there is one."""
@@ -193,7 +193,7 @@ class Replica:
                     key=name,
                 )
         saved = self.checkpointer.restore(_on_disk(self._first_states()))
-        log.info("going on from the checkpoint of step %d in %s", self.step, self.config.run_dir)
+        log.info("resuming from the checkpoint of step %d in %s", self.step, self.config.run_dir)
         found = _by_name(saved.state)
         return {name: found[name] for name in self.config.weights}  # JAX sorts the keys of a dict
 

@@ -27,7 +27,7 @@ OTHER = "other"  # replaces the rarest names beyond MAX_NAMES
 
 
 @dataclass(frozen=True)
-class Reading:
+class TraceReader:
     """Settings for reading spans: roles and policies of calls, and rules for their rewards."""
 
     roles: Roles = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Reading:
             status="agent_failure",
             reward=self.limits.agent_failure_reward,
             reason="bad_reward",
-            detail="the rewards of its calls add up to more than rollout.max_abs_reward",
+            detail="the sum of its call rewards exceeds rollout.max_abs_reward",
             metrics={},
         )
 
@@ -87,7 +87,7 @@ def failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
         Failure(*key, len(those), those[0].rollout_id, _one_line(those[0].detail or ""))
         for key, those in alike.items()
     ]
-    return tuple(sorted(found, key=lambda each: -each.count))
+    return tuple(sorted(found, key=lambda failure: -failure.count))
 
 
 def to_trajectories(
@@ -95,17 +95,17 @@ def to_trajectories(
     rollouts: Sequence[Rollout],
     *,
     policy_version: int,
-    reading: Reading | None = None,
+    reader: TraceReader | None = None,
 ) -> tuple[list[Trajectory], Metrics]:
     """Return (trajectories of rewarded rollouts, metrics of all rollouts).
 
     Trajectories hold only the calls that train. Rollouts without a reward, spans without tokens and
     calls that do not train are left out. Each is counted under `rollout/dropped_<reason>`.
     """
-    reading = reading or Reading()
+    reader = reader or TraceReader()
     trajectories = []
     dropped: Counter[str] = Counter()
-    rules: Counter[str] = Counter(dict.fromkeys(reading.rules, 0))
+    rules: Counter[str] = Counter(dict.fromkeys(reader.rules, 0))
     judged: list[Rollout] = []
     for rollout in rollouts:
         judged.append(rollout)
@@ -113,10 +113,10 @@ def to_trajectories(
             dropped["no_reward"] += 1
             continue
         spans = store.spans(rollout.rollout_id)
-        transitions, reasons, applied = reading.transitions(spans)
+        transitions, reasons, applied = reader.transitions(spans)
         dropped.update(reasons)
         rules.update(applied)
-        judged[-1] = reading.judge(rollout, transitions)
+        judged[-1] = reader.judge(rollout, transitions)
         if judged[-1] is not rollout:
             transitions = tuple(replace(call, reward=0.0) for call in transitions)
         if judged[-1].reward is None:
@@ -129,7 +129,9 @@ def to_trajectories(
     counts |= {f"rollout/rule_{_code(name)}": float(n) for name, n in rules.items()}
     counts |= rollout_metrics(judged, trajectories, policy_version)
     counts |= agent_metrics(trajectories) | policy_metrics(trajectories)
-    num_frozen = sum(not call.trains for each in trajectories for call in each.transitions)
+    num_frozen = sum(
+        not call.trains for trajectory in trajectories for call in trajectory.transitions
+    )
     if num_frozen:
         counts["rollout/dropped_frozen_calls"] = float(num_frozen)
     return [only_trained(trajectory) for trajectory in trajectories], counts
@@ -284,7 +286,7 @@ def eval_metrics_by(
 
 def _measured(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the reward of each task. The newest attempt counts."""
-    return {each.task_id: _earned(each) for each in rollouts if each.status in FINISHED}
+    return {rollout.task_id: _earned(rollout) for rollout in rollouts if rollout.status in FINISHED}
 
 
 def _earned(rollout: Rollout) -> float:

@@ -30,7 +30,7 @@ from lightning_jax.replica import Replica
 from lightning_jax.rl.advantages import equal_groups
 from lightning_jax.rl.policies import prepare_policies
 from lightning_jax.rollout_metrics import (
-    Reading,
+    TraceReader,
     eval_change,
     eval_metrics,
     eval_metrics_by,
@@ -45,8 +45,8 @@ from lightning_jax.step_metrics import (
     serve_metrics,
 )
 from lightning_jax.store import Store
-from lightning_jax.tasks import TaskIterator, demonstration_sequences, group_tasks, spread
-from lightning_jax.threads import to_end
+from lightning_jax.tasks import TaskIterator, demonstration_sequences, evenly_spaced, group_tasks
+from lightning_jax.threads import run_in_thread
 from lightning_jax.tracing.tracer import flush_process_tracer
 from lightning_jax.types import FINISHED, Rollout, Task, TrainingSequence, Trajectory
 
@@ -81,7 +81,7 @@ class Run:
         groups = group_tasks(train_tasks, warmup.group_by, warmup.group_size)
         self.demonstrations = TaskIterator(groups, warmup.groups_per_step, config.seed + 1)
         self.demonstrate = load_function(warmup.demonstrations) if warmup.demonstrations else None
-        self.dev_tasks = spread(dev_tasks, config.eval.num_tasks)
+        self.dev_tasks = evenly_spaced(dev_tasks, config.eval.num_tasks)
         self.replica = Replica(config, model)
         self.leader = distributed.Leader(self.replica)
         if progress := self.replica.progress:
@@ -91,7 +91,7 @@ class Run:
             spare: list[Task] = progress.get("spare_tasks", [])
             self.spare_tasks = [present.get(task["id"], task) for task in spare]
             self.demonstrations.restore(progress["demonstrations"])
-        self.reading = Reading(
+        self.reader = TraceReader(
             config.roles,
             config.reward_rules,
             model.tokenizer.decode,
@@ -122,13 +122,13 @@ class Run:
         else:
             row |= await self._policy_step()
         row |= serve_metrics(served, self.runner.gateway.stats())
-        row |= await to_end(self._publish_next)
+        row |= await run_in_thread(self._publish_next)
         if self.step % self.config.checkpoint.every == 0:
             await self._begin_save()
         # From row to row, so that it includes drawing the curves of the previous row.
         row["time/step_s"] = time.monotonic() - self.row_at
         self.row_at += row["time/step_s"]
-        await to_end(self.record, step, row)
+        await run_in_thread(self.record, step, row)
         await asyncio.to_thread(_return_freed_memory)
         return row
 
@@ -189,9 +189,9 @@ class Run:
         metrics["time/rollout_s"] = time.monotonic() - started
         algorithm, values, of_values = self.config.algorithm, None, {}
         if algorithm.has_critic:  # else sending trajectories to all processes is useless
-            values, of_values = await to_end(self.leader.call, "values", trajectories)
+            values, of_values = await run_in_thread(self.leader.call, "values", trajectories)
         prepared = time.monotonic()
-        sequences, of_data = await to_end(
+        sequences, of_data = await run_in_thread(
             prepare_policies,
             trajectories,
             algorithm,
@@ -205,8 +205,8 @@ class Run:
         alarm = MISMATCH_ALARM[self.config.model.dtype]
         if metrics.get("train/mismatch_kl", 0.0) > alarm:
             log.warning(
-                "train/mismatch_kl is %.2g at step %d; expected below %g, because sampler and "
-                "trainer share their code. The rollouts were not sampled from these weights.",
+                "train/mismatch_kl is %.2g at step %d, above %g; the rollouts were not sampled "
+                "from these weights",
                 metrics["train/mismatch_kl"],
                 self.step,
                 alarm,
@@ -226,22 +226,22 @@ class Run:
         num_tasks = num_useful = 0
         while True:
             tasks = self._next_tasks(wanted - num_useful)
-            rollouts += await self._collect(tasks, "train", size, first_place=num_tasks)
+            rollouts += await self._collect(tasks, "train", size, first_index=num_tasks)
             num_rounds, num_tasks = num_rounds + 1, num_tasks + len(tasks)
             await asyncio.to_thread(flush_process_tracer)
             await self.store.in_order(lambda: None)  # wait for pending writes
-            trajectories, metrics = await to_end(
+            trajectories, metrics = await run_in_thread(
                 to_trajectories,
                 self.store,
                 rollouts,
                 policy_version=self.step,
-                reading=self.reading,
+                reader=self.reader,
             )
             if algorithm.max_sampling_rounds == 1:
                 return trajectories, metrics
             equal = equal_groups(trajectories, algorithm)
-            useful = [each for each in trajectories if each.group_id not in equal]
-            num_useful = len({each.group_id for each in useful})
+            useful = [trajectory for trajectory in trajectories if trajectory.group_id not in equal]
+            num_useful = len({trajectory.group_id for trajectory in useful})
             if num_useful == wanted or num_rounds == algorithm.max_sampling_rounds:
                 return useful, metrics | {
                     "rollout/num_sampling_rounds": float(num_rounds),
@@ -256,15 +256,15 @@ class Run:
         return taken
 
     async def _collect(
-        self, tasks: Sequence[Task], phase: str, group_size: int, *, first_place: int = 0
+        self, tasks: Sequence[Task], phase: str, group_size: int, *, first_index: int = 0
     ) -> list[Rollout]:
         """Run the tasks and return the finished rollouts.
 
-        Places in the step start at `first_place`. Raises TooManyFailures or BrokenAgent if the run
+        Task indices start at `first_index`. Raises TooManyFailures or BrokenAgent if the run
         should end.
         """
         requests = [
-            replace(request, place=first_place + request.place)
+            replace(request, task_index=first_index + request.task_index)
             for request in make_requests(tasks, phase, self.step, group_size)
         ]
         with tqdm(
@@ -275,12 +275,12 @@ class Run:
                 bar.update()
 
             rollouts = await run_rollouts(requests, self.runner, on_done=on_done)
-        await to_end(self.failures.see, rollouts, f"{phase} {self.step}")
+        await run_in_thread(self.failures.observe, rollouts, f"{phase} {self.step}")
         return rollouts
 
     async def _learn(self, sequences: Sequence[TrainingSequence]) -> Metrics:
         """Call `_update` once the checkpoint being written no longer reads the state."""
-        return await self.saved() | await to_end(self._update, sequences)
+        return await self.saved() | await run_in_thread(self._update, sequences)
 
     def _update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
         """Train on the sequences and return metrics.
@@ -289,9 +289,9 @@ class Run:
         """
         started = time.monotonic()
         metrics = self.leader.call("update", sequences)
-        self.finite.see(metrics, self.step)
-        self.packing.see(metrics, self.step)
-        self.drops.see(metrics, self.step)
+        self.finite.observe(metrics, self.step)
+        self.packing.observe(metrics, self.step)
+        self.drops.observe(metrics, self.step)
         return metrics | {"time/train_s": time.monotonic() - started}
 
     def _publish_next(self) -> Metrics:
@@ -335,7 +335,7 @@ class Run:
             self.leader.call("save", progress)
             return time.monotonic() - started
 
-        self.saving = asyncio.create_task(to_end(save))
+        self.saving = asyncio.create_task(run_in_thread(save))
         if jax.process_count() > 1:  # the leader's commands must not overlap
             await self.saving
 

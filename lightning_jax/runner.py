@@ -49,18 +49,18 @@ _loaded: dict[str, ModuleType] = {}  # agents' modules, by path and modification
 class RolloutRequest:
     """Rollout to run.
 
-    `place` is the task's position in its step, `index` the rollout's position in its group.
+    `task_index` is the task's position in its step, `index` the rollout's position in its group.
     """
 
     task: Task
     phase: str
     step: int
-    place: int
+    task_index: int
     index: int
 
     @property
     def group_id(self) -> str:
-        return f"{self.phase}-{self.step:05d}-{self.place:03d}"
+        return f"{self.phase}-{self.step:05d}-{self.task_index:03d}"
 
     def rollout(self, attempt: int) -> Rollout:
         return Rollout(
@@ -80,8 +80,8 @@ def make_requests(
 ) -> list[RolloutRequest]:
     """Return `group_size` requests per task, with the rollouts of one task next to each other."""
     return [
-        RolloutRequest(task, phase, step, place, index)
-        for place, task in enumerate(tasks)
+        RolloutRequest(task, phase, step, task_index, index)
+        for task_index, task in enumerate(tasks)
         for index in range(group_size)
     ]
 
@@ -92,9 +92,8 @@ def load_function(reference: str) -> Callable[..., Any]:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(
-            f"{reference!r} names the file {path!r}, which does not exist; expected "
-            f"FILE:FUNCTION, with the "
-            "file relative to where you started the program.",
+            f"{reference!r} names the file {path!r}, which does not exist; use FILE:FUNCTION with "
+            "a path relative to the working directory.",
             reason="not_found",
             key=path,
         )
@@ -184,11 +183,10 @@ async def run_rollouts(
     if len(broken) > runner.config.max_infrastructure_failures * len(rollouts):
         reasons = ", ".join(f"{n} {why}" for why, n in Counter(r.reason for r in broken).items())
         raise TooManyFailures(
-            f"{len(broken)} of {len(rollouts)} rollouts failed by infrastructure ({reasons}); "
-            f"expected at "
-            f"most {runner.config.max_infrastructure_failures:.0%} "
-            f"(rollout.max_infrastructure_failures). First: {broken[0].rollout_id}: "
-            f"{broken[0].detail}",
+            f"{len(broken)} of {len(rollouts)} rollouts failed for infrastructure reasons "
+            f"({reasons}), more than "
+            f"rollout.max_infrastructure_failures={runner.config.max_infrastructure_failures:.0%}. "
+            f"First: {broken[0].rollout_id}: {broken[0].detail}",
             reason="too_many_failures",
             key=broken[0].rollout_id,
         )
@@ -250,9 +248,9 @@ class Runner:
         outcome = _blamed(outcome, traffic, clock)
         if outcome.status == "agent_failure":
             outcome = replace(outcome, reward=self.config.agent_failure_reward)
-        told = {"lightning.status": outcome.status, "lightning.task_id": rollout.task_id}
+        attributes = {"lightning.status": outcome.status, "lightning.task_id": rollout.task_id}
         error = outcome.detail or outcome.reason
-        span = root.span(rollout.rollout_id, start_ns, time.time_ns(), told, error)
+        span = root.span(rollout.rollout_id, start_ns, time.time_ns(), attributes, error)
         await self.store.in_order(self._record, rollout.rollout_id, span, outcome)
         return replace(rollout, **outcome.fields)
 
@@ -269,7 +267,7 @@ class Runner:
         The agent runs in its own task. Even if it exits or cancels itself, only its rollout ends.
         """
         with below_root(root):
-            running = asyncio.create_task(self._told(rollout_id, task, llm))
+            running = asyncio.create_task(self._agent_outcome(rollout_id, task, llm))
         try:
             late = not await clock.wait(running, self.config.timeout_s)
         finally:
@@ -278,10 +276,10 @@ class Runner:
         if late:
             return failure("deadline", f"the agent ran longer than {self.config.timeout_s:g} s")
         if running.cancelled():
-            return failure("CancelledError", "the agent was cancelled from within itself")
+            return failure("CancelledError", "the agent cancelled itself")
         return running.result()
 
-    async def _told(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
+    async def _agent_outcome(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
         try:
             result = await self.agent(_copied(task), llm)
             return outcome_of(result, self.gateway.posted_reward(rollout_id), self.config)
@@ -351,8 +349,8 @@ async def _end(agent: asyncio.Task[Any], rollout_id: str) -> None:
     await asyncio.wait({agent}, timeout=GRACE_S)
     if not agent.done():
         log.warning(
-            "%s: its agent was cancelled and runs on after %g s; its calls are refused. An agent "
-            "that catches CancelledError must raise it again.",
+            "%s: the agent still runs %g s after it was cancelled, and its calls are refused; an "
+            "agent that catches CancelledError must raise it again",
             rollout_id,
             GRACE_S,
         )
@@ -363,10 +361,10 @@ def _copied(task: Task) -> Task:
 
     Values that cannot be copied are shared.
     """
-    own = {}
+    copies = {}
     for name, value in task.items():
         try:
-            own[name] = copy.deepcopy(value)
+            copies[name] = copy.deepcopy(value)
         except Exception:  # noqa: BLE001  (a lock, a connection, a custom __deepcopy__)
-            own[name] = value
-    return own
+            copies[name] = value
+    return copies

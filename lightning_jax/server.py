@@ -12,7 +12,7 @@ import jax
 
 from lightning_jax.config import ConfigError
 from lightning_jax.config_sections import MeshConfig, ServerConfig
-from lightning_jax.garbage import lasting_objects
+from lightning_jax.garbage import freeze_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http import check_address
 from lightning_jax.models.load import load_model
@@ -47,7 +47,7 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
         at_end.callback(lambda: runner.run(gateway.close()))
         at_end.callback(loop.close)
         _compile(loop)
-        at_end.enter_context(lasting_objects())
+        at_end.enter_context(freeze_objects())
         loop.start()
         # Only now, because an earlier client would wait for minutes without an answer.
         runner.run(gateway.start())
@@ -79,7 +79,7 @@ def _load(config: ServerConfig) -> tuple[EngineLoop | ReplicatedLoop, Tokenizer]
 
 
 def _compile(loop: EngineLoop | ReplicatedLoop) -> None:
-    log.info("compiling: minutes at a model's first start on a machine, less at the next ones")
+    log.info("compiling: takes minutes at the first start of a model on a machine, less afterwards")
     started = time.monotonic()
     loop.warmup()
     log.info("compiled in %.0f s", time.monotonic() - started)
@@ -91,7 +91,9 @@ async def _until_stopped(loop: EngineLoop | ReplicatedLoop, drain_s: float) -> N
         if not (open_requests := loop.num_open):
             return
         log.info(
-            "finishing %d requests, for %g s at most; once more ends it now", open_requests, drain_s
+            "shutting down: waiting up to %g s for %d requests (Ctrl-C again to stop now)",
+            drain_s,
+            open_requests,
         )
         stop.clear()
         drained, again = asyncio.create_task(loop.drain()), asyncio.create_task(stop.wait())
@@ -101,7 +103,7 @@ async def _until_stopped(loop: EngineLoop | ReplicatedLoop, drain_s: float) -> N
         for task in (drained, again):
             task.cancel()
         if drained not in done:
-            log.warning("%d requests were cut off", loop.num_open)
+            log.warning("%d requests were cancelled", loop.num_open)
 
 
 @contextmanager

@@ -39,13 +39,13 @@ def side_process(arguments: Sequence[str], *, start_timeout_s: float) -> Iterato
             start_new_session=True,  # Ctrl-C must reach only us; we end the program
         )
         try:
-            said = _ready(process, errors, arguments[0], start_timeout_s)
+            started = _ready(process, errors, arguments[0], start_timeout_s)
             try:
-                yield said
+                yield started
             finally:
                 if process.poll() is not None:
                     log.warning(
-                        "%s has ended by itself: %s",
+                        "%s exited unexpectedly: %s",
                         arguments[0],
                         _last_words(errors),
                         extra={"event": "side_process_ended", "last_words": _last_words(errors)},
@@ -65,7 +65,7 @@ def _ready(
     reader.join(timeout_s)
     if not lines:
         raise SideProcessError(
-            f"{name} was not ready after {timeout_s:g} s; expected a line of it.",
+            f"{name} did not print its ready line within {timeout_s:g} s.",
             reason="timeout",
             key=name,
         )
@@ -74,9 +74,11 @@ def _ready(
     except ValueError:
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_TIMEOUT_S)
-        said = lines[0].strip() or _last_words(errors)
+        last_words = lines[0].strip() or _last_words(errors)
         raise SideProcessError(
-            f"{name} did not start: {said.removeprefix('error: ')}", reason="not_started", key=name
+            f"{name} did not start: {last_words.removeprefix('error: ')}",
+            reason="not_started",
+            key=name,
         ) from None
 
 

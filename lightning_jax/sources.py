@@ -54,8 +54,8 @@ def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:
         old = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path} is damaged ({error}); delete it to go on without knowing whether the agent's "
-            "file or the tasks changed.",
+            f"{path} is damaged ({error}); delete it to continue without the check for changed "
+            "agent files and tasks.",
             reason="malformed",
             key=str(path),
         ) from error

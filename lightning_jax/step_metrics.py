@@ -29,7 +29,7 @@ class FiniteWatch:
         self._weights, self._limit = weights, limit
         self._in_a_row: Counter[str] = Counter()
 
-    def see(self, metrics: Metrics, step: int) -> None:
+    def observe(self, metrics: Metrics, step: int) -> None:
         """Read a step's metrics. Raises NotFinite if the limit is reached.
 
         Steps with nothing to learn from do not count.
@@ -46,10 +46,10 @@ class FiniteWatch:
             if self._in_a_row[name] >= self._limit:
                 raise NotFinite(
                     f"the gradient{f' of {name}' if name else ''} was not finite in "
-                    f"{self._in_a_row[name]} steps in a row, the last of them step {step}, and the "
-                    f"weights did not change; expected fewer than {self._limit} "
-                    "(algorithm.max_nonfinite_steps). Lower the learning rate, or look for rewards "
-                    "and log-probabilities that are not finite.",
+                    f"{self._in_a_row[name]} steps in a row, up to step {step}, and the weights "
+                    f"did not change; algorithm.max_nonfinite_steps is {self._limit}. Lower the "
+                    "learning rate, or look for rewards and log-probabilities that are not "
+                    "finite.",
                     reason="not_finite",
                     key=name or None,
                 )
@@ -59,18 +59,18 @@ class PackingWatch:
     """One-time warning about a step whose targets need many more rows than its nodes."""
 
     def __init__(self, batch: BatchConfig) -> None:
-        self._batch, self._told = batch, False
+        self._batch, self._has_warned = batch, False
 
-    def see(self, metrics: Metrics, step: int) -> None:
+    def observe(self, metrics: Metrics, step: int) -> None:
         """Read a step's metrics."""
         batch, rows = self._batch, metrics["train/num_rows"]
         needed = math.ceil(metrics["train/tokens_forest"] / batch.row_len)
-        if self._told or metrics["train/targets_share"] < FULL or needed > MANY_FEWER * rows:
+        if self._has_warned or metrics["train/targets_share"] < FULL or needed > MANY_FEWER * rows:
             return
-        self._told = True
+        self._has_warned = True
         log.warning(
-            "step %d: its nodes took %.0f rows of %d, where about %d hold them, because a row is "
-            "full with %d targets. A larger batch.max_targets costs next to nothing.",
+            "step %d: its nodes took %.0f rows of %d where about %d are enough, because a row is "
+            "full at %d targets; raise batch.max_targets, which costs almost nothing",
             *(step, rows, batch.row_len, needed, batch.max_targets),
             extra={"event": "rows_full_of_targets", "step": step, "rows": rows, "needed": needed},
         )
@@ -81,20 +81,20 @@ class DropWatch:
 
     def __init__(self, batch: BatchConfig) -> None:
         self._batch = batch
-        self._told: set[str] = set()
+        self._known_reasons: set[str] = set()
 
-    def see(self, metrics: Metrics, step: int) -> None:
+    def observe(self, metrics: Metrics, step: int) -> None:
         """Read a step's metrics."""
         row_len, max_targets = self._batch.row_len, self._batch.max_targets
         for reason, words in (
-            ("too_long", f"longer than a row of {row_len} tokens; raise batch.row_len"),
-            ("too_many_targets", f"of more than {max_targets} targets; raise batch.max_targets"),
+            ("too_long", f"{row_len} tokens; raise batch.row_len"),
+            ("too_many_targets", f"{max_targets} targets; raise batch.max_targets"),
         ):
             number = metrics.get(f"train/dropped_{reason}", 0.0)
-            if number and reason not in self._told:
-                self._told.add(reason)
+            if number and reason not in self._known_reasons:
+                self._known_reasons.add(reason)
                 log.warning(
-                    "step %d: %.0f of its sequences are not trained on, as they are %s",
+                    "step %d: %.0f sequences are not trained on, because they have more than %s",
                     *(step, number, words),
                     extra={
                         "event": "sequences_dropped",
@@ -114,9 +114,9 @@ class FailureWatch:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._told: set[tuple[str, str]] = set()
+        self._known_failures: set[tuple[str, str]] = set()
 
-    def see(self, rollouts: Sequence[Rollout], what: str) -> None:
+    def observe(self, rollouts: Sequence[Rollout], what: str) -> None:
         """Read the finished rollouts of `what`, such as "step 3".
 
         Raises BrokenAgent if all failed by the agent and the policy answered none of their calls. A
@@ -124,27 +124,28 @@ class FailureWatch:
         """
         found = failures(rollouts)
         if rollouts and all(
-            each.status == "agent_failure" and not self._answered(each) for each in rollouts
+            rollout.status == "agent_failure" and not self._answered(rollout)
+            for rollout in rollouts
         ):
             self._store.supersede(rollouts[0].step)
             raise BrokenAgent(
-                f"{what}: all {len(rollouts)} rollouts failed before the policy had answered a "
-                f"call, such as {_such_as(found[0])}; expected an agent that gets so far. Mend it, "
-                "its tasks, or the setting that the failure names; then the same command goes on.",
+                f"{what}: all {len(rollouts)} rollouts failed before the policy answered a call, "
+                f"such as {_such_as(found[0])}; fix the agent, its tasks or the setting in that "
+                "message, then run the same command to resume.",
                 reason="all_failed",
                 key=found[0].example,
             )
-        for each in found:
-            if (each.status, each.reason) not in self._told:
-                self._told.add((each.status, each.reason))
-                who = each.status.removesuffix("_failure")
+        for failure in found:
+            if (failure.status, failure.reason) not in self._known_failures:
+                self._known_failures.add((failure.status, failure.reason))
+                who = failure.status.removesuffix("_failure")
                 log.warning(
                     "%s: %d of %d rollouts failed by the %s, such as %s",
-                    *(what, each.count, len(rollouts), who, _such_as(each)),
+                    *(what, failure.count, len(rollouts), who, _such_as(failure)),
                     extra={
                         "event": "rollouts_failed",
                         "what": what,
-                        "failure": each,
+                        "failure": failure,
                         "total": len(rollouts),
                     },
                 )
@@ -173,8 +174,8 @@ def summary(row: Metrics) -> str:
         for phase in ("eval", "rollout")
         for whose in ("agent", "infrastructure")
     )
-    told = [f"{name} {row[key]:.3g}" for name, key in shown.items() if key in row]
-    return " ".join(told + ([f"failed {failed:.0f}"] if failed else []))
+    words = [f"{name} {row[key]:.3g}" for name, key in shown.items() if key in row]
+    return " ".join(words + ([f"failed {failed:.0f}"] if failed else []))
 
 
 def serve_metrics(before: Metrics, after: Metrics) -> Metrics:

@@ -136,8 +136,7 @@ class Store:
                 db.execute(f"INSERT INTO rollouts ({ROLLOUT_COLUMNS}) VALUES ({_marks(row)})", row)
             except sqlite3.IntegrityError as error:
                 raise InvalidValue(
-                    f"rollout {rollout.rollout_id!r} is in the store already; expected a new id. "
-                    "Raise its attempt.",
+                    f"rollout {rollout.rollout_id!r} is already in the store; raise its attempt.",
                     reason="duplicate",
                     key=rollout.rollout_id,
                 ) from error
@@ -234,8 +233,8 @@ class Store:
                 db.execute(ADD_SPAN, row)
             except sqlite3.IntegrityError as error:
                 raise InvalidValue(
-                    f"span {span.span_id!r} of trace {span.trace_id!r} is in the store already; "
-                    "expected a new span id.",
+                    f"span {span.span_id!r} of trace {span.trace_id!r} is already in the store; "
+                    "use a new span id.",
                     reason="duplicate",
                     key=span.span_id,
                 ) from error
@@ -335,7 +334,7 @@ class Store:
 def _check_transition(rollout_id: str, old: RolloutStatus | None, new: RolloutStatus) -> None:
     legal = LEGAL_TRANSITIONS[old]
     if new not in legal:
-        follow = " or ".join(sorted(legal)) or "nothing, for it has ended"
+        follow = " or ".join(sorted(legal)) or "no change, because it has finished"
         raise IllegalTransition(
             f"rollout {rollout_id!r} may not go from {old or 'new'} to {new}; expected {follow}.",
             reason="illegal_transition",

@@ -67,7 +67,7 @@ def open_file(path: Path, *, read_only: bool) -> sqlite3.Connection:
     """
     if not path.parent.is_dir():
         raise StoreError(
-            f"store {path} has no directory to lie in; create {path.parent} first.",
+            f"the directory of store {path} does not exist; create {path.parent} first.",
             reason="not_found",
             key=str(path.parent),
         )
@@ -138,7 +138,7 @@ def one_sentence(path: Path) -> Iterator[None]:
         "SQLITE_READONLY": ("not_writable", "it cannot be written; check its permissions"),
         "SQLITE_BUSY": (
             "locked",
-            "another process holds its lock; stop the other run that uses this run_dir",
+            "another process holds its lock; stop the run that uses this run_dir",
         ),
     }
     try:
@@ -146,7 +146,7 @@ def one_sentence(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         # Extended names, such as SQLITE_READONLY_DBMOVED, begin with the plain one.
         name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
-        other = ("failed", "check the file and the disk it lies on")
+        other = ("failed", "check the file and its disk")
         reason, remedy = remedies.get(name, other)
         message = f"store {path} failed ({error}): {remedy}."
         raise StoreError(message, reason=reason, key=str(path)) from error

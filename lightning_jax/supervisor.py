@@ -65,7 +65,7 @@ class Supervisor:
         if error := self.start(words):
             return f"errno {error}"
         setting = ""
-        while self.status is None and not setting and not self.is_told_to_end():
+        while self.status is None and not setting and not self.should_end():
             self.reap()
             setting = self.setting_exceeded()
         self.end_all(at_once=bool(setting))
@@ -78,11 +78,11 @@ class Supervisor:
         if not self.program:
             self.become(words, failing)
         os.close(failing)
-        said = os.read(failed, 16)
+        error_number = os.read(failed, 16)
         null = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):  # only the program keeps them open
             os.dup2(null, standard)
-        return int(said or 0)
+        return int(error_number or 0)
 
     def become(self, words: list[str], failing: int) -> None:
         """Replace this process, just forked, by the program."""
@@ -109,7 +109,7 @@ class Supervisor:
         with contextlib.suppress(OSError):
             os.write(self.socket, f"{line}\n".encode())
 
-    def is_told_to_end(self) -> bool:
+    def should_end(self) -> bool:
         """Wait for a signal, the trainer or POLL_S. Return True if the program must end."""
         ready, _, _ = select.select([self.socket, self.woken], [], [], POLL_S)
         with contextlib.suppress(BlockingIOError):
@@ -165,12 +165,12 @@ class Supervisor:
             if not found:
                 return
             stopped |= found
-            send_each(found, signal.SIGSTOP)
+            send_signal(found, signal.SIGSTOP)
 
     def send(self, number: int) -> bool:
         """Send a signal to all processes. Return True if there was one."""
         if self.is_subreaper:
-            return send_each(descendants(), number)
+            return send_signal(descendants(), number)
         try:
             os.killpg(self.program, number)
         except (ProcessLookupError, PermissionError):
@@ -195,7 +195,7 @@ def limit(name: int, value: int) -> None:
             resource.setrlimit(name, (value, hard))
 
 
-def send_each(pids: "set[int] | list[int]", number: int) -> bool:
+def send_signal(pids: "set[int] | list[int]", number: int) -> bool:
     """Send each process a signal. Return True if there was one."""
     sent = False
     for pid in pids:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grain
 
 from lightning_jax.config import ConfigError
-from lightning_jax.config_roles import policy_places
+from lightning_jax.config_roles import policy_indices
 from lightning_jax.gateway.elsewhere import read_traits
 from lightning_jax.gateway.render import ConversationMemory, Generated, render
 from lightning_jax.gateway.request import Function
@@ -36,7 +36,7 @@ class TaskIterator:
     def __init__(self, items: Sequence[Any], batch_size: int, seed: int) -> None:
         if not items:
             raise ConfigError(
-                "there are 0 tasks to train on; expected at least 1. Check data.root.",
+                "there are no tasks to train on; check data.root.",
                 reason="empty",
                 key="data.root",
             )
@@ -78,7 +78,7 @@ def group_tasks(tasks: Sequence[Task], field: str | None, size: int) -> list[lis
     ]
 
 
-def spread(items: Sequence[Item], limit: int) -> list[Item]:
+def evenly_spaced(items: Sequence[Item], limit: int) -> list[Item]:
     """Return at most `limit` items, evenly spaced.
 
     The start of a file may not be representative.
@@ -103,7 +103,7 @@ def demonstration_sequences(
     `"agent"` or the system prompt. Messages without such a role train every policy.
     """
     routing = routing or Routing()
-    adapters = policy_places(routing.policies)
+    adapters = policy_indices(routing.policies)
     examples: dict[int | None, list[Pair]] = defaultdict(list)
     for conversation in conversations:
         for said, pair in _turns(conversation, tokenizer):
@@ -113,8 +113,8 @@ def demonstration_sequences(
             for place in places:
                 examples[place].append(pair)
     return [
-        replace(sequence, adapter=place)
-        for place, pairs in examples.items()
+        replace(sequence, adapter=index)
+        for index, pairs in examples.items()
         for sequence in make_supervised_sequences(pairs)
     ]
 
@@ -131,7 +131,7 @@ def _turns(
     end = end_of_turn(tokenizer)
     turns = []
     plain = [{key: value for key, value in m.items() if key not in OURS} for m in messages]
-    said = read_traits({"messages": plain}, {}, {})
+    facts = read_traits({"messages": plain}, {}, {})
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -141,7 +141,7 @@ def _turns(
         memory.add(plain[index], Generated(prompt.token_ids, response, prompt.history))
         if message.get("train", True):
             agent = {"agent": str(message.get("agent", ""))}
-            turns.append((said | agent, (prompt.token_ids, response)))
+            turns.append((facts | agent, (prompt.token_ids, response)))
     return turns
 
 
@@ -180,8 +180,8 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
     after = tokenizer.encode(text.rpartition(words)[2])
     if not after or after[0] not in tokenizer.eos_ids:
         raise InvalidValue(
-            f"the chat template puts {after[:1]} after an assistant's words; expected one of the "
-            f"end-of-response tokens {sorted(tokenizer.eos_ids)}. Use an instruct model.",
+            f"the chat template puts {after[:1]} after an assistant message, not one of the "
+            f"end-of-response tokens {sorted(tokenizer.eos_ids)}; use an instruct model.",
             reason="unsupported",
             key="chat_template",
         )

@@ -8,7 +8,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Like `asyncio.to_thread`, but if cancelled, wait for the function to finish before raising.
 
     A thread cannot be cancelled. It may still start device programs, and closing objects or sending

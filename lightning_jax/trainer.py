@@ -32,12 +32,12 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lightning_jax import distributed, plan
-from lightning_jax.agent_loop import apart
+from lightning_jax.agent_loop import isolate_agent
 from lightning_jax.config import Config, ConfigError, changed_keys, load_config, save_config
 from lightning_jax.config_sections import AUTO
 from lightning_jax.descriptors import limit_of_files, number_free
 from lightning_jax.files import make_private, warn_if_open
-from lightning_jax.garbage import lasting_objects
+from lightning_jax.garbage import freeze_objects
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.load import LoadedModel, load_model
@@ -55,7 +55,7 @@ from lightning_jax.serve.replicas import replicate, split_by_data
 from lightning_jax.sources import changed_sources, digests, save_sources
 from lightning_jax.step_metrics import summary
 from lightning_jax.store import Store
-from lightning_jax.threads import to_end
+from lightning_jax.threads import run_in_thread
 from lightning_jax.tracing.convert import COLDEST
 from lightning_jax.types import Task
 
@@ -85,11 +85,11 @@ async def train(
     """
     distributed.join(config.distributed)
     if not distributed.is_leader():
-        await _follow(_settled(config))
+        await _follow(_with_dtypes(config))
         return []
     _check_files(config)
     _tell_of_bias(config)
-    async with distributed.heeding_others(), open_run(config, train_tasks, dev_tasks) as run:
+    async with distributed.cancel_on_stop(), open_run(config, train_tasks, dev_tasks) as run:
         with (
             logging_redirect_tqdm(),
             tqdm(
@@ -108,7 +108,7 @@ async def train(
                 run.record(run.step, final)
                 log.info("step %d: %s", run.step, summary(final))
         await run.save()
-        await to_end(run.export)
+        await run_in_thread(run.export)
     return run.metrics.rows
 
 
@@ -146,9 +146,9 @@ async def open_run(
     directory = Path(config.run_dir)
     async with AsyncExitStack() as at_end:  # last in, first out
         at_end.enter_context(_alone_in(directory))  # before loading the model, which takes long
-        config = _settled(config)
-        sources = digests(config, train_tasks, dev_tasks)
-        changed = _changed_settings(config) + changed_sources(directory, sources)
+        config = _with_dtypes(config)
+        source_digests = digests(config, train_tasks, dev_tasks)
+        changed = _changed_settings(config) + changed_sources(directory, source_digests)
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
         meshes = split_by_data(serving_mesh(config.serve.mesh, config.mesh))
@@ -168,13 +168,14 @@ async def open_run(
             initial = make_loop(model.params, 0)  # before the run takes ownership of the weights
         run = Run(config, model, store, train_tasks, dev_tasks)
         at_end.push_async_callback(run.close)
-        at_end.callback(run.leader.dismiss)
-        _set_aside(store, changed, run.step)
+        at_end.callback(run.leader.stop_followers)
+        _supersede_stored(store, changed, run.step)
         save_config(config, directory / "config.yaml")
-        save_sources(directory, sources)
+        save_sources(directory, source_digests)
         if abandoned := store.abandon_running():
             log.info(
-                "%d rollouts were running when the last process ended; they run again", abandoned
+                "%d rollouts were interrupted when the last process ended; running them again",
+                abandoned,
             )
         run.leader.tell("publish_all")
         loops = [
@@ -182,24 +183,24 @@ async def open_run(
             for name in config.weights
         ]
         running = loops if initial is None else [*loops, initial]
-        for each in running:
-            at_end.callback(each.close)
+        for loop in running:
+            at_end.callback(loop.close)
         gateway = Gateway(
-            _front(config, loops),
+            _responders(config, loops),
             model.tokenizer,
             store,
             model_name=model.name,
             serve=config.serve,
             routing=Routing(config.roles, config.policies),
-            initial=None if initial is None else _front(config, [initial] * len(loops)),
+            initial=None if initial is None else _responders(config, [initial] * len(loops)),
         )
         at_end.push_async_callback(gateway.close)
-        agent = await at_end.enter_async_context(apart(agent))
+        agent = await at_end.enter_async_context(isolate_agent(agent))
         await gateway.start()
-        for each in running:
-            await to_end(each.warmup)
-            each.start()
-        at_end.enter_context(lasting_objects())
+        for loop in running:
+            await run_in_thread(loop.warmup)
+            loop.start()
+        at_end.enter_context(freeze_objects())
         run.connect(loops, Runner(agent, gateway, store, config.rollout, config.seed))
         yield run
 
@@ -218,9 +219,9 @@ def _tell_of_bias(config: Config) -> None:
     named = [f"rollout.{name}" for name, is_exact in exact.items() if not is_exact]
     if config.num_steps and named:
         log.warning(
-            "%s: rollouts may be sampled from another distribution than the one that is trained; "
-            "then gradients are biased. Expected a temperature of %s or more, top_p 1 and top_k 0; "
-            "see docs/algorithms.md.",
+            "%s: rollouts may be sampled from a different distribution than the trained policy, "
+            "which biases gradients; set a temperature of %s or more, top_p 1 and top_k 0 (see "
+            "docs/algorithms.md)",
             ", ".join(named),
             COLDEST,
             extra={"event": "biased_sampling", "settings": named},
@@ -234,8 +235,8 @@ def _check_files(config: Config) -> None:
     at_once = min(rollout.concurrency, in_a_step)
     if at_once * FILES_PER_AGENT > free:
         raise ConfigError(
-            f"{at_once} agents at once need about {at_once * FILES_PER_AGENT} open files, and "
-            f"{max(free, 0)} of this process's {limit_of_files()} are free for them; set "
+            f"{at_once} concurrent agents need about {at_once * FILES_PER_AGENT} open files, but "
+            f"only {max(free, 0)} of {limit_of_files()} are free; set "
             f"rollout.concurrency={max(free // FILES_PER_AGENT, 1)}, or raise the hard limit "
             "(ulimit -Hn).",
             reason="conflict",
@@ -253,20 +254,19 @@ def _alone_in(directory: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise ConfigError(
-            f"another process trains in {directory}; expected one at a time. Wait for it or stop "
-            "it, or set another run_dir.",
+            f"another process trains in {directory}; stop it, wait for it, or set another run_dir.",
             reason="locked",
             key="run_dir",
         ) from None
     except (OSError, NotImplementedError) as error:  # a file system without locks
-        log.info("%s cannot be locked (%s); start no second run there", directory, error)
+        log.info("%s cannot be locked (%s); do not start a second run there", directory, error)
     try:
         yield
     finally:
         lock.release()
 
 
-def _settled(config: Config) -> Config:
+def _with_dtypes(config: Config) -> Config:
     """Return the settings with dtypes in place of auto.
 
     A run that has begun keeps its first choice. With several processes nothing is measured, so the
@@ -285,7 +285,7 @@ def _changed_settings(config: Config) -> list[str]:
     return [key for key in changed if not key.startswith(HARMLESS)]
 
 
-def _set_aside(store: Store, changed: Sequence[str], step: int) -> None:
+def _supersede_stored(store: Store, changed: Sequence[str], step: int) -> None:
     """Mark the stored rollouts of coming steps as those of another run if settings changed.
 
     The store is updated before the settings are saved, so that a crash in between does no harm.
@@ -295,8 +295,8 @@ def _set_aside(store: Store, changed: Sequence[str], step: int) -> None:
     first = step + all(key.startswith(LEARNING) for key in changed)
     store.supersede(first)
     log.warning(
-        "changed since this run began: %s; it goes on from step %d, without what the "
-        "store holds of the rollouts of step %d and later",
+        "changed since this run began: %s; the run resumes from step %d and discards stored "
+        "rollouts of step %d and later",
         ", ".join(changed),
         step,
         first,
@@ -304,7 +304,7 @@ def _set_aside(store: Store, changed: Sequence[str], step: int) -> None:
     )
 
 
-def _front(config: Config, loops: Sequence[Any]) -> Any:
+def _responders(config: Config, loops: Sequence[Any]) -> Any:
     """Return the gateway's view of the loops, of which there is one per set of weights."""
     return loops[0] if config.weights == ("",) else LoopsByPolicy(loops)
 
@@ -341,9 +341,9 @@ def _orchestrator(config: Config) -> Callable[..., Any]:
         return EngineLoop
     if config.total_steps > 0:
         raise ConfigError(
-            f"serve.orchestrator is {config.serve.orchestrator!r} with {config.total_steps} steps "
-            "to train; expected native, because JetStream's cannot take new weights. Set "
-            "num_steps and warmup.num_steps to 0 to evaluate with it.",
+            f"serve.orchestrator is {config.serve.orchestrator!r}, which cannot take new weights, "
+            f"and {config.total_steps} steps are to be trained; set it to native, or set num_steps "
+            "and warmup.num_steps to 0 to only evaluate.",
             reason="conflict",
             key="serve.orchestrator",
         )

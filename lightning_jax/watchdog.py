@@ -36,10 +36,9 @@ def watched_loop(
             if missed == PATIENCE:
                 where = current_line(thread)
                 log.warning(
-                    "an agent has blocked the event loop of all agents for %g s, at %s: no other "
-                    "goes on until that returns. An agent should be a plain function, or use an "
-                    "async client or asyncio.to_thread, or have a process of its own "
-                    "(agent.python).",
+                    "an agent has blocked the event loop of all agents for %g s at %s; make it a "
+                    "plain function, use an async client or asyncio.to_thread, or run it in its "
+                    "own process (agent.python)",
                     missed * tick_s,
                     where,
                     extra={"event": "agent_blocks_loop", "where": where},

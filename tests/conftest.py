@@ -55,16 +55,16 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)  # for subprocesses of tests
     if sys.dont_write_bytecode:  # set if the source tree must stay clean
-        place = str(config.cache.mkdir("bytecode"))
-        sys.dont_write_bytecode, sys.pycache_prefix = False, place
+        directory = str(config.cache.mkdir("bytecode"))
+        sys.dont_write_bytecode, sys.pycache_prefix = False, directory
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        os.environ["PYTHONPYCACHEPREFIX"] = place
+        os.environ["PYTHONPYCACHEPREFIX"] = directory
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest tests first, so that no process is left with them at the end."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
 
 
 def pytest_collection_finish() -> None:
@@ -123,7 +123,7 @@ def undrawn() -> Iterator[None]:
 
 
 @pytest.fixture
-def own_logging() -> Iterator[None]:
+def restored_logging() -> Iterator[None]:
     """Restore the logging that a command changes in this process."""
     root, ours = logging.getLogger(), logging.getLogger("lightning_jax")
     handlers, levels = list(root.handlers), (root.level, ours.level)

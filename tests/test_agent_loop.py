@@ -12,7 +12,7 @@ import pytest
 from log_events import events, records
 
 from lightning_jax import agent_loop
-from lightning_jax.agent_loop import apart
+from lightning_jax.agent_loop import isolate_agent
 from lightning_jax.config import RolloutConfig, ServeConfig
 from lightning_jax.runner import Agent, Result, Runner, load_agent, make_requests, run_rollouts
 from lightning_jax.serve.engine import Engine
@@ -30,7 +30,7 @@ async def rolled_out(path: Path, agent: Agent, number: int = 2, **settings: floa
     engine = Engine(model.config, SERVE)
     config = RolloutConfig(**settings)  # type: ignore[arg-type]
     requests = make_requests([{"id": "a", "question": "0?"}], "train", 0, number)
-    async with run_service(path, model, engine, SERVE) as service, apart(agent) as agent:
+    async with run_service(path, model, engine, SERVE) as service, isolate_agent(agent) as agent:
         runner = Runner(agent, service.gateway, service.store, config, seed=0)
         rollouts = await run_rollouts(requests, runner)
         for rollout in rollouts:
@@ -96,7 +96,7 @@ async def test_it_sees_the_context_it_was_called_in() -> None:
         assert threading.current_thread() is not threading.main_thread()
         return {"reward": 1.0, name.get(): 2.0}
 
-    async with apart(agent) as run:
+    async with isolate_agent(agent) as run:
         name.set("caller")
         assert await run({}, NOBODY) == {"reward": 1.0, "caller": 2.0}
 
@@ -111,7 +111,7 @@ async def test_a_cancelled_agent_is_waited_for() -> None:
             await asyncio.sleep(0.05)
             put_in_order.append(task["id"])
 
-    async with apart(agent) as run:
+    async with isolate_agent(agent) as run:
         running = asyncio.create_task(run({"id": "a"}, NOBODY))  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
         running.cancel()
@@ -121,7 +121,7 @@ async def test_a_cancelled_agent_is_waited_for() -> None:
 
 
 async def test_one_that_had_not_begun_is_cancelled_as_well() -> None:
-    async with apart(sleeps) as run:
+    async with isolate_agent(sleeps) as run:
         first = asyncio.create_task(run({}, NOBODY))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
         second = asyncio.create_task(run({}, NOBODY))  # type: ignore[arg-type]
@@ -141,10 +141,10 @@ async def test_sys_exit_in_a_task_of_an_agent_ends_no_other(
     async def agent(task: Task, llm: LLM) -> Result:
         left = [asyncio.create_task(leaves())] if task["id"] == "a" else []
         await asyncio.sleep(0.1)
-        assert all(isinstance(each.exception(), SystemExit) for each in left)
+        assert all(isinstance(task.exception(), SystemExit) for task in left)
         return 1.0
 
-    async with apart(agent) as run:
+    async with isolate_agent(agent) as run:
         results = await asyncio.gather(*(run({"id": name}, NOBODY) for name in "ab"))
     assert results == [1.0, 1.0]
     errors = [record.error for record in records(caplog, "agent_task_exited")]
@@ -153,12 +153,12 @@ async def test_sys_exit_in_a_task_of_an_agent_ends_no_other(
 
 
 async def test_each_call_of_to_thread_has_a_thread() -> None:
-    together = threading.Barrier(48)  # more than asyncio's default pool has
+    barrier = threading.Barrier(48)  # more than asyncio's default pool has
 
     async def agent(task: Task, llm: LLM) -> Result:
-        return float(await asyncio.to_thread(together.wait, 30) >= 0)
+        return float(await asyncio.to_thread(barrier.wait, 30) >= 0)
 
-    async with apart(agent) as run:
+    async with isolate_agent(agent) as run:
         assert await asyncio.gather(*(run({}, NOBODY) for _ in range(48))) == [1.0] * 48
 
 
@@ -173,7 +173,7 @@ async def test_at_the_end_nothing_is_waited_for_that_does_not_end(
 
     found: list[list[str]] = []
     for polite in (True, False):
-        async with apart(agent) as run:
+        async with isolate_agent(agent) as run:
             running = asyncio.create_task(run({"polite": polite}, NOBODY))  # type: ignore[arg-type]
             await asyncio.sleep(0.1)
         found.append(events(caplog))

@@ -42,7 +42,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def own_sigterm() -> Iterator[None]:
+def restored_sigterm() -> Iterator[None]:
     """Restore the SIGTERM handler that `train` replaces."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
@@ -51,7 +51,7 @@ def own_sigterm() -> Iterator[None]:
 
 @pytest.mark.parametrize("interrupts", [signal.default_int_handler, signal.SIG_IGN])
 def test_sigterm_interrupts_where_nothing_else_was_asked_for(
-    own_sigterm: None, interrupts: Any
+    restored_sigterm: None, interrupts: Any
 ) -> None:
     handler = signal.signal(signal.SIGINT, interrupts)
     try:
@@ -62,7 +62,7 @@ def test_sigterm_interrupts_where_nothing_else_was_asked_for(
         signal.signal(signal.SIGINT, handler)
 
 
-def test_sigterm_goes_to_the_present_handler_of_sigint(own_sigterm: None) -> None:
+def test_sigterm_goes_to_the_present_handler_of_sigint(restored_sigterm: None) -> None:
     stop_on_sigterm()
     seen: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
@@ -135,11 +135,11 @@ async def test_it_ends_in_time_and_a_random_key_is_printed(model_dir: Path) -> N
                 assert isinstance(ended, openai.InternalServerError)
                 assert ended.code == "engine_error"
         assert await asyncio.to_thread(process.wait, 20) == 0
-        said = process.communicate()[1].splitlines()
-        compiling = next(i for i, line in enumerate(said) if "compiling" in line)
-        assert re.search(r"\b\d+ s\b", said[compiling + 1]), said  # how long it took
-        assert found[1].removesuffix("/v1") in said[compiling + 2], said
-        assert re.search(r"\b8\b", said[-1]), said  # how many were cut off
+        lines = process.communicate()[1].splitlines()
+        compiling = next(i for i, line in enumerate(lines) if "compiling" in line)
+        assert re.search(r"\b\d+ s\b", lines[compiling + 1]), lines  # how long it took
+        assert found[1].removesuffix("/v1") in lines[compiling + 2], lines
+        assert re.search(r"\b8\b", lines[-1]), lines  # how many were cut off
 
 
 async def _running(http: aiohttp.ClientSession, base_url: str) -> float:
@@ -187,7 +187,7 @@ def test_mistakes_give_one_sentence(
     names: tuple[str, ...],
     model_dir: Path,
     capsys: pytest.CaptureFixture[str],
-    own_logging: None,
+    restored_logging: None,
 ) -> None:
     if flags[:1] == ["serve"] and "--model" not in flags:
         flags = [*flags, "--model", str(model_dir)]
@@ -203,8 +203,8 @@ def test_what_new_makes_trains_and_goes_on(
     model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    own_logging: None,
-    own_sigterm: None,
+    restored_logging: None,
+    restored_sigterm: None,
 ) -> None:
     folder = tmp_path / "mine"
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
@@ -222,10 +222,10 @@ def test_what_new_makes_trains_and_goes_on(
     settings = TINY_RUN | {"model.name": model_dir, "eval.num_tasks": 2}
     command = ["train", "--config", "config.yaml", *(f"{k}={v}" for k, v in settings.items())]
     assert _exit_code(command) == 0
-    said = capsys.readouterr().out
-    assert re.findall(r"\d+", said.splitlines()[0]) == ["240", "60"]
-    assert _num_rollouts(said) == [6, 0, 0]  # 2, and 2 evaluations of 2
-    assert "runs/first/policy" in said and Path("runs/first/policy").is_dir()
+    output = capsys.readouterr().out
+    assert re.findall(r"\d+", output.splitlines()[0]) == ["240", "60"]
+    assert _num_rollouts(output) == [6, 0, 0]  # 2, and 2 evaluations of 2
+    assert "runs/first/policy" in output and Path("runs/first/policy").is_dir()
     assert _exit_code(command) == 0
     assert _num_rollouts(capsys.readouterr().out) == [6, 0, 0]
     assert _exit_code([*command, "agent.function=agent.py:walk"]) == 1
@@ -237,8 +237,8 @@ def test_a_mended_or_edited_agent_is_asked_again(
     model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    own_logging: None,
-    own_sigterm: None,
+    restored_logging: None,
+    restored_sigterm: None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -282,8 +282,8 @@ def test_mistakes_before_training_give_one_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    own_logging: None,
-    own_sigterm: None,
+    restored_logging: None,
+    restored_sigterm: None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
@@ -320,7 +320,7 @@ def compiled() -> Iterator[list[str]]:
 
 
 def test_a_taken_port_is_said_before_anything_compiles(
-    model_dir: Path, capsys: pytest.CaptureFixture[str], own_logging: None, compiled: list[str]
+    model_dir: Path, capsys: pytest.CaptureFixture[str], restored_logging: None, compiled: list[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

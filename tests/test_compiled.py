@@ -24,22 +24,22 @@ def start(cache: Path, **more: str) -> tuple[str, str, str]:
     child = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
     )
-    place, hit = child.stdout.split()
-    return place, hit, child.stderr
+    directory, hit = child.stdout.split()
+    return directory, hit, child.stderr
 
 
 def test_the_second_process_reads_what_the_first_compiled(tmp_path):
-    place, hit, _ = start(tmp_path)
-    assert hit == "False" and Path(place).parent == tmp_path / "lightning_jax"
-    assert start(tmp_path)[:2] == (place, "True")
+    directory, hit, _ = start(tmp_path)
+    assert hit == "False" and Path(directory).parent == tmp_path / "lightning_jax"
+    assert start(tmp_path)[:2] == (directory, "True")
 
 
 def test_a_place_that_jax_was_told_of_stays(tmp_path):
-    place, *_ = start(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
-    assert place == str(tmp_path / "own") and not (tmp_path / "lightning_jax").exists()
+    directory, *_ = start(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
+    assert directory == str(tmp_path / "own") and not (tmp_path / "lightning_jax").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "a file").write_text("in the way")
-    place, _, said = start(tmp_path / "a file")
-    assert place == "None" and str(tmp_path / "a file") in said and "Traceback" not in said
+    directory, _, errors = start(tmp_path / "a file")
+    assert directory == "None" and str(tmp_path / "a file") in errors and "Traceback" not in errors

@@ -48,7 +48,9 @@ TOY = Path(__file__).with_name("toy_agent.py")
 TASKS: list[Task] = [{"id": f"t{i}", "question": "ab"[i]} for i in range(2)]
 
 
-def config(model_dir: Path, run_dir: Path, place: DistributedConfig, kind: str = "whole") -> Config:
+def config(
+    model_dir: Path, run_dir: Path, distributed_: DistributedConfig, kind: str = "whole"
+) -> Config:
     """Return settings for a warm-up step and two policy steps with a reference, on four devices.
 
     Requests run one at a time, so that the same weights sample the same tokens. `kind` selects the
@@ -77,14 +79,14 @@ def config(model_dir: Path, run_dir: Path, place: DistributedConfig, kind: str =
         eval=EvalConfig(every=0, num_tasks=2, at_start=False),
         checkpoint=CheckpointConfig(every=2, keep=2),
         mesh=MeshConfig(fsdp=2, tensor=2),
-        distributed=place,
+        distributed=distributed_,
     )
 
 
 def run_process(model_dir: str, run_dir: str, port: str, process_id: str, kind: str) -> None:
     """Run one of the two processes."""
-    place = DistributedConfig("manual", f"127.0.0.1:{port}", 2, int(process_id))
-    settings = config(Path(model_dir), Path(run_dir), place, kind)
+    distributed_ = DistributedConfig("manual", f"127.0.0.1:{port}", 2, int(process_id))
+    settings = config(Path(model_dir), Path(run_dir), distributed_, kind)
     stop_on_sigterm()
     rows = asyncio.run(train(settings, TASKS, TASKS))
     assert bool(rows) == (process_id == "0")
@@ -118,8 +120,8 @@ def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
         assert ours.keys() == theirs.keys()
         for name in ours:
             # This process has compiled programs for other tests.
-            apart = ("time/", "serve/publish", "serve/compiles")
-            if not name.startswith(apart) and "per_s" not in name:
+            local = ("time/", "serve/publish", "serve/compiles")
+            if not name.startswith(local) and "per_s" not in name:
                 assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=1e-5), name
     assert rows[1][1]["train/num_updates"] == (2 if kind == "own" else 1)
     assert rows[1][1]["train/grad_norm"] > 0
@@ -136,14 +138,14 @@ def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
             "own": "policy/speaker/model.safetensors",
         }[kind]
         weights = [safetensors.numpy.load_file(run / name) for run in (one, two)]
-        for ours, theirs in zip(*(each.values() for each in weights), strict=True):
+        for ours, theirs in zip(*(params.values() for params in weights), strict=True):
             np.testing.assert_allclose(theirs, ours, atol=1e-5)
             assert np.any(ours)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [0, 1])
-def test_all_processes_stop_when_one_is_told_to(told: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_all_processes_stop_when_one_is_told_to(stopped: int, tmp_path: Path) -> None:
     model_dir, run = tmp_path / "tiny", tmp_path / "run"
     save_hf(model_dir, tiny_model())
     port = str(free_port())
@@ -152,10 +154,10 @@ def test_all_processes_stop_when_one_is_told_to(told: int, tmp_path: Path) -> No
     while not (rows.exists() and len(rows.read_text().splitlines()) > 3):
         assert all(process.poll() is None for process in processes)
         time.sleep(0.1)
-    processes[told].terminate()
+    processes[stopped].terminate()
     outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert "KeyboardInterrupt" in outputs[told]
-    if told == 1:
+    assert "KeyboardInterrupt" in outputs[stopped]
+    if stopped == 1:
         assert "process 1 of 2 was told to stop" in outputs[0]
     else:
         assert processes[1].returncode == 0, outputs[1]
@@ -182,7 +184,7 @@ def test_one_process_calls_itself() -> None:
     leader = distributed.Leader(calls)
     leader.call("append", "here")
     leader.tell("append", "elsewhere")
-    leader.dismiss()
+    leader.stop_followers()
     assert calls == ["here"] and distributed.is_leader()
 
 

@@ -27,7 +27,7 @@ def test_failed_write_leaves_old_file_alone(tmp_path: Path) -> None:
         draft.write_text("half")
         raise ZeroDivisionError
     assert path.read_text() == "old"
-    assert [each.name for each in tmp_path.iterdir()] == ["a.yaml"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.yaml"]
 
 
 def test_files_are_private_whatever_they_were_before(tmp_path: Path) -> None:

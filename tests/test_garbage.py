@@ -1,4 +1,4 @@
-"""Tests that `lasting_objects` freezes once, after a collection, and undoes only its own work."""
+"""Tests that `freeze_objects` freezes once, after a collection, and undoes only its own work."""
 
 import gc
 import weakref
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_jax.garbage import lasting_objects
+from lightning_jax.garbage import freeze_objects
 
 
 class Node:
@@ -26,13 +26,13 @@ def nothing_frozen() -> Iterator[None]:
 
 
 def test_objects_are_frozen_within_and_not_after() -> None:
-    with lasting_objects():
+    with freeze_objects():
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
 
 
 def test_freeze_ends_with_an_error() -> None:
-    with pytest.raises(KeyError), lasting_objects():
+    with pytest.raises(KeyError), freeze_objects():
         raise KeyError
     assert gc.get_freeze_count() == 0
 
@@ -41,13 +41,13 @@ def test_garbage_is_collected_before_it_would_be_frozen() -> None:
     node = Node()
     dead = weakref.ref(node)
     del node
-    with lasting_objects():
+    with freeze_objects():
         assert dead() is None
 
 
 def test_nested_use_leaves_the_outer_freeze() -> None:
-    with lasting_objects():
-        with lasting_objects():
+    with freeze_objects():
+        with freeze_objects():
             pass
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0

@@ -31,13 +31,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     With the tied embedding, logits would stay small for any adapters.
     """
-    place = tmp_path_factory.mktemp("lora") / "tiny"
+    directory = tmp_path_factory.mktemp("lora") / "tiny"
     model = tiny_model(num_layers=1)
     config = dataclasses.replace(model.config, tie_embeddings=False)
     params = init_params(config, jax.random.key(0))
     params["head"]["kernel"] = 20.0 * params["head"]["kernel"]
-    save_hf(place, dataclasses.replace(model, config=config, params=params))
-    return place
+    save_hf(directory, dataclasses.replace(model, config=config, params=params))
+    return directory
 
 
 def settings(model_dir: Path, run: Path, **changes: Any) -> Config:

@@ -27,10 +27,10 @@ def _run(*names: str) -> list[str]:
         whole.cells += [*notebook.cells, nbformat.v4.new_code_cell(BETWEEN)]
     resources = {"metadata": {"path": str(NOTEBOOKS)}}
     NotebookClient(whole, timeout=300, resources=resources).execute()
-    return ["\n".join(map(_said, notebook.cells)) for notebook in notebooks]
+    return ["\n".join(map(_output, notebook.cells)) for notebook in notebooks]
 
 
-def _said(cell: nbformat.NotebookNode) -> str:
+def _output(cell: nbformat.NotebookNode) -> str:
     outputs = cell.get("outputs", [])
     return "\n".join(output.get("text", "") or str(output.get("data", "")) for output in outputs)
 

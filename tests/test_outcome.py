@@ -26,8 +26,8 @@ from lightning_jax.types import LLM
 
 LLM_HERE = LLM("http://127.0.0.1:8123/rollout/r~x/v1", "key", "policy")
 HERE: Any = httpx.Request("POST", "http://127.0.0.1:8123/rollout/r~x/v1/chat/completions")
-ELSEWHERE: Any = httpx.Request("POST", "http://127.0.0.1:9000/search")
-RESPONSE: Any = httpx.Response(400, request=ELSEWHERE)
+OTHER_REQUEST: Any = httpx.Request("POST", "http://127.0.0.1:9000/search")
+RESPONSE: Any = httpx.Response(400, request=OTHER_REQUEST)
 
 
 def _made(package: str, name: str, *bases: type) -> type:
@@ -60,9 +60,9 @@ _REQUESTS = _made("requests", "ConnectionError", OSError)
     [
         ConnectionRefusedError("no"),
         socket.gaierror(-3, "no name"),
-        openai.APIConnectionError(request=ELSEWHERE),
-        openai.APITimeoutError(ELSEWHERE),
-        httpx.ConnectError("no", request=ELSEWHERE),
+        openai.APIConnectionError(request=OTHER_REQUEST),
+        openai.APITimeoutError(OTHER_REQUEST),
+        httpx.ConnectError("no", request=OTHER_REQUEST),
         httpx.ReadTimeout("late"),
         httpx.RemoteProtocolError("torn"),
         aiohttp.ServerDisconnectedError(),
@@ -97,7 +97,7 @@ def test_a_lost_connection_is_infrastructure(error: BaseException) -> None:
         KeyError("x"),
         httpx.UnsupportedProtocol("ftp"),
         httpx.PoolTimeout("all busy"),
-        httpx.HTTPStatusError("500", request=ELSEWHERE, response=httpx.Response(500)),
+        httpx.HTTPStatusError("500", request=OTHER_REQUEST, response=httpx.Response(500)),
         openai.BadRequestError("no", response=RESPONSE, body=None),
         aiohttp.InvalidURL("x"),
         urllib.error.URLError("unknown url type: x"),
@@ -195,8 +195,13 @@ def test_whatever_is_raised_has_a_reason_and_words(error: BaseException, reason:
 
 
 def test_numbers_of_numpy_are_rewards_and_metrics() -> None:
-    told = {"reward": np.float32(0.5), "right": np.bool_(True), "n": np.int64(3), "a": np.array(2)}
-    assert outcome_of(told) == Outcome("scored", 0.5, metrics={"right": 1.0, "n": 3.0, "a": 2.0})
+    result = {
+        "reward": np.float32(0.5),
+        "right": np.bool_(True),
+        "n": np.int64(3),
+        "a": np.array(2),
+    }
+    assert outcome_of(result) == Outcome("scored", 0.5, metrics={"right": 1.0, "n": 3.0, "a": 2.0})
     assert outcome_of(np.array([1.0])).reason == "bad_reward"
     assert outcome_of(np.float32("nan")).reason == "bad_reward"
     assert outcome_of({"reward": 1, "\ud83d": 2}).metrics == {"\\ud83d": 2.0}
@@ -208,10 +213,10 @@ class _Growing(float):
 
 
 @pytest.mark.parametrize(
-    "told", [1e308, -1e308, 1.1e6, 10**400, float("inf"), _Growing(0.5), {"reward": 1e307}]
+    "result", [1e308, -1e308, 1.1e6, 10**400, float("inf"), _Growing(0.5), {"reward": 1e307}]
 )
-def test_a_reward_over_the_limit_fails_the_agent(told: Any) -> None:
-    outcome = outcome_of(told)
+def test_a_reward_over_the_limit_fails_the_agent(result: Any) -> None:
+    outcome = outcome_of(result)
     assert (outcome.status, outcome.reason) == ("agent_failure", "bad_reward")
     assert outcome.reward is None
 
@@ -228,8 +233,8 @@ def test_a_metric_that_no_mean_can_hold_fails_the_agent() -> None:
 
 
 def test_metrics_over_the_limit_are_counted() -> None:
-    told = {"reward": 0.5} | {f"m{number}": 1.0 for number in range(100_000)}
-    metrics = outcome_of(told, config=RolloutConfig(max_metrics=7)).metrics
+    result = {"reward": 0.5} | {f"m{number}": 1.0 for number in range(100_000)}
+    metrics = outcome_of(result, config=RolloutConfig(max_metrics=7)).metrics
     assert len(metrics) == 8 and metrics[DROPPED_METRICS] == 99_993
     long = outcome_of({"reward": 0.5, "n" * (MAX_METRIC_NAME + 1): 1.0, "f1": 0.5}).metrics
     assert long == {"f1": 0.5, DROPPED_METRICS: 1.0}

@@ -112,7 +112,7 @@ def test_two_policies_learn_and_the_frozen_one_stays(model_dir: Path, tmp_path: 
     before = flatten(adapted(load_model(str(model_dir)), LORA, config.seed, 3).params)
     after = adapters(config)
     for path, leaf in after.items():
-        moved = [np.abs(leaf[place] - before[path][place]).max() for place in range(3)]
+        moved = [np.abs(leaf[index] - before[path][index]).max() for index in range(3)]
         assert min(moved[:2]) > 1e-4 and moved[2] == 0.0
 
     report = verify(tmp_path / "run")
@@ -124,12 +124,12 @@ def test_two_policies_learn_and_the_frozen_one_stays(model_dir: Path, tmp_path: 
     assert [call.credit is not None for call in calls] == [True, True, False]
     policies = [load_model(str(tmp_path / "run" / "policy" / name)) for name in NAMES]
     base = flatten(load_model(str(model_dir)).params)
-    for place, model in enumerate(policies):
+    for index, model in enumerate(policies):
         kernel, layer = ("layers_0", "q", "kernel"), ("layers_0", "q")
-        change = LORA.scale * after[(*layer, "lora_a")][place] @ after[(*layer, "lora_b")][place]
+        change = LORA.scale * after[(*layer, "lora_a")][index] @ after[(*layer, "lora_b")][index]
         found = flatten(model.params)[kernel] - base[kernel]
         np.testing.assert_allclose(found, change, atol=1e-6)
-        file = tmp_path / "run" / "policy_adapter" / NAMES[place] / "adapter_model.safetensors"
+        file = tmp_path / "run" / "policy_adapter" / NAMES[index] / "adapter_model.safetensors"
         assert file.is_file()
 
     others = dict(reversed(config.policies.items()))

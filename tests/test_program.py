@@ -376,14 +376,14 @@ async def test_what_it_left_behind_ends_with_it(tmp_path: Path) -> None:
 
 
 async def test_what_ends_politely_is_not_killed(tmp_path: Path) -> None:
-    pids, said = tmp_path / "pids", tmp_path / "said"
-    agent = shell(f"trap 'echo bye > {said}; exit' TERM; echo $$ > {pids}; sleep 1000 & wait")
+    pids, last_words = tmp_path / "pids", tmp_path / "said"
+    agent = shell(f"trap 'echo bye > {last_words}; exit' TERM; echo $$ > {pids}; sleep 1000 & wait")
     rollout = asyncio.ensure_future(agent(TASKS[0], URL))
     (pid,) = await pids_in(pids, 1)
     rollout.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rollout
-    assert said.read_text() == "bye\n" and not is_running(pid)
+    assert last_words.read_text() == "bye\n" and not is_running(pid)
 
 
 async def test_a_cancelled_run_leaves_no_process(tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ async def test_an_endless_loop_of_calls_ends_at_the_deadline(tmp_path: Path) -> 
 
 # ---- A function in another interpreter ----------------------------------------------------------
 
-ELSEWHERE = """
+OTHER_AGENTS = """
 import os, subprocess, sys, threading, time, types
 import opentelemetry
 
@@ -493,9 +493,9 @@ def plain(task, llm):
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> Path:
+def other_agents(tmp_path: Path) -> Path:
     path = tmp_path / "agent.py"
-    path.write_text(ELSEWHERE)
+    path.write_text(OTHER_AGENTS)
     return path
 
 
@@ -505,25 +505,25 @@ def there(path: Path, function: str, python: str = sys.executable) -> Agent:
 
 @pytest.mark.parametrize("function", ["measured", "plain"])
 async def test_a_function_runs_in_another_interpreter(
-    elsewhere: Path, tmp_path: Path, function: str
+    other_agents: Path, tmp_path: Path, function: str
 ) -> None:
-    rollout = await rolled_out(tmp_path, there(elsewhere, function))
+    rollout = await rolled_out(tmp_path, there(other_agents, function))
     assert (rollout.status, rollout.reward, rollout.metrics) == ("scored", 1.0, {"urls": 1.0})
 
 
 async def test_there_it_has_the_name_by_which_it_can_be_imported(
-    elsewhere: Path, tmp_path: Path
+    other_agents: Path, tmp_path: Path
 ) -> None:
-    assert (await rolled_out(tmp_path, there(elsewhere, "named"))).reward == 1.0
+    assert (await rolled_out(tmp_path, there(other_agents, "named"))).reward == 1.0
 
 
-async def test_numpys_numbers_come_from_there(elsewhere: Path, tmp_path: Path) -> None:
-    rollout = await rolled_out(tmp_path, there(elsewhere, "numbers"))
+async def test_numpys_numbers_come_from_there(other_agents: Path, tmp_path: Path) -> None:
+    rollout = await rolled_out(tmp_path, there(other_agents, "numbers"))
     assert (rollout.reward, rollout.metrics) == (1.0, {"n": 3.0}), rollout.detail
 
 
-async def test_its_spans_go_below_the_rollouts(elsewhere: Path, tmp_path: Path) -> None:
-    rollout = await rolled_out(tmp_path, there(elsewhere, "traced"))
+async def test_its_spans_go_below_the_rollouts(other_agents: Path, tmp_path: Path) -> None:
+    rollout = await rolled_out(tmp_path, there(other_agents, "traced"))
     assert (rollout.status, rollout.reward) == ("scored", 1.0), rollout.detail
 
 
@@ -543,10 +543,10 @@ async def test_its_spans_go_below_the_rollouts(elsewhere: Path, tmp_path: Path) 
     ],
 )
 async def test_its_faults_are_those_of_any_coroutine(
-    elsewhere: Path, tmp_path: Path, function: str, status: str, reason: str, detail: str
+    other_agents: Path, tmp_path: Path, function: str, status: str, reason: str, detail: str
 ) -> None:
     limit_s = 1.0 if function == "slow" else 60.0
-    rollout = await rolled_out(tmp_path, there(elsewhere, function), timeout_s=limit_s)
+    rollout = await rolled_out(tmp_path, there(other_agents, function), timeout_s=limit_s)
     assert (rollout.status, rollout.reason) == (status, reason)
     assert detail in (rollout.detail or "")
 
@@ -570,6 +570,6 @@ def test_what_cannot_be_loaded_there_is_told_at_the_start(
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_interpreter_that_is_not_there_is_told_at_the_start(elsewhere: Path) -> None:
+def test_an_interpreter_that_is_not_there_is_told_at_the_start(other_agents: Path) -> None:
     with raises_coded(ConfigError, "not_found", "agent.python"):
-        there(elsewhere, "measured", "/nowhere/python")
+        there(other_agents, "measured", "/nowhere/python")

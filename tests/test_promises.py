@@ -52,7 +52,7 @@ def _asks(folder: Path) -> str:
 
 
 # What the code says in place of each text, in an empty folder.
-SAID: dict[str, Callable[[Path], str]] = {
+TEXTS: dict[str, Callable[[Path], str]] = {
     "setting_unknown": lambda _: _setting("nmu_steps=3"),
     "setting_moved": lambda _: _setting("rollout.agent=a.py:run"),
     "setting_missing": _asks,
@@ -74,17 +74,17 @@ PRINTED: dict[str, tuple[list[str], int]] = {
     "open_port_without_key": (["serve", "--host", "0.0.0.0", "--model", "model"], 1),
     "new_then_train": (["new", "mine"], 0),
 }
-ELSEWHERE = {"task_counts"}
+IN_OTHER_TESTS = {"task_counts"}
 
 
-def _assert_promised(name: str, said: str) -> None:
+def _assert_promised(name: str, text: str) -> None:
     pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(PROMISES[name]))
-    assert re.fullmatch(pattern, said), f"{said!r} is not {name}: {PROMISES[name]!r}"
+    assert re.fullmatch(pattern, text), f"{text!r} is not {name}: {PROMISES[name]!r}"
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", TEXTS)
 def test_text_is_as_promised(name: str, tmp_path: Path) -> None:
-    _assert_promised(name, SAID[name](tmp_path))
+    _assert_promised(name, TEXTS[name](tmp_path))
 
 
 @pytest.mark.parametrize("name", PRINTED)
@@ -93,7 +93,7 @@ def test_command_prints_what_is_promised(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    own_logging: None,
+    restored_logging: None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lightning_jax.cli.stop_on_sigterm", lambda: None)
@@ -119,4 +119,4 @@ def test_task_counts_are_printed_as_promised(
 
 
 def test_every_promise_is_tested() -> None:
-    assert {*SAID, *PRINTED, *ELSEWHERE} == set(PROMISES)
+    assert {*TEXTS, *PRINTED, *IN_OTHER_TESTS} == set(PROMISES)

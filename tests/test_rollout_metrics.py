@@ -8,7 +8,7 @@ import pytest
 from lightning_jax.config import RewardRule, RoleConfig, RolloutConfig
 from lightning_jax.rollout_metrics import (
     MAX_NAMES,
-    Reading,
+    TraceReader,
     agent_metrics,
     eval_change,
     eval_metrics,
@@ -179,12 +179,12 @@ def test_frozen_agents_are_left_out_and_rules_reach_the_others(tmp_path: Path) -
     store = Store(tmp_path / "store.sqlite")
     for span in (_call(0, "writer"), _call(1, "checker", "length"), _call(2, "writer")):
         store.add_span("r0", span)
-    reading = Reading(
+    reader = TraceReader(
         {"checker": RoleConfig(agent="checker", trains=False)},
         {"cut_short": RewardRule("cut_short", -0.5), "broke": RewardRule("tool_error", -1.0)},
     )
     rollouts = [_rollout(0, "scored", reward=1.0)]
-    (trained,), metrics = to_trajectories(store, rollouts, policy_version=0, reading=reading)
+    (trained,), metrics = to_trajectories(store, rollouts, policy_version=0, reader=reader)
     store.close()
     assert [(call.agent, call.reward) for call in trained.transitions] == [
         ("writer", -0.5),  # the checker's penalty
@@ -214,8 +214,8 @@ def test_rewards_of_rules_over_the_limit_fail_the_agent(tmp_path: Path, cost: fl
     rules = {"cut_short": RewardRule("cut_short", cost)}
     for failure_reward in (-2.0, None):
         limits = RolloutConfig(agent_failure_reward=failure_reward)
-        reading = Reading(rules=rules, limits=limits)
-        trained, metrics = to_trajectories(store, rollouts, policy_version=0, reading=reading)
+        reader = TraceReader(rules=rules, limits=limits)
+        trained, metrics = to_trajectories(store, rollouts, policy_version=0, reader=reader)
         assert metrics["rollout/agent_failure_bad_reward"] == 1
         assert metrics["rollout/num_scored"] == 1
         assert metrics.get("rollout/dropped_bad_reward", 0.0) == float(failure_reward is None)

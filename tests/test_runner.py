@@ -25,7 +25,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from lightning_jax.agent_loop import apart
+from lightning_jax.agent_loop import isolate_agent
 from lightning_jax.config import ConfigError, RolloutConfig, ServeConfig
 from lightning_jax.models.load import LoadedModel
 from lightning_jax.runner import (
@@ -231,17 +231,17 @@ async def test_each_rollout_finds_its_task_as_it_was(tmp_path: Path) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-@pytest.mark.parametrize("on_own_loop", [True, False])
+@pytest.mark.parametrize("is_isolated", [True, False])
 async def test_no_error_of_an_agent_ends_the_run(
-    tmp_path: Path, error: BaseException, on_own_loop: bool
+    tmp_path: Path, error: BaseException, is_isolated: bool
 ) -> None:
     async def agent(task: Task, llm: object) -> float:
         if task["id"] == "t0":
             raise error
         return 1.0
 
-    async with _runner(tmp_path, "run") as runner, apart(agent) as moved:
-        odd = replace(runner, agent=moved if on_own_loop else agent)
+    async with _runner(tmp_path, "run") as runner, isolate_agent(agent) as moved:
+        odd = replace(runner, agent=moved if is_isolated else agent)
         rollouts = await run_rollouts(make_requests(TASKS, "train", 0, 1), odd)
         assert [r.status for r in rollouts] == ["agent_failure", "scored", "scored"]
 
@@ -465,18 +465,19 @@ async def test_a_forged_root_does_not_end_the_run(tmp_path: Path) -> None:
     rejected = []
 
     async def forges(task: Task, llm: LLM) -> float:
-        own = trace.get_current_span().get_span_context()
+        context = trace.get_current_span().get_span_context()
         export = ExportTraceServiceRequest()
         export.resource_spans.add().scope_spans.add().spans.add(
-            trace_id=own.trace_id.to_bytes(16, "big"), span_id=own.span_id.to_bytes(8, "big")
+            trace_id=context.trace_id.to_bytes(16, "big"),
+            span_id=context.span_id.to_bytes(8, "big"),
         )
         body = export.SerializeToString()
         async with (
             aiohttp.ClientSession() as http,
             http.post(f"{llm.base_url}/traces", data=body) as answer,
         ):
-            told = ExportTraceServiceResponse.FromString(await answer.read())
-        rejected.append(told.partial_success.rejected_spans)
+            reply = ExportTraceServiceResponse.FromString(await answer.read())
+        rejected.append(reply.partial_success.rejected_spans)
         return 0.5
 
     async with _runner(tmp_path, "run") as runner:

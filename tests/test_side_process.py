@@ -30,13 +30,13 @@ def _gone(pid: int) -> bool:
 
 def test_it_runs_beside_us_and_ends_with_us(tmp_path: Path) -> None:
     program = _program(tmp_path, READY + WAIT)
-    with side_process([program, "--x", "1"], start_timeout_s=30.0) as said:
-        assert said["words"] == ["--x", "1"]
-        assert psutil.pid_exists(said["pid"])
-    assert _gone(said["pid"])
-    with pytest.raises(KeyError), side_process([program], start_timeout_s=30.0) as said:
+    with side_process([program, "--x", "1"], start_timeout_s=30.0) as started:
+        assert started["words"] == ["--x", "1"]
+        assert psutil.pid_exists(started["pid"])
+    assert _gone(started["pid"])
+    with pytest.raises(KeyError), side_process([program], start_timeout_s=30.0) as started:
         raise KeyError
-    assert _gone(said["pid"])
+    assert _gone(started["pid"])
 
 
 def test_one_that_does_not_listen_is_killed(
@@ -44,18 +44,18 @@ def test_one_that_does_not_listen_is_killed(
 ) -> None:
     monkeypatch.setattr("lightning_jax.side_process.END_TIMEOUT_S", 0.2)
     program = _program(tmp_path, READY + "import time; time.sleep(60)\n")
-    with side_process([program], start_timeout_s=30.0) as said:
+    with side_process([program], start_timeout_s=30.0) as started:
         pass
-    assert _gone(said["pid"])
+    assert _gone(started["pid"])
 
 
 def test_one_that_ended_by_itself_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     program = _program(tmp_path, READY + "sys.exit('it broke')\n")
-    with side_process([program], start_timeout_s=30.0) as said:
+    with side_process([program], start_timeout_s=30.0) as started:
         deadline = time.monotonic() + 10
-        while not _gone(said["pid"]):
+        while not _gone(started["pid"]):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     (record,) = records(caplog, "side_process_ended")

@@ -22,20 +22,20 @@ def test_an_edited_file_and_other_tasks_are_named(tmp_path: Path) -> None:
     agent, script = tmp_path / "agent.py", tmp_path / "agent.sh"
     agent.write_text("one")
     script.write_text("one")
-    own = Config(
+    config = Config(
         agent=AgentConfig(f"{agent}:run"), warmup=WarmupConfig(demonstrations=f"{agent}:show")
     )
     program = Config(agent=AgentConfig(command=f"sh {script} --fast", reward=f"{agent}:judge"))
     tasks = [{"id": "a", "text": "x", "url": "http://127.0.0.1:1/", "db": "/one/db"}]
     moved = [task | {"url": "http://127.0.0.1:2/", "db": "/another/db"} for task in tasks]
     other = [task | {"text": "y"} for task in tasks]
-    assert changed_sources(tmp_path, digests(own, tasks, [])) == []
-    save_sources(tmp_path, digests(own, tasks, []) | digests(program, tasks, []))
-    assert changed_sources(tmp_path, digests(own, moved, [])) == []
-    assert changed_sources(tmp_path, digests(own, other, tasks)) == ["dev tasks", "train tasks"]
+    assert changed_sources(tmp_path, digests(config, tasks, [])) == []
+    save_sources(tmp_path, digests(config, tasks, []) | digests(program, tasks, []))
+    assert changed_sources(tmp_path, digests(config, moved, [])) == []
+    assert changed_sources(tmp_path, digests(config, other, tasks)) == ["dev tasks", "train tasks"]
     agent.write_text("two")
     script.write_text("two")
-    assert changed_sources(tmp_path, digests(own, tasks, [])) == [
+    assert changed_sources(tmp_path, digests(config, tasks, [])) == [
         "agent.function (its file)",
         "warmup.demonstrations (its file)",
     ]
@@ -53,7 +53,7 @@ def test_sets_and_objects_are_the_same_in_every_process() -> None:
         "task = {'id': 'a', 'answers': {'x', 'y', 'z'}, 'thing': Thing(), 'keys': {1: 2, 'a': 3}}\n"
         "print(digests(Config(), [task], [])['train tasks'])\n"
     )
-    told = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", code],
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
@@ -63,4 +63,4 @@ def test_sets_and_objects_are_the_same_in_every_process() -> None:
         ).stdout
         for seed in ("1", "2")
     ]
-    assert told[0] == told[1] != ""
+    assert outputs[0] == outputs[1] != ""

@@ -36,12 +36,12 @@ def step(**skipped: float) -> dict[str, float]:
 
 def test_one_policy_that_never_learns_stops_the_run_though_the_other_does() -> None:
     watch = FiniteWatch(("a", "b"), 2)
-    watch.see(step(a=0.0, b=1.0), 0)
-    watch.see(step(a=1.0, b=0.0), 1)
-    watch.see(step(a=0.0), 2)  # b has no update
-    watch.see(step(a=0.0, b=1.0), 3)
+    watch.observe(step(a=0.0, b=1.0), 0)
+    watch.observe(step(a=1.0, b=0.0), 1)
+    watch.observe(step(a=0.0), 2)  # b has no update
+    watch.observe(step(a=0.0, b=1.0), 3)
     with raises_coded(NotFinite, "not_finite", "b"):
-        watch.see(step(a=0.0, b=1.0), 4)
+        watch.observe(step(a=0.0, b=1.0), 4)
 
 
 def test_rows_that_are_full_of_targets_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -58,7 +58,7 @@ def test_rows_that_are_full_of_targets_are_told_of_once(caplog: pytest.LogCaptur
         ]
     ):
         row = {"train/num_rows": rows, "train/tokens_forest": nodes, "train/targets_share": full}
-        watch.see(row, step)
+        watch.observe(row, step)
     (record,) = records(caplog, "rows_full_of_targets")
     assert (record.step, record.rows, record.needed) == (3, 16, 9)
     assert len(caplog.records) == 1
@@ -68,7 +68,9 @@ def test_sequences_that_no_row_holds_are_told_of_once(caplog: pytest.LogCaptureF
     caplog.set_level(logging.WARNING, "lightning_jax")
     watch = DropWatch(BatchConfig(row_len=512, max_targets=256))
     for step, (long, many) in enumerate([(0.0, 0.0), (2.0, 0.0), (3.0, 1.0)]):
-        watch.see({"train/dropped_too_long": long, "train/dropped_too_many_targets": many}, step)
+        watch.observe(
+            {"train/dropped_too_long": long, "train/dropped_too_many_targets": many}, step
+        )
     found = [(r.step, r.reason, r.count) for r in records(caplog, "sequences_dropped")]
     assert found == [(1, "too_long", 2), (2, "too_many_targets", 1)]
     assert len(caplog.records) == 2
@@ -99,9 +101,9 @@ def test_each_kind_of_failure_is_told_when_it_is_first_seen(
         rollout(2, "agent_failure", "KeyError", "'answer'"),
         rollout(3, "infrastructure_failure", "call_timeout"),
     ]
-    watch.see(some, "eval 0")
-    watch.see(some, "train 0")
-    watch.see([*some, rollout(4, "agent_failure", "deadline", "longer than 5 s")], "train 1")
+    watch.observe(some, "eval 0")
+    watch.observe(some, "train 0")
+    watch.observe([*some, rollout(4, "agent_failure", "deadline", "longer than 5 s")], "train 1")
     found = [(r.what, r.total, r.failure) for r in records(caplog, "rollouts_failed")]
     agent, infrastructure = "agent_failure", "infrastructure_failure"
     assert found == [
@@ -117,15 +119,15 @@ def test_a_run_ends_where_no_rollout_gets_an_answer(store: Store) -> None:
     refused = Span("t", "1", None, "chat", 0, 1, {attributes.POLICY: "policy"}, "too long")
     store.add_span("r1", refused)
     with raises_coded(BrokenAgent, "all_failed", "r0") as caught:
-        FailureWatch(store).see(failed, "eval 0")
+        FailureWatch(store).observe(failed, "eval 0")
     assert "KeyError: 'text'" in str(caught.value)
-    FailureWatch(store).see([*failed, rollout(2)], "eval 0")
+    FailureWatch(store).observe([*failed, rollout(2)], "eval 0")
     store.add_span("r1", Span("t", "2", None, "chat", 1, 2, {attributes.POLICY: "policy"}))
-    FailureWatch(store).see(failed, "eval 0")
+    FailureWatch(store).observe(failed, "eval 0")
 
 
 def test_a_step_without_rollouts_is_no_failure(store: Store) -> None:
-    FailureWatch(store).see([], "train 0")
+    FailureWatch(store).observe([], "train 0")
 
 
 def test_failed_rollouts_are_told_with_the_step() -> None:

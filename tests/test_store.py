@@ -357,8 +357,8 @@ async def test_functions_run_in_order_on_one_thread(store: Store) -> None:
         ran.append((number, threading.current_thread()))
         return number
 
-    told = await asyncio.gather(*(store.in_order(note, number) for number in range(50)))
-    assert told == list(range(50)) == [number for number, _ in ran]
+    results = await asyncio.gather(*(store.in_order(note, number) for number in range(50)))
+    assert results == list(range(50)) == [number for number, _ in ran]
     assert len({thread for _, thread in ran}) == 1 and ran[0][1] is not threading.current_thread()
 
 
@@ -381,7 +381,7 @@ async def test_event_loop_goes_on_while_another_process_holds_the_lock(store: St
 async def test_close_waits_for_what_was_given(tmp_path: Path) -> None:
     store = Store(tmp_path / "store.sqlite")
     given = [store.in_order(store.add_span, None, replace(SPAN, span_id=f"{i}")) for i in range(9)]
-    waiting = [asyncio.create_task(each) for each in given]
+    waiting = [asyncio.create_task(coroutine) for coroutine in given]
     await asyncio.sleep(0)
     store.close()
     await asyncio.gather(*waiting)

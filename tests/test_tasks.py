@@ -107,14 +107,16 @@ def test_demonstrations_go_to_the_policies_that_roles_name() -> None:
     ]
     tokenizer = tiny_tokenizer()
     sequences = demonstration_sequences(conversations, tokenizer, routing)
-    words = [tokenizer.decode(each.response_token_ids[:-1]) for each in sequences]
-    found = sorted((each.adapter, text) for each, text in zip(sequences, words, strict=True))
+    words = [tokenizer.decode(sequence.response_token_ids[:-1]) for sequence in sequences]
+    found = sorted(
+        (sequence.adapter, text) for sequence, text in zip(sequences, words, strict=True)
+    )
     assert found == [(0, "anyone"), (0, "named"), (1, "anyone"), (1, "ok")]
-    for place in (0, 1):  # each policy learns separately
-        own = [each for each in sequences if each.adapter == place]
-        assert sum(e.weight * len(e.response_token_ids) for e in own) == pytest.approx(1.0)
+    for index in (0, 1):  # each policy learns separately
+        of_policy = [sequence for sequence in sequences if sequence.adapter == index]
+        assert sum(e.weight * len(e.response_token_ids) for e in of_policy) == pytest.approx(1.0)
     plain = demonstration_sequences(conversations, tokenizer)
-    assert [each.adapter for each in plain] == [None] * 3
+    assert [sequence.adapter for sequence in plain] == [None] * 3
     assert "writer" not in tokenizer.decode(plain[1].prompt_token_ids)
 
 

@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-from lightning_jax.threads import to_end
+from lightning_jax.threads import run_in_thread
 
 
 def test_it_returns_and_raises_what_the_function_does() -> None:
-    assert asyncio.run(to_end(divmod, 7, 2)) == (3, 1)
+    assert asyncio.run(run_in_thread(divmod, 7, 2)) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(to_end(divmod, 7, 0))
+        asyncio.run(run_in_thread(divmod, 7, 0))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -27,7 +27,7 @@ def test_cancelled_it_ends_no_sooner_than_the_function(fails: bool) -> None:
     async def main() -> None:
         # The exception of abandoned work is not reported as never retrieved.
         asyncio.get_running_loop().set_exception_handler(lambda _, context: seen.append(context))
-        task = asyncio.create_task(to_end(work))
+        task = asyncio.create_task(run_in_thread(work))
         await asyncio.to_thread(begun.wait, 10)
         task.cancel()
         await asyncio.sleep(0.05)

@@ -134,10 +134,10 @@ async def traced(task: dict, llm) -> float:
         start_time_unix_nano=made.start_time,
         end_time_unix_nano=made.end_time,
     )
-    place, key = llm.base_url.split("/rollout/")[0], {"Authorization": f"Bearer {llm.api_key}"}
+    root, key = llm.base_url.split("/rollout/")[0], {"Authorization": f"Bearer {llm.api_key}"}
     async with (
         aiohttp.ClientSession(headers=key) as http,
-        http.post(f"{place}/v1/traces", data=request.SerializeToString()) as answer,
+        http.post(f"{root}/v1/traces", data=request.SerializeToString()) as answer,
     ):
         assert answer.status == 200, await answer.text()
     return reward

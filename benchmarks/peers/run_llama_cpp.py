@@ -137,10 +137,10 @@ class Engine:
             slot = self._slots[i]
             slot.used = self._steps
             end = min(len(slot.token_ids), slot.cached + BATCH - size)
-            for place in range(slot.cached, end):
-                batch.token[size], batch.pos[size] = slot.token_ids[place], place
+            for position in range(slot.cached, end):
+                batch.token[size], batch.pos[size] = slot.token_ids[position], position
                 batch.n_seq_id[size], batch.seq_id[size][0] = 1, i
-                batch.logits[size] = place + 1 == len(slot.token_ids)
+                batch.logits[size] = position + 1 == len(slot.token_ids)
                 size += 1
             slot.cached = end
             if end == len(slot.token_ids) and size:
@@ -151,10 +151,10 @@ class Engine:
     def _sample(self, rows: list[int]) -> list[int]:
         """Sample one token per row at temperature 1."""
         logits = np.empty((len(rows), self._num_tokens), np.float32)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             found = llama_cpp.llama_get_logits_ith(self._context, row)
             pointer = ctypes.cast(found, ctypes.POINTER(ctypes.c_float))
-            logits[place] = np.ctypeslib.as_array(pointer, (self._num_tokens,))
+            logits[index] = np.ctypeslib.as_array(pointer, (self._num_tokens,))
         logits -= logits.max(axis=1, keepdims=True)
         sums = np.exp(logits, out=logits).cumsum(axis=1)
         draws = self._rng.random(len(rows), np.float32) * sums[:, -1]

@@ -32,8 +32,8 @@ def padded(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[torch.Tensor, 
     width = max(map(len, rows))
     ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width)
     for i, row in enumerate(rows):
-        place = slice(width - len(row), width) if left else slice(len(row))
-        ids[i, place], mask[i, place] = torch.tensor(row), 1
+        columns = slice(width - len(row), width) if left else slice(len(row))
+        ids[i, columns], mask[i, columns] = torch.tensor(row), 1
     return ids, mask.long()
 
 

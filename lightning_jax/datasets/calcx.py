@@ -99,7 +99,7 @@ def _task(row: Record, where: str) -> Task:
     require_text(row, ("id", "question"), where)
     if "result" not in row:
         raise DatasetError(
-            f"{where}: result is missing; expected the answer's number, correct it.",
+            f"{where}: result is missing; add the answer's number.",
             reason="missing",
             key="result",
         )
@@ -128,7 +128,7 @@ def _rows(folder: Path, split: str) -> Iterator[tuple[str, Record]]:
             reason="not_a_directory",
             key="data.root",
         )
-    files = [path for place in (folder, folder / "data") for path in _files(place, split)]
+    files = [path for directory in (folder, folder / "data") for path in _files(directory, split)]
     if not files:
         names = " or ".join(f"{n}*.parquet, {n}*.jsonl or {n}.jsonl.gz" for n in _NAMES[split])
         raise DatasetError(
@@ -184,7 +184,7 @@ def _parquet(path: Path) -> Iterator[Record]:
                     yield {k: v for k, v in row.items() if v is not None or k == "result"}
     except (OSError, pyarrow.ArrowException) as error:
         raise DatasetError(
-            f"{path} is not readable ({error}); get the file again.",
+            f"{path} is not readable ({error}); download it again.",
             reason="unreadable",
             key=str(path),
         ) from error

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.tasks import spread
+from lightning_jax.tasks import evenly_spaced
 from lightning_jax.types import Task, UserError
 
 Record = dict[str, Any]
@@ -33,7 +33,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         for where, record in records:
             if not isinstance(record, dict):
                 raise DatasetError(
-                    f"{where} is a {type(record).__name__}; expected an object, correct it.",
+                    f"{where} is a {type(record).__name__}; expected an object.",
                     reason="wrong_type",
                     key=where,
                 )
@@ -46,7 +46,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         ) from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DatasetError(
-            f"{path} is not readable ({error}); get the file again.",
+            f"{path} is not readable ({error}); download it again.",
             reason="unreadable",
             key=str(path),
         ) from error
@@ -90,7 +90,7 @@ def require_text(record: Record, names: tuple[str, ...], where: str) -> None:
         value = record.get(name)
         if not isinstance(value, str) or not value.strip():
             raise DatasetError(
-                f"{where}: {name} is {value!r}; expected a non-empty text, correct the row.",
+                f"{where}: {name} is {value!r}; expected a non-empty string.",
                 reason="invalid",
                 key=name,
             )
@@ -115,7 +115,7 @@ def limit_tasks(
     if split != "train" or limit is None or limit >= len(tasks):
         return tasks
     dropped["over_max_train_tasks"] = len(tasks) - limit
-    return spread(tasks, limit)
+    return evenly_spaced(tasks, limit)
 
 
 def make_directory(target: Path, fill: Callable[[Path], None]) -> Path:
@@ -141,7 +141,7 @@ def make_directory(target: Path, fill: Callable[[Path], None]) -> Path:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         raise DatasetError(
-            f"{target} cannot be written ({error}); expected a disk with room, choose another.",
+            f"{target} cannot be written ({error}); free disk space, or choose another directory.",
             reason="not_writable",
             key=str(target),
         ) from error
@@ -167,7 +167,7 @@ def unpack(archive: Path, cache_dir: Path) -> Path:
                 )  # rejects links and paths that lead outside
         except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise DatasetError(
-                f"{archive} cannot be unpacked ({error}); get the file again.",
+                f"{archive} cannot be unpacked ({error}); download it again.",
                 reason="malformed",
                 key=str(archive),
             ) from error

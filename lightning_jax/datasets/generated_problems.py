@@ -163,8 +163,8 @@ def _rate(rng: random.Random, cast: Cast) -> Problem:
 
 def _share(rng: random.Random, cast: Cast) -> Problem:
     """Ask for equal shares of two people's things."""
-    parts, each = rng.randint(6, 24), rng.randint(17, 68)
-    total = parts * each
+    parts, share = rng.randint(6, 24), rng.randint(17, 68)
+    total = parts * share
     if rng.random() < 0.4:
         question = (
             f"{cast.one} shares {total} {cast.things} equally among {parts} children. "

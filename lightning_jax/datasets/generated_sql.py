@@ -54,8 +54,8 @@ def _fill(database: sqlite3.Connection, world: World) -> None:
         if table is not world.parent:
             columns[-1] += f" REFERENCES {world.parent.name}({world.parent.name}_id)"
         database.execute(f"CREATE TABLE {table.name} ({', '.join(columns)})")
-        places = ", ".join("?" * len(columns))
-        database.executemany(f"INSERT INTO {table.name} VALUES ({places})", _rows(world, table))
+        marks = ", ".join("?" * len(columns))
+        database.executemany(f"INSERT INTO {table.name} VALUES ({marks})", _rows(world, table))
     database.commit()
 
 

@@ -124,7 +124,7 @@ def read_corpus(path: Path) -> Corpus:
                 key="pid",
             )
         by_pid[row["pid"]] = {key: row[key] for key in ("pid", "title", "text")}
-    return Corpus(by_pid, {(each["title"], each["text"]): pid for pid, each in by_pid.items()})
+    return Corpus(by_pid, {(item["title"], item["text"]): pid for pid, item in by_pid.items()})
 
 
 def _find(root: str | Path | None, cache: Path) -> tuple[Path, bool]:
@@ -132,9 +132,9 @@ def _find(root: str | Path | None, cache: Path) -> tuple[Path, bool]:
     folder = generated_root(cache) if root is None else Path(root).expanduser().absolute()
     if (folder / _CORPUS).is_file():
         return folder, False
-    for place in (folder, folder / "data"):  # folder inside the release's archive
-        if (place / _RELEASED["train"]).is_file():
-            return place, True
+    for directory in (folder, folder / "data"):  # folder inside the release's archive
+        if (directory / _RELEASED["train"]).is_file():
+            return directory, True
     raise DatasetError(
         f"data.root {str(folder)!r} has neither {_CORPUS} (the compact layout) nor "
         f"{_RELEASED['train']} (the released one); expected one of them, check the path, or set "
@@ -171,7 +171,7 @@ def _hop(step: Any, corpus: Corpus, where: str) -> dict[str, Any]:
     require_text(step, ("question", "answer", "pid"), where)
     if step["pid"] not in corpus.by_pid:
         raise DatasetError(
-            f"{where}: pid {step['pid']!r} is not in the corpus; expected it there.",
+            f"{where}: pid {step['pid']!r} is not in the corpus; add the paragraph.",
             reason="unknown",
             key="pid",
         )
@@ -186,8 +186,8 @@ def _released_paragraphs(files: list[Path]) -> Iterator[Paragraph]:
     seen: set[tuple[str, str]] = set()
     for path in files:
         for where, row in read_records(path):
-            for each in _paragraphs(row, where):
-                key = (each["title"], each["paragraph_text"])
+            for paragraph in _paragraphs(row, where):
+                key = (paragraph["title"], paragraph["paragraph_text"])
                 if key not in seen:
                     seen.add(key)
                     pid = f"p{len(seen) - 1:06d}"
@@ -196,17 +196,17 @@ def _released_paragraphs(files: list[Path]) -> Iterator[Paragraph]:
 
 def _paragraphs(row: Record, where: str) -> list[Record]:
     paragraphs = row.get("paragraphs")
-    if not isinstance(paragraphs, list) or not all(isinstance(each, dict) for each in paragraphs):
+    if not isinstance(paragraphs, list) or not all(isinstance(item, dict) for item in paragraphs):
         raise DatasetError(
-            f"{where}: paragraphs is no list of objects, correct the row.",
+            f"{where}: paragraphs is not a list of objects; correct the row.",
             reason="wrong_type",
             key="paragraphs",
         )
-    for each in paragraphs:
-        require_text(each, ("paragraph_text",), where)
-        if not isinstance(each.get("title"), str):
+    for item in paragraphs:
+        require_text(item, ("paragraph_text",), where)
+        if not isinstance(item.get("title"), str):
             raise DatasetError(
-                f"{where}: a title is {each.get('title')!r}; expected a text.",
+                f"{where}: a title is {item.get('title')!r}; expected a text.",
                 reason="wrong_type",
                 key="title",
             )
@@ -222,9 +222,9 @@ def _released_tasks(path: Path, corpus: Corpus) -> tuple[list[Task], Counter[str
             dropped["not_answerable"] += 1
             continue
         _check(row, seen, where)
-        places = {
-            each.get("idx"): corpus.by_pid[corpus.pid_of[each["title"], each["paragraph_text"]]]
-            for each in _paragraphs(row, where)
+        by_idx = {
+            item.get("idx"): corpus.by_pid[corpus.pid_of[item["title"], item["paragraph_text"]]]
+            for item in _paragraphs(row, where)
         }
         steps = row.get("question_decomposition")
         if not isinstance(steps, list) or not steps or not all(isinstance(s, dict) for s in steps):
@@ -233,12 +233,12 @@ def _released_tasks(path: Path, corpus: Corpus) -> tuple[list[Task], Counter[str
                 reason="wrong_type",
                 key="question_decomposition",
             )
-        if any(step.get("paragraph_support_idx") not in places for step in steps):
+        if any(step.get("paragraph_support_idx") not in by_idx for step in steps):
             dropped["hop_without_paragraph"] += 1
             continue
         for step in steps:
             require_text(step, ("question", "answer"), where)
-        hops = [_step(step, places[step["paragraph_support_idx"]]) for step in steps]
+        hops = [_step(step, by_idx[step["paragraph_support_idx"]]) for step in steps]
         tasks.append(_task(row, hops))
     return tasks, dropped
 

@@ -89,7 +89,7 @@ def write_generated(folder: Path) -> None:
             {"pid": pids[name], "title": name, "text": world.paragraph(name, rng)}
             for name in world.kind_of
         ]
-        rows = [_row(split, i, hops, rng, pids) for i, hops in enumerate(world.choose(number, rng))]
+        rows = [_row(split, i, hops, rng, pids) for i, hops in enumerate(world.select(number, rng))]
         _write(folder / f"{split}.jsonl.gz", rows)
     random.Random("order of the paragraphs").shuffle(corpus)
     _write(folder / "corpus.jsonl.gz", corpus)
@@ -112,9 +112,9 @@ class World:
         self.kind_of = {name: kind for kind, members in of_kind.items() for name in members}
         self.facts: dict[str, list[Hop]] = {
             name: [
-                Hop(name, each, rng.choice([x for x in of_kind[each.object] if x != name]))
-                for each in RELATIONS
-                if each.subject == kind
+                Hop(name, relation, rng.choice([x for x in of_kind[relation.object] if x != name]))
+                for relation in RELATIONS
+                if relation.subject == kind
             ]
             for name, kind in self.kind_of.items()
         }
@@ -124,7 +124,7 @@ class World:
         aside = ASIDES[self.kind_of[name]].format(name, n=rng.randrange(12, 99))
         return " ".join([*facts, aside])
 
-    def choose(self, number: int, rng: random.Random) -> list[tuple[Hop, ...]]:
+    def select(self, number: int, rng: random.Random) -> list[tuple[Hop, ...]]:
         """Return equal numbers of two- and three-hop chains, with relations balanced."""
         chosen: list[tuple[Hop, ...]] = []
         for length in (2, 3):
@@ -148,7 +148,7 @@ class World:
             return
         for hop in self.facts[name]:
             for rest in self.chains(hop.object, length - 1):
-                if name not in {name_ for each in rest for name_ in (each.subject, each.object)}:
+                if name not in {name_ for link in rest for name_ in (link.subject, link.object)}:
                     yield (hop, *rest)
 
 
@@ -160,7 +160,7 @@ def _row(
     for hop in hops[:-1]:
         described = hop.relation.noun.format(described)
     asked = [rng.choice(hop.relation.questions) for hop in hops]
-    about = [hops[0].subject, *(f"#{place}" for place in range(1, len(hops)))]
+    about = [hops[0].subject, *(f"#{number}" for number in range(1, len(hops)))]
     return {
         "id": f"{len(hops)}hop_generated_{split}_{index:03d}",
         "question": asked[-1].format(described),

@@ -23,7 +23,7 @@ def load_sums(
     check_split(split)
     if root is not None:
         raise DatasetError(
-            f"data.root is {str(root)!r}; expected null: sums are made here.",
+            f"data.root is {str(root)!r}; expected null, because sums are generated.",
             reason="unsupported",
             key="data.root",
         )
@@ -34,10 +34,10 @@ def load_sums(
 
 def _tasks(split: str) -> list[Task]:
     """Return the same tasks in the same order each time."""
-    choose = random.Random(0)
+    rng = random.Random(0)
     numbers = range(1, LARGEST + 1)
-    pairs = [choose.sample((a, b), 2) for a in numbers for b in numbers if a <= b]
-    choose.shuffle(pairs)
+    pairs = [rng.sample((a, b), 2) for a in numbers for b in numbers if a <= b]
+    rng.shuffle(pairs)
     num_dev = int(DEV_SHARE * len(pairs))
     found = pairs[:num_dev] if split == "dev" else pairs[num_dev:]
     return [

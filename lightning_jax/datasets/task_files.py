@@ -58,7 +58,7 @@ def load_task_files(
         found = [task for i, task in enumerate(tasks) if (i in held_out) == (split == "dev")]
     if not found:
         raise DatasetError(
-            f"{path} has 0 {split} tasks; expected at least 1, add some.", reason="empty", key=split
+            f"{path} has no {split} tasks; add at least one.", reason="empty", key=split
         )
     found = limit_tasks(found, split, config.max_train_tasks, dropped)
     return found, {reason: number for reason, number in dropped.items() if number}
@@ -69,7 +69,7 @@ def _file(folder: Path, split: str) -> Path:
         if (path := folder / f"{split}{suffix}").is_file():
             return path
     raise DatasetError(
-        f"{folder} has no {split}.jsonl; expected it and the other split's file beside it.",
+        f"{folder} has no {split}.jsonl; expected train.jsonl and dev.jsonl.",
         reason="missing",
         key=f"{split}.jsonl",
     )
@@ -78,7 +78,7 @@ def _file(folder: Path, split: str) -> Path:
 def _read(path: Path, dropped: Counter[str]) -> list[Task]:
     """Return the file's distinct tasks, and count repeated ones in `dropped`."""
     contents: set[str] = set()
-    places: dict[str, str] = {}
+    used_in: dict[str, str] = {}
     tasks: list[Task] = []
     for number, (where, record) in enumerate(read_records(path), start=1):
         if (content := _content(record)) in contents:
@@ -87,13 +87,13 @@ def _read(path: Path, dropped: Counter[str]) -> list[Task]:
         contents.add(content)
         task = {"id": str(number)} | record
         task["id"] = name = str(task["id"])
-        if name in places:
+        if name in used_in:
             raise DatasetError(
-                f"{where} has the id {name!r} of {places[name]}; expected each once, or no ids.",
+                f"{where} repeats the id {name!r} of {used_in[name]}; use unique ids, or none.",
                 reason="duplicate",
                 key="id",
             )
-        places[name] = where
+        used_in[name] = where
         tasks.append(task)
     return tasks
 

@@ -110,7 +110,7 @@ class CallHandler:
         traits = NO_TRAITS
         if self._routing:
             traits = read_traits(body, request.match_info, request.headers)
-        if self._routing.role_of(traits)[1].is_elsewhere:
+        if self._routing.role_of(traits)[1].is_external:
             return await self._pass_on(request, body, len(raw), rollout, traits, call)
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_jax.config import RoleConfig
-from lightning_jax.config_roles import policy_places
+from lightning_jax.config_roles import policy_indices
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.tracing.roles import Policies, Roles, find_role, select_policy
 
@@ -51,7 +51,7 @@ class Routing:
             return Route(name, adapter=0)  # before the first step all policies are equal
         policy = select_policy(self.policies, role, traits["model"])
         if policy:
-            return Route(name, policy, policy_places(self.policies)[policy])
+            return Route(name, policy, policy_indices(self.policies)[policy])
         caller = f"agent {traits['agent']!r}" if traits["agent"] else "an unnamed agent"
         raise ApiError(
             404,

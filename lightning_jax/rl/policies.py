@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_jax.config import AlgorithmConfig, PolicyConfig
-from lightning_jax.config_roles import policy_places
+from lightning_jax.config_roles import policy_indices
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rl.values import CallValues
 from lightning_jax.types import TrainingSequence, Trajectory, Transition
@@ -75,7 +75,7 @@ def prepare_policies(
     Adapter indices follow the order of `policies`. Metrics of one policy's part have names such as
     `train/num_groups/policy=writer`.
     """
-    adapters = policy_places(policies)
+    adapters = policy_indices(policies)
     sequences, metrics = [], {}
     for policy, part in learning_parts(trajectories, algorithm, policies).items():
         known = values

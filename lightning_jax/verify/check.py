@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lightning_jax.config import Config, ConfigError, load_config
 from lightning_jax.store import Store
-from lightning_jax.tasks import spread
+from lightning_jax.tasks import evenly_spaced
 from lightning_jax.types import UserError
 from lightning_jax.verify.calls import stored_calls, with_known_weights
 from lightning_jax.verify.compare import compare_all
@@ -46,26 +46,25 @@ def verify(run_dir: Path, *, limit: int | None = None, tolerance: float | None =
         calls, not_compared = stored_calls(store)
         last_version = max((version.version for version in store.versions()), default=0)
     # The initial weights may have answered, too. They are not any policy's, hence "".
-    sources = {
+    weights_sources = {
         policy: find_sources(run_dir, config, last_version, policy)
         for policy in dict.fromkeys((*config.weights, ""))
     }
-    versions = sources[config.weights[0]].keys()
+    versions = weights_sources[config.weights[0]].keys()
     calls, reasons = with_known_weights(calls, versions)
     not_compared |= reasons
     if not calls:
         counted = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in reasons.items())
         raise VerifyError(
-            f"{run_dir} has no call that can be compared ({counted or 'none is stored'}); expected "
-            f"calls of the weights versions {sorted(versions)}. Raise checkpoint.keep in later "
-            "runs.",
+            f"{run_dir} has no calls to compare ({counted or 'none are stored'}); available "
+            f"weights versions: {sorted(versions)}. Raise checkpoint.keep in later runs.",
             reason="nothing_to_compare",
             key=str(run_dir),
         )
-    chosen = calls if limit is None else spread(calls, limit)
+    chosen = calls if limit is None else evenly_spaced(calls, limit)
     if len(chosen) < len(calls):
         not_compared["beyond_the_limit"] = len(calls) - len(chosen)
-    reports = compare_all(chosen, config, sources)
+    reports = compare_all(chosen, config, weights_sources)
     return Report(
         tolerance=TOLERANCE[config.model.dtype] if tolerance is None else tolerance,
         versions=reports,

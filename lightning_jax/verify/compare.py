@@ -22,7 +22,7 @@ from lightning_jax.rl.logprobs import response_logprobs
 from lightning_jax.types import Batch
 from lightning_jax.verify.calls import StoredCall
 from lightning_jax.verify.report import Comparison, VersionReport
-from lightning_jax.verify.weights import Source
+from lightning_jax.verify.weights import WeightsSource
 
 SHORTEST_ROW = 64  # tokens; rows are padded to this times a power of 2, one compile each
 TOKENS_A_BATCH = 2048
@@ -30,11 +30,14 @@ HEAD_CHUNK = 64  # response tokens whose logits are in memory at once
 
 
 def compare_all(
-    calls: Sequence[StoredCall], config: Config, sources: Mapping[str, Mapping[int, Source]]
+    calls: Sequence[StoredCall],
+    config: Config,
+    weights_sources: Mapping[str, Mapping[int, WeightsSource]],
 ) -> tuple[VersionReport, ...]:
     """Return one report for each version of each policy with its own weights.
 
-    `sources` is keyed by policy name. The numbers come from the trainer's function, dtype and mesh.
+    `weights_sources` is keyed by policy name. The numbers come from the trainer's function, dtype
+    and mesh.
     """
     named, mesh = config.model, make_mesh(config.mesh)
     model = load_model(named.name, named.dtype, named.activation_dtype)
@@ -51,7 +54,7 @@ def compare_all(
     reports = []
     with tqdm(total=len(calls), desc="calls", unit="call", disable=None) as bar:
         for (version, policy), group in sorted(by_weights.items(), key=lambda item: item[0]):
-            source = sources[policy][version]
+            source = weights_sources[policy][version]
             params = jax.device_put(source.load(initial), shardings)
             comparisons: list[Comparison] = []
             for some, shape in _batches(group, num_row_shards(mesh)):

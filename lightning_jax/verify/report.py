@@ -37,7 +37,9 @@ class VersionReport:
 
     def differences(self, kind: str) -> Float64[np.ndarray, " T"]:
         """Return the absolute differences of all tokens, in nats."""
-        found = [each.differences for each in self.comparisons if each.kind == kind]
+        found = [
+            comparison.differences for comparison in self.comparisons if comparison.kind == kind
+        ]
         return np.concatenate(found) if found else np.zeros(0)
 
 
@@ -52,9 +54,9 @@ class Report:
     @property
     def off(self) -> list[Comparison]:
         """Comparisons with a token beyond the tolerance, worst first."""
-        found = [each for version in self.versions for each in version.comparisons]
-        off = [each for each in found if each.differences.max() > self.tolerance]
-        return sorted(off, key=lambda each: -each.differences.max())
+        found = [comparison for version in self.versions for comparison in version.comparisons]
+        off = [comparison for comparison in found if comparison.differences.max() > self.tolerance]
+        return sorted(off, key=lambda comparison: -comparison.differences.max())
 
 
 def as_text(report: Report) -> str:
@@ -65,7 +67,7 @@ def as_text(report: Report) -> str:
         behavior, sampling = found.differences("behavior"), found.differences("sampling")
         cells = (
             found.version,
-            sum(each.kind == "behavior" for each in found.comparisons),
+            sum(comparison.kind == "behavior" for comparison in found.comparisons),
             behavior.size,
             f"{behavior.max():.2e}",
             f"{behavior.mean():.2e}",
@@ -75,11 +77,13 @@ def as_text(report: Report) -> str:
         lines.append(" ".join(f"{cell!s:>12}" for cell in cells) + f"  {found.weights}")
     for reason, count in sorted(report.not_compared.items()):
         lines.append(f"not compared: {count} calls, {reason.replace('_', ' ')}")
-    lines += [_sentence(each) for each in report.off[:NUM_NAMED]]
+    lines += [_sentence(comparison) for comparison in report.off[:NUM_NAMED]]
     if len(report.off) > NUM_NAMED:
-        lines.append(f"and {len(report.off) - NUM_NAMED} more are off")
-    num_off = len({each.call.call_id for each in report.off})
-    num_calls = sum(each.kind == "behavior" for v in report.versions for each in v.comparisons)
+        lines.append(f"and {len(report.off) - NUM_NAMED} more differ")
+    num_off = len({comparison.call.call_id for comparison in report.off})
+    num_calls = sum(
+        comparison.kind == "behavior" for v in report.versions for comparison in v.comparisons
+    )
     if num_off:
         verdict = f"off by more than {report.tolerance:g} nats: {num_off} of {num_calls} calls"
     else:

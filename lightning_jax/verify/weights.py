@@ -20,7 +20,7 @@ from lightning_jax.models.transformer import Params
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightsSource:
     """Source of one version of the weights."""
 
     label: str
@@ -29,7 +29,7 @@ class Source:
 
 def find_sources(
     run_dir: Path, config: Config, last_version: int, policy: str = ""
-) -> dict[int, Source]:
+) -> dict[int, WeightsSource]:
     """Return the versions that the run directory still holds.
 
     Each source's `load` takes the weights of `config.model`. `policy` names a policy with its own
@@ -38,15 +38,15 @@ def find_sources(
     label = f"{policy}: " if policy else ""
     base = config.policies[policy].base if policy else None
     if base in (None, config.model.name):
-        sources = {0: Source(label + config.model.name, lambda initial: initial)}
+        weights_sources = {0: WeightsSource(label + config.model.name, lambda initial: initial)}
     else:
-        sources = {0: Source(label + base, _loads(base, config))}
+        weights_sources = {0: WeightsSource(label + base, _loads(base, config))}
     # Several adapters are each exported in a separate merged copy, so no export holds them all.
     exported = run_dir / "policy" / policy
     if _exported_step(run_dir) == last_version > 0 and not config.adapters and exported.is_dir():
         # A single adapter is merged in the export, and the fresh adapter on top of it is zero.
         name = f"{label}policy{f'/{policy}' if policy else ''}"
-        sources[last_version] = Source(name, _loads(str(exported), config))
+        weights_sources[last_version] = WeightsSource(name, _loads(str(exported), config))
     directory = run_dir / "checkpoints"
     if directory.is_dir():
 
@@ -58,8 +58,8 @@ def find_sources(
         with contextlib.closing(Checkpointer(directory, config.checkpoint)) as checkpointer:
             for step in checkpointer.steps:
                 name = f"{label}checkpoints/{step}"
-                sources[step] = Source(name, partial(restore, step=step))
-    return sources
+                weights_sources[step] = WeightsSource(name, partial(restore, step=step))
+    return weights_sources
 
 
 def _exported_step(run_dir: Path) -> int | None:

@@ -41,7 +41,7 @@ SHOWN_OTHERWISE = frozenset(
     | {attributes.SAMPLING_LOGPROBS, attributes.TEMPERED_LOGPROBS, attributes.POLICY_VERSIONS}
     | {attributes.FORCED, attributes.ROLLOUT_ID, *INPUTS, *OUTPUTS}
 )
-NO_SPANS = "no spans: the agent made no call, or none has ended yet"
+NO_SPANS = "no spans: the agent made no calls, or none has finished yet"
 
 
 def view_rollout(
@@ -83,8 +83,8 @@ def view_run(
         num_left_out=len(matching) - len(shown),
         counts=dict(Counter(rollout.status for rollout in matching)),
         failures=tuple(
-            replace(each, reason=printable(each.reason), detail=printable(each.detail))
-            for each in failures(matching)
+            replace(failure, reason=printable(failure.reason), detail=printable(failure.detail))
+            for failure in failures(matching)
         ),
     )
 
@@ -94,7 +94,7 @@ def newest_first(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
     An evaluation runs before the training of its step. Otherwise the order does not change.
     """
-    return sorted(rollouts, key=lambda each: (-each.step, each.phase != "train"))
+    return sorted(rollouts, key=lambda rollout: (-rollout.step, rollout.phase != "train"))
 
 
 def _row(rollout: Rollout, spans: Sequence[Span]) -> RolloutRow:

@@ -38,7 +38,7 @@ def show(
             run = reader.run(phase=phase, step=step, limit=limit)
             ids = [row.rollout.rollout_id for row in run.rows]
         if html is not None:
-            _write(html, render_page(run, [reader.rollout(each) for each in ids]))
+            _write(html, render_page(run, [reader.rollout(rollout_id) for rollout_id in ids]))
             console.print(f"rollouts written to {html}: {len(ids)}", markup=False, soft_wrap=True)
         elif run is not None:
             console.print(render_run(run, console.width))
@@ -51,8 +51,8 @@ def _write(path: Path, page: str) -> None:
         write_whole(path, page, SHARED)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise ViewError(
-            f"--html is {str(path)!r}, which cannot be written ({error.strerror}); expected a file "
-            "in a directory that exists.",
+            f"--html is {str(path)!r}, which cannot be written ({error.strerror}); use a file in "
+            "an existing directory.",
             reason="not_found",
             key="--html",
         ) from error

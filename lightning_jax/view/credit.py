@@ -14,8 +14,8 @@ from lightning_jax.rl.preferences import make_pairs, pair_signs
 from lightning_jax.types import FINISHED, Rollout, Trajectory
 from lightning_jax.view.records import CallCredit, StepCredit
 
-EQUAL_GROUP = "not trained: the returns of its group are all equal"
-PAIR_SIGNS = "advantages are signs: 1 in the rollout of a pair that is preferred, -1 in the other"
+EQUAL_GROUP = "not trained: all returns of its group are equal"
+PAIR_SIGNS = "advantages are signs: 1 for the preferred rollout of a pair, -1 for the other"
 
 
 def trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -24,11 +24,11 @@ def trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
     Superseded attempts are used only if there are no others.
     """
 
-    def rank(each: Rollout) -> tuple[bool, bool, int]:
-        return not each.superseded, each.status in FINISHED, each.attempt
+    def rank(rollout: Rollout) -> tuple[bool, bool, int]:
+        return not rollout.superseded, rollout.status in FINISHED, rollout.attempt
 
     ordered = sorted(rollouts, key=rank)
-    newest = {(each.group_id, each.index): each for each in ordered}
+    newest = {(rollout.group_id, rollout.index): rollout for rollout in ordered}
     return [newest[key] for key in sorted(newest)]
 
 
@@ -55,22 +55,24 @@ def step_credit(
     notes = []
     if algorithm.max_sampling_rounds > 1:
         equal = equal_groups(trajectories, algorithm)
-        left_out = [each for each in trajectories if each.group_id in equal]
+        left_out = [trajectory for trajectory in trajectories if trajectory.group_id in equal]
         for part in learning_parts(left_out, algorithm, policies or {}).values():
             by_call |= _of_calls(_punished(part, algorithm), algorithm, step, set(), EQUAL_GROUP)
-        trajectories = [each for each in trajectories if each.group_id not in equal]
+        trajectories = [
+            trajectory for trajectory in trajectories if trajectory.group_id not in equal
+        ]
     fresh, _, _ = drop_stale(
         trajectories,
-        [each.transitions for each in trajectories],
+        [trajectory.transitions for trajectory in trajectories],
         policy_version=step,
         max_staleness=algorithm.max_staleness,
     )
-    trained = {call.call_id for each in fresh for call in each.transitions}
+    trained = {call.call_id for trajectory in fresh for call in trajectory.transitions}
     stale = f"not trained: more than {algorithm.max_staleness} steps old"
     for part in learning_parts(trajectories, algorithm, policies or {}).values():
         by_call |= _of_calls(_punished(part, algorithm), algorithm, step, trained, stale)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
-        notes.append("advantages are shown before each token's share of the KL is taken off")
+        notes.append("advantages are shown without each token's KL penalty")
     if algorithm.loss == "dpo":
         notes.append(PAIR_SIGNS)
     return StepCredit(by_call, tuple(notes))

@@ -14,7 +14,7 @@ from lightning_jax.config import Config, ConfigError, load_config
 from lightning_jax.models.load import load_tokenizer
 from lightning_jax.models.names import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.rollout_metrics import Reading, to_trajectories
+from lightning_jax.rollout_metrics import TraceReader, to_trajectories
 from lightning_jax.store import Store
 from lightning_jax.tracing.tree import attach_loose_calls
 from lightning_jax.types import Rollout, UserError
@@ -23,7 +23,7 @@ from lightning_jax.view.build import newest_first, view_rollout, view_run
 from lightning_jax.view.credit import step_credit, trained_on
 from lightning_jax.view.records import RolloutView, RunView, StepCredit
 
-EVALUATION = "an evaluation: it trains nothing, so no credit"
+EVALUATION = "an evaluation is not trained on, so it has no credit"
 
 
 class ViewError(UserError, ValueError):
@@ -61,7 +61,7 @@ class RunReader:
         matching = newest_first(self._store.rollouts(phase=phase, step=step))
         if not matching:
             raise self._nothing_matches(phase, step)
-        shown = [(each, self._store.spans(each.rollout_id)) for each in matching[:limit]]
+        shown = [(rollout, self._store.spans(rollout.rollout_id)) for rollout in matching[:limit]]
         return view_run(str(self._directory), matching, shown)
 
     def rollout(self, rollout_id: str) -> RolloutView:
@@ -72,7 +72,7 @@ class RunReader:
         if why_no_text:
             credit = replace(credit, notes=(why_no_text, *credit.notes))
         spans = attach_loose_calls(self._store.spans(rollout_id))
-        transitions, _, _ = self._reading.transitions(spans)
+        transitions, _, _ = self._trace_reader.transitions(spans)
         return view_rollout(rollout, spans, transitions, tokenizer, credit)
 
     def _find(self, rollout_id: str) -> Rollout:
@@ -80,7 +80,7 @@ class RunReader:
         if rollout_id in known:
             return known[rollout_id]
         close = difflib.get_close_matches(rollout_id, known, n=3, cutoff=0.5)
-        hint = f"the closest are {', '.join(close)}" if close else "leave it out for a list"
+        hint = f"the closest are {', '.join(close)}" if close else "omit it for a list"
         raise ViewError(
             f"{self._directory} has no rollout {rollout_id!r}; {hint}.",
             reason="unknown_rollout",
@@ -91,12 +91,12 @@ class RunReader:
         everything = self._store.rollouts()
         if not everything:
             return ViewError(
-                f"{self._directory} has no rollouts yet; expected a run past its start.",
+                f"{self._directory} has no rollouts yet; wait for the first step.",
                 reason="empty",
                 key=str(self._directory),
             )
         wanted = [f"phase {phase}"] * (phase is not None) + [f"step {step}"] * (step is not None)
-        steps = [each.step for each in everything]
+        steps = [rollout.step for rollout in everything]
         return ViewError(
             f"none of the {len(everything)} rollouts of {self._directory} has "
             f"{' and '.join(wanted)}; expected train or eval and a step of {min(steps)} to "
@@ -113,7 +113,7 @@ class RunReader:
             config = load_config(Config, [str(self._directory / "config.yaml")], only=["model"])
             return load_tokenizer(config.model.name), ""
         except (ConfigError, ModelError) as error:
-            why = f"no text of prompts and responses: {error}"
+            why = f"texts of prompts and responses are unavailable: {error}"
         # A relative model path fails from another directory. A finished run exported its tokenizer.
         for exported in (self._directory / "policy").rglob("tokenizer.json"):
             with contextlib.suppress(ModelError):
@@ -133,13 +133,13 @@ class RunReader:
         return config, ""
 
     @functools.cached_property
-    def _reading(self) -> Reading:
+    def _trace_reader(self) -> TraceReader:
         config, tokenizer = self._config[0], self._tokenizer[0]
         if config is None or tokenizer is None:
-            return Reading(
+            return TraceReader(
                 config.roles if config else {}, policies=config.policies if config else {}
             )
-        return Reading(config.roles, config.reward_rules, tokenizer.decode, config.policies)
+        return TraceReader(config.roles, config.reward_rules, tokenizer.decode, config.policies)
 
     def _credit(self, rollout: Rollout) -> StepCredit:
         """Return the credit of the calls of the rollout's step, or a note if there is none."""
@@ -156,22 +156,22 @@ class RunReader:
             self._credit_of_steps[rollout.step] = self._of_step(rollout.step, config)
         trained, found = self._credit_of_steps[rollout.step]
         if rollout.rollout_id not in trained:
-            return StepCredit(notes=("not trained on: another attempt took its place",))
+            return StepCredit(notes=("not trained on: another attempt replaced it",))
         return found
 
     def _of_step(self, step: int, config: Config) -> tuple[set[str], StepCredit]:
         """Return the ids of the rollouts that a step trained on, and the credit of their calls."""
         rollouts = trained_on(self._store.rollouts(phase="train", step=step))
-        ids = {each.rollout_id for each in rollouts}
+        ids = {rollout.rollout_id for rollout in rollouts}
         trajectories, _ = to_trajectories(
-            self._store, rollouts, policy_version=step, reading=self._reading
+            self._store, rollouts, policy_version=step, reader=self._trace_reader
         )
         found = step_credit(trajectories, config.algorithm, step=step, policies=config.policies)
-        num_open = sum(each.status in ("queued", "running") for each in rollouts)
+        num_open = sum(rollout.status in ("queued", "running") for rollout in rollouts)
         if num_open == 0:
             return ids, found
         waiting = (
-            f"step {step} still runs: advantages are without {num_open} of its {len(rollouts)} "
+            f"step {step} is still running: advantages exclude {num_open} of its {len(rollouts)} "
             "rollouts"
         )
         return ids, replace(found, notes=(*found.notes, waiting))

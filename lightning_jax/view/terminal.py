@@ -55,13 +55,15 @@ def render_run(view: RunView, width: int) -> RenderableType:
 def _below(view: RunView) -> Iterator[Text]:
     if view.num_left_out:
         of = f"{view.num_left_out} of {view.num_left_out + len(view.rows)} rollouts"
-        yield _text(f"not shown: {of}; --phase, --step and --limit choose")
+        yield _text(f"not shown: {of}; select with --phase, --step and --limit")
     counts = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in sorted(view.counts.items()))
     yield _text(f"in all: {counts}")
-    for each in view.failures:
-        status = each.status.replace("_", " ")
-        detail = each.detail and f": {each.detail}"
-        yield _text(f"{each.count} {status}: {each.reason}, such as {each.example}{detail}", "red")
+    for failure in view.failures:
+        status = failure.status.replace("_", " ")
+        detail = failure.detail and f": {failure.detail}"
+        yield _text(
+            f"{failure.count} {status}: {failure.reason}, such as {failure.example}{detail}", "red"
+        )
 
 
 def render_rollout(view: RolloutView, width: int, chars: int = DEFAULT_CHARS) -> RenderableType:
@@ -172,7 +174,7 @@ def facts(call: CallView) -> list[str]:
     if call.versions:
         found.append(f"weights {', '.join(map(str, call.versions))}")
     if call.role:
-        found.append(f"role {call.role}" + ("" if call.trains else ", which does not train"))
+        found.append(f"role {call.role}" + ("" if call.trains else ", not trained"))
     if call.answered_by:
         found.append(f"policy {call.answered_by}")
     if call.reward:

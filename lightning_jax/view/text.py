@@ -42,7 +42,7 @@ def cut(text: str, limit: int) -> str:
         return text
     tail = limit // 4
     end = text[len(text) - tail :]
-    return f"{text[: limit - tail]}\n[... {left_out:,} characters left out ...]\n{end}"
+    return f"{text[: limit - tail]}\n[... {left_out:,} characters omitted ...]\n{end}"
 
 
 def split_text(ids: Sequence[int], at: int, tokenizer: Tokenizer) -> tuple[str, str]:

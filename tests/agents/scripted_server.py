@@ -50,7 +50,7 @@ class Script:
             }
         )
 
-    async def elsewhere(self, request: web.Request) -> web.Response:
+    async def not_found(self, request: web.Request) -> web.Response:
         self.other_paths.append(request.path)
         return web.json_response({}, status=404)
 
@@ -70,7 +70,7 @@ async def serving(
     script = Script(list(replies))
     app = web.Application()
     app.router.add_post("/rollout/r1/v1/chat/completions", script.complete)
-    app.router.add_route("*", "/{rest:.*}", script.elsewhere)
+    app.router.add_route("*", "/{rest:.*}", script.not_found)
     async with TestServer(app, handler_cancellation=True) as server:
         script.base_url = str(server.make_url("/rollout/r1/v1"))
         yield script

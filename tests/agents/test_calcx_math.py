@@ -74,7 +74,7 @@ async def test_a_wrong_answer_and_none_at_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "call, told",
+    "call, hint",
     [
         (compute("1/0"), "Error: division by zero"),
         (compute("__import__('os').getpid()"), "Error: only numbers with"),
@@ -84,11 +84,11 @@ async def test_a_wrong_answer_and_none_at_all() -> None:
         (calling("nothing", "{}"), "not found"),
     ],
 )
-async def test_a_bad_call_is_told_to_the_model(call: dict[str, Any], told: str) -> None:
+async def test_a_bad_call_is_told_to_the_model(call: dict[str, Any], hint: str) -> None:
     async with serving([call, "The answer is 72."]) as server:
         assert await calcx_math.run(TASK, server) == 1.0
     content = server.bodies[1]["messages"][-1]["content"]
-    assert told in content
+    assert hint in content
     assert len(content) < 250
 
 
@@ -198,7 +198,7 @@ def test_a_demonstration_in_one_call() -> None:
     ],
 )
 def test_calculations_in_one_expression(expressions: list[str], whole: str) -> None:
-    chain = "".join(f'<gadget id="calculator">{each}</gadget>' for each in expressions)
+    chain = "".join(f'<gadget id="calculator">{expression}</gadget>' for expression in expressions)
     task = TASK | {"question": "3 birds and 7 storks met 2 ducks.", "chain": chain}
     assert calcx_math.in_one_expression(task) == whole
 

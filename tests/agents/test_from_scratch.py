@@ -25,5 +25,5 @@ async def test_the_last_reply_is_rewarded(replies: list[str], result: dict[str, 
     assert roles == ["system", *["user", "assistant"] * 3][: 2 + 2 * len(replies)]
     assert server.bodies[0]["messages"][3]["content"] == TASK["question"]
     if len(replies) == 2:
-        said, told = server.bodies[1]["messages"][4:]
-        assert (said["content"], told["content"]) == (replies[0], HINT)
+        reply, hint = server.bodies[1]["messages"][4:]
+        assert (reply["content"], hint["content"]) == (replies[0], HINT)

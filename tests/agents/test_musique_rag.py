@@ -66,7 +66,7 @@ class Search:
             return web.json_response({}, status=self.answer)
         if self.answer != "found":
             return web.json_response(self.answer)
-        others = [each for each in FOUND if each["pid"] not in body["without"]]
+        others = [paragraph for paragraph in FOUND if paragraph["pid"] not in body["without"]]
         return web.json_response({"paragraphs": others[:2]})
 
 
@@ -116,7 +116,7 @@ class Model:
             }
         )
 
-    async def elsewhere(self, request: web.Request) -> web.Response:
+    async def not_found(self, request: web.Request) -> web.Response:
         self.other_paths.append(request.path)
         return web.json_response({}, status=404)
 
@@ -134,7 +134,7 @@ async def serving(
     app = web.Application()
     app.router.add_post("/rollout/r1/v1/responses", model.respond)
     app.router.add_post("/search", search.find)
-    app.router.add_route("*", "/{rest:.*}", model.elsewhere)
+    app.router.add_route("*", "/{rest:.*}", model.not_found)
     async with TestServer(app, handler_cancellation=True) as server:
         search.url = str(server.make_url("/")).rstrip("/")
         llm = SimpleNamespace(
@@ -283,7 +283,7 @@ async def test_a_demonstration_does_not_repeat_a_paragraph() -> None:
         (record,) = await asyncio.to_thread(
             musique_rag.demonstrate, [task | {"decomposition": steps}]
         )
-    found = [each["content"] for each in record["messages"] if each["role"] == "tool"]
+    found = [message["content"] for message in record["messages"] if message["role"] == "tool"]
     assert found[0].startswith("Lap Engine: ") and found[1] == "Governor: It keeps a speed."
 
 

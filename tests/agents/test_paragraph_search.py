@@ -100,8 +100,8 @@ def test_dense_finds_meaning(folders: Path, corpus: Path) -> None:
 def test_what_has_been_seen_is_left_out(folders: Path, corpus: Path, retriever: str) -> None:
     index = _open(folders, corpus, retriever)
     query = "Which beam engine is by Watt?"
-    assert [each["pid"] for each in index.search(query, 2)] == ["p0", "p1"]
-    assert [each["pid"] for each in index.search(query, 1, without=["p0"])] == ["p1"]
+    assert [paragraph["pid"] for paragraph in index.search(query, 2)] == ["p0", "p1"]
+    assert [paragraph["pid"] for paragraph in index.search(query, 1, without=["p0"])] == ["p1"]
     assert index.search(query, 9, without=["p0", "p1", "p2", "p3", "p4", "other"]) == []
 
 
@@ -138,10 +138,10 @@ def test_a_sentence_is_the_same_in_any_company() -> None:
     _need_dense()
     encoder = SentenceEncoder(find_encoder(PACKAGED))
     texts = ["Watt.", "A much longer sentence, on engines and on steam.", ""]
-    together = encoder.encode(texts)
+    batch = encoder.encode(texts)
     alone = np.concatenate([encoder.encode([text]) for text in texts])
-    np.testing.assert_allclose(together, alone, atol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1.0, atol=1e-5)
+    np.testing.assert_allclose(batch, alone, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(batch, axis=1), 1.0, atol=1e-5)
     assert encoder.encode([]).shape == (0, 384)
 
 
@@ -160,7 +160,7 @@ def test_an_index_of_something_else_is_refused(folders: Path, corpus: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    "content, reason, place",
+    "content, reason, location",
     [
         ("", "empty", ""),
         ('{"pid": "p0", "title": "T", "text": "x"}\n{"pid": "p1"}', "missing", "corpus.jsonl:2"),
@@ -170,13 +170,13 @@ def test_an_index_of_something_else_is_refused(folders: Path, corpus: Path, tmp_
     ],
 )
 def test_a_broken_corpus_is_one_sentence(
-    tmp_path: Path, content: str, reason: str, place: str
+    tmp_path: Path, content: str, reason: str, location: str
 ) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(content.encode("latin-1"))
     with raises_coded(SearchError, reason) as caught:
         open_index(tmp_path / "index", path, "bm25", PACKAGED)
-    assert place in str(caught.value) and "\n" not in str(caught.value)
+    assert location in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "index").exists()
     (tmp_path / "corpus.jsonl.gz").write_bytes(b"x")
     with raises_coded(SearchError, "malformed"):
@@ -246,7 +246,7 @@ def test_the_service(folders: Path, corpus: Path) -> None:
         }
         assert _post(url, {"query": "zebra"}) == {"paragraphs": []}
         second = _post(url, {"query": "beam engine Watt", "without": ["p0"]})
-        assert [each["pid"] for each in second["paragraphs"]] == ["p1"]
+        assert [paragraph["pid"] for paragraph in second["paragraphs"]] == ["p1"]
         lists = ("p0", None, [7], ["p0"] * 1001)
         wrong = [{"query": "x", "without": without} for without in lists]
         deep = b"[" * 100_000

@@ -88,7 +88,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "rows, reason, key, place",
+    "rows, reason, key, location",
     [
         ([{"id": "a", "result": "1"}], "invalid", "question", "train.jsonl:1"),
         ([{"id": "a", "question": "?"}], "missing", "result", "train.jsonl:1"),
@@ -97,12 +97,12 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     ],
 )
 def test_bad_rows_are_named(
-    tmp_path: Path, rows: list[dict[str, Any]], reason: str, key: str, place: str
+    tmp_path: Path, rows: list[dict[str, Any]], reason: str, key: str, location: str
 ) -> None:
     write_lines(tmp_path / "train.jsonl", rows)
     with raises_coded(DatasetError, reason, key) as caught:
         load(tmp_path)
-    assert place in str(caught.value)
+    assert location in str(caught.value)
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_the_released_files(released: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     # Three paragraphs shared by all rows, and one whose title has two texts.
     corpus = read_corpus(corpus_of(released, tmp_path / "cache"))
-    assert [each["title"] for each in corpus.by_pid.values()] == [*TEXTS, "Steam"]
+    assert [paragraph["title"] for paragraph in corpus.by_pid.values()] == [*TEXTS, "Steam"]
     assert corpus.by_pid["p000003"]["text"] == "Other."
     dev, none = load_musique(released, "dev", ALL, tmp_path / "cache")
     assert [task["supporting"] for task in dev] == [["p000000", "p000001"]] and none == {}
@@ -184,7 +184,7 @@ def _question(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], No
 
 
 @pytest.mark.parametrize(
-    "spoil, reason, key, place",
+    "spoil, reason, key, location",
     [
         (_question(lambda row: row.pop("answer")), "invalid", "answer", "train.jsonl.gz:2"),
         (_question(lambda row: row.update(question=7)), "invalid", "question", ":2"),
@@ -230,12 +230,12 @@ def test_broken_compact_files_are_one_sentence(
     spoil: Callable[[Path], None],
     reason: str,
     key: str | None,
-    place: str,
+    location: str,
 ) -> None:
     spoil(compact)
     with raises_coded(DatasetError, reason, key) as caught:
         load_musique(compact, "train", ALL, tmp_path / "cache")
-    assert place in str(caught.value) and "\n" not in str(caught.value)
+    assert location in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -294,12 +294,12 @@ def test_generated_questions_can_be_answered_from_the_corpus(tmp_path: Path) -> 
         names[split] = set()
         for task in tasks:
             known = None
-            for place, hop in enumerate(task["decomposition"]):
+            for index, hop in enumerate(task["decomposition"]):
                 paragraph = hop["paragraph"]
                 # Each hop asks about the previous answer, and its paragraph contains the answer.
                 assert known in (None, paragraph["title"])
                 assert hop["answer"] in paragraph["text"]
-                about = paragraph["title"] if place == 0 else f"#{place}"
+                about = paragraph["title"] if index == 0 else f"#{index}"
                 assert about in hop["question"]
                 known = hop["answer"]
                 names[split] |= {paragraph["title"], hop["answer"]}

@@ -151,7 +151,7 @@ def _rows(change: Callable[[list[Any]], object]) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    "spoil, reason, key, place",
+    "spoil, reason, key, location",
     [
         (_rows(lambda rows: rows.insert(2, "{not json")), "malformed", None, "train.jsonl.gz:3"),
         (_rows(lambda rows: rows.insert(1, ["list"])), "wrong_type", None, "train.jsonl.gz:2"),
@@ -185,13 +185,13 @@ def test_broken_input_is_one_sentence(
     spoil: Callable[[Path], None],
     reason: str,
     key: str | None,
-    place: str,
+    location: str,
 ) -> None:
     spoil(compact)
     cache = tmp_path / "cache"
     with raises_coded(DatasetError, reason, key) as caught:
         load_spider(compact, "train", KEEP_ALL, cache)
-    assert place in str(caught.value) and "\n" not in str(caught.value)
+    assert location in str(caught.value) and "\n" not in str(caught.value)
     assert not [path for path in cache.glob(".*") if path.is_dir()]  # no partial directory
 
 

@@ -74,7 +74,7 @@ def test_a_compressed_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "reason", "places"),
+    ("lines", "reason", "locations"),
     [
         (['{"q": 1}'], "empty", ["tasks.jsonl"]),
         ([], "empty", ["tasks.jsonl"]),
@@ -89,13 +89,13 @@ def test_a_compressed_file_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_used_gets_one_sentence(
-    tmp_path: Path, lines: list[str], reason: str, places: list[str]
+    tmp_path: Path, lines: list[str], reason: str, locations: list[str]
 ) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text("\n".join(lines))
     with raises_coded(DatasetError, reason) as caught:
         _load(file, "train")
-    assert all(place in str(caught.value) for place in places)
+    assert all(location in str(caught.value) for location in locations)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -31,11 +31,11 @@ from lightning_jax.verify import VerifyError, as_text, verify
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train three steps with evaluations before and after. The run holds versions 0, 2 and 3."""
-    place = tmp_path_factory.mktemp("verify")
-    save_hf(place / "tiny", tiny_model(num_layers=1))
+    directory = tmp_path_factory.mktemp("verify")
+    save_hf(directory / "tiny", tiny_model(num_layers=1))
     config = _config(
-        place / "tiny",
-        place / "run",
+        directory / "tiny",
+        directory / "run",
         num_steps=3,
         rollout=RolloutConfig(tasks_per_step=2, group_size=4),
         optimizer=OptimizerConfig(learning_rate=1e-2),
@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpoint=CheckpointConfig(every=2, keep=2),
     )
     asyncio.run(train(config, TASKS, TASKS))
-    return place / "run"
+    return directory / "run"
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def test_an_honest_run_is_within_rounding(
-    trained: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+    trained: Path, capsys: pytest.CaptureFixture[str], restored_logging: None
 ) -> None:
     report = verify(trained)
     assert [(v.version, v.weights) for v in report.versions] == [
@@ -100,7 +100,7 @@ def test_calls_that_the_run_has_set_aside_are_counted(run: Path) -> None:
 
 
 def test_one_falsified_number_is_named(
-    run: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+    run: Path, capsys: pytest.CaptureFixture[str], restored_logging: None
 ) -> None:
     call_id, rollout_id, stored = _falsify(run, attributes.BEHAVIOR_LOGPROBS, by=0.01)
     (off,) = verify(run).off
@@ -130,7 +130,7 @@ def test_a_limit_is_spread_over_the_versions(trained: Path) -> None:
 
 
 def test_mistakes_give_one_sentence(
-    run: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+    run: Path, capsys: pytest.CaptureFixture[str], restored_logging: None
 ) -> None:
     assert main(["verify", str(run / "nowhere")]) == 1
     printed = capsys.readouterr()

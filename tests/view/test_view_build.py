@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from view_records import TOKENIZER, call, conversation, rollout, span, tool
 
-from lightning_jax.rollout_metrics import Reading
+from lightning_jax.rollout_metrics import TraceReader
 from lightning_jax.tracing import attributes
 from lightning_jax.types import Rollout, Span
 from lightning_jax.view.build import NO_SPANS, newest_first, view_rollout, view_run
@@ -14,19 +14,19 @@ from lightning_jax.view.records import CallCredit, RolloutView, StepCredit
 
 
 def _view(spans: list[Span], credit: StepCredit | None = None) -> RolloutView:
-    transitions, _, _ = Reading().transitions(spans)
+    transitions, _, _ = TraceReader().transitions(spans)
     return view_rollout(rollout(0, 1.0), spans, transitions, TOKENIZER, credit or StepCredit())
 
 
 def test_the_waterfall_has_every_span_in_time() -> None:
     view = _view(conversation())
-    assert [(each.kind, each.label, each.depth) for each in view.spans] == [
+    assert [(span.kind, span.label, span.depth) for span in view.spans] == [
         ("agent", "rollout", 0),
         ("llm", "1 chat policy", 1),
         ("tool", "search", 1),
         ("llm", "2 chat policy", 1),
     ]
-    assert [(each.start_s, each.duration_s) for each in view.spans] == [
+    assert [(span.start_s, span.duration_s) for span in view.spans] == [
         (0, 4),
         (0, 1),
         (1, 1),
@@ -65,8 +65,8 @@ def test_credit_and_rewards_are_shown_at_their_calls() -> None:
     spans[1] = call("a", "Capital of France?", "search", more={attributes.REWARD: -0.25})
     credit = StepCredit({"b": CallCredit(0.75, -1.5)}, ("a note",))
     view = _view(spans, credit)
-    assert [each.reward for each in view.calls] == [-0.25, 0.0]
-    assert [each.credit for each in view.calls] == [None, CallCredit(0.75, -1.5)]
+    assert [call.reward for call in view.calls] == [-0.25, 0.0]
+    assert [call.credit for call in view.calls] == [None, CallCredit(0.75, -1.5)]
     assert view.notes == ("a note",)
 
 
@@ -103,7 +103,7 @@ def test_failures_keep_their_reason() -> None:
         span("u", {attributes.ERROR_TYPE: "Boom"}, error=""),
     ]
     view = _view(spans)
-    assert [each.error for each in view.spans] == [
+    assert [span.error for span in view.spans] == [
         "call_timeout: it took longer than 1 s",
         "Boom",
         "no such table\u241b[31m",
@@ -117,7 +117,7 @@ def test_choices_are_shown_below_their_call() -> None:
         call(f"c{i}", "?", f"answer {i}", parent="call", more={attributes.CHOICE_INDEX: i})
         for i in (0, 1)
     )
-    several = {
+    shared = {
         **{
             attributes.OPERATION_NAME: attributes.CHAT,
             attributes.POLICY: "policy",
@@ -125,17 +125,17 @@ def test_choices_are_shown_below_their_call() -> None:
         },
         attributes.PROMPT_TOKEN_IDS: first.attributes[attributes.PROMPT_TOKEN_IDS],
     }
-    view = _view([span("call", several, name="chat policy"), first, second])
-    assert [(each.depth, each.call is not None) for each in view.spans] == [
+    view = _view([span("call", shared, name="chat policy"), first, second])
+    assert [(span.depth, span.call is not None) for span in view.spans] == [
         (0, False), (1, True), (1, True)
     ]  # fmt: skip
-    assert [each.response for each in view.calls] == ["answer 0<|im_end|>", "answer 1<|im_end|>"]
+    assert [call.response for call in view.calls] == ["answer 0<|im_end|>", "answer 1<|im_end|>"]
 
 
 def test_without_a_tokenizer_the_numbers_are_there() -> None:
     spans = conversation()
     view = view_rollout(rollout(0, 1.0), spans, (), None, StepCredit())
-    assert [(each.response, len(each.tokens)) for each in view.calls] == [("", 7), ("", 6)]
+    assert [(call.response, len(call.tokens)) for call in view.calls] == [("", 7), ("", 6)]
     assert view.calls[1].num_shared_tokens == 25
 
 
@@ -157,7 +157,7 @@ def test_spans_of_clients_may_hold_anything() -> None:
 def test_spans_without_times_do_not_stretch_the_waterfall() -> None:
     spans = [*conversation(), Span("trace", "x", "root", "timeless", 0, 0)]
     view = _view(spans)
-    timeless = next(each for each in view.spans if each.label == "timeless")
+    timeless = next(span for span in view.spans if span.label == "timeless")
     assert (timeless.start_s, timeless.duration_s, view.duration_s) == (0.0, 0.0, 4.0)
 
 
@@ -178,14 +178,14 @@ def test_the_table_counts_calls_and_failures_of_all_that_match() -> None:
             rollout(0, step=0, status="infrastructure_failure", reason="call_timeout"),
         ]
     )
-    assert [(each.phase, each.step) for each in matching] == [
+    assert [(rollout_.phase, rollout_.step) for rollout_ in matching] == [
         ("train", 2), ("eval", 2), ("train", 1), ("train", 1), ("train", 0)
     ]  # fmt: skip
     view = view_run("run", matching, [(matching[0], conversation()), (matching[1], [])])
     assert [(row.num_calls, row.duration_s) for row in view.rows] == [(2, 4.0), (0, 0.0)]
     assert view.num_left_out == 3
     assert view.counts == {"agent_failure": 2, "scored": 2, "infrastructure_failure": 1}
-    assert [(each.reason, each.count, each.example) for each in view.failures] == [
+    assert [(failure.reason, failure.count, failure.example) for failure in view.failures] == [
         ("deadline", 2, "train-00002-000-00-1"),
         ("call_timeout", 1, "train-00000-000-00-1"),
     ]

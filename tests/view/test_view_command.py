@@ -16,7 +16,7 @@ from lightning_jax.store_file import StoreError
 from lightning_jax.view.command import show
 from lightning_jax.view.load import EVALUATION, ViewError, open_run
 
-pytestmark = pytest.mark.usefixtures("own_logging")
+pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
 @pytest.fixture(scope="module")

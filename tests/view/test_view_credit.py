@@ -53,11 +53,11 @@ def test_advantages_are_the_trainers(settings: dict[str, Any]) -> None:
         trajectories = _step(seed)
         shown = step_credit(trajectories, algorithm, step=8).by_call
         sequences, metrics = prepare_step(trajectories, algorithm, policy_version=8)
-        calls = [call for each in trajectories for call in each.transitions]
+        calls = [call for trajectory in trajectories for call in trajectory.transitions]
         assert set(shown) == {call.call_id for call in calls}
         trained = [shown[call.call_id] for call in calls if not shown[call.call_id].note]
-        assert [each.advantage for each in trained] == [each.advantage for each in sequences]
-        stale = [each.note for each in shown.values() if each.note]
+        assert [call.advantage for call in trained] == [call.advantage for call in sequences]
+        stale = [call.note for call in shown.values() if call.note]
         assert all("4" in note for note in stale) and EQUAL_GROUP not in stale
         assert len(stale) == metrics["train/dropped_stale"]
 
@@ -74,7 +74,7 @@ def test_credit_by_hand() -> None:
     trajectories = [trajectory(first, last, reward=1.0), trajectory(other, rollout="s")]
     algorithm = AlgorithmConfig(credit="per_step", discount=0.5, normalize="none")
     shown = step_credit(trajectories, algorithm, step=0).by_call
-    assert {name: (each.credit, each.advantage) for name, each in shown.items()} == {
+    assert {name: (call.credit, call.advantage) for name, call in shown.items()} == {
         "first": (0.75, 0.375),
         "last": (1.0, 0.5),
         "other": (0.0, -0.375),
@@ -88,7 +88,7 @@ def test_pairs_are_shown_by_their_signs() -> None:
         for call, reward in zip(calls, (0.0, 1.0, 0.5), strict=True)
     ]
     shown = step_credit(trajectories, AlgorithmConfig(loss="dpo"), step=0)
-    assert {name: each.advantage for name, each in shown.by_call.items()} == {
+    assert {name: call.advantage for name, call in shown.by_call.items()} == {
         "a": -1.0, "b": 1.0, "c": 0.0
     }  # fmt: skip
     (note,) = shown.notes
@@ -129,4 +129,4 @@ def test_of_several_attempts_the_one_that_ended_counts() -> None:
         rollout(3, attempt=2, status="running"),
     ]
     expected = [(0, 2), (1, 1), (2, 2), (3, 2)]
-    assert [(each.index, each.attempt) for each in trained_on(attempts)] == expected
+    assert [(attempt.index, attempt.attempt) for attempt in trained_on(attempts)] == expected

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 import pytest
 from view_records import TOKENIZER, call, conversation, rollout, tool
 
-from lightning_jax.rollout_metrics import Reading
+from lightning_jax.rollout_metrics import TraceReader
 from lightning_jax.types import Span
 from lightning_jax.view.build import view_rollout, view_run
 from lightning_jax.view.page import render_page
@@ -43,7 +43,7 @@ class _Page(HTMLParser):
             text.append(data)
 
     def of_class(self, name: str) -> list[tuple[str, dict[str, str], str]]:
-        return [each for each in self.found if name in each[1].get("class", "").split()]
+        return [element for element in self.found if name in element[1].get("class", "").split()]
 
     def texts(self, name: str) -> list[str]:
         # A browser drops the newline right after <pre>.
@@ -51,7 +51,7 @@ class _Page(HTMLParser):
 
 
 def _view(spans: list[Span], credit: StepCredit | None = None) -> RolloutView:
-    transitions, _, _ = Reading().transitions(spans)
+    transitions, _, _ = TraceReader().transitions(spans)
     return view_rollout(rollout(0, 1.0), spans, transitions, TOKENIZER, credit or StepCredit())
 
 
@@ -60,7 +60,7 @@ def test_a_page_tells_the_rollout_whole() -> None:
     page = _Page(render_page(None, [_view(conversation(), credit)]))
     assert page.texts("prompt") == ["Capital of France?", " It says: "]
     assert page.texts("response") == ["search<|im_end|>", "Paris<|im_end|>"]
-    assert [each[1]["class"] for each in page.of_class("response")] == [
+    assert [element[1]["class"] for element in page.of_class("response")] == [
         "response plus", "response minus"
     ]  # fmt: skip
     assert "Capital of France?search<|im_end|>" in page.texts("shared")[0]
@@ -68,7 +68,7 @@ def test_a_page_tells_the_rollout_whole() -> None:
     (note,) = page.texts("note")
     assert note.endswith("a note")
     # Of 4 s in total: 4 s, then 1 s each from 0 s, 1 s and 2 s.
-    assert [each[1]["style"] for each in page.of_class("bar")] == [
+    assert [element[1]["style"] for element in page.of_class("bar")] == [
         "left: 0.000%; width: 100.000%",
         "left: 0.000%; width: 25.000%",
         "left: 25.000%; width: 25.000%",
@@ -121,12 +121,12 @@ def test_a_page_needs_nothing_from_elsewhere() -> None:
 
 def test_the_page_of_a_run_links_its_table_to_the_rollouts() -> None:
     shown = [rollout(i, float(i)) for i in range(2)]
-    views = [view_rollout(each, [], (), TOKENIZER, StepCredit()) for each in shown]
-    run = view_run("my run", [*shown, rollout(2)], [(each, []) for each in shown])
+    views = [view_rollout(rollout_, [], (), TOKENIZER, StepCredit()) for rollout_ in shown]
+    run = view_run("my run", [*shown, rollout(2)], [(rollout_, []) for rollout_ in shown])
     page = _Page(render_page(run, views))
     ids = [given["id"] for _, given, _ in page.found if "id" in given]
     links = [given["href"] for tag, given, _ in page.found if tag == "a"]
-    assert links == [f"#{each}" for each in ids] == [f"#{each.rollout_id}" for each in shown]
+    assert links == [f"#{item}" for item in ids] == [f"#{item.rollout_id}" for item in shown]
     assert page.texts("left-out") == ["not shown: 1 of 3 rollouts"]
 
 

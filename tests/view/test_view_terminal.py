@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from view_records import TOKENIZER, call, conversation, rollout, tool
 
-from lightning_jax.rollout_metrics import Reading
+from lightning_jax.rollout_metrics import TraceReader
 from lightning_jax.types import Rollout, Span
 from lightning_jax.view.build import view_rollout, view_run
 from lightning_jax.view.records import CallCredit, RolloutView, SpanView, StepCredit
@@ -25,7 +25,7 @@ def _printed(shown: RenderableType, width: int, *, color: bool = False) -> str:
 def _view(
     spans: list[Span], credit: StepCredit | None = None, of: Rollout | None = None
 ) -> RolloutView:
-    transitions, _, _ = Reading().transitions(spans)
+    transitions, _, _ = TraceReader().transitions(spans)
     shown = of or rollout(0, 1.0)
     return view_rollout(shown, spans, transitions, TOKENIZER, credit or StepCredit())
 

@@ -7,7 +7,7 @@ from lightning_jax.view.tree import in_tree_order
 
 
 def _shape(spans: list[Span]) -> list[tuple[str, int]]:
-    return [(each.span_id, depth) for each, depth in in_tree_order(spans)]
+    return [(span.span_id, depth) for span, depth in in_tree_order(spans)]
 
 
 def test_parents_come_before_children_and_siblings_by_start() -> None:

@@ -105,14 +105,14 @@ def rollout(
     *,
     phase: str = "train",
     step: int = 3,
-    place: int = 0,
+    task_index: int = 0,
     attempt: int = 1,
     **more: Any,
 ) -> Rollout:
-    group = f"{phase}-{step:05d}-{place:03d}"
+    group = f"{phase}-{step:05d}-{task_index:03d}"
     given = {"status": "queued" if reward is None else "scored", "reward": reward} | more
     rollout_id = f"{group}-{index:02d}-{attempt}"
-    return Rollout(rollout_id, f"task_{place}", group, phase, step, index, attempt, **given)
+    return Rollout(rollout_id, f"task_{task_index}", group, phase, step, index, attempt, **given)
 
 
 def add(store: Store, done: Rollout, spans: list[Span]) -> None:
@@ -123,16 +123,16 @@ def add(store: Store, done: Rollout, spans: list[Span]) -> None:
             *(done.attempt, "queued"),
         )
     )
-    for each in spans:
-        named = dict(each.attributes)
+    for span in spans:
+        named = dict(span.attributes)
         if attributes.ROLLOUT_ID in named:
             named[attributes.ROLLOUT_ID] = done.rollout_id
         store.add_span(
             done.rollout_id,
             Span(
-                *(f"trace of {done.rollout_id}", f"{each.span_id} of {done.rollout_id}"),
-                each.parent_span_id and f"{each.parent_span_id} of {done.rollout_id}",
-                *(each.name, each.start_ns, each.end_ns, named, each.error),
+                *(f"trace of {done.rollout_id}", f"{span.span_id} of {done.rollout_id}"),
+                span.parent_span_id and f"{span.parent_span_id} of {done.rollout_id}",
+                *(span.name, span.start_ns, span.end_ns, named, span.error),
             ),
         )
     if done.status != "queued":
@@ -150,8 +150,8 @@ def make_run(directory: Path, **algorithm: Any) -> Path:
     holds a tokenizer and no weights.
     """
     model, run = directory / "model", directory / "run"
-    for each in (model, run):
-        each.mkdir(parents=True)
+    for directory in (model, run):
+        directory.mkdir(parents=True)
     TOKENIZER.save(model)
     config = Config(
         run_dir=str(run),
@@ -168,6 +168,6 @@ def make_run(directory: Path, **algorithm: Any) -> Path:
         "reason": "deadline",
         "detail": "it took too long",
     }
-    add(store, rollout(0, place=1, **failed), conversation())
+    add(store, rollout(0, task_index=1, **failed), conversation())
     store.close()
     return run
