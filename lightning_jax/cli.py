@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lightning_jax.command_line import (
     STOPPED,
     add_settings,
-    is_place_closed,
+    is_unwritable,
     log_plainly,
     parse,
     stop_on_sigterm,
@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
     except UserError as error:
         return _fail(f"error: {error}", 1)
     except OSError as error:
-        if not is_place_closed(error):
+        if not is_unwritable(error):
             raise
         return _fail(f"error: {error}; free disk space or fix permissions, then try again.", 1)
 

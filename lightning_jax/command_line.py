@@ -54,6 +54,6 @@ def stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-def is_place_closed(error: OSError) -> bool:
+def is_unwritable(error: OSError) -> bool:
     """Return True if the disk is full or the path is not writable, which is not a bug of ours."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)

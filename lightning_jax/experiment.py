@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_jax.command_line import (
     STOPPED,
     add_settings,
-    is_place_closed,
+    is_unwritable,
     log_plainly,
     parse,
     stop_on_sigterm,
@@ -52,7 +52,7 @@ def run_main(
     except UserError as error:
         sys.exit(f"error: {error}")
     except OSError as error:
-        if not is_place_closed(error):
+        if not is_unwritable(error):
             raise
         sys.exit(
             f"error: {error}; free disk space or fix permissions, then run the same command to "
