@@ -7,7 +7,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["lightning_jax", "lightning_jax.*"]),
-    package_data={"lightning_jax.view": ["*.jinja"], "lightning_jax": ["starter/*"]},
+    package_data={"lightning_jax.studio": ["*.jinja"], "lightning_jax.cli": ["starter/*"]},
     install_requires=[
         "jax>=0.10",
         "flax>=0.12",
@@ -33,7 +33,7 @@ setup(
         "filelock>=3.16",
         "tqdm>=4.67",
     ],
-    entry_points={"console_scripts": ["lightning-jax = lightning_jax.cli:main"]},
+    entry_points={"console_scripts": ["lightning-jax = lightning_jax.cli.main:main"]},
     extras_require={
         # What the agents of the three experiments are written with; each needs only its own.
         "spider": ["langgraph>=1.2", "langchain-openai>=1.7", "langsmith>=0.4"],

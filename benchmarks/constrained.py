@@ -13,14 +13,14 @@ import json
 import statistics
 import time
 
-from lightning_jax.config import ServeConfig
-from lightning_jax.models.load import load_model
-from lightning_jax.serve.constraint import json_grammar
-from lightning_jax.serve.engine import Engine
-from lightning_jax.serve.generation import Generation
-from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.generation import Generation
+from lightning_jax.engine.grammar import json_grammar
+from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.types import SamplingParams
+from lightning_jax.models.formats.load import load_model
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.types import SamplingParams
 
 # Strings of unlimited length keep the response constrained while the others run.
 SCHEMA = {"type": "array", "items": {"type": "string", "minLength": 20}, "minItems": 200}

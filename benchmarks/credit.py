@@ -25,10 +25,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
-from lightning_jax.config import AlgorithmConfig, BatchConfig, Config, MeshConfig, OptimizerConfig
-from lightning_jax.learner import Learner, make_learner
+from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.transformer import DecoderConfig, Params, forward, init_params, unembed
+from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.rl.learner import Learner
 from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.train.config import Config
+from lightning_jax.train.learners import make_learner
 from lightning_jax.types import Trajectory, Transition
 
 NUM_CALLS = 16

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_jax.config import ServeConfig
-from lightning_jax.garbage import freeze_objects
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.generation import Generation
+from lightning_jax.engine.response import Chunk
+from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.app import Gateway, RolloutSettings
-from lightning_jax.models.load import load_model
-from lightning_jax.serve.generation import Generation
-from lightning_jax.serve.response import Chunk
-from lightning_jax.store import Store
-from lightning_jax.types import Completion, SamplingParams
+from lightning_jax.models.formats.load import load_model
+from lightning_jax.traces.store import Store
+from lightning_jax.train.runtime import freeze_objects
 
 WORDS = "SELECT count(*) FROM singer WHERE country = 'France' and age > 20 order by name"
 FEW, MANY = 1, 101

@@ -26,27 +26,15 @@ from credit import bootstrap
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
-from lightning_jax.config import (
-    AlgorithmConfig,
-    BatchConfig,
-    Config,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PolicyConfig,
-)
-from lightning_jax.config_sections import LoraConfig
-from lightning_jax.learner import Learner, make_learner
+from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.lora import adapted_shape
-from lightning_jax.models.transformer import (
-    DecoderConfig,
-    Params,
-    forward,
-    init_params,
-    unembed,
-)
-from lightning_jax.rl.policies import prepare_policies
-from lightning_jax.tracing.roles import only_trained
+from lightning_jax.models.transformer import DecoderConfig, Params, forward, init_params, unembed
+from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.rl.learner import Learner
+from lightning_jax.rl.multi_policy.prepare import prepare_policies
+from lightning_jax.traces.roles import only_trained
+from lightning_jax.train.config import Config
+from lightning_jax.train.learners import make_learner
 from lightning_jax.types import Trajectory, Transition
 
 ROLES = ("speaker", "listener")

@@ -2,7 +2,7 @@
 
     python benchmarks/retrieval.py --root DIR [--paragraphs 1500]
 
-No model is involved. DIR is a directory that lightning_jax/datasets/musique.py reads. Without it
+No model is involved. DIR is a directory that experiments/data/musique.py reads. Without it
 the data is generated. The search of agents/musique_rag.py gets two kinds of queries: the whole
 question, or each hop's own question with the earlier answers filled in, as a perfect agent would
 ask. `--paragraphs` keeps the paragraphs that the dev questions need and adds random ones up to that
@@ -17,8 +17,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_jax.config import DataConfig
-from lightning_jax.datasets.musique import corpus_of, load_musique, read_corpus
+from data.musique import corpus_of, load_musique, read_corpus
+
+from lightning_jax.train.config import DataConfig
 from lightning_jax.types import Task
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "agents"))

@@ -57,7 +57,7 @@ from workloads import (
     quantile,
 )
 
-from lightning_jax.models.load import load_model, save_hf
+from lightning_jax.models.formats.load import load_model, save_hf
 from lightning_jax.testing.environments import environment
 
 HERE = Path(__file__).parent

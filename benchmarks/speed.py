@@ -18,15 +18,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lightning_jax.config import BatchConfig, ServeConfig
-from lightning_jax.models.load import load_model
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine, Fill
+from lightning_jax.engine.programs import start_of
+from lightning_jax.engine.types import SamplingParams
+from lightning_jax.models.formats.load import load_model
+from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.bundles import bundles
-from lightning_jax.rl.objectives import policy_objective
+from lightning_jax.rl.config import BatchConfig
+from lightning_jax.rl.losses.objectives import policy_objective
+from lightning_jax.rl.microbatches import bundles
 from lightning_jax.rl.train_step import make_train_functions, zero_accumulators
-from lightning_jax.serve.engine import Engine, Fill
-from lightning_jax.serve.programs import start_of
-from lightning_jax.types import SamplingParams, TrainingSequence
 
 
 def median_s(run: Callable[[], Any], repeats: int) -> float:

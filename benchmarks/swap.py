@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import jax
 
-from lightning_jax.config import ServeConfig
-from lightning_jax.models.load import load_model
-from lightning_jax.serve.engine import Engine
-from lightning_jax.serve.generation import Generation
-from lightning_jax.serve.loop import EngineLoop
-from lightning_jax.types import SamplingParams
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.generation import Generation
+from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.types import SamplingParams
+from lightning_jax.models.formats.load import load_model
 
 PROMPT_LEN, STEPS_BETWEEN = 128, 12  # decode steps between two publications
 

@@ -32,8 +32,8 @@ from pathlib import Path
 from serve import HERE, PeerError, as_words, events, hf_directory, print_line, print_machine
 from updates import WORKLOADS, Result, num_tokens
 
-from lightning_jax.metrics import Row, read_metrics
 from lightning_jax.testing.environments import environment
+from lightning_jax.train.metrics import Row, read_metrics
 
 COLUMNS = ("seconds", "ratio", "tokens/s", "computed", "cpu s", "first s", "MiB", "x MiB", "norm")
 OURS, OURS_BF16 = "lightning_jax", "lightning_jax bf16"

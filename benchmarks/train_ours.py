@@ -8,17 +8,12 @@ import jax
 from speed import flops_per_s
 from updates import LEARNING_RATE, MAX_GRAD_NORM, Call, Clock, Result, main
 
-from lightning_jax.config import (
-    AlgorithmConfig,
-    BatchConfig,
-    Config,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
-from lightning_jax.learner import make_learner
-from lightning_jax.models.load import load_model
-from lightning_jax.types import TrainingSequence
+from lightning_jax.models.config import MeshConfig, ModelConfig
+from lightning_jax.models.formats.load import load_model
+from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.train.config import Config
+from lightning_jax.train.learners import make_learner
 
 # Row sizes chosen for the known lengths of the calls.
 BATCHES = {

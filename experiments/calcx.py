@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_jax.config import Config, ConfigError
-from lightning_jax.datasets.calcx import load_calcx
-from lightning_jax.experiment import load_splits, run_main, train_and_report
-from lightning_jax.runner import load_agent, load_function
+from data.calcx import load_calcx
+
+from lightning_jax.cli.train import load_splits, run_main, train_and_report
+from lightning_jax.rollouts.runner import load_agent, load_function
+from lightning_jax.settings import ConfigError
+from lightning_jax.train.config import Config
 
 
 def calculator_usage(agent: str) -> Callable[[], Any] | None:

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from lightning_jax.config import Config, SearchConfig
-from lightning_jax.datasets.musique import corpus_of, load_musique, read_corpus
-from lightning_jax.experiment import cache_dir, load_splits, run_main, train_and_report
-from lightning_jax.side_process import side_process
+from data.musique import corpus_of, load_musique, read_corpus
+from side_process import side_process
+
+from lightning_jax.cli.train import cache_dir, load_splits, run_main, train_and_report
+from lightning_jax.train.config import Config, SearchConfig
 from lightning_jax.types import Task
 
 SEARCH = Path(__file__).parents[1] / "agents" / "paragraph_search.py"

@@ -11,9 +11,10 @@ after a few minutes of training on 2 CPU cores. `data.root=DIR` reads Spider as 
 command resumes after a crash, and `run_dir=DIR` starts another run.
 """
 
-from lightning_jax.config import Config
-from lightning_jax.datasets.spider import load_spider
-from lightning_jax.experiment import load_splits, run_main, train_and_report
+from data.spider import load_spider
+
+from lightning_jax.cli.train import load_splits, run_main, train_and_report
+from lightning_jax.train.config import Config
 
 
 def main(config: Config) -> None:

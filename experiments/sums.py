@@ -16,9 +16,10 @@ Settings for other agents on the same task (the last one runs in an environment 
 The same command resumes after a crash, and `run_dir=DIR` starts another run.
 """
 
-from lightning_jax.config import Config
-from lightning_jax.datasets.sums import load_sums
-from lightning_jax.experiment import load_splits, run_main, train_and_report
+from data.sums import load_sums
+
+from lightning_jax.cli.train import load_splits, run_main, train_and_report
+from lightning_jax.train.config import Config
 
 
 def main(config: Config) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_jax.cli import main
+from lightning_jax.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -38,7 +38,7 @@ LONGEST = (
     "test_lora_run.py",
     "test_own_weights_run.py",
     "test_policies_run.py",
-    "test_cli.py",
+    "test_main.py",
     "test_verify.py",
 )
 
@@ -117,8 +117,8 @@ def undrawn() -> Iterator[None]:
     Tests of the plot enable it again.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if "lightning_jax.run" in sys.modules:
-            patch.setattr("lightning_jax.run.plot_curves", lambda *_: None)
+        if "lightning_jax.train.run" in sys.modules:
+            patch.setattr("lightning_jax.train.run.plot_curves", lambda *_: None)
         yield
 
 

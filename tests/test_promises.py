@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_jax.cli import main
-from lightning_jax.command_line import STOPPED
-from lightning_jax.config import Config, ConfigError, load_config
-from lightning_jax.experiment import failure_table, load_splits
-from lightning_jax.models.load import load_model, save_hf
-from lightning_jax.models.names import ModelError
-from lightning_jax.plan import GIB, MemoryItem, Plan, one_line
-from lightning_jax.runner import load_function
-from lightning_jax.store import Store
+from lightning_jax.cli.main import main
+from lightning_jax.cli.runtime import STOPPED
+from lightning_jax.cli.train import failure_table, load_splits
+from lightning_jax.models.formats.load import load_model, save_hf
+from lightning_jax.models.formats.param_names import ModelError
+from lightning_jax.rollouts.runner import load_function
+from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.traces.store import Store
+from lightning_jax.train.config import Config
+from lightning_jax.train.memory.plan import GIB, MemoryItem, Plan, one_line
 
 TOY = Path(__file__).with_name("toy_agent.py")
 PROMISES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("promises.yaml").read_text())
@@ -96,7 +97,7 @@ def test_command_prints_what_is_promised(
     restored_logging: None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lightning_jax.cli.stop_on_sigterm", lambda: None)
+    monkeypatch.setattr("lightning_jax.cli.main.stop_on_sigterm", lambda: None)
     Path("own.yaml").write_text("num_steps: 1\n")
     save_hf(tmp_path / "model", tiny_model(num_layers=1))
     command, code = PRINTED[name]

@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from lightning_jax.types import Completion, InvalidValue, SamplingParams, UserError
+from lightning_jax.engine.types import Completion, SamplingParams
+from lightning_jax.errors import InvalidValue, UserError
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_jax.gateway.tool_calls import CallArguments, CallStart, Piece, TextPiece
-from lightning_jax.serve.response import Chunk
-from lightning_jax.types import Completion, Message
+from lightning_jax.engine.response import Chunk
+from lightning_jax.engine.types import Completion
+from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, Piece, TextPiece
+from lightning_jax.types import Message
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

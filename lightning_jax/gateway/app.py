@@ -11,32 +11,26 @@ from aiohttp import web
 from opentelemetry.trace import NoOpTracer, Tracer
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from lightning_jax.config import ServeConfig
-from lightning_jax.gateway.callers import Callers
-from lightning_jax.gateway.calls import CallHandler
-from lightning_jax.gateway.complete import PolicyLoop
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.gateway.auth import Callers
 from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Dialect, Listing
 from lightning_jax.gateway.errors import ApiError, GatewayError, to_api_error
-from lightning_jax.gateway.http import (
-    Bodies,
-    listen,
-    openai_errors,
-    reachable_url,
-    refusal,
-)
-from lightning_jax.gateway.meters import Meters
+from lightning_jax.gateway.feedback import Reports
+from lightning_jax.gateway.handler import CallHandler
+from lightning_jax.gateway.http import Bodies, listen, openai_errors, reachable_url, refusal
+from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.offload import Offload
-from lightning_jax.gateway.policy import Responder
-from lightning_jax.gateway.reports import Reports
+from lightning_jax.gateway.prompt.tool_formats import format_of
+from lightning_jax.gateway.record import PolicyLoop
 from lightning_jax.gateway.request import POLICY
-from lightning_jax.gateway.rollouts import OpenRollouts, RolloutSettings, Traffic
+from lightning_jax.gateway.responder import Responder
 from lightning_jax.gateway.routing import Routing
-from lightning_jax.gateway.tool_formats import format_of
+from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.store import Store
-from lightning_jax.tracing import otlp
-from lightning_jax.tracing.tracer import Recorder, Root, make_tracer
+from lightning_jax.traces import otlp
+from lightning_jax.traces.store import Store
+from lightning_jax.traces.tracer import Recorder, Root, make_tracer
 from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from typing import Any
 
 from aiohttp import web
 
-from lightning_jax.config import ServeConfig
-from lightning_jax.descriptors import is_exhausted, number_free
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.system.descriptors import is_exhausted, number_free
 
 log = logging.getLogger(__name__)
 

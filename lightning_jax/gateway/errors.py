@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_jax.types import Coded, InvalidValue, UserError
+from lightning_jax.errors import Coded, InvalidValue, UserError
 
 # OpenAI's error `type` for each status.
 _TYPES = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.web import RequestPayloadError
 
-from lightning_jax.config import ServeConfig
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.connections import GuardedRunner
 from lightning_jax.gateway.dialects.base import Dialect
 from lightning_jax.gateway.errors import ApiError, GatewayError, invalid, our_fault

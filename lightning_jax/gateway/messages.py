@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.fields import brief
-from lightning_jax.gateway.tool_calls import read_arguments
-from lightning_jax.types import InvalidValue, Message
+from lightning_jax.gateway.prompt.tool_calls import read_arguments
+from lightning_jax.types import Message
 
 ROLES = {
     "developer": "system",

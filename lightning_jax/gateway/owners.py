@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.tracing.tracer import Root
+from lightning_jax.traces.tracer import Root
 
 MAX_TRACES = 1_000  # that one rollout's calls may bring, in addition to its own trace
 MAX_EXPORTS = 8  # requests with spans that one rollout may have in flight

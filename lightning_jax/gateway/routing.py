@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_jax.config import RoleConfig
-from lightning_jax.config_roles import policy_indices
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.tracing.roles import Policies, Roles, find_role, select_policy
+from lightning_jax.models.config import policy_indices
+from lightning_jax.traces.config import RoleConfig
+from lightning_jax.traces.roles import Policies, Roles, find_role, select_policy
 
 NO_TRAITS = {"agent": "", "model": "", "system": ""}
 PLAIN = RoleConfig(agent="*")

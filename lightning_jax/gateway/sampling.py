@@ -4,11 +4,12 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_jax.engine.types import SamplingParams
+from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import PolicyRequest
-from lightning_jax.gateway.rollouts import OpenRollout, derive_seed
-from lightning_jax.types import InvalidValue, SamplingParams
+from lightning_jax.gateway.sessions import OpenRollout, derive_seed
 
 
 def sampling_params(

@@ -10,8 +10,9 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 
+from lightning_jax.errors import InvalidValue
 from lightning_jax.models.template_limits import LimitedEnvironment, start
-from lightning_jax.types import InvalidValue, Message
+from lightning_jax.types import Message
 
 
 class TemplateError(InvalidValue):

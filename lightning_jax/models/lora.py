@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lightning_jax.config_sections import LoraConfig
-from lightning_jax.models.load import LoadedModel
-from lightning_jax.models.names import Path, flatten, unflatten
+from lightning_jax.models.config import LoraConfig
+from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.formats.param_names import Path, flatten, unflatten
 from lightning_jax.models.transformer import DecoderConfig, Params, init_params
 
 ADAPTER_LEAVES = ("lora_a", "lora_b")

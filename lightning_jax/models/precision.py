@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from lightning_jax.config_sections import AUTO, ModelConfig
+from lightning_jax.models.config import AUTO, ModelConfig
 from lightning_jax.models.matmul import matmul
 
 log = logging.getLogger(__name__)

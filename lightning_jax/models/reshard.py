@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lightning_jax.config import ConfigError
-from lightning_jax.models.names import Path, flatten, unflatten
+from lightning_jax.models.formats.param_names import Path, flatten, unflatten
 from lightning_jax.models.transformer import Params
+from lightning_jax.settings import ConfigError
 
 _Bounds = tuple[tuple[int, int], ...]  # start and end index along each axis
 

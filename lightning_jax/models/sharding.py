@@ -13,10 +13,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lightning_jax.config import ConfigError, MeshConfig
+from lightning_jax.models.config import MeshConfig
+from lightning_jax.models.formats.param_names import Path, flatten, unflatten
 from lightning_jax.models.mesh_axes import AXES, MESH_AXES, partition
-from lightning_jax.models.names import Path, flatten, unflatten
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params, init_params
+from lightning_jax.settings import ConfigError
 
 # Parameter -> its logical axes, by the last two keys of its path.
 _LOGICAL: dict[Path, tuple[str | None, ...]] = {

@@ -8,8 +8,9 @@ from typing import Any
 
 import tokenizers
 
-from lightning_jax.models import chat_template, gguf_vocab, token_bytes
-from lightning_jax.models.gguf_vocab import TokenizerError
+from lightning_jax.models import chat_template, token_bytes
+from lightning_jax.models.formats import gguf_vocab
+from lightning_jax.models.formats.gguf_vocab import TokenizerError
 from lightning_jax.types import Message
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -24,12 +24,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lightning_jax.config_sections import LoraConfig
-from lightning_jax.models import attention
-from lightning_jax.models.attention import RopeScaling
-from lightning_jax.models.cache import KVCache, attend_cache, make_cache, write_cache
+from lightning_jax.errors import InvalidValue
+from lightning_jax.models.attention import attention
+from lightning_jax.models.attention.attention import RopeScaling
+from lightning_jax.models.attention.kv_cache import KVCache, attend_cache, make_cache, write_cache
+from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.matmul import matmul, matmul_turned, product
-from lightning_jax.types import InvalidValue
 
 Params = dict[str, Any]
 Gather = Callable[[Params], Params]  # gathers all weights, or those of one layer, for use

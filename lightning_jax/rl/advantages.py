@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from lightning_jax.config import AlgorithmConfig
+from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.credit import assign_credit, credit_at, rollout_return
-from lightning_jax.rl.values import CallValues
+from lightning_jax.rl.gae import CallValues
 from lightning_jax.types import Advantage, Trajectory
 
 # Relative difference up to which a group's returns, or a credit and its baseline, count as equal.

@@ -13,19 +13,12 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from lightning_jax.config import BatchConfig
+from lightning_jax.errors import InvalidValue
+from lightning_jax.rl.batch import Batch, DistinctTargets, StateBatch, StateValues, TrainingSequence
+from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.packing import Path, PathForest, Row, common_prefix, pack_rows
-from lightning_jax.rl.weights import token_weights, weigh_states
-from lightning_jax.types import (
-    Advantage,
-    Batch,
-    DistinctTargets,
-    InvalidValue,
-    StateBatch,
-    StateValues,
-    TrainingSequence,
-    Trajectory,
-)
+from lightning_jax.rl.token_weights import token_weights, weigh_states
+from lightning_jax.types import Advantage, Trajectory
 
 TOO_LARGE = ("too_long", "too_many_targets")
 DROP_REASONS: tuple[str, ...] = (*TOO_LARGE, "empty_response", "all_forced", "zero_advantage")

@@ -5,8 +5,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from lightning_jax.rl.values import CallValues, rollout_gae
-from lightning_jax.types import Advantage, InvalidValue, Trajectory
+from lightning_jax.errors import InvalidValue
+from lightning_jax.rl.gae import CallValues, rollout_gae
+from lightning_jax.types import Advantage, Trajectory
 
 
 def assign_credit(

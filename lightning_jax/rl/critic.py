@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from lightning_jax.config import AlgorithmConfig
-from lightning_jax.rl.several import AdapterPolicies, vmap_optimizer
-from lightning_jax.types import Leaf, StateBatch
+from lightning_jax.rl.batch import StateBatch
+from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.multi_policy.adapters import AdapterPolicies, vmap_optimizer
+from lightning_jax.types import Leaf
 
 
 @jax.tree_util.register_dataclass

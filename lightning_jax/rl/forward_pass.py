@@ -9,11 +9,11 @@ from jaxtyping import Array, Float
 
 from lightning_jax.models.lora import overlay
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params
+from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.critic import Critic, ValueHead, scale_gradient, state_values, value_loss
 from lightning_jax.rl.logprobs import head_params, node_logprobs, read_nodes, response_logprobs
-from lightning_jax.rl.losses import Metrics
-from lightning_jax.rl.objectives import Objective
-from lightning_jax.types import Batch
+from lightning_jax.rl.losses.objectives import Objective
+from lightning_jax.rl.losses.policy import Metrics
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from lightning_jax.config import AlgorithmConfig
-from lightning_jax.rl.ratios import kl_estimate
-from lightning_jax.types import Batch, TrainingSequence
+from lightning_jax.rl.batch import Batch, TrainingSequence
+from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.losses.ratios import kl_estimate
 
 
 def has_later_calls(sequences: Sequence[TrainingSequence]) -> bool:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lightning_jax.models.matmul import product
 from lightning_jax.models.mesh_axes import MESH_AXES
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params, forward, unembed
-from lightning_jax.types import Batch
+from lightning_jax.rl.batch import Batch
 
 
 def response_logprobs(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lightning_jax.config import OptimizerConfig
+from lightning_jax.rl.config import OptimizerConfig
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int
 
-from lightning_jax.types import InvalidValue
+from lightning_jax.errors import InvalidValue
 
 Path = Int[np.ndarray, " _"]  # token ids; " _" because paths of one list differ in length
 

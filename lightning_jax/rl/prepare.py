@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-from lightning_jax.config import AlgorithmConfig
+from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.advantages import group_metrics, step_advantages
+from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.batching import drop_stale, make_sequences
+from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.credit import punish_overlong
-from lightning_jax.rl.preferences import make_pairs, pair_sequences
-from lightning_jax.rl.values import CallValues, learnable_states
-from lightning_jax.types import InvalidValue, TrainingSequence, Trajectory
+from lightning_jax.rl.dpo import make_pairs, pair_sequences
+from lightning_jax.rl.gae import CallValues, learnable_states
+from lightning_jax.types import Trajectory
 
 
 def prepare_step(

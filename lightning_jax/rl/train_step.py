@@ -12,16 +12,17 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int32
 
+from lightning_jax.errors import InvalidValue
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params
-from lightning_jax.rl import losses
-from lightning_jax.rl.bundles import bundles, fold_bundle, map_bundle, measure
+from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.critic import Critic, CriticState, ValueHead
 from lightning_jax.rl.forward_pass import ForwardPass
-from lightning_jax.rl.losses import Metrics
-from lightning_jax.rl.objectives import Objective, metric_names
-from lightning_jax.rl.several import AdapterPolicies, find_valid_updates, select
+from lightning_jax.rl.losses import policy
+from lightning_jax.rl.losses.objectives import Objective, metric_names
+from lightning_jax.rl.losses.policy import Metrics
+from lightning_jax.rl.microbatches import bundles, fold_bundle, map_bundle, measure
+from lightning_jax.rl.multi_policy.adapters import AdapterPolicies, find_valid_updates, select
 from lightning_jax.rl.train_state import TrainState, place_scalar
-from lightning_jax.types import Batch, InvalidValue
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def update(
     chosen = () if present is None else (present,)
     new, applied = functions.apply_fn(dataclasses.replace(state, base=None), grads, *chosen)
     sums, applied = jax.device_get((metrics, applied))
-    means = losses.mean_metrics({name: float(value) for name, value in sums.items()})
+    means = policy.mean_metrics({name: float(value) for name, value in sums.items()})
     state = dataclasses.replace(new, base=state.base)
     return state, means | {name: float(value) for name, value in applied.items()}
 
@@ -165,7 +166,7 @@ def _grads_adder(
     ) -> tuple[Any, Metrics]:
         def add_one(added: tuple[Any, Metrics], batch: Batch, _: Any) -> tuple[Any, Metrics]:
             new, sums = grad_fn((params, head), batch, ref_params, base)
-            return jax.tree.map(jnp.add, added[0], new), losses.add_metrics(added[1], sums)
+            return jax.tree.map(jnp.add, added[0], new), policy.add_metrics(added[1], sums)
 
         return fold_bundle(bundle, count, add_one, (grads, metrics))
 

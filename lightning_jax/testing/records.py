@@ -1,6 +1,7 @@
 """Short constructors of records for tests."""
 
-from lightning_jax.types import Advantage, TrainingSequence, Trajectory, Transition
+from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.types import Advantage, Trajectory, Transition
 
 
 def transition(

@@ -5,14 +5,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_jax.config import ServeConfig
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
-from lightning_jax.models.load import LoadedModel
+from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.serve.engine import Engine
-from lightning_jax.serve.loop import EngineLoop
-from lightning_jax.store import Store
+from lightning_jax.traces.store import Store
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import jax
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from lightning_jax.config_sections import LoraConfig
-from lightning_jax.models.gguf_vocab import byte_level_bpe
-from lightning_jax.models.load import LoadedModel
+from lightning_jax.models.config import LoraConfig
+from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
+from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.formats.param_names import flatten, unflatten
 from lightning_jax.models.lora import adapted
-from lightning_jax.models.names import flatten, unflatten
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.models.transformer import DecoderConfig, Params, init_params
 

@@ -9,11 +9,11 @@ import psutil
 from attacker import Attacker
 from honest import Conversation, converse
 
-from lightning_jax.config import ServeConfig
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.gateway.app import RolloutSettings
-from lightning_jax.models.load import LoadedModel
-from lightning_jax.serve.engine import Engine
-from lightning_jax.serve.loop import EngineLoop
+from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.service import Service
 from lightning_jax.types import LLM, Rollout
 

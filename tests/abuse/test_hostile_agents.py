@@ -8,22 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from lightning_jax.config import (
-    AgentConfig,
-    BatchConfig,
-    CheckpointConfig,
-    Config,
-    EvalConfig,
-    MeshConfig,
-    ModelConfig,
-    RolloutConfig,
-    ServeConfig,
-)
-from lightning_jax.models.load import save_hf
-from lightning_jax.store import Store
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.models.config import MeshConfig, ModelConfig
+from lightning_jax.models.formats.load import save_hf
+from lightning_jax.rl.config import BatchConfig
+from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.tracing import attributes
-from lightning_jax.trainer import train
+from lightning_jax.traces import attributes
+from lightning_jax.traces.store import Store
+from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
+from lightning_jax.train.trainer import train
 from lightning_jax.types import Rollout, Task
 
 AGENTS = Path(__file__).with_name("hostile_agents.py")

@@ -11,8 +11,8 @@ import pytest
 from arena import SERVE, honest_rollout, open_attacker, resident_mib, warm_engine
 from hostile_requests import CASES, Case
 
-from lightning_jax.models.load import LoadedModel
-from lightning_jax.serve.engine import Engine
+from lightning_jax.engine.engine import Engine
+from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.service import Service, run_service
 from lightning_jax.testing.stalls import Stall, loop_stalls
 from lightning_jax.testing.tiny import tiny_model

@@ -12,13 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lightning_jax.config import ServeConfig
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import RolloutSettings
-from lightning_jax.serve.engine import Engine
 from lightning_jax.testing.environments import environment
 from lightning_jax.testing.service import Service, run_service
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.tracing.tree import is_gateway_call
+from lightning_jax.traces.tree import is_gateway_call
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE / ".venvs"

@@ -11,14 +11,14 @@ import openai
 import pytest
 from gateway_bench import Bench, Connect, MakeBench
 
-from lightning_jax.config import ServeConfig
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.routing import Routing
-from lightning_jax.models.load import LoadedModel
+from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.serve.engine import Engine
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.tracing.roles import Roles
+from lightning_jax.traces.roles import Roles
 from lightning_jax.types import LLM
 
 SERVE = ServeConfig(slots=4, max_len=512, prefill_buckets=(32, 128), api_key="right-key")

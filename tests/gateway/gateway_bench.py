@@ -10,10 +10,10 @@ from typing import Any
 import aiohttp
 import openai
 
+from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.gateway.app import Gateway, RolloutSettings
-from lightning_jax.models.load import LoadedModel
-from lightning_jax.serve.loop import EngineLoop
-from lightning_jax.store import Store
+from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.traces.store import Store
 from lightning_jax.types import LLM
 
 Connect = Callable[[LLM], openai.AsyncOpenAI]

@@ -14,10 +14,11 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
+from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.app import RolloutSettings
-from lightning_jax.tracing import attributes
-from lightning_jax.tracing.convert import spans_to_transitions
-from lightning_jax.types import LLM, InvalidValue
+from lightning_jax.traces import attributes
+from lightning_jax.traces.convert import spans_to_transitions
+from lightning_jax.types import LLM
 
 ASK: list[Any] = [{"role": "user", "content": "Say something."}]
 PROMPT = "<|im_start|>user\nSay something.<|im_end|>\n<|im_start|>assistant\n"

@@ -11,10 +11,12 @@ import pytest
 from aiohttp import ClientConnectionError, ClientSession, web
 from gateway_bench import Bench, MakeBench
 
-from lightning_jax import descriptors
-from lightning_jax.config import Config, ConfigError, ServeConfig, load_config
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.connections import ExhaustionLog, number_that_fits
 from lightning_jax.gateway.http import listen, reachable_url
+from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.system import descriptors
+from lightning_jax.train.config import Config
 
 ASK = {"model": "policy", "max_tokens": 2, "messages": [{"role": "user", "content": "?"}]}
 SLOW_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer right-key\r\n"

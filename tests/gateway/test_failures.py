@@ -13,13 +13,13 @@ import openai
 import pytest
 from gateway_bench import Bench, Connect, MakeBench
 
-from lightning_jax.config import ServeConfig
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.answer import AnswerBuilder
 from lightning_jax.gateway.app import Gateway, GatewayError
-from lightning_jax.gateway.event_stream import EventStream
+from lightning_jax.gateway.feedback import Reports
 from lightning_jax.gateway.http import check_exposure
-from lightning_jax.gateway.reports import Reports
-from lightning_jax.tracing.convert import spans_to_transitions
+from lightning_jax.gateway.streaming import EventStream
+from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.types import Rollout
 
 BODY: dict[str, Any] = {

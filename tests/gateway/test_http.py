@@ -12,15 +12,15 @@ from gateway_bench import Bench, MakeBench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_jax.config import ServeConfig
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway import fields, offload
-from lightning_jax.gateway.dialects.chat import ChatReply
+from lightning_jax.gateway.dialects.openai_chat import ChatReply
 from lightning_jax.gateway.errors import MAX_MESSAGE, ApiError
 from lightning_jax.gateway.fields import MAX_DEPTH, _without_strings, num_values
 from lightning_jax.gateway.http import Bodies
 from lightning_jax.gateway.offload import INLINE_BYTES, Offload
+from lightning_jax.gateway.prompt.tool_calls import MAX_VALUES, read_arguments
 from lightning_jax.gateway.request import check_model
-from lightning_jax.gateway.tool_calls import MAX_VALUES, read_arguments
 from lightning_jax.models.tokenizer import Tokenizer
 
 BODY: dict[str, Any] = {

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 from gateway_bench import Bench, Connect, MakeBench
 
-from lightning_jax.gateway.dialects import chat
-from lightning_jax.gateway.policy import Responder
+from lightning_jax.gateway.dialects import openai_chat
+from lightning_jax.gateway.responder import Responder
 
 BODY: dict[str, Any] = {
     "model": "policy",
@@ -129,7 +129,7 @@ async def test_a_bug_that_the_request_alone_meets_is_not_infrastructure(
 ) -> None:
     """The engine never saw the call, so every attempt with this request would fail too."""
     base = bench.rollout().base_url
-    monkeypatch.setattr(chat, "sampling_fields", Mock(side_effect=KeyError("a bug")))
+    monkeypatch.setattr(openai_chat, "sampling_fields", Mock(side_effect=KeyError("a bug")))
     status, reply, headers = await bench.post(BODY, base=base)
     assert (status, reply["error"]["code"]) == (500, "internal_error")
     assert headers["x-should-retry"] == "false"

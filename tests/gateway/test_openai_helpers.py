@@ -9,7 +9,7 @@ import pytest
 from gateway_bench import Bench, Connect
 from pydantic import BaseModel, ConfigDict
 
-from lightning_jax.tracing.convert import spans_to_transitions
+from lightning_jax.traces.convert import spans_to_transitions
 
 T = TypeVar("T")
 ASK: list[Any] = [{"role": "user", "content": "Decide."}]

@@ -8,7 +8,7 @@ import openai
 import pytest
 from gateway_bench import Bench
 
-from lightning_jax.gateway import running
+from lightning_jax.gateway import retries
 
 BODY: dict[str, Any] = {
     "model": "policy",
@@ -98,7 +98,7 @@ async def test_a_stream_that_was_read_is_not_asked_for_again(bench: Bench) -> No
 
 
 async def test_nobody_asks_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "RETRY_GRACE_S", 0.01)
+    monkeypatch.setattr(retries, "RETRY_GRACE_S", 0.01)
     llm = bench.rollout()
     async with openai.AsyncOpenAI(
         base_url=llm.base_url, api_key=llm.api_key, max_retries=0, timeout=0.1

@@ -12,18 +12,21 @@ import numpy as np
 import pytest
 from gateway_bench import Bench
 
-from lightning_jax.config import PolicyConfig, RoleConfig, ServeConfig
-from lightning_jax.config_sections import LoraConfig
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.types import SamplingParams
+from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.routing import Routing
+from lightning_jax.models.config import LoraConfig, PolicyConfig
 from lightning_jax.models.lora import one_of
 from lightning_jax.models.transformer import forward, unembed
-from lightning_jax.serve.engine import Engine
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_policies
-from lightning_jax.tracing import attributes
-from lightning_jax.tracing.convert import spans_to_transitions
-from lightning_jax.tracing.roles import assign_roles
-from lightning_jax.types import InvalidValue, SamplingParams, Transition
+from lightning_jax.traces import attributes
+from lightning_jax.traces.config import RoleConfig
+from lightning_jax.traces.convert import spans_to_transitions
+from lightning_jax.traces.roles import assign_roles
+from lightning_jax.types import Transition
 
 SERVE = ServeConfig(slots=2, max_len=128, prefill_buckets=(64,), api_key="right-key")
 MODEL = tiny_policies(LoraConfig(rank=2))

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from lightning_jax.gateway import running
+from lightning_jax.engine.types import Completion
+from lightning_jax.gateway import retries
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import ReplyContext
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.running import (
+from lightning_jax.gateway.retries import (
     RunningCall,
     RunningCalls,
     declared_timeout_s,
@@ -18,7 +19,6 @@ from lightning_jax.gateway.running import (
     is_repetition,
 )
 from lightning_jax.testing.tiny import tiny_tokenizer
-from lightning_jax.types import Completion
 
 CONTEXT = ReplyContext("x", 0, ((1,),), tiny_tokenizer())
 ANSWERS = (Answer((1,), Completion((), "", (), (), (), "stop"), "", (), "stop"),)
@@ -80,7 +80,7 @@ async def test_the_last_listener_takes_the_call_along() -> None:
 async def test_a_call_that_will_be_asked_for_again_goes_on_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(running, "RETRY_GRACE_S", 0.05)
+    monkeypatch.setattr(retries, "RETRY_GRACE_S", 0.05)
     gate = asyncio.Event()
     call = _call(gate)
     with call.listen(lambda: True):
@@ -107,7 +107,7 @@ async def test_calls_are_found_while_they_may_be_joined(monkeypatch: pytest.Monk
     gate.set()
     await call.answers()
     assert calls.find("a") is call
-    monkeypatch.setattr(running, "JOINABLE_S", 0.0)
+    monkeypatch.setattr(retries, "JOINABLE_S", 0.0)
     assert calls.find("a") is None
     others = [_call(asyncio.Event()) for _ in range(2)]
     for other in others:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from templates import TEMPLATES, tokenizer_with
 
+from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
-from lightning_jax.gateway.render import ConversationMemory, Generated, Rendered, render
-from lightning_jax.gateway.tool_calls import ToolCallParser
-from lightning_jax.gateway.tool_formats import ToolFormat, format_of
+from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, Rendered, render
+from lightning_jax.gateway.prompt.tool_calls import ToolCallParser
+from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.types import Completion
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from lightning_jax.models import hf_format
-from lightning_jax.models.load import load_model
+from lightning_jax.models.formats import huggingface
+from lightning_jax.models.formats.load import load_model
 from lightning_jax.models.transformer import forward, init_cache, unembed
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -35,8 +35,8 @@ def test_logits_of_a_random_checkpoint_agree_with_transformers(family, tmp_path)
     for shard in (0, 1):  # large models come in several files
         part = dict(list(golden.items())[shard::2])
         safetensors.numpy.save_file(part, tmp_path / f"model-0000{shard + 1}-of-00002.safetensors")
-    config = hf_format.read_config(tmp_path)
-    params = hf_format.read_params(tmp_path, config, "float32")
+    config = huggingface.read_config(tmp_path)
+    params = huggingface.read_params(tmp_path, config, "float32")
     ours = _logits(params, config, jnp.asarray(tokens))[:, ::7]
     assert np.abs(logits).max() > 1.0
     np.testing.assert_allclose(ours, logits, atol=1e-4)

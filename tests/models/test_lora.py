@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from coded import raises_coded
 
-from lightning_jax.config import Config, ConfigError, MeshConfig, load_config
-from lightning_jax.config_sections import KERNELS, LoraConfig
-from lightning_jax.models.load import LoadedModel
+from lightning_jax.models.config import KERNELS, LoraConfig, MeshConfig
+from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.formats.param_names import flatten, unflatten
 from lightning_jax.models.lora import adapted, frozen_part, merged, overlay, pick, trained_part
-from lightning_jax.models.names import flatten, unflatten
 from lightning_jax.models.sharding import make_mesh, param_shardings
 from lightning_jax.models.transformer import Linear, forward, init_cache, init_params
+from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.train.config import Config
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 MODEL = tiny_model(num_layers=1)

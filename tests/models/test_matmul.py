@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.config_sections import LoraConfig
+from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.lora import adapted_shape
 from lightning_jax.models.matmul import FEW_ROWS, matmul, matmul_turned, turn_kernels
 from lightning_jax.models.transformer import forward, init_params, unembed

@@ -4,10 +4,10 @@ import pytest
 from coded import raises_coded
 from log_events import records
 
-from lightning_jax.config_sections import ModelConfig
+from lightning_jax.errors import InvalidValue
 from lightning_jax.models import precision
+from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.precision import resolve_dtype
-from lightning_jax.types import InvalidValue
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:

@@ -11,17 +11,17 @@ import pytest
 from jax._src import array as jax_array
 from jax.sharding import Mesh
 
-from lightning_jax.config import MeshConfig, ServeConfig
-from lightning_jax.config_sections import LoraConfig
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.replicas import ReplicatedLoop, replicate, split_by_data
 from lightning_jax.models import reshard as module
+from lightning_jax.models.config import LoraConfig, MeshConfig
+from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import ADAPTER_LEAVES, adapted, trained_part
-from lightning_jax.models.names import flatten
 from lightning_jax.models.reshard import reshard
 from lightning_jax.models.sharding import make_mesh, param_shardings, put_on_mesh
 from lightning_jax.models.transformer import init_params
-from lightning_jax.serve.engine import Engine
-from lightning_jax.serve.loop import EngineLoop
-from lightning_jax.serve.replicas import ReplicatedLoop, replicate, split_by_data
 from lightning_jax.testing.tiny import tiny_model
 
 MODEL = tiny_model(num_layers=1)
@@ -120,7 +120,7 @@ def test_engines_of_one_run_gather_once_and_read_nothing_on_the_host(
         gathered.append(original(*args, **more))
         return gathered[-1]
 
-    monkeypatch.setattr("lightning_jax.serve.engine.spread", counted)
+    monkeypatch.setattr("lightning_jax.engine.engine.spread", counted)
     compiled = module._caster.cache_info().misses
     host_reads.clear()
     loop.load_weights(params, 1)

@@ -13,18 +13,9 @@ import pytest
 from coded import raises_coded
 from jax.sharding import PartitionSpec
 
-from lightning_jax.config import (
-    BatchConfig,
-    Config,
-    ConfigError,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ServeConfig,
-)
-from lightning_jax.config_sections import LoraConfig
-from lightning_jax.learner import Learner, make_learner
-from lightning_jax.lowering import lower_step
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
+from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
 from lightning_jax.models.sharding import (
     batch_sharding,
     cache_sharding,
@@ -39,9 +30,14 @@ from lightning_jax.models.transformer import (
     init_params,
     unembed,
 )
-from lightning_jax.serve.engine import Engine
+from lightning_jax.rl.config import BatchConfig, OptimizerConfig
+from lightning_jax.rl.learner import Learner
+from lightning_jax.settings import ConfigError
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.train.config import Config
+from lightning_jax.train.learners import make_learner
+from lightning_jax.train.memory.lowering import lower_step
 
 
 def _loss(params, config, tokens, positions, ends, remat):

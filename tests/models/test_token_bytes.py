@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from lightning_jax.models.gguf_vocab import byte_level_bpe
+from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
 from lightning_jax.models.token_bytes import longest
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

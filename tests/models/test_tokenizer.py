@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from lightning_jax.models import template_limits
 from lightning_jax.models import tokenizer as tokenizer_module
 from lightning_jax.models.chat_template import TemplateError, render
-from lightning_jax.models.gguf_vocab import byte_level_bpe
+from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer, TokenizerError, from_hf
 from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from coded import raises_coded
 
+from lightning_jax.errors import InvalidValue
 from lightning_jax.models.transformer import (
     DecoderConfig,
     _embed,
@@ -17,7 +18,6 @@ from lightning_jax.models.transformer import (
     unembed,
 )
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.types import InvalidValue
 
 LENGTH = 170  # more than one block, and not a multiple of a block
 MODEL = tiny_model(num_layers=1)

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from lightning_jax.config import AlgorithmConfig
 from lightning_jax.rl.advantages import baselines_and_scales, equal_groups, step_advantages
+from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.testing.records import trajectory, transition
 
 

@@ -15,13 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.config import BatchConfig, Config, load_config
 from lightning_jax.rl.advantages import step_advantages
 from lightning_jax.rl.batching import make_batches, make_sequences
-from lightning_jax.rl.losses import policy_loss
-from lightning_jax.rl.preferences import weigh_pairs
+from lightning_jax.rl.config import BatchConfig
+from lightning_jax.rl.dpo import weigh_pairs
+from lightning_jax.rl.losses.policy import policy_loss
 from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.settings import load_config
 from lightning_jax.testing.records import trajectory, transition
+from lightning_jax.train.config import Config
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 RATIOS = {2: 1.5, 3: 1.0, 4: 0.5, 5: 1.0}  # by token id

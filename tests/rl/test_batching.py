@@ -6,16 +6,17 @@ from coded import raises_coded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_jax.config import BatchConfig
+from lightning_jax.errors import InvalidValue
+from lightning_jax.rl.batch import StateValues
 from lightning_jax.rl.batching import (
     drop_stale,
     make_batches,
     make_sequences,
     make_supervised_sequences,
 )
-from lightning_jax.rl.weights import split_minibatches
+from lightning_jax.rl.config import BatchConfig
+from lightning_jax.rl.token_weights import split_minibatches
 from lightning_jax.testing.records import sequence, trajectory, transition
-from lightning_jax.types import InvalidValue, StateValues
 
 SMALL = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
 

@@ -1,14 +1,9 @@
 import pytest
 from coded import raises_coded
 
-from lightning_jax.rl.credit import (
-    assign_credit,
-    overlong_penalty,
-    punish_overlong,
-    rollout_return,
-)
+from lightning_jax.errors import InvalidValue
+from lightning_jax.rl.credit import assign_credit, overlong_penalty, punish_overlong, rollout_return
 from lightning_jax.testing.records import trajectory, transition
-from lightning_jax.types import InvalidValue
 
 
 def calls(*rewards: float):

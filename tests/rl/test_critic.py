@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.config import AlgorithmConfig
+from lightning_jax.rl.batch import StateBatch
+from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.critic import (
     ValueHead,
     init_critic,
@@ -12,7 +13,6 @@ from lightning_jax.rl.critic import (
     state_values,
     value_loss,
 )
-from lightning_jax.types import StateBatch
 
 
 def row(*values: float) -> jax.Array:

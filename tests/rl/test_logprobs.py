@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.config_sections import LoraConfig
+from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.transformer import unembed
+from lightning_jax.rl.batch import Batch, DistinctTargets
 from lightning_jax.rl.logprobs import head_params, node_logprobs
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.types import Batch, DistinctTargets
 
 MODEL = tiny_model(num_layers=1)
 TIED = dataclasses.replace(MODEL.config, tie_embeddings=True)

@@ -7,9 +7,9 @@ import optax
 import pytest
 from coded import raises_coded
 
-from lightning_jax.config import OptimizerConfig
+from lightning_jax.errors import InvalidValue
+from lightning_jax.rl.config import OptimizerConfig
 from lightning_jax.rl.optimizer import make_optimizer, make_schedule
-from lightning_jax.types import InvalidValue
 
 STRICT_PROMOTION = False  # optax mixes dtypes
 

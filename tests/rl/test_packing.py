@@ -3,8 +3,8 @@ from coded import raises_coded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.packing import PathForest, common_prefix, pack_rows
-from lightning_jax.types import InvalidValue
 
 PREFIX = list(range(100, 110))
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_jax.config import AlgorithmConfig
+from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.testing.records import trajectory, transition
 

@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lightning_jax.config import BatchConfig, OptimizerConfig
+from lightning_jax.errors import InvalidValue
 from lightning_jax.models.transformer import forward, unembed
+from lightning_jax.rl.batch import Batch, TrainingSequence
 from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.bundles import BUNDLE_ON, bundles, measure
+from lightning_jax.rl.config import BatchConfig, OptimizerConfig
 from lightning_jax.rl.logprobs import response_logprobs
-from lightning_jax.rl.objectives import policy_objective, supervised_objective
+from lightning_jax.rl.losses.objectives import policy_objective, supervised_objective
+from lightning_jax.rl.microbatches import BUNDLE_ON, bundles, measure
 from lightning_jax.rl.optimizer import make_optimizer
 from lightning_jax.rl.train_state import init_state
 from lightning_jax.rl.train_step import (
@@ -31,7 +33,6 @@ from lightning_jax.rl.train_step import (
 )
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.types import Batch, InvalidValue, TrainingSequence
 
 STRICT_PROMOTION = False  # optax mixes dtypes
 MODEL = tiny_model()

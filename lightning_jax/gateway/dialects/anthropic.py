@@ -14,16 +14,10 @@ from lightning_jax.gateway.dialects.base import (
     ReplyContext,
     Sender,
 )
-from lightning_jax.gateway.dialects.chat_form import add_assistant, arguments_of, tool_call
-from lightning_jax.gateway.dialects.openai_common import completion_tokens, output_schema
+from lightning_jax.gateway.dialects.messages import add_assistant, arguments_of, tool_call
+from lightning_jax.gateway.dialects.openai_fields import completion_tokens, output_schema
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.request import (
-    Function,
-    PolicyRequest,
-    ToolChoice,
-    agent_of,
-    check_model,
-)
+from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice, agent_of, check_model
 from lightning_jax.types import Message
 
 # Fields that no text policy can support, each with the values that ask for nothing.

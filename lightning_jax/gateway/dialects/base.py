@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning_jax.gateway.answer import Answer, Delta
-from lightning_jax.gateway.conversations import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.request import POLICY, PolicyRequest
+from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.models.tokenizer import Tokenizer
 
 

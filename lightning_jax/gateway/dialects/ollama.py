@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from lightning_jax.engine.types import MAX_TOP_LOGPROBS
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import (
@@ -20,20 +21,11 @@ from lightning_jax.gateway.dialects.base import (
     ReplyContext,
     Sender,
 )
-from lightning_jax.gateway.dialects.chat_form import add_assistant, arguments_of, tool_call
-from lightning_jax.gateway.dialects.openai_common import (
-    functions_of,
-    logprob_entries,
-)
+from lightning_jax.gateway.dialects.messages import add_assistant, arguments_of, tool_call
+from lightning_jax.gateway.dialects.openai_fields import functions_of, logprob_entries
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.request import (
-    POLICY,
-    JsonSchema,
-    PolicyRequest,
-    agent_of,
-    check_model,
-)
-from lightning_jax.types import MAX_TOP_LOGPROBS, Message
+from lightning_jax.gateway.request import POLICY, JsonSchema, PolicyRequest, agent_of, check_model
+from lightning_jax.types import Message
 
 _VERSION = "0.12.11"  # the release whose API this follows, the first with log-probabilities
 # Fields that no text policy can support, each with the values that ask for nothing.

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from gateway_bench import Bench
 
+from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import AnswerBuilder
-from lightning_jax.gateway.conversations import SavedConversations
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
-from lightning_jax.gateway.dialects.gemini import parse
-from lightning_jax.gateway.dialects.gemini_schema import json_schema
+from lightning_jax.gateway.dialects.gemini.dialect import parse
+from lightning_jax.gateway.dialects.gemini.schema import json_schema
 from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, TextPiece
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
-from lightning_jax.gateway.tool_calls import CallArguments, CallStart, TextPiece
+from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.testing.tiny import tiny_tokenizer
-from lightning_jax.tracing.convert import spans_to_transitions
-from lightning_jax.types import Completion
+from lightning_jax.traces.convert import spans_to_transitions
 
 ASK: list[Any] = [{"role": "user", "parts": [{"text": "hi"}]}]
 FEW = {"generationConfig": {"maxOutputTokens": 9}}

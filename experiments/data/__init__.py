@@ -1,0 +1,1 @@
+"""Tasks of the experiments: published data sets and generated ones."""

@@ -1,0 +1,199 @@
+"""Text-to-SQL tasks: Spider as published, its compact files, or a generated set.
+
+Spider: Yu et al., EMNLP 2018.
+"""
+
+import functools
+import re
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.generated_sql import generated_root
+from lightning_jax.train.config import DataConfig
+from lightning_jax.train.task_files import (
+    DatasetError,
+    Record,
+    check_split,
+    limit_tasks,
+    read_records,
+    require_text,
+    unpack,
+)
+from lightning_jax.types import Task
+
+_PUBLISHED = {"train": ("train_spider.json", "train_others.json"), "dev": ("dev.json",)}
+_GOLD_TIME_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Files of one split, in either layout."""
+
+    questions: tuple[Path, ...]
+    tables: Path
+    databases: Path  # holds <db_id>/<db_id>.sqlite
+
+
+def load_spider(
+    root: str | Path | None, split: str, config: DataConfig, cache_dir: str | Path
+) -> tuple[list[Task], dict[str, int]]:
+    """Return the split's tasks in file order, and the number left out for each reason.
+
+    A task has `id`, `db_id`, `question`, `query` (gold SQL), `db_path` (absolute), `schema` (text
+    for a prompt) and the other fields of its row. `root` None is the generated set. Archives are
+    unpacked, and the generated set is written, once, under `cache_dir`. Raises DatasetError.
+    """
+    check_split(split)
+    cache = Path(cache_dir).absolute()
+    folder = generated_root(cache) if root is None else Path(root).expanduser().absolute()
+    read = list(_tasks(_find(folder, split, cache), split))
+    tasks, dropped = _filter(read, config)
+    tasks = limit_tasks(tasks, split, config.max_train_tasks, dropped)
+    if not tasks:
+        raise DatasetError(
+            f"{folder} gives 0 of its {len(read)} {split} tasks (left out: {dict(dropped)}); "
+            "expected at least 1, relax data.max_schema_chars, data.max_train_tasks or "
+            "data.require_rows.",
+            reason="empty",
+            key=split,
+        )
+    return tasks, dict(dropped)
+
+
+def schema_text(record: Record) -> str:
+    """Return the schema for a prompt: a line `table(column, ...)` per table, then the foreign keys.
+
+    `record` is an entry of Spider's tables.json. Names are those of the database, quoted for SQL.
+    """
+    tables = [_quoted(name) for name in record["table_names_original"]]
+    columns = [(table, _quoted(name)) for table, name in record["column_names_original"]]
+    lines = [
+        f"{name}({', '.join(column for owner, column in columns if owner == index)})"
+        for index, name in enumerate(tables)
+        if not name.startswith("sqlite_")  # internal tables of SQLite
+    ]
+    keys = [
+        "=".join(f"{tables[columns[i][0]]}.{columns[i][1]}" for i in pair)
+        for pair in record["foreign_keys"]
+    ]
+    return "\n".join(lines + ([f"Keys: {', '.join(keys)}"] if keys else []))
+
+
+@functools.cache
+def _quoted(name: str) -> str:
+    """Return the name, in double quotes if SQLite cannot parse it bare: `Home Town`, `From`."""
+    if re.fullmatch(r"[A-Za-z_]\w*", name):
+        with closing(sqlite3.connect(":memory:")) as empty, suppress(sqlite3.OperationalError):
+            empty.execute(f"SELECT {name} FROM (SELECT 1 AS {name})")
+            return name
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _find(folder: Path, split: str, cache: Path) -> _Source:
+    if not folder.is_dir():
+        raise DatasetError(
+            f"data.root is {str(folder)!r}, which is not a folder; expected Spider's files there, "
+            "or data.root=null for the generated set.",
+            reason="not_a_directory",
+            key="data.root",
+        )
+    if (compact := folder / f"{split}.jsonl.gz").is_file():
+        databases = unpack(folder / f"databases_{split}.tar.gz", cache)
+        return _Source((compact,), folder / "tables.jsonl.gz", databases / "database")
+    first, *more = (folder / name for name in _PUBLISHED[split])
+    if first.is_file():
+        questions = (first, *(path for path in more if path.is_file()))
+        return _Source(questions, folder / "tables.json", folder / "database")
+    raise DatasetError(
+        f"data.root {folder} has neither {compact.name} (the compact layout) nor {first.name} (the "
+        "published one); expected one of them, check the path.",
+        reason="not_found",
+        key="data.root",
+    )
+
+
+def _tasks(source: _Source, split: str) -> Iterator[Task]:
+    schemas = _read_schemas(source.tables)
+    seen: set[str] = set()
+    rows = (pair for path in source.questions for pair in read_records(path))
+    for index, (where, row) in enumerate(rows):
+        require_text(row, ("db_id", "question", "query"), where)
+        task = {"id": f"spider_{split}_{index:05d}", **row}
+        require_text(task, ("id",), where)
+        db_id, db_path = row["db_id"], source.databases / row["db_id"] / f"{row['db_id']}.sqlite"
+        if task["id"] in seen:
+            raise DatasetError(
+                f"{where}: id {task['id']!r} was used before; expected unique ids.",
+                reason="duplicate",
+                key="id",
+            )
+        if db_id not in schemas:
+            raise DatasetError(
+                f"{where}: db_id {db_id!r} is not in {source.tables}; expected its schema.",
+                reason="unknown",
+                key="db_id",
+            )
+        if not db_path.is_file():
+            raise DatasetError(
+                f"{where}: database {db_path} does not exist; expected a SQLite file.",
+                reason="not_found",
+                key=str(db_path),
+            )
+        seen.add(task["id"])
+        yield task | {"db_path": str(db_path), "schema": schemas[db_id]}
+
+
+def _read_schemas(path: Path) -> dict[str, str]:
+    schemas = {}
+    for where, record in read_records(path):
+        require_text(record, ("db_id",), where)
+        try:
+            schemas[record["db_id"]] = schema_text(record)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise DatasetError(
+                f"{where}: the schema of {record['db_id']!r} is broken ({error!r}); expected "
+                "table_names_original, column_names_original and foreign_keys as Spider has them.",
+                reason="malformed",
+                key=record["db_id"],
+            ) from error
+    return schemas
+
+
+def _filter(tasks: list[Task], config: DataConfig) -> tuple[list[Task], Counter[str]]:
+    dropped: Counter[str] = Counter()
+    kept = []
+    for task in tasks:
+        reason = _reason_to_drop(task, config)
+        if reason is None:
+            kept.append(task)
+        else:
+            dropped[reason] += 1
+    return kept, dropped
+
+
+def _reason_to_drop(task: Task, config: DataConfig) -> str | None:
+    longest = config.max_schema_chars
+    if longest is not None and len(task["schema"]) > longest:
+        return "schema_too_long"
+    if not config.require_rows:
+        return None
+    try:
+        has_rows = task["n_rows"] > 0 if isinstance(task.get("n_rows"), int) else _has_rows(task)
+    except sqlite3.Error:
+        return "gold_fails"
+    return None if has_rows else "gold_returns_no_row"
+
+
+def _has_rows(task: Task) -> bool:
+    """Run the gold query on the database, opened read-only. Return True if it returns a row."""
+    deadline = time.monotonic() + _GOLD_TIME_LIMIT_S
+    uri = f"{Path(task['db_path']).as_uri()}?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True)) as connection:
+        connection.text_factory = bytes  # published text is not always UTF-8
+        connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
+        return connection.execute(task["query"]).fetchone() is not None

@@ -1,0 +1,326 @@
+"""Command line of `lightning-jax`.
+
+Importing JAX takes seconds, and neither --help nor a wrong flag needs it. Each command therefore
+imports its own modules.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from lightning_jax.cli.config import ServerConfig
+from lightning_jax.cli.runtime import (
+    STOPPED,
+    add_settings,
+    is_unwritable,
+    log_plainly,
+    parse,
+    stop_on_sigterm,
+)
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.models.config import ModelConfig
+from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
+
+if TYPE_CHECKING:
+    from lightning_jax.gateway.app import Gateway
+
+STARTER = Path(__file__).parent / "starter"  # folder that `new` copies
+
+# Flags of `serve` that set fields of ServeConfig. Their defaults are defined there.
+SERVE_FLAGS = {
+    "host": "address to listen on",
+    "port": "port to listen on, 0 for any free one",
+    "slots": "number of requests decoded at once, per copy of the model",
+    "max_len": "maximum number of tokens of prompt plus response",
+    "max_queue": "maximum number of waiting requests; further ones get a 429",
+    "max_connections": "maximum number of connections; the next one closes an idle one",
+    "idle_connection_s": "seconds before an idle connection is closed",
+    "slow_request_s": "seconds to receive a whole request; a slower one gets a 408",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser that reports an error in one sentence, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    A user error prints one sentence and returns 1 or 2.
+    """
+    arguments = parse(_parser(), argv)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        _fail(arguments.stopped, 130)
+        # After an interrupted compilation, JAX crashes at interpreter exit.
+        os._exit(130)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.run is _new:  # only copies files, without JAX
+        return _new(arguments)
+    from lightning_jax.cli.compiled import keep_compiled
+    from lightning_jax.errors import UserError
+
+    log_plainly()
+    keep_compiled()
+    try:
+        return arguments.run(arguments)
+    except UserError as error:
+        return _fail(f"error: {error}", 1)
+    except OSError as error:
+        if not is_unwritable(error):
+            raise
+        return _fail(f"error: {error}; free disk space or fix permissions, then try again.", 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="lightning-jax", description="Train an agent, or serve a model.")
+    parser.set_defaults(stopped="stopped")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_new(commands.add_parser("new", help="create a directory with an example agent and tasks"))
+    _add_train(commands.add_parser("train", help="train an agent on your own tasks"))
+    _add_serve(commands.add_parser("serve", help="serve a model over OpenAI's API and others"))
+    _add_verify(commands.add_parser("verify", help="check a run's log-probs against its weights"))
+    _add_view(commands.add_parser("view", help="show a run's rollouts, or the timeline of one"))
+    _add_plan(commands.add_parser("plan", help="report the memory that a run needs on each device"))
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # error messages point to its --help
+    return parser
+
+
+def _add_new(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Create a directory with an example agent, tasks and settings to edit."
+    parser.add_argument("folder", metavar="DIR", type=Path, help="what to make")
+    parser.set_defaults(run=_new)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Train the agent that the settings name on the tasks of data.root: a file with one JSON "
+        "object per line, or a directory with train.jsonl and dev.jsonl."
+    )
+    add_settings(parser)
+    parser.set_defaults(run=_train, stopped=STOPPED)
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serve a model over OpenAI's API and others. Stop with Ctrl-C."
+    model = "Hugging Face directory or hub id, .gguf file, or smollm2-135m-instruct"
+    dtype = (
+        "dtype of weights and activations: float32, bfloat16, or auto (the fastest on this machine)"
+    )
+    parser.add_argument("--model", default=ModelConfig.name, help=f"{model} (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default=ModelConfig.dtype, help=f"{dtype} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--activation-dtype",
+        metavar="float32",
+        help=(
+            "dtype of activations with bfloat16 weights, for a CPU (default: that of the weights)"
+        ),
+    )
+    defaults = {field.name: field.default for field in fields(ServeConfig)}
+    for name, text in SERVE_FLAGS.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(defaults[name]),
+            default=defaults[name],
+            help=f"{text} (default: %(default)s)",
+        )
+    tensor = (
+        "devices that share one copy of the model; other devices get further copies (default: 1)"
+    )
+    parser.add_argument("--tensor", type=int, default=ServerConfig.tensor, help=tensor)
+    parser.add_argument(
+        "--api-key", help="API key that clients must send (default: a random one, printed)"
+    )
+    parser.add_argument("--record", metavar="FILE", help="record every call in this SQLite file")
+    drain = "seconds to finish running requests after Ctrl-C (default: %(default)g)"
+    parser.add_argument("--drain-s", type=float, default=ServerConfig.drain_s, help=drain)
+    parser.set_defaults(run=_serve)
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Recompute the log-probs of a run's stored calls with the weights that sampled them. The "
+        "exit code is 1 if any differs."
+    )
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
+    limit = "maximum number of calls to compare, evenly spaced (default: all)"
+    parser.add_argument("--limit", type=int, help=limit)
+    tolerance = "maximum difference of a log-prob in nats (default: 0.001, 1 for bfloat16)"
+    parser.add_argument("--tolerance", type=float, help=tolerance)
+    parser.set_defaults(run=_verify)
+
+
+def _add_view(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show a run's rollouts as a table, newest step first, or one rollout as a waterfall of "
+        "agent, LLM and tool spans with prompts, responses, credit and advantages."
+    )
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
+    rollout = "rollout to show (default: a table of all)"
+    parser.add_argument("rollout_id", metavar="ROLLOUT", nargs="?", help=rollout)
+    parser.add_argument("--phase", choices=("train", "eval"), help="only rollouts of this phase")
+    parser.add_argument("--step", type=int, help="only rollouts of this step")
+    limit = "maximum number of rollouts (default: %(default)s)"
+    parser.add_argument("--limit", type=int, default=DEFAULT_LIMIT, help=limit)
+    chars = "maximum number of characters per text, 0 for no limit (default: %(default)s)"
+    parser.add_argument("--chars", type=int, default=DEFAULT_CHARS, help=chars)
+    page = "write a self-contained HTML page with the details of all rollouts"
+    parser.add_argument("--html", metavar="FILE", type=Path, help=page)
+    parser.set_defaults(run=_view)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Report how much memory a run needs on each device. Compiles the training step without "
+        "allocating. The exit code is 1 if a device is too small."
+    )
+    add_settings(parser)
+    devices = "number of simulated devices (default: the devices of this machine)"
+    parser.add_argument("--devices", type=int, metavar="N", help=devices)
+    absent = "plan for other hardware, such as h100:8 or v5e:2x4 (needs its compiler)"
+    parser.add_argument("--target", metavar="NAME", help=absent)
+    memory = "memory of a device in GiB (default: as reported by this machine)"
+    parser.add_argument("--device-gib", type=float, metavar="GIB", help=memory)
+    quick = "estimate a step's memory from shapes instead of compiling it"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.set_defaults(run=_plan)
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    folder = arguments.folder
+    if folder.exists():
+        return _fail(f"error: {folder} already exists; pass a new directory.", 1)
+    try:
+        shutil.copytree(STARTER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    except OSError as error:
+        return _fail(f"error: {folder} cannot be created ({error}); pass another path.", 1)
+    for path in sorted(folder.iterdir()):
+        print(path)
+    found = shutil.which("lightning-jax")  # None if the command is not on PATH
+    command = "lightning-jax" if found else f"{sys.executable} -m lightning_jax"
+    print(f"\ncd {folder} && {command} train --config config.yaml")
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from lightning_jax.cli.train import load_splits, train_and_report
+    from lightning_jax.settings import load_config
+    from lightning_jax.train.config import Config
+    from lightning_jax.train.task_files import load_task_files
+
+    stop_on_sigterm()
+    config = load_config(Config, [arguments.config, *arguments.settings])
+    train_and_report(config, *load_splits(config, load_task_files))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from lightning_jax.settings import load_config
+    from lightning_jax.train.config import Config
+    from lightning_jax.train.memory import plan
+    from lightning_jax.train.memory.targets import target_devices
+
+    for flag in ("devices", "device_gib"):
+        value = getattr(arguments, flag)
+        if value is not None and not value > 0:
+            name = "--" + flag.replace("_", "-")
+            return _fail(f"error: {name} is {value:g}; expected above 0.", 2)
+    if arguments.devices is not None and arguments.target is not None:
+        return _fail("error: --devices and --target are both set; choose one.", 2)
+    config = load_config(Config, [arguments.config, *arguments.settings])
+    capacity = devices = None
+    if arguments.target is not None:
+        devices, capacity = target_devices(arguments.target)
+    elif arguments.devices is not None:
+        plan.simulate_devices(arguments.devices)
+    elif arguments.device_gib is None:
+        capacity = plan.device_capacity()
+    config, model = plan.resolve_shape(config, devices[0].platform if devices else None)
+    if arguments.device_gib is not None:
+        capacity = int(arguments.device_gib * plan.GIB)
+    make = plan.make_plan if arguments.quick else plan.compile_plan
+    made = make(model, config, capacity, devices)
+    print(plan.as_table(made))
+    plan.check_plan(made)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    settings = {name: getattr(arguments, name) for name in SERVE_FLAGS}
+    try:
+        config = ServerConfig(
+            model=ModelConfig(
+                name=arguments.model,
+                dtype=arguments.dtype,
+                activation_dtype=arguments.activation_dtype,
+            ),
+            serve=ServeConfig(**settings, api_key=arguments.api_key),
+            record=arguments.record,
+            drain_s=arguments.drain_s,
+            tensor=arguments.tensor,
+        )
+    except ValueError as error:
+        return _fail(f"error: {error}", 2)
+
+    def announce(gateway: "Gateway") -> None:
+        key = "" if arguments.api_key else f" with API key {gateway.api_key}"
+        print(f"{gateway.model_name} answers at {gateway.url}/v1{key}", flush=True)
+
+    from lightning_jax.cli.serve import serve
+
+    serve(config, announce)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from lightning_jax.cli.verify import as_text, verify
+
+    if arguments.limit is not None and arguments.limit < 1:
+        return _fail(f"error: --limit is {arguments.limit}; expected at least 1.", 2)
+    if arguments.tolerance is not None and not arguments.tolerance > 0:
+        return _fail(f"error: --tolerance is {arguments.tolerance:g}; expected above 0 nats.", 2)
+    found = verify(arguments.run_dir, limit=arguments.limit, tolerance=arguments.tolerance)
+    print(as_text(found))
+    return 1 if found.off else 0
+
+
+def _view(arguments: argparse.Namespace) -> int:
+    from lightning_jax.studio.command import show
+
+    for flag, lowest in (("step", 0), ("limit", 1), ("chars", 0)):
+        value = getattr(arguments, flag)
+        if value is not None and not lowest <= value < 2**31:
+            return _fail(f"error: --{flag} is {value}; expected {lowest} to {2**31 - 1}.", 2)
+    if arguments.rollout_id and (arguments.phase or arguments.step is not None):
+        return _fail(
+            "error: --phase and --step cannot be combined with a rollout; drop one of them.", 2
+        )
+    show(
+        arguments.run_dir,
+        arguments.rollout_id,
+        phase=arguments.phase,
+        step=arguments.step,
+        limit=arguments.limit,
+        chars=arguments.chars,
+        html=arguments.html,
+    )
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code

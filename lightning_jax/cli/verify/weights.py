@@ -1,0 +1,74 @@
+"""Sources of the weights of a run's versions.
+
+Version s of the weights is the result of s trainer steps. Version 0 (the initial model), the kept
+checkpoints and the exported policy can be loaded.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from lightning_jax.models.formats.load import load_model
+from lightning_jax.models.lora import overlay, trained_part
+from lightning_jax.models.transformer import Params
+from lightning_jax.train.checkpoint import Checkpointer
+from lightning_jax.train.config import Config
+from lightning_jax.train.export import EXPORTED
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """Source of one version of the weights."""
+
+    label: str
+    load: Callable[[Params], Params]  # the result has the shapes and shardings of the argument
+
+
+def find_sources(
+    run_dir: Path, config: Config, last_version: int, policy: str = ""
+) -> dict[int, WeightsSource]:
+    """Return the versions that the run directory still holds.
+
+    Each source's `load` takes the weights of `config.model`. `policy` names a policy with its own
+    weights.
+    """
+    label = f"{policy}: " if policy else ""
+    base = config.policies[policy].base if policy else None
+    if base in (None, config.model.name):
+        weights_sources = {0: WeightsSource(label + config.model.name, lambda initial: initial)}
+    else:
+        weights_sources = {0: WeightsSource(label + base, _loads(base, config))}
+    # Several adapters are each exported in a separate merged copy, so no export holds them all.
+    exported = run_dir / "policy" / policy
+    if _exported_step(run_dir) == last_version > 0 and not config.adapters and exported.is_dir():
+        # A single adapter is merged in the export, and the fresh adapter on top of it is zero.
+        name = f"{label}policy{f'/{policy}' if policy else ''}"
+        weights_sources[last_version] = WeightsSource(name, _loads(str(exported), config))
+    directory = run_dir / "checkpoints"
+    if directory.is_dir():
+
+        def restore(initial: Params, step: int) -> Params:
+            with contextlib.closing(Checkpointer(directory, config.checkpoint)) as checkpointer:
+                trained = checkpointer.restore_params(trained_part(initial), step, policy)
+                return overlay(initial, trained)
+
+        with contextlib.closing(Checkpointer(directory, config.checkpoint)) as checkpointer:
+            for step in checkpointer.steps:
+                name = f"{label}checkpoints/{step}"
+                weights_sources[step] = WeightsSource(name, partial(restore, step=step))
+    return weights_sources
+
+
+def _exported_step(run_dir: Path) -> int | None:
+    try:
+        return json.loads((run_dir / EXPORTED).read_text())["step"]
+    except FileNotFoundError:
+        return None
+
+
+def _loads(name: str, config: Config) -> Callable[[Params], Params]:
+    """Return a function that lays the named model's weights over its argument."""
+    return lambda initial: overlay(initial, load_model(name, config.model.dtype).params)

@@ -1,0 +1,143 @@
+"""Bookkeeping of open requests and admission checks, shared by the asyncio loops."""
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import Generic, Literal, TypeVar
+
+from lightning_jax.engine.generation import (
+    Delivery,
+    Draining,
+    EngineError,
+    Generation,
+    PromptTooLong,
+    QueueFull,
+    deliver,
+)
+from lightning_jax.errors import InvalidValue
+
+Request = TypeVar("Request")
+LoopStatus = Literal["ok", "draining", "failed"]  # a closed loop is "failed", too
+
+
+def join_statuses(statuses: Iterable[LoopStatus]) -> LoopStatus:
+    """Return "ok" if all statuses are, else the first other one: then some requests are refused."""
+    for status in statuses:
+        if status != "ok":
+            return status
+    return "ok"
+
+
+class Intake(Generic[Request]):
+    """Open requests by generation. Every method may be called from any thread."""
+
+    def __init__(self, *, slots: int, max_queue: int, max_len: int, vocab_size: int) -> None:
+        self._slots, self._max_queue = slots, max_queue
+        self._max_len, self._vocab_size = max_len, vocab_size
+        self._open: dict[Generation, Request] = {}
+        self._tenants: dict[Generation, str | None] = {}
+        self._counts: Counter[str | None] = Counter()  # open requests by tenant
+        self._lock = threading.RLock()
+        self._empty = threading.Event()
+        self._empty.set()
+        self._draining = False
+        self.failure: EngineError | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def get(self, generation: Generation) -> Request | None:
+        """Return the open request, or None if it has ended."""
+        return self._open.get(generation)
+
+    @property
+    def status(self) -> LoopStatus:
+        """Status, which is "ok" if new requests are accepted, regardless of a full queue."""
+        if self.failure:
+            return "failed"
+        return "draining" if self._draining else "ok"
+
+    def check_prompt(self, prompt: tuple[int, ...]) -> None:
+        """Check that the prompt is valid and leaves room for a response.
+
+        Raises PromptTooLong if it leaves no room, and ValueError if it is empty or has an unknown
+        token.
+        """
+        if not prompt:
+            raise InvalidValue(
+                "the prompt has no tokens; send at least one", reason="empty", key="prompt"
+            )
+        if len(prompt) >= self._max_len:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens; the limit is {self._max_len - 1}, which "
+                "leaves 1 for the response. Shorten it or raise serve.max_len.",
+                reason="too_long",
+                key="prompt",
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            raise InvalidValue(
+                f"the prompt has a token id outside 0..{self._vocab_size - 1}; encode it with the "
+                "model's own tokenizer",
+                reason="out_of_range",
+                key="prompt",
+            )
+
+    def add(self, generation: Generation, request: Request, tenant: str | None = None) -> None:
+        """Open a request. Raises EngineError after a failure, Draining or QueueFull.
+
+        A full queue refuses only tenants that already have their share of it. So one tenant's flood
+        never blocks the others, and at most twice `max_queue` requests wait.
+        """
+        with self._lock:
+            self.check_failure()
+            if self._draining:
+                raise Draining(
+                    "the engine is draining; send the request to another one",
+                    reason="draining",
+                )
+            room = self._slots + self._max_queue
+            num_open = self._counts[tenant]
+            others = len(self._counts) - (num_open > 0)
+            if len(self._open) >= room and num_open >= max(1, room // (others + 1)):
+                raise QueueFull(
+                    f"the queue is full: {len(self._open)} requests are open, {num_open} of them "
+                    "from this caller (limit: serve.slots + serve.max_queue). Retry later.",
+                    reason="queue_full",
+                )
+            self._open[generation] = request
+            self._tenants[generation] = tenant
+            self._counts[tenant] += 1
+            self._empty.clear()
+
+    def check_failure(self) -> None:
+        """Raise EngineError if the engine has failed or was closed."""
+        if self.failure:
+            raise EngineError(str(self.failure), reason=self.failure.reason) from self.failure
+
+    def remove(self, generations: Iterable[Generation]) -> None:
+        """Remove requests that have ended."""
+        with self._lock:
+            for generation in generations:
+                if self._open.pop(generation, None) is None:
+                    continue
+                tenant = self._tenants.pop(generation)
+                self._counts[tenant] -= 1
+                if not self._counts[tenant]:
+                    del self._counts[tenant]
+            if not self._open:
+                self._empty.set()
+
+    def fail(self, error: EngineError) -> None:
+        """End every open request with `error`, and refuse later ones. The first failure stays."""
+        with self._lock:
+            self.failure = self.failure or error
+            failed = [Delivery(generation, None, self.failure) for generation in self._open]
+            self.remove(list(self._open))
+        deliver(failed)
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when none is open."""
+        with self._lock:
+            self._draining = True
+        await asyncio.to_thread(self._empty.wait)

@@ -1,0 +1,247 @@
+"""Copies between slot rows and a pool of key/value pages. Holds no state.
+
+A pool is a cache with P rows of PAGE tokens.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from lightning_jax.engine.cache.radix import PAGE
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.models.attention.flash_cache import kernel_width
+from lightning_jax.models.attention.kv_cache import (
+    TOKEN_AXIS,
+    KVCache,
+    LayerCache,
+    join,
+    segment_starts,
+)
+from lightning_jax.models.sharding import platform_of
+from lightning_jax.models.transformer import DecoderConfig, init_cache
+
+MOST_PAGES = 8  # times the slots' own capacity: a tiny model takes no memory that it cannot use
+
+
+class PageCopier:
+    """Compiled copies for one slot layout.
+
+    `sharding` is the sharding of the slots' cache and of the pool. `jit` is `jax.jit` with the
+    engine's options.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        serve: ServeConfig,
+        dtype: Any,
+        sharding: jax.sharding.Sharding,
+        jit: Callable[..., Any] = jax.jit,
+    ) -> None:
+        self.num_blocks = serve.max_len // PAGE  # per row; a partial last page is not cached
+        platform = platform_of(sharding)
+        wanted = int(serve.prefix_cache_mib * 2**20) // page_bytes(config, dtype, platform)
+        self.num_pages = min(wanted, MOST_PAGES * serve.slots * self.num_blocks)
+        init = partial(init_cache, config, self.num_pages, PAGE, dtype, platform)
+        self._init = jit(init, out_shardings=sharding)
+        restore, store = _copies(sharding)
+        self._restore = jit(restore, donate_argnums=0, out_shardings=sharding)
+        self._store = jit(store, donate_argnums=0, out_shardings=sharding)
+
+    def init_pool(self) -> KVCache:
+        """Allocate a pool of empty pages. All of its memory is taken at once."""
+        return self._init()
+
+    def restore(self, cache: KVCache, slot: int, pool: KVCache, page_ids: Sequence[int]) -> KVCache:
+        """Return the slots' cache with these pages in order at the start of the row.
+
+        Donates `cache`.
+        """
+        return self._restore(cache, pool, np.int32(slot), *self._padded(0, page_ids))
+
+    def store(
+        self, pool: KVCache, page_ids: Sequence[int], cache: KVCache, slot: int, first: int
+    ) -> KVCache:
+        """Return the pool with the row's blocks from `first` on in these pages. Donates `pool`.
+
+        Block i holds the tokens from i * PAGE on.
+        """
+        padded, count = self._padded(first, page_ids)
+        return self._store(pool, cache, np.int32(slot), np.int32(first), padded, count)
+
+    def warmup(self, cache: KVCache, pool: KVCache) -> tuple[KVCache, KVCache]:
+        """Compile both copies by copying nothing. Donates `cache` and `pool`."""
+        if not self.num_pages:
+            return cache, pool
+        pool = self.store(pool, (), cache, 0, 0)
+        return jax.block_until_ready((self.restore(cache, 0, pool, ()), pool))
+
+    @property
+    def compiles(self) -> int:
+        """Number of programs compiled so far."""
+        functions: Any = (self._init, self._restore, self._store)
+        return sum(function._cache_size() for function in functions)
+
+    def _padded(self, first: int, page_ids: Sequence[int]) -> tuple[Any, Any]:
+        # JAX would silently clamp a block that extends past the row.
+        assert first + len(page_ids) <= self.num_blocks, "the row has no blocks left"
+        padded = np.zeros(self.num_blocks, np.int32)
+        padded[: len(page_ids)] = page_ids
+        return padded, np.int32(len(page_ids))
+
+
+def page_bytes(config: DecoderConfig, dtype: Any, platform: str = "cpu") -> int:
+    """Return the bytes of one page for all layers, summed over the devices that share it."""
+    width = kernel_width(platform, config.head_dim)
+    numbers = 2 * config.num_layers * PAGE * config.num_kv_heads * width
+    return numbers * np.dtype(dtype).itemsize
+
+
+def _copies(sharding: jax.sharding.Sharding) -> tuple[Callable[..., KVCache], ...]:
+    """Return the functions that restore and store pages.
+
+    On a GPU the host would wait at each iteration of a loop, so whole rows are copied.
+    """
+    at_once = platform_of(sharding) == "gpu"
+    return (_restore_at_once, _store_at_once) if at_once else (_restore, _store)
+
+
+def _restore(
+    cache: KVCache,
+    pool: KVCache,
+    slot: Int32[Array, ""],
+    page_ids: Int32[Array, " N"],
+    count: Int32[Array, ""],
+) -> KVCache:
+    segments = []
+    for segment, first, end in _blocks_of_segments(cache, len(page_ids)):
+        if first >= end:  # the end of a row, shorter than a page
+            segments.append(segment)
+            continue
+
+        def step(i: Any, segment: KVCache, first: int = first) -> KVCache:
+            return _copy_page(pool, (page_ids[i], 0), segment, (slot, (i - first) * PAGE))
+
+        segments.append(jax.lax.fori_loop(first, jnp.minimum(count, end), step, segment))
+    return join(segments)
+
+
+def _store(
+    pool: KVCache,
+    cache: KVCache,
+    slot: Int32[Array, ""],
+    first: Int32[Array, ""],
+    page_ids: Int32[Array, " N"],
+    count: Int32[Array, ""],
+) -> KVCache:
+    for segment, begin, end in _blocks_of_segments(cache, len(page_ids)):
+        if begin >= end:
+            continue
+
+        def step(i: Any, pool: KVCache, segment: KVCache = segment, begin: int = begin) -> KVCache:
+            return _copy_page(segment, (slot, (i - begin) * PAGE), pool, (page_ids[i - first], 0))
+
+        low, high = jnp.maximum(first, begin), jnp.minimum(first + count, end)
+        pool = jax.lax.fori_loop(low, high, step, pool)
+    return pool
+
+
+def _restore_at_once(
+    cache: KVCache,
+    pool: KVCache,
+    slot: Int32[Array, ""],
+    page_ids: Int32[Array, " N"],
+    count: Int32[Array, ""],
+) -> KVCache:
+    """Restore like `_restore`, but always in the time of a whole row."""
+    segments = []
+    for segment, first, end in _blocks_of_segments(cache, len(page_ids)):
+        chosen, wanted = page_ids[first:end], jnp.arange(first, end) < count
+
+        def put(
+            pages: Any, rows: Any, axis: int, chosen: Any = chosen, wanted: Any = wanted
+        ) -> Any:
+            old = _blocks_of_row(rows, slot, axis, len(chosen))
+            new = jnp.where(wanted[:, None, None, None], pages[chosen], old)
+            row = jax.lax.collapse(jnp.moveaxis(new, 0, axis - 1), axis - 1, axis + 1)
+            return jax.lax.dynamic_update_slice(rows, row[None], (slot, 0, 0, 0))
+
+        segments.append(_map_sides(put, pool, segment))
+    return join(segments)
+
+
+def _store_at_once(
+    pool: KVCache,
+    cache: KVCache,
+    slot: Int32[Array, ""],
+    first: Int32[Array, ""],
+    page_ids: Int32[Array, " N"],
+    count: Int32[Array, ""],
+) -> KVCache:
+    """Store like `_store`, but always in the time of a whole row."""
+    for segment, begin, end in _blocks_of_segments(cache, len(page_ids)):
+        index = jnp.arange(begin, end) - first
+        wanted = (index >= 0) & (index < count)
+        nowhere = pool.layers[0].values[0].shape[0]
+        to = jnp.where(wanted, page_ids[jnp.clip(index, 0, len(page_ids) - 1)], nowhere)
+
+        def put(rows: Any, pages: Any, axis: int, to: Any = to) -> Any:
+            return pages.at[to].set(_blocks_of_row(rows, slot, axis, len(to)), mode="drop")
+
+        pool = _map_sides(put, segment, pool)
+    return pool
+
+
+def _map_sides(put: Callable[..., Any], source: KVCache, target: KVCache) -> KVCache:
+    """Apply `put` to the keys and values of each layer, passing the axis of their tokens."""
+
+    def put_sides(source: LayerCache, target: LayerCache) -> LayerCache:
+        keys = jax.tree.map(partial(put, axis=target.key_axis), source.keys, target.keys)
+        values = jax.tree.map(partial(put, axis=TOKEN_AXIS), source.values, target.values)
+        return replace(target, keys=keys, values=values)
+
+    pairs = zip(source.layers, target.layers, strict=True)
+    return KVCache(tuple(itertools.starmap(put_sides, pairs)))
+
+
+def _blocks_of_row(rows: Any, slot: Any, axis: int, number: int) -> Any:
+    """Return a row's first `number` blocks, shaped like pages and stacked on the first axis."""
+    row = jax.lax.dynamic_index_in_dim(rows, slot, keepdims=False)
+    taken = jax.lax.slice_in_dim(row, 0, number * PAGE, axis=axis - 1)
+    shape = (*row.shape[: axis - 1], number, PAGE, *row.shape[axis:])
+    return jnp.moveaxis(taken.reshape(shape), axis - 1, 0)
+
+
+def _blocks_of_segments(cache: KVCache, number: int) -> list[tuple[KVCache, int, int]]:
+    """Return each segment with its first and end block, for a row of `number` blocks."""
+    starts = segment_starts(cache.layers[0].values)
+    assert not any(start % PAGE for start in starts), "a page is in one segment"
+    spans = itertools.pairwise((*(start // PAGE for start in starts), number))
+    return [(segment, *span) for segment, span in zip(cache.split(), spans, strict=True)]
+
+
+def _copy_page(source: KVCache, at: Any, target: KVCache, to: Any) -> KVCache:
+    """Return `target` with PAGE tokens of `source`. Positions are (row, token) in a single segment.
+
+    A loop of these runs in place, and its time is in proportion to the pages copied. A gather or
+    scatter of a padded list takes the time of a whole row and needs one program per row length.
+    """
+
+    def copy(from_: Any, into: Any, axis: int) -> Any:
+        size = (1, *(PAGE if i == axis else n for i, n in enumerate(from_.shape) if i))
+        page = jax.lax.dynamic_slice(from_, _place(at, axis), size)
+        return jax.lax.dynamic_update_slice(into, page, _place(to, axis))
+
+    return _map_sides(copy, source, target)
+
+
+def _place(at: Any, axis: int) -> tuple[Any, ...]:
+    row, token = at
+    return (row, *(token if i == axis else 0 for i in (1, 2, 3)))

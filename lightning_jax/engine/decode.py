@@ -1,0 +1,166 @@
+"""Decode steps of the running requests: start them on the device, then read the sampled tokens."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from lightning_jax.engine.cache.radix import Node
+from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.generation import Generation
+from lightning_jax.engine.logits import LogitAdjuster
+from lightning_jax.engine.programs import DecodeState
+from lightning_jax.engine.response import Response, SampledToken
+from lightning_jax.engine.sampling import Adjustment, Sampled
+from lightning_jax.engine.types import SamplingParams, TopLogprobs
+
+_COUNTERS = ("steps", "adjusted_steps", "tokens_generated", "tokens_past_end")
+
+
+@dataclass(eq=False)  # compare by identity
+class Request:
+    """Request as seen by the engine's thread."""
+
+    generation: Generation
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    response: Response
+    adjuster: LogitAdjuster | None  # None: sample from the policy's own logits
+    adapter: int | None = None  # index, for a model with several adapters
+    tenant: str | None = None  # see Scheduler
+    held: Node | None = None  # cached prefix of the prompt, pinned while waiting
+    slot: int | None = None  # None: waiting
+    version: int = -1  # weights version at its start
+    num_due: int = 0  # steps left until its limit
+    finished: bool = False
+    is_unread: bool = False  # its next token depends on a sampled token not read yet
+
+    @property
+    def is_sequential(self) -> bool:
+        """True if its next step needs the token of the last one."""
+        return self.adjuster is not None and self.adjuster.depends_on_tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """True if it can take part in the next step."""
+        waits = self.adjuster is not None and not self.adjuster.is_ready
+        return self.num_due > 0 and not self.is_unread and not waits
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Decode steps started on the device in one dispatch, and their requests."""
+
+    requests: Mapping[int, Request]  # by slot
+    sampled: Sampled  # on the device; several steps add a leading axis
+    version: int  # of the weights
+    number: int
+
+    @property
+    def is_done(self) -> bool:
+        """True if the device has finished them."""
+        return self.sampled.tokens.is_ready()
+
+
+class Stepper:
+    """Runner that starts decode steps and reads their tokens. The caller holds the decode state."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._positions = np.zeros(engine.num_slots, np.int64)  # of the next token
+        self.counts = dict.fromkeys(_COUNTERS, 0)
+
+    def begin(self, request: Request, position: int) -> None:
+        """Register a request that now has a slot. Its next token is at `position`."""
+        request.num_due = request.response.limit
+        self._positions[request.slot] = position
+
+    def start(
+        self, params: Any, state: DecodeState, version: int, running: Mapping[int, Request]
+    ) -> tuple[DecodeState, Steps | None]:
+        """Start a step for every running request that is ready, or return None if there is none.
+
+        The other requests are held: their slots do not change, and their later samples stay the
+        same. Several steps start in one dispatch if no request reaches its limit in them and none
+        is sequential. If a request ends earlier, its remaining steps are wasted. Donates `state`.
+        """
+        requests = {slot: request for slot, request in running.items() if request.is_ready}
+        if not requests:
+            return state, None
+        slots = np.fromiter(requests, np.int64, len(requests))
+        adjustment = self._adjustment(requests)
+        number = min(request.num_due for request in requests.values())
+        is_single = adjustment is not None or any(r.is_sequential for r in running.values())
+        most = self._engine.steps_per_dispatch
+        number = 1 if is_single or number < most else most
+        longest = int(self._positions[slots].max()) + number
+        state, sampled = self._engine.generate(
+            params, state, longest, adjustment, slots=list(requests), steps=number
+        )
+        self._positions[slots] += number
+        for request in requests.values():
+            request.num_due -= number
+            request.is_unread = request.is_sequential
+        self.counts["steps"] += number
+        self.counts["adjusted_steps"] += adjustment is not None
+        return state, Steps(requests, sampled, version, number)
+
+    def read(self, steps: Steps) -> Iterator[tuple[Request, SampledToken]]:
+        """Yield the tokens in the order they were sampled. Waits for the device.
+
+        A request that has finished gets none. An earlier token of these steps may have finished it.
+        """
+        if all(request.finished for request in steps.requests.values()):
+            self.counts["tokens_past_end"] += steps.number * len(steps.requests)
+            return
+        sampled = jax.device_get(steps.sampled)  # the only device transfer
+        if steps.number == 1:
+            sampled = jax.tree.map(lambda leaf: leaf[None], sampled)
+        tokens, behavior = sampled.tokens.tolist(), sampled.behavior_logprobs.tolist()
+        sampling, tempered = sampled.sampling_logprobs.tolist(), sampled.tempered_logprobs.tolist()
+        for step in range(steps.number):
+            for slot, request in steps.requests.items():
+                if request.finished:
+                    self.counts["tokens_past_end"] += 1
+                    continue
+                self.counts["tokens_generated"] += 1
+                request.is_unread = False
+                yield (
+                    request,
+                    SampledToken(
+                        tokens[step][slot],
+                        behavior[step][slot],
+                        sampling[step][slot],
+                        tempered[step][slot],
+                        steps.version,
+                        forced=request.adjuster is not None and request.adjuster.forced,
+                        top_logprobs=_top(sampled, step, slot, request.sampling.top_logprobs),
+                    ),
+                )
+
+    def _adjustment(self, requests: Mapping[int, Request]) -> Adjustment | None:
+        """Return new changes to the slots' logits for this step, or None if there are none."""
+        adjusters = {slot: r.adjuster for slot, r in requests.items() if r.adjuster}
+        biases = {slot: adjuster for slot, adjuster in adjusters.items() if adjuster.has_bias}
+        masks = {slot: adjuster.matcher for slot, adjuster in adjusters.items() if adjuster.matcher}
+        has_likeliest = any(request.sampling.top_logprobs for request in requests.values())
+        if not (biases or masks or has_likeliest):
+            return None
+        adjustment = self._engine.adjustment(bool(biases), has_likeliest)
+        for slot, adjuster in biases.items():
+            adjuster.add_to(adjustment.bias[slot])
+        for slot, matcher in masks.items():
+            adjustment.allowed[slot] = matcher.packed()
+        return adjustment
+
+
+def _top(sampled: Sampled, step: int, slot: int, number: int) -> TopLogprobs:
+    if number == 0:
+        return ()
+    best = sampled.likeliest
+    assert best is not None, "the step returns them if any request asks for them"
+    ids, logprobs = best.ids[step, slot, :number], best.logprobs[step, slot, :number]
+    return tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))

@@ -1,0 +1,107 @@
+"""Asyncio handle of one request (chunks, result, cancellation) and the errors of serving."""
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lightning_jax.engine.response import Chunk
+from lightning_jax.engine.types import Completion
+from lightning_jax.errors import Coded, InvalidValue
+
+
+class EngineError(Coded, RuntimeError):
+    """Failure or shutdown of the engine before the response was complete."""
+
+
+class PromptTooLong(InvalidValue):
+    """Prompt that leaves no room for a response in a slot."""
+
+
+class QueueFull(Coded, RuntimeError):
+    """Refusal of a request because too many are waiting."""
+
+
+class Draining(Coded, RuntimeError):
+    """Refusal of a request because the engine only finishes the ones it has."""
+
+
+class Generation:
+    """Handle of one running request. Only `cancel` may be called off the event loop's thread.
+
+    Iterate over it for chunks, await `result()`, or do both.
+    """
+
+    def __init__(self, cancel: "Callable[[Generation], None]") -> None:
+        self.event_loop = asyncio.get_running_loop()
+        self._cancel = cancel
+        self._chunks: deque[Chunk] = deque()
+        self._outcome: Completion | EngineError | None = None
+        self._changed = asyncio.Event()
+        self._finished = asyncio.Event()
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """Return the next chunk. Raises EngineError after the last one if the engine failed."""
+        while not self._chunks:
+            if isinstance(self._outcome, EngineError):
+                raise self._outcome
+            if self._outcome is not None:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        return self._chunks.popleft()
+
+    async def result(self) -> Completion:
+        """Wait for the whole response and return it. Raises EngineError if the engine failed."""
+        await self._finished.wait()
+        if isinstance(self._outcome, Completion):
+            return self._outcome
+        assert self._outcome is not None, "a finished generation has an outcome"
+        raise self._outcome
+
+    def cancel(self) -> None:
+        """Stop the request within a step. May be called from any thread.
+
+        `result()` then returns the partial response.
+        """
+        self._cancel(self)
+
+    def receive(self, chunk: Chunk | None, outcome: Completion | EngineError | None) -> None:
+        """Record a step's chunk and the outcome, for the engine. The first outcome counts."""
+        if self._outcome is not None:
+            return
+        if chunk is not None:
+            self._chunks.append(chunk)
+        if outcome is not None:
+            self._outcome = outcome
+            self._finished.set()
+        self._changed.set()
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Arguments of one `Generation.receive` call, on its way to the event loop's thread."""
+
+    generation: Generation
+    chunk: Chunk | None
+    outcome: Completion | EngineError | None
+
+
+def deliver(deliveries: Iterable[Delivery]) -> None:
+    """Deliver all of them with one wake-up per event loop. May be called from any thread."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[Delivery]] = defaultdict(list)
+    for delivery in deliveries:
+        by_loop[delivery.generation.event_loop].append(delivery)
+    for event_loop, batch in by_loop.items():
+        # RuntimeError: the event loop is closed, so nothing is waiting on it.
+        with suppress(RuntimeError):
+            event_loop.call_soon_threadsafe(_receive_all, batch)
+
+
+def _receive_all(batch: list[Delivery]) -> None:
+    for delivery in batch:
+        delivery.generation.receive(delivery.chunk, delivery.outcome)

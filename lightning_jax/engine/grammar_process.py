@@ -1,0 +1,240 @@
+"""Handles of the grammar processes, which run grammar_child.py. No JAX."""
+
+import contextlib
+import copy
+import json
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_jax.engine.grammar_child import LENGTH, WALL_FACTOR
+from lightning_jax.errors import InvalidValue
+from lightning_jax.models.tokenizer import Tokenizer
+
+CHILD = Path(__file__).with_name("grammar_child.py")
+END_TIMEOUT_S = 5.0
+
+
+class GrammarError(InvalidValue):
+    """Grammar or JSON schema that cannot be used.
+
+    `reason` is "invalid", or "size", "time", "memory" or "crash" if it exceeded a limit. During a
+    response it may also be "token_does_not_fit", "dead_end" or "unfinished".
+    """
+
+    def __init__(self, message: str, reason: str = "invalid") -> None:
+        super().__init__(message, reason=reason)
+
+
+class GrammarProcessLost(RuntimeError):
+    """Loss of a grammar process for a reason other than its grammar."""
+
+
+@dataclass(frozen=True)
+class GrammarLimits:
+    """Limits for one grammar. `ServeConfig` documents them and has the defaults."""
+
+    timeout_s: float = 2.0
+    memory_mib: float = 512.0
+    max_kib: int = 256
+
+
+class GrammarProcess:
+    """Handle of one grammar's process. Every method may be called from any thread."""
+
+    def __init__(self, connection: socket.socket, limits: GrammarLimits) -> None:
+        self._connection, self._limits = connection, limits
+        self._lock = threading.Lock()
+        self._why: GrammarError | GrammarProcessLost | None = None
+        weakref.finalize(self, connection.close)  # which ends the process
+
+    def open(self) -> socket.socket:
+        """Return a socket for one response, on which the process first sends the first mask.
+
+        Raises OSError if this process has no file descriptor left.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(ConnectionError):  # if it has ended, the next read fails
+            socket.send_fds(self._connection, [b"r"], [theirs.fileno()])
+        return ours
+
+    @property
+    def alive(self) -> bool:
+        """True if the process has not reported its end."""
+        return self._why is None and not wait_readable([self._connection.fileno()], 0.0)
+
+    def why(self) -> GrammarError | GrammarProcessLost:
+        """Return the error that ended the process. Waits for it if the process is still alive."""
+        with self._lock:
+            if self._why is None:
+                self._why = self._ask()
+            return self._why
+
+    def _ask(self) -> GrammarError | GrammarProcessLost:
+        self._connection.settimeout(END_TIMEOUT_S)
+        report = b""
+        with contextlib.suppress(OSError):
+            report = self._connection.recv(1)
+        if not report:
+            return GrammarProcessLost("the grammar's process was lost; send the call again")
+        limits = self._limits
+        match report[0]:
+            case signal.SIGPROF | signal.SIGALRM:
+                reason = "time"
+                bound = f"serve.grammar_timeout_s allows {limits.timeout_s:g} s of CPU time"
+            case signal.SIGABRT | signal.SIGKILL:
+                reason = "memory"
+                bound = f"serve.grammar_memory_mib allows {limits.memory_mib:g} MiB"
+            case number:
+                reason = "crash"
+                bound = f"the grammar library ended with signal {number}"
+        return GrammarError(f"the grammar is too complex: {bound}. Simplify the schema.", reason)
+
+
+class GrammarServer:
+    """Fork server of one tokenizer. It starts at the first grammar, and again if it was lost."""
+
+    def __init__(self, tokenizer: Tokenizer, end_of_turn_id: int, limits: GrammarLimits) -> None:
+        self._limits = limits
+        self._tokenizer, self._end_of_turn_id = tokenizer, end_of_turn_id
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize | None = None
+        self.starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the fork server, or None before the first grammar."""
+        return self._process.pid if self._process else None
+
+    def start(self, grammar: str) -> GrammarProcess:
+        """Start a process for the grammar. Raises GrammarProcessLost if that fails twice."""
+        message = grammar.encode()
+        for _ in range(2):
+            ours, theirs = socket.socketpair()
+            with theirs, self._lock:
+                control = self._control or self._launch()
+                try:
+                    _send(control, message, theirs)
+                    return GrammarProcess(ours, self._limits)
+                except ConnectionError:
+                    ours.close()
+                    self._control = None
+                    if self._end:
+                        self._end()
+        raise GrammarProcessLost("the grammar processes do not start; see the server's log")
+
+    def _launch(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P: modules next to the script must not shadow others of the same name.
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(CHILD)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C goes to the server, which then ends it
+            )
+        self._control, self._process = ours, process
+        self._end = weakref.finalize(self, _end, process, ours)
+        self.starts += 1
+        settings = {
+            "tokenizer": self._tokenizer.to_json(),
+            "end_of_turn_id": self._end_of_turn_id,
+            "special_ids": sorted(self._tokenizer.special_ids),
+            "timeout_s": self._limits.timeout_s,
+            "memory_mib": self._limits.memory_mib,
+        }
+        with contextlib.suppress(ConnectionError):  # sending the grammar then fails, too
+            _send(ours, json.dumps(settings).encode())
+        return ours
+
+
+def _send(control: socket.socket, message: bytes, passed: socket.socket | None = None) -> None:
+    header = LENGTH.pack(len(message))
+    if passed is None:
+        control.sendall(header)
+    else:
+        socket.send_fds(control, [header], [passed.fileno()])
+    control.sendall(message)
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    """Close the control socket, and kill the process if it does not exit then."""
+    control.close()
+    try:
+        process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class Replies:
+    """Socket of one response: sends token ids and receives one reply for each."""
+
+    def __init__(self, process: GrammarProcess, patience_s: float) -> None:
+        self._process, self._connection = process, process.open()
+        self._connection.setblocking(False)
+        self._received = bytearray()
+        self._patience_s = patience_s
+        self._deadline = time.monotonic() + patience_s  # for the next reply
+        weakref.finalize(self, self._connection.close)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, token_id: int) -> None:
+        """Request the mask after this token."""
+        self._deadline = time.monotonic() + self._patience_s
+        with contextlib.suppress(ConnectionError):  # the next read fails
+            self._connection.send(LENGTH.pack(token_id))
+
+    def receive(self, timeout_s: float | None = 0.0) -> bytes | None:
+        """Return the next reply, or None on a timeout. With `timeout_s=None`, wait for it.
+
+        Raises GrammarError or GrammarProcessLost if the process has ended, and GrammarProcessLost
+        if the reply is overdue.
+        """
+        until = self._deadline if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            held = self._received
+            if len(held) >= LENGTH.size:
+                (length,) = LENGTH.unpack_from(held)
+                if len(held) >= LENGTH.size + length:
+                    self._received = held[LENGTH.size + length :]
+                    return bytes(held[LENGTH.size : LENGTH.size + length])
+            if not wait_readable([self.fileno()], until - time.monotonic()):
+                if timeout_s is None or time.monotonic() >= self._deadline:
+                    raise GrammarProcessLost("the grammar's process does not respond")
+                return None
+            try:
+                part = self._connection.recv(2**16)
+            except ConnectionError:
+                part = b""
+            if not part:
+                raise copy.copy(self._process.why())
+            held += part
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def wait_readable(descriptors: Sequence[int], timeout_s: float) -> bool:
+    """Wait until one of the descriptors is readable. Return False on a timeout."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+
+def patience_s(limits: GrammarLimits) -> float:
+    """Return the number of seconds to wait for a process before it counts as lost."""
+    return WALL_FACTOR * limits.timeout_s + END_TIMEOUT_S

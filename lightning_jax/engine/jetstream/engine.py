@@ -1,0 +1,278 @@
+"""Adapter that lets JetStream's unmodified Driver run our `Engine`.
+
+JetStream's requests have no field for some of our data, so it travels inside values that the Driver
+passes on untouched: sampling settings in the prompt string, log-probabilities in the token ids.
+JetStream was archived at 0.2.2 and is installed without its dependencies. `_importing_jetstream`
+works around both.
+"""
+
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from lightning_jax.engine.engine import Engine, Fill
+from lightning_jax.engine.generation import EngineError
+from lightning_jax.engine.programs import DecodeState, Start, start_of
+from lightning_jax.engine.sampling import Sampled
+from lightning_jax.engine.types import SamplingParams
+from lightning_jax.models.attention.kv_cache import KVCache
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def _importing_jetstream() -> Iterator[None]:
+    """Import the orchestrator without its side effects, and stub out seqio.
+
+    The import sets the root logger to DEBUG with a handler on stdout. It also needs two class names
+    of seqio, whose dependencies include TensorFlow.
+    """
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    stand_ins = {} if importlib.util.find_spec("seqio") else _seqio_stand_in()
+    sys.modules.update(stand_ins)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"serve.orchestrator is jetstream, but {error.name} is not installed; install "
+            "lightning-jax[jetstream] and requirements-nodeps.txt (google-jetstream 0.2.2)"
+        ) from error
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
+        for name in stand_ins:
+            del sys.modules[name]
+
+
+def _seqio_stand_in() -> dict[str, ModuleType]:
+    package, vocabularies = ModuleType("seqio"), ModuleType("seqio.vocabularies")
+    names = {name: type(name, (), {}) for name in ("Vocabulary", "SentencePieceVocabulary")}
+    vars(vocabularies).update(names)
+    vars(package).update(vocabularies=vocabularies)
+    return {"seqio": package, "seqio.vocabularies": vocabularies}
+
+
+with _importing_jetstream():
+    from jetstream.core import orchestrator
+    from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
+
+
+def _delete_arrays(tree: Any) -> None:
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
+
+
+orchestrator.delete_pytree = (
+    _delete_arrays  # the original calls jax.tree_map, which no longer exists
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of a prompt and the sampling settings of its response."""
+
+    ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+
+
+class PromptText(str):
+    """String that carries a prompt through the Driver to the tokenizer."""
+
+    prompt: Prompt
+
+
+class RecordedToken(int):
+    """Token id with its log-probabilities."""
+
+    behavior_logprob: float
+    sampling_logprob: float
+    tempered_logprob: float
+
+    def item(self) -> "RecordedToken":
+        """Return itself. The Driver calls this on array elements."""
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefilledPrompt:
+    """Result of `prefill`, and the input of `insert`."""
+
+    row: KVCache  # of one row
+    start: Start
+
+
+@struct.dataclass
+class RecordedTokens(engine_api.ResultTokens):
+    """Result of a step.
+
+    Columns of `data`: token, valid, length, then bits of the log-probabilities.
+    """
+
+    def convert_to_numpy(self) -> "RecordedTokens":
+        """Return a copy on the host. Waits for the step."""
+        return recorded_tokens(np.asarray(self.data))
+
+    def get_result_at_slot(self, slot: int) -> engine_api.SlotData:
+        """Return the slot's single RecordedToken. Call after `convert_to_numpy`."""
+        row = np.asarray(self.data)[slot]
+        token = RecordedToken(row[0])
+        logprobs = row[3:6].view(np.float32).tolist()
+        token.behavior_logprob, token.sampling_logprob, token.tempered_logprob = logprobs
+        tokens = np.empty((1, 1), object)
+        tokens[0, 0] = token
+        return engine_api.SlotData(tokens=tokens, valid=row[None, 1:2], lengths=row[2:3])
+
+
+def recorded_tokens(columns: Any) -> RecordedTokens:
+    """Wrap an int32 array of shape [S, 6]."""
+    return RecordedTokens(
+        data=columns, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
+    )
+
+
+@jax.jit
+def _columns(state: DecodeState, sampled: Sampled) -> Any:
+    def bits(values: Any) -> Any:
+        return jax.lax.bitcast_convert_type(values, jnp.int32)
+
+    parts = (sampled.tokens, jnp.ones_like(sampled.tokens), state.counts)
+    logprobs = sampled.behavior_logprobs, sampled.sampling_logprobs, sampled.tempered_logprobs
+    return jnp.stack((*parts, *map(bits, logprobs)), axis=1)
+
+
+class _PromptTokenizer(tokenizer_api.Tokenizer):
+    """Tokenizer that passes prompts through. Decoding and stop tokens are handled elsewhere."""
+
+    @property
+    def pad_id(self) -> int:
+        return 0
+
+    @property
+    def eos_id(self) -> int:
+        return -1
+
+    @property
+    def bos_id(self) -> int:
+        return -1
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        return set()
+
+    def encode(self, s: str, **kwargs: Any) -> tuple[Any, int]:
+        assert isinstance(s, PromptText), "JetStreamLoop makes the requests"
+        return s.prompt, len(s.prompt.ids)
+
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        return ""
+
+
+def _spares_the_process(method: Any) -> Any:
+    """Turn an Exception into SystemExit, which ends the thread.
+
+    The Driver would kill the process.
+    """
+
+    @wraps(method)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            log.exception("the engine failed in JetStream's Driver")
+            words = f"the engine failed: {error!r}. See the log, then restart."
+            self.on_failure(EngineError(words, reason="failed"))
+            raise SystemExit from error
+
+    return guarded
+
+
+class JetStreamEngine(engine_api.Engine):
+    """`Engine` behind JetStream's interface. A prompt given as plain ids is decoded greedily."""
+
+    def __init__(self, engine: Engine, params: Any) -> None:
+        self._engine, self._params = engine, params
+        self.on_failure = lambda error: None
+
+    @_spares_the_process
+    def prefill(
+        self,
+        *,
+        params: Any,
+        existing_prefix: Any = None,
+        padded_tokens: Any,
+        true_length: int,
+    ) -> PrefilledPrompt:
+        if existing_prefix is not None:
+            raise ValueError("existing_prefix is not supported; the Driver never passes one")
+        prompt = padded_tokens
+        if not isinstance(prompt, Prompt):
+            ids = tuple(np.asarray(padded_tokens)[:true_length].tolist())
+            prompt = Prompt(ids, SamplingParams(temperature=0.0), 0)
+        *context, last = prompt.ids
+        row = self._engine.prefill(params, self._engine.init_row(), [Fill(0, 0, context)])
+        start = start_of(last, len(context), prompt.sampling, prompt.seed)
+        return PrefilledPrompt(row, start)
+
+    @_spares_the_process
+    def insert(self, prefix: PrefilledPrompt, decode_state: DecodeState, slot: int) -> DecodeState:
+        return self._engine.insert(prefix.row, decode_state, slot, prefix.start)
+
+    @_spares_the_process
+    def generate(
+        self, params: Any, decode_state: DecodeState
+    ) -> tuple[DecodeState, RecordedTokens]:
+        state, sampled = self._engine.generate(params, decode_state)
+        return state, recorded_tokens(_columns(state, sampled))
+
+    def load_params(self, *args: Any, **kwargs: Any) -> Any:
+        return self._params
+
+    def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
+        return self._engine.init_state()
+
+    def get_prefix_destination_sharding(self) -> Any:
+        return None  # prefill and decode share the devices
+
+    def get_tokenizer(self) -> Any:
+        return tokenizer_pb2.TokenizerParameters()  # type: ignore[attr-defined]
+
+    def build_tokenizer(self, metadata: Any) -> _PromptTokenizer:
+        return _PromptTokenizer()
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        return self._engine.num_slots
+
+    @property
+    def samples_per_slot(self) -> int:
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        return self._engine.max_len
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self._engine.mesh or jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+
+    @property
+    def colocated_cpus(self) -> None:
+        return None

@@ -1,0 +1,107 @@
+"""Prefill of the requests that get a slot: copy the cached prefix, compute the rest.
+
+Requests admitted in one turn of the loop are prefilled in one batch. A prefix that several of them
+share is computed once, cached, and copied to the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_jax.engine.cache.prefix_cache import MIN_REUSE, PrefixCache
+from lightning_jax.engine.decode import Request
+from lightning_jax.engine.engine import Engine, Fill
+from lightning_jax.engine.programs import DecodeState, start_of
+from lightning_jax.engine.scheduler import Admission
+from lightning_jax.engine.score import Scorer
+
+_COUNTERS = ("requests", "prefill_tokens", "prefix_hit_tokens")
+
+
+class Prompts:
+    """Prefill of admitted requests, on the engine's thread only.
+
+    The caller holds the decode state.
+    """
+
+    def __init__(self, engine: Engine, prefixes: PrefixCache) -> None:
+        self._engine, self._prefixes = engine, prefixes
+        self._scorer = Scorer(engine.config, engine.capacities)
+        self.counts = dict.fromkeys(_COUNTERS, 0)
+
+    def hold(self, request: Request) -> None:
+        """Pin the cached prefix of the prompt while the request waits."""
+        request.held = self._prefixes.hold(request.prompt[:-1], request.adapter)
+
+    def let_go(self, request: Request) -> None:
+        """Release a `hold`, if there is one."""
+        if request.held is not None:
+            self._prefixes.let_go(request.held)
+            request.held = None
+
+    def begin(
+        self,
+        params: Any,
+        version: int,
+        state: DecodeState,
+        admissions: Sequence[Admission[Request]],
+    ) -> DecodeState:
+        """Fill each slot's row with its prompt except the last token, which the slot decodes next.
+
+        Returns the new state. Donates `state`.
+        """
+        while admissions:
+            now: list[Admission[Request]] = []
+            later: list[Admission[Request]] = []
+            for admission in admissions:
+                (later if self._repeats(admission, now) else now).append(admission)
+            fills = []
+            for admission in now:
+                state, fill = self._restore(state, admission)
+                fills.append(fill)
+            state = replace(state, cache=self._engine.prefill(params, state.cache, fills))
+            for admission in now:
+                state = self._start(params, version, state, admission)
+            admissions = later
+        return state
+
+    def _repeats(self, admission: Admission[Request], others: Sequence[Admission[Request]]) -> bool:
+        """Return True if another request is computing an uncached prefix of this prompt."""
+        if not others or not self._prefixes.keeps:  # skip the lookup: most requests start alone
+            return False
+        prompt, adapter = admission.request.prompt, admission.request.adapter
+        head = prompt[: self._prefixes.match(prompt[:-1], adapter) + MIN_REUSE]
+        if len(head) == len(prompt):  # the uncached rest is too short to wait for
+            return False
+        requests = [other.request for other in others]
+        return any(o.adapter == adapter and o.prompt[: len(head)] == head for o in requests)
+
+    def _restore(
+        self, state: DecodeState, admission: Admission[Request]
+    ) -> tuple[DecodeState, Fill]:
+        """Copy the cached prefix to the slot's row.
+
+        Return the state and the tokens left to compute.
+        """
+        request, slot = admission.request, admission.slot
+        context = request.prompt[:-1]
+        state, reuse = self._prefixes.restore(state, slot, context, request.adapter)
+        self.let_go(request)
+        self.counts["requests"] += 1
+        self.counts["prefill_tokens"] += len(context) - reuse
+        self.counts["prefix_hit_tokens"] += reuse
+        return state, Fill(slot, reuse, context[reuse:], request.adapter)
+
+    def _start(
+        self, params: Any, version: int, state: DecodeState, admission: Admission[Request]
+    ) -> DecodeState:
+        request, slot = admission.request, admission.slot
+        *context, last = request.prompt
+        # Cache it now, not at the end of the response: other rollouts of the group come next.
+        self._prefixes.keep(state, slot, context, version, request.adapter)
+        if request.sampling.score_prompt:
+            scores = self._scorer(params, request.prompt, request.adapter)
+            request.response.prompt_scores = scores
+        request.slot, request.version = slot, version
+        start = start_of(last, len(context), request.sampling, request.seed, request.adapter)
+        return self._engine.activate(state, slot, start)

@@ -1,0 +1,130 @@
+"""Assembly of one response on the host: tokens in, text and finish reason out.
+
+No JAX, no threads.
+"""
+
+from dataclasses import dataclass, field
+
+from lightning_jax.engine.types import Completion, PromptScores, SamplingParams, TopLogprobs
+from lightning_jax.models.tokenizer import StreamDecoder
+from lightning_jax.types import FinishReason
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that one step added to a response. `text` may be empty, or lag behind the tokens."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    sampling_logprobs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    forced: tuple[bool, ...]
+    top_logprobs: tuple[TopLogprobs, ...]
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """One token as the engine sampled it."""
+
+    token_id: int
+    behavior_logprob: float
+    sampling_logprob: float
+    tempered_logprob: float
+    policy_version: int
+    forced: bool = False  # the grammar left no choice
+    top_logprobs: TopLogprobs = ()
+
+
+class StopStrings:
+    """Filter that passes text on until a stop string appears.
+
+    It holds back a possible start of one.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str, *, final: bool = False) -> tuple[str, bool]:
+        """Return the text that is safe to show, and True if a stop string ended it.
+
+        `final` means that no text follows. With "END", pushing "aE" gives "a", then "ND" gives ""
+        and True.
+        """
+        self._held += text
+        found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            return shown, True
+        keep = 0 if final else self._overlap()
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(shown) :]
+        return shown, False
+
+    def _overlap(self) -> int:
+        """Return the length of the longest suffix of the held text that starts a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        lengths = range(min(longest, len(self._held)), 0, -1)
+        return next((n for n in lengths if self._begins_stop(self._held[-n:])), 0)
+
+    def _begins_stop(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._stops)
+
+
+@dataclass
+class Response:
+    """Tokens and text of one request so far, at most `limit` tokens."""
+
+    decoder: StreamDecoder
+    eos_ids: frozenset[int]
+    sampling: SamplingParams
+    limit: int
+    tokens: list[SampledToken] = field(default_factory=list)
+    text: str = ""
+    prompt_scores: PromptScores | None = None
+
+    def __post_init__(self) -> None:
+        self._stops = StopStrings(self.sampling.stop)
+
+    def push(self, token: SampledToken) -> tuple[Chunk, FinishReason | None]:
+        """Add a token. Return its chunk, and the finish reason if the response ends with it."""
+        self.tokens.append(token)
+        text = self.decoder.push(token.token_id)
+        reason: FinishReason | None = None
+        if token.token_id in self.eos_ids and not self.sampling.ignore_eos:
+            reason = "stop"
+        elif len(self.tokens) >= self.limit:
+            reason = "length"
+        if reason:
+            text += self.decoder.flush()
+        shown, stopped = self._stops.push(text, final=reason is not None)
+        self.text += shown
+        return _chunk(shown, token), "stop" if stopped else reason
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """Return the whole response."""
+        return Completion(
+            token_ids=tuple(token.token_id for token in self.tokens),
+            text=self.text,
+            behavior_logprobs=tuple(token.behavior_logprob for token in self.tokens),
+            sampling_logprobs=tuple(token.sampling_logprob for token in self.tokens),
+            tempered_logprobs=tuple(token.tempered_logprob for token in self.tokens),
+            policy_versions=tuple(token.policy_version for token in self.tokens),
+            finish_reason=reason,
+            forced=tuple(token.forced for token in self.tokens),
+            top_logprobs=tuple(token.top_logprobs for token in self.tokens),
+            prompt_scores=self.prompt_scores,
+        )
+
+
+def _chunk(text: str, token: SampledToken) -> Chunk:
+    return Chunk(
+        text,
+        (token.token_id,),
+        (token.behavior_logprob,),
+        (token.sampling_logprob,),
+        (token.policy_version,),
+        (token.forced,),
+        (token.top_logprobs,),
+    )

@@ -1,0 +1,277 @@
+"""OpenAI's completions API for plain prompts.
+
+`echo` with `logprobs` returns the log-probabilities of the prompt's tokens too, with null for the
+first token. `text_offset` counts from the start of a choice's own text.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_jax.engine.response import Chunk
+from lightning_jax.engine.types import Completion, PromptScores
+from lightning_jax.gateway import fields
+from lightning_jax.gateway.answer import Answer, Delta
+from lightning_jax.gateway.dialects.base import Dialect, Event, MakeReply, ReplyContext, Sender
+from lightning_jax.gateway.dialects.openai_fields import (
+    HARMLESS,
+    completion_tokens,
+    fingerprint,
+    logprob_entries,
+    sampling_fields,
+    token_entry,
+)
+from lightning_jax.gateway.errors import invalid
+from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest, agent_of
+from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+MAX_LOGPROBS = 5
+_KNOWN = {
+    *("model", "prompt", "suffix", "max_tokens", "n", "best_of", "echo", "logprobs", "stop"),
+    *("seed", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "stream", "stream_options", "metadata", "return_token_ids", "ignore_eos"),
+    *HARMLESS,
+}
+
+
+def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
+    """Return the request in a completions body. Raise ApiError naming the first invalid field."""
+    fields.warn_unknown("completions", body, _KNOWN)
+    if body.get("suffix") not in (None, ""):
+        raise invalid(
+            "suffix is not supported; leave it out.",
+            "suffix",
+            "unsupported_parameter",
+            reason="unsupported",
+        )
+    model = fields.text(body, "model")
+    metadata = fields.field(body, "metadata", dict, {}, "an object")
+    stream_options = fields.field(body, "stream_options", dict, {}, "an object")
+    include_usage = fields.flag(stream_options, "include_usage")
+    echo = fields.flag(body, "echo")
+    num_logprobs = fields.bounded(body, "logprobs", 0, 0, MAX_LOGPROBS)
+    request = PolicyRequest(
+        dialect="completions",
+        id_prefix="cmpl-",
+        model=model,
+        agent=agent_of(model, sender.accepted, sender.headers, metadata),
+        prompts=_prompts(body.get("prompt")),
+        num_choices=_num_choices(body),
+        max_tokens=fields.integer(body, "max_tokens", DEFAULT_MAX_TOKENS),
+        stop=fields.strings(body, "stop"),
+        logprobs=body.get("logprobs") is not None,
+        top_logprobs=num_logprobs,
+        score_prompt=echo and body.get("logprobs") is not None,
+        **sampling_fields(body),
+    )
+    if request.score_prompt and request.stream:
+        raise invalid(
+            "echo with logprobs cannot be streamed; set stream to false or leave out echo.",
+            "echo",
+            reason="conflict",
+        )
+    return request, lambda context: CompletionsReply(request, echo, include_usage, context)
+
+
+def _num_choices(body: fields.Body) -> int:
+    number = fields.bounded(body, "n", 1, 1, MAX_CHOICES)
+    best_of = fields.integer(body, "best_of", number)
+    if best_of != number:
+        raise invalid(
+            f"best_of is {fields.brief(best_of)} but n is {number}; every sample is returned, so "
+            "set both to the same number.",
+            "best_of",
+            "unsupported_parameter",
+            reason="unsupported",
+        )
+    return number
+
+
+def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Return the prompts from any of four forms: a text, token ids, or a list of either."""
+    if isinstance(value, str) or _is_ids(value):
+        value = [value]
+    if isinstance(value, list) and value and all(isinstance(p, str) or _is_ids(p) for p in value):
+        return tuple(p if isinstance(p, str) else tuple(p) for p in value)
+    raise invalid(
+        f"prompt is {fields.brief(value)}; expected a text, a list of token ids, or a list of "
+        "either.",
+        "prompt",
+        reason="wrong_type",
+    )
+
+
+def _is_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(i) is int and 0 <= i <= fields.MAX_INT32 for i in value)
+    )
+
+
+@dataclass
+class _Transcript:
+    """Tokens of one choice in the legacy format. Pass each token once, in order."""
+
+    tokenizer: Tokenizer
+    top: int
+    _decoder: StreamDecoder = field(init=False)
+    _length: int = 0  # number of characters before the next token
+
+    def __post_init__(self) -> None:
+        self._decoder = StreamDecoder(self.tokenizer)
+
+    def prompt(self, token_ids: Sequence[int], scores: PromptScores) -> dict[str, list[Any]]:
+        """Return the entries of an echoed prompt, whose special tokens are part of the text."""
+        tokens = [token_entry(i, 0.0, self.tokenizer)["token"] for i in token_ids]
+        offsets = []
+        for token_id, token in zip(token_ids, tokens, strict=True):
+            special = token_id in self.tokenizer.special_ids
+            offsets.append(self._advance(token_id, token if special else ""))
+        entries = logprob_entries(_scored(token_ids, scores), self.tokenizer, self.top)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None, *(entry["logprob"] for entry in entries)],
+            "top_logprobs": [None, *(_best(entry) for entry in entries)],
+            "text_offset": offsets,
+        }
+
+    def sampled(self, tokens: Completion | Chunk) -> dict[str, list[Any]]:
+        entries = logprob_entries(tokens, self.tokenizer, self.top)
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [_best(entry) for entry in entries],
+            "text_offset": [self._advance(i, "") for i in tokens.token_ids],
+        }
+
+    def _advance(self, token_id: int, shown: str) -> int:
+        """Return the offset of a token. `shown` is its text if the decoder would skip it."""
+        offset = self._length
+        self._length += len(self._decoder.push(token_id)) + len(shown)
+        return offset
+
+
+def _scored(token_ids: Sequence[int], scores: PromptScores) -> Chunk:
+    """Return the prompt's tokens after the first, in the form of sampled tokens."""
+    ids, logprobs = tuple(token_ids[1:]), scores.logprobs
+    nothing = (False,) * len(ids)
+    return Chunk("", ids, logprobs, logprobs, (0,) * len(ids), nothing, scores.top_logprobs)
+
+
+def _best(entry: dict[str, Any]) -> dict[str, float]:
+    """Return the most likely tokens and the sampled one. Of equal texts, keep the more likely."""
+    best: dict[str, float] = {}
+    for other in (*entry["top_logprobs"], entry):
+        best.setdefault(other["token"], other["logprob"])
+    return best
+
+
+@dataclass(frozen=True)
+class CompletionsReply:
+    """Text completion bodies and chunks, which have the same format."""
+
+    request: PolicyRequest
+    echo: bool
+    include_usage: bool
+    context: ReplyContext
+    _transcripts: dict[int, _Transcript] = field(default_factory=dict)  # by choice
+
+    def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = []
+        for index, answer in enumerate(answers):
+            prompt = self._prompt_choice(index, answer.completion.prompt_scores)
+            choices.append(
+                _joined(prompt, self._choice(index, answer.text, answer.completion))
+                | {"finish_reason": answer.finish_reason}
+            )
+        return {
+            **self._envelope(),
+            "choices": choices,
+            "usage": self._usage(answers),
+            "system_fingerprint": fingerprint(answers),
+        }
+
+    def opening(self) -> Iterable[Event]:
+        if self.echo or self.request.return_token_ids:
+            for index in range(len(self.context.prompt_ids)):
+                yield self._chunk([self._prompt_choice(index, None)])
+
+    def delta(self, delta: Delta) -> Iterable[Event]:
+        wants_tokens = self.request.logprobs or self.request.return_token_ids
+        if delta.text or (delta.chunk and wants_tokens):
+            yield self._chunk([self._choice(delta.choice, delta.text, delta.chunk)])
+
+    def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
+        for index, answer in enumerate(answers):
+            yield self._chunk([_choice(index, "") | {"finish_reason": answer.finish_reason}])
+        if self.include_usage:
+            yield self._chunk([], {"usage": self._usage(answers)})
+
+    def _prompt_choice(self, index: int, scores: PromptScores | None) -> dict[str, Any]:
+        """Return the part of a choice that is about its prompt."""
+        prompt_ids, tokenizer = self.context.prompt_ids[index], self.context.tokenizer
+        choice = _choice(index, "")
+        if self.echo:
+            assert self.request.prompts, "this dialect has prompts"
+            sent = self.request.prompts[index // self.request.num_choices]
+            is_text = isinstance(sent, str)
+            choice["text"] = sent if is_text else tokenizer.decode(sent, skip_special=False)
+            if scores is not None:
+                choice["logprobs"] = self._transcript(index).prompt(prompt_ids, scores)
+        if self.request.return_token_ids:
+            choice |= {"prompt_token_ids": list(prompt_ids), "token_ids": []}
+        return choice
+
+    def _choice(self, index: int, text: str, tokens: Completion | Chunk | None) -> dict[str, Any]:
+        choice = _choice(index, text)
+        if tokens and self.request.logprobs:
+            choice["logprobs"] = self._transcript(index).sampled(tokens)
+        if tokens and self.request.return_token_ids:
+            choice["token_ids"] = list(tokens.token_ids)
+        return choice
+
+    def _transcript(self, index: int) -> _Transcript:
+        new = _Transcript(self.context.tokenizer, self.request.top_logprobs)
+        return self._transcripts.setdefault(index, new)
+
+    def _envelope(self) -> dict[str, Any]:
+        return {
+            "id": self.request.id_prefix + self.context.token,
+            "object": "text_completion",
+            "created": self.context.created,
+            "model": self.request.model,
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]], extra: dict[str, Any] | None = None) -> Event:
+        usage = {"usage": None} if self.include_usage else {}
+        return Event({**self._envelope(), "choices": choices, **usage, **(extra or {})})
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        prompt, sampled = self.context.prompt_tokens(), completion_tokens(answers)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
+
+
+def _choice(index: int, text: str) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+
+def _joined(prompt: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice whose text and entries begin with its prompt's."""
+    logprobs = answer["logprobs"]
+    if logprobs and prompt["logprobs"]:
+        logprobs = {key: prompt["logprobs"][key] + values for key, values in logprobs.items()}
+    return prompt | answer | {"text": prompt["text"] + answer["text"], "logprobs": logprobs}
+
+
+COMPLETIONS = Dialect(
+    name="completions",
+    paths=("/v1/completions",),
+    parse=parse,
+    names={"messages": "prompt"},
+)

@@ -1,0 +1,221 @@
+"""HTTP handler of calls to the policy, with answers in the caller's dialect."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from aiohttp import web
+
+from lightning_jax.gateway.auth import Callers
+from lightning_jax.gateway.dialects.base import Dialect, Reply
+from lightning_jax.gateway.errors import ApiError, our_fault
+from lightning_jax.gateway.feedback import Reports
+from lightning_jax.gateway.fields import Body
+from lightning_jax.gateway.http import Bodies, refusal
+from lightning_jax.gateway.offload import Turns, dump_json
+from lightning_jax.gateway.proxy import ProxiedCall, pass_on, read_traits
+from lightning_jax.gateway.responder import Prepared, Responder
+from lightning_jax.gateway.retries import (
+    RunningCall,
+    declared_timeout_s,
+    identity_of,
+    is_repetition,
+)
+from lightning_jax.gateway.routing import NO_TRAITS
+from lightning_jax.gateway.sessions import HandledCall, OpenRollout
+from lightning_jax.gateway.streaming import EventStream
+
+log = logging.getLogger(__name__)
+
+BYTES_PER_TOKEN = 16  # approximate size of a token or an alternative in an answer
+
+
+class CallHandler:
+    """Handler that answers calls in every dialect.
+
+    `responders` maps a role's `served_by` to a responder in this process. Other servers answer the
+    calls of the other roles.
+    """
+
+    def __init__(
+        self,
+        callers: Callers,
+        responders: Mapping[str, Responder],
+        reports: Reports,
+        bodies: Bodies,
+    ) -> None:
+        self._callers = callers
+        self._routing = callers.routing
+        self._meters = callers.responder.meters
+        self._responders = responders
+        self._reports = reports
+        self._bodies = bodies
+        self._turns = Turns()
+        self.working: set[asyncio.Task] = set()  # tasks of calls, which may outlive their requests
+
+    async def close(self) -> None:
+        """Cancel the calls that are still running."""
+        for task in self.working:
+            task.cancel()
+        await asyncio.gather(*self.working, return_exceptions=True)
+
+    async def handle(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        """Return the answer to one call, or its error, in the dialect's format."""
+        framing = dialect.framings.get(request.query.get("alt", ""), dialect.framing)
+        stream = EventStream(request, framing)
+        try:
+            return await self._handle(dialect, request, stream)
+        except ConnectionError:  # the client closed its stream; aiohttp would report our error
+            if not stream.is_open:
+                raise
+            return stream.response
+
+    async def _handle(
+        self, dialect: Dialect, request: web.Request, stream: EventStream
+    ) -> web.StreamResponse:
+        with self._meters.call(dialect.name) as outcome:
+            try:
+                await self._turns.wait(request.match_info.get("rollout_url", ""))
+                rollout = self._callers.admit(request, dialect)
+                call = HandledCall()
+                counted = rollout.counted(call) if rollout else contextlib.nullcontext()
+                with counted, _our_fault(call):
+                    response = await self._answer(dialect, request, rollout, stream, call)
+                outcome.status = response.status
+                return response
+            except ApiError as error:
+                outcome.status = error.status
+                error = error.named(dialect.names)
+                if stream.is_open:
+                    return await stream.fail(dialect.error_event(error))
+                return refusal(dialect, error)
+
+    async def _answer(
+        self,
+        dialect: Dialect,
+        request: web.Request,
+        rollout: OpenRollout | None,
+        stream: EventStream,
+        call: HandledCall,
+    ) -> web.StreamResponse:
+        started = time.monotonic()
+        raw = await self._bodies.read(request)
+        call.identity = await self._bodies.offload.run(
+            len(raw), identity_of, request.path, raw, request.headers
+        )
+        body, sender = await self._bodies.json(raw), self._callers.sender(request, rollout)
+        traits = NO_TRAITS
+        if self._routing:
+            traits = read_traits(body, request.match_info, request.headers)
+        if self._routing.role_of(traits)[1].is_external:
+            return await self._pass_on(request, body, len(raw), rollout, traits, call)
+        if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
+            return web.json_response(ready)
+        parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
+        responder = self._responders[self._routing.role_of(traits)[1].served_by]
+        prepared = await responder.prepare(parsed, rollout, len(raw))
+        running = call.running = self._run(request, call.identity, prepared, rollout, traits)
+
+        def keep() -> bool:
+            # A client does not retry a response that it has begun to read.
+            return rollout is not None and not stream.is_open and _asks_again(request, started)
+
+        with running.listen(keep):
+            reply = make_reply(running.context)
+            if parsed.stream:
+                return await _stream(running, reply, stream)
+            answers = await running.answers()
+            num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
+            num_bytes = num_tokens * (1 + parsed.top_logprobs) * BYTES_PER_TOKEN
+            text = await self._bodies.offload.run(num_bytes, lambda: dump_json(reply.body(answers)))
+            return web.json_response(text=text)
+
+    def _run(
+        self,
+        request: web.Request,
+        identity: str,
+        prepared: Prepared,
+        rollout: OpenRollout | None,
+        traits: Mapping[str, str],
+    ) -> RunningCall:
+        """Return the running call that the request repeats, or start a new one."""
+        if rollout and is_repetition(request.headers) and (found := rollout.calls.find(identity)):
+            rollout.num_joined += 1
+            self._meters.joined_calls.inc()
+            return found
+        route = self._routing.route_of(traits)
+        responder = self._responders[self._routing.role_of(traits)[1].served_by]
+        parent = self._reports.parent_of(request.headers, rollout)
+        running = responder.start(prepared, rollout, parent, route)
+        self.working.add(running.task)
+        running.task.add_done_callback(self.working.discard)
+        if rollout:
+            rollout.calls.add(identity, running)
+        return running
+
+    async def _pass_on(
+        self,
+        request: web.Request,
+        body: Body,
+        num_bytes: int,
+        rollout: OpenRollout | None,
+        traits: Mapping[str, str],
+        handled: HandledCall,
+    ) -> web.StreamResponse:
+        """Forward the call to the server that its role names."""
+
+        def on_failure() -> None:
+            handled.failure = "upstream_error"
+
+        role_name, role = self._routing.role_of(traits)
+        model_in_path = "model" in request.match_info
+        if role.served_model and not model_in_path:
+            body = body | {"model": role.served_model}
+        dump = partial(dump_json, ensure_ascii=False)
+        call = ProxiedCall(
+            await self._bodies.offload.run(num_bytes, dump, body),
+            traits,
+            role_name,
+            role,
+            rollout.settings.rollout_id if rollout else None,
+            rollout.settings.call_timeout_s if rollout else None,
+            parent=self._reports.parent_of(request.headers, rollout),
+            model_in_path=model_in_path,
+        )
+        return await pass_on(request, call, self._callers.responder.recorder, on_failure)
+
+
+@contextlib.contextmanager
+def _our_fault(call: HandledCall) -> Iterator[None]:
+    """Turn an unexpected error into a 500 response.
+
+    It is an infrastructure failure once the engine has accepted the call, or if the system ran out
+    of resources. Before that only the agent's own request was read, and a retry would send it
+    unchanged.
+    """
+    try:
+        yield
+    except (ApiError, ConnectionError, web.HTTPException):
+        raise
+    except Exception as error:
+        log.exception("a call failed")
+        short = isinstance(error, OSError | MemoryError)
+        raise our_fault(error, infrastructure=call.reached_engine or short) from error
+
+
+async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> web.StreamResponse:
+    await running.accepted()
+    await stream.open()  # the status says that the call was accepted; the rest waits for a token
+    stream.hold(reply.opening())
+    async for delta in running.deltas():
+        await stream.send(reply.delta(delta))
+    return await stream.close(reply.ending(await running.answers()))
+
+
+def _asks_again(request: web.Request, started: float) -> bool:
+    """Return whether a client disconnected at its declared timeout, and so will try again."""
+    patience = declared_timeout_s(request.headers)
+    return patience is not None and time.monotonic() - started >= 0.95 * patience

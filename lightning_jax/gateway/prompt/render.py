@@ -1,0 +1,325 @@
+"""Rendering of messages to prompt ids that reuses the ids the policy sampled.
+
+A response that returns in a later prompt must not be encoded again. The same text has many
+encodings, so training would see a token path that was never sampled. Two mechanisms prevent this.
+
+A conversation continues a recorded call if it begins with that call's messages and its response.
+Its prompt then begins with the call's prompt and response ids, unchanged. The template only adds
+what follows. So the next prompt extends the last one by construction. This holds whatever the
+template writes (dates, think blocks it drops, generation prompts it does not repeat).
+
+Other responses are spliced. The template renders a mark in place of each one, the pieces between
+marks are encoded, and the recorded ids go in between:
+
+    text     <start>user hi<end><start>assistant   MARK     <end><start>user more...
+    ids      [1 5 6 2 1 8]                         [40 2]   [2 1 5 9 ...]
+    prompt   [1 5 6 2 1 8 40 2 1 5 9 ...]          the end-of-turn token 2 is kept once
+"""
+
+import hashlib
+import json
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_jax.engine.generation import PromptTooLong
+from lightning_jax.gateway.messages import normalize_message, normalize_messages
+from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of
+from lightning_jax.models.chat_template import TemplateError
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.types import Message
+
+Tools = Sequence[Mapping[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One sampled response: its prompt ids and its own ids.
+
+    `history` is the digest of the messages and tools that it answered (`Rendered.history`). `path`
+    is the digest of its prompt ids (`Rendered.path`), computed on demand if "".
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    history: str = ""
+    path: str = ""
+
+
+@dataclass
+class Recalled:
+    """Responses that became the same message, by history and by path.
+
+    If several have the same history or the same prompt, only the newest counts.
+    """
+
+    newest: Generated
+    by_history: dict[str, Generated] = field(default_factory=dict)
+    by_path: dict[str, Generated] = field(default_factory=dict)
+
+    def add(self, generated: Generated) -> None:
+        """Add a response as the newest."""
+        self.newest = self.by_history[generated.history] = generated
+        path = generated.path or _Path(generated.prompt_ids).digest
+        self.by_path[path] = generated
+
+
+class ConversationMemory:
+    """Responses that the policy generated in one rollout, by the message the agent received."""
+
+    def __init__(self) -> None:
+        self._generated: dict[str, Recalled] = {}
+
+    def add(self, message: Message, generated: Generated) -> None:
+        """Remember a response by its message, unless it has no content to recognize.
+
+        Recognize its calls without their ids too, because some dialects send none.
+        """
+        plain = normalize_message(message, "response")
+        keys = {_fingerprint(plain), _fingerprint(_without_call_ids(plain))}
+        for key in keys if generated.token_ids else ():
+            if key:
+                self._generated.setdefault(key, Recalled(generated)).add(generated)
+
+    def recall(self, message: Message) -> Recalled | None:
+        """Return the responses that became this message, or None if there are none."""
+        return self._generated.get(_fingerprint(message))
+
+
+def _fingerprint(message: Message) -> str:
+    """Return a key from a message's text and its calls' ids and arguments, or "" if it has neither.
+
+    Ignore blanks around the text of a message with calls, because frameworks trim them.
+    """
+    text, calls = message.get("content") or "", message.get("tool_calls") or ()
+    if not calls:
+        return text and "text:" + text
+    parts = [[call.get("id"), _one_spelling(_plain_call(call))] for call in calls]
+    return "calls:" + json.dumps([text.strip(), parts], sort_keys=True)
+
+
+def _one_spelling(value: Any) -> Any:
+    """Return arguments with whole floats as integers, because JavaScript clients send 1.0 back as
+    1.
+    """
+    if isinstance(value, dict):
+        return {key: _one_spelling(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_one_spelling(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _without_call_ids(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [c | {"id": None} for c in calls]} if calls else message
+
+
+def _plain_call(call: Mapping[str, Any]) -> tuple[str, Any]:
+    function = call["function"]
+    return function["name"], function["arguments"] or {}
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Rendered prompt, with the number of replayed responses and breaks."""
+
+    token_ids: tuple[int, ...]
+    replayed: int  # messages rendered with their sampled ids
+    breaks: int  # 1 if the last replayed response's path is not a prefix of this prompt, else 0
+    history: str = ""  # digest of the messages and tools
+    path: str = ""  # digest of the token ids
+
+
+def render(
+    messages: Sequence[Any],
+    tools: Tools,
+    tokenizer: Tokenizer,
+    memory: ConversationMemory | None = None,
+    form: ToolFormat | None = None,
+    max_tokens: int | None = None,
+) -> Rendered:
+    """Return the prompt ids of a conversation, up to the assistant's next turn.
+
+    `memory` is not changed. The time is linear in the conversation's length.
+
+    Raise ValueError if messages are malformed or the chat template cannot show them. Raise
+    PromptTooLong, without encoding it, if the text is too long for `max_tokens` tokens.
+    """
+    plain = normalize_messages(messages)
+    digests = _digests(plain, tools)
+    known = {
+        index: found
+        for index, message in enumerate(plain)
+        if memory and message["role"] == "assistant" and (found := memory.recall(message))
+    }
+    view = _View(tokenizer, tools, form or format_of(tokenizer))
+    pieces, marked = _pieces(plain, view, tuple(known))
+    base = _resumed(known, digests)
+    if base is None or base[0] not in marked:  # or the template drops that message
+        start, recorded = 0, None
+    else:  # its prompt covers everything before it
+        start, recorded = marked.index(base[0]), base[1]
+    check_length(pieces[start + (recorded is not None) :], tokenizer, max_tokens)
+    candidates = [known[index] for index in marked[start:]]
+    path, extends = _splice(pieces[start:], candidates, recorded, tokenizer)
+    replayed = set(marked) | {index for index in known if base and recorded and index < base[0]}
+    whole = extends and len(replayed) == len(known)
+    return Rendered(tuple(path.ids), len(replayed), int(not whole), digests[-1], path.digest)
+
+
+def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_tokens: int | None) -> None:
+    """Raise PromptTooLong if the texts have more bytes than `max_tokens` of the longest tokens."""
+    longest = tokenizer.max_token_bytes
+    if longest is None or max_tokens is None:
+        return
+    num_bytes = sum(len(piece) for piece in pieces)  # characters, a lower bound for bytes
+    if num_bytes > max_tokens * longest:
+        raise PromptTooLong(
+            f"the prompt has at least {num_bytes} characters, which is more than {max_tokens} "
+            "tokens; shorten it or raise serve.max_len."
+        )
+
+
+@dataclass(frozen=True)
+class _View:
+    """Conversion of messages to text."""
+
+    tokenizer: Tokenizer
+    tools: Tools
+    form: ToolFormat
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return the template's text. Write tools and calls into the messages if it does not
+        support them.
+        """
+        if not self.tokenizer.supports_tools:
+            return self.tokenizer.render_chat(_without_tools(messages, self.tools, self.form))
+        text = self.tokenizer.render_chat(messages, tools=self.tools)
+        names = {c["function"]["name"] for m in messages for c in m.get("tool_calls", ())}
+        if any(name not in text for name in names):
+            raise TemplateError(
+                "the chat template omits the assistant's tool calls "
+                f"({', '.join(sorted(names))}); send tools as well, or use a template that "
+                "renders them.",
+                reason="hides_tool_calls",
+            )
+        return text
+
+
+def _without_tools(messages: Sequence[Message], tools: Tools, form: ToolFormat) -> list[Message]:
+    """Return the conversation for a template that supports only roles and text."""
+    shown: list[Message] = []
+    for message in messages:
+        plain = {key: message[key] for key in ("role", "content")}
+        if calls := message.get("tool_calls"):
+            written = form.write([_plain_call(call) for call in calls])
+            plain["content"] = f"{message['content']}{written}"
+        shown.append(plain)
+    if not tools:
+        return shown
+    offer = form.instructions(tools)
+    if shown and shown[0]["role"] == "system":
+        first = shown[0] | {"content": f"{shown[0]['content']}\n\n{offer}"}
+        return [first, *shown[1:]]
+    return [{"role": "system", "content": offer}, *shown]
+
+
+def _digests(messages: Sequence[Message], tools: Tools) -> list[str]:
+    """Return digests of the tools and the first n messages, for n from 0 to all."""
+    digest = hashlib.blake2b(json.dumps(tools or None, sort_keys=True).encode(), digest_size=12)
+    digests = [digest.hexdigest()]
+    for message in messages:
+        digest.update(json.dumps(message, sort_keys=True).encode())
+        digests.append(digest.hexdigest())
+    return digests
+
+
+def _resumed(known: Mapping[int, Recalled], digests: Sequence[str]) -> tuple[int, Generated] | None:
+    """Return the latest recorded call that this conversation continues.
+
+    It comes after the index of its response in the conversation.
+    """
+    for index in sorted(known, reverse=True):
+        if generated := known[index].by_history.get(digests[index]):
+            return index, generated
+    return None
+
+
+def _pieces(
+    messages: list[Message], view: _View, replayed: tuple[int, ...]
+) -> tuple[list[str], list[int]]:
+    """Return the rendered text cut at the replayed messages, and the indices of those messages.
+
+    A template may drop or rewrite a message, so that its mark is not found. Then the template gets
+    the message's own text.
+    """
+    mark, wanted = _mark(messages), set(replayed)
+    marked = [
+        {"role": message["role"], "content": f"{mark}{index}@@"} if index in wanted else message
+        for index, message in enumerate(messages)
+    ]
+    text = view.text(marked)
+    found = list(re.finditer(f"{mark}([0-9]+)@@", text))
+    counts = Counter(int(match[1]) for match in found)
+    if not all(counts[index] == 1 for index in replayed):
+        once = tuple(index for index in replayed if counts[index] == 1)
+        return _pieces(messages, view, once)
+    starts = [0, *(match.end() for match in found)]
+    ends = [*(match.start() for match in found), len(text)]
+    pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
+    return pieces, [int(match[1]) for match in found]
+
+
+class _Path:
+    """Growing list of token ids, with its digest at any length."""
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        self.ids: list[int] = []
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.extend(ids)
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def extend(self, ids: Iterable[int]) -> None:
+        more = array("q", ids)
+        self.ids.extend(more)
+        self._hash.update(more)
+
+
+def _splice(
+    pieces: Sequence[str],
+    candidates: Sequence[Recalled],
+    base: Generated | None,
+    tokenizer: Tokenizer,
+) -> tuple[_Path, bool]:
+    """Return the pieces' ids with the recorded ids between them, and whether the path was kept.
+
+    It was not kept if the last recorded response was sampled after other ids. If there is a base,
+    its prompt replaces the first piece.
+    """
+    path = _Path(tokenizer.encode(pieces[0]) if base is None else base.prompt_ids)
+    extends = True
+    for index, (found, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
+        # The same text may have been sampled as different ids. Prefer those sampled on this path.
+        here = base if base and index == 0 else found.by_path.get(path.digest)
+        chosen, extends = here or found.newest, here is not None
+        path.extend(chosen.token_ids)
+        path.extend(_tail(chosen.token_ids[-1], piece, tokenizer))
+    return path, extends
+
+
+def _tail(last: int, piece: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of the text after the id `last`, without a repeated end-of-turn token."""
+    tail = tokenizer.encode(piece)
+    return tail[1:] if last in tokenizer.eos_ids and tail[:1] == [last] else tail
+
+
+def _mark(messages: list[Message]) -> str:
+    """Return the start of the marks. No message contains it, because it is a hash of them all."""
+    whole = json.dumps(messages, sort_keys=True).encode()
+    return f"@@{hashlib.blake2b(whole, digest_size=12).hexdigest()}-"

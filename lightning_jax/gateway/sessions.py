@@ -1,0 +1,287 @@
+"""Rollouts that are open at the gateway: their sampling settings and their traffic."""
+
+import asyncio
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.errors import InvalidValue
+from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.owners import Owner, Owners
+from lightning_jax.gateway.prompt.render import ConversationMemory
+from lightning_jax.gateway.retries import RunningCall, RunningCalls
+from lightning_jax.gateway.saved_responses import SavedConversations
+from lightning_jax.traces._sqlite import StoreError
+from lightning_jax.traces.store import Store
+from lightning_jax.traces.tracer import Root
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Settings for the calls of one rollout. None leaves a choice to the agent."""
+
+    rollout_id: str
+    seed: int  # a call's seed is derived from this and the call's index
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None  # a ceiling, not an override
+    call_timeout_s: float | None = 60.0  # for one call, waiting included; None: no limit
+    max_abs_reward: float = 1e6  # of a posted reward, and of the sum for one call
+    max_spans: int = 10_000  # posted by its agent, including rewards of calls
+    max_spans_mib: float = 64.0  # stored size of the posted spans
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Number of calls from one rollout, and of failed ones by reason."""
+
+    num_calls: int
+    num_errors: dict[str, int]  # infrastructure: engine_error, call_timeout, draining, ...
+    num_refused: dict[str, int]  # caused by the request: context_length_exceeded, ...
+    num_cancelled: int  # the agent disconnected or ended before the answer was ready
+    prefix_breaks: int  # prompts that replay a response but not its token path
+    num_joined: int = 0  # retries that shared the answer of an earlier call
+    malformed_tool_calls: int = 0  # returned as text
+    # Codes of infrastructure errors for calls that no retry answered.
+    unanswered: tuple[str, ...] = ()
+    num_forgotten: int = 0  # answers dropped because of serve.max_kept_mib_per_rollout
+
+
+@dataclass
+class HandledCall:
+    """HTTP request for a call, while it is handled."""
+
+    identity: str = ""  # the same for all tries of one call; "" until the body is read
+    running: RunningCall | None = None  # None until the call has begun
+    failure: str = ""  # code of an infrastructure failure that was forwarded to the client
+
+    @property
+    def reached_engine(self) -> bool:
+        """True once the engine has accepted the call. Until then only the request was read."""
+        return self.running is not None and self.running.was_accepted
+
+
+@dataclass(frozen=True)
+class AnsweredCall:
+    """Location of an answered call's span, for rewards that are posted for the call."""
+
+    call_id: str
+    trace_id: str
+    span_id: str
+    num_choices: int
+
+
+@dataclass
+class OpenRollout:
+    """Rollout whose agent is running."""
+
+    settings: RolloutSettings
+    root: Root = field(default_factory=Root)
+    limits: ServeConfig = field(default_factory=ServeConfig)
+    owner: Owner = field(init=False)
+    memory: ConversationMemory = field(default_factory=ConversationMemory)
+    # By response id, in order of arrival.
+    answered: dict[str, AnsweredCall] = field(default_factory=dict)
+    num_sampled: int = 0  # calls that got a seed
+    num_calls: int = 0
+    num_joined: int = 0
+    prefix_breaks: int = 0
+    malformed_tool_calls: int = 0
+    reward: float | None = None  # as posted
+    # Sums of the rewards posted for calls, by response id and choice.
+    call_rewards: dict[tuple[str, int], float] = field(default_factory=dict)
+    num_cancelled: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    in_flight: set[asyncio.Task] = field(default_factory=set)
+    choices_in_flight: int = 0
+    most_choices: int = 0  # maximum of `choices_in_flight`
+    num_tokens: int = 0  # in the prompts and responses of all calls
+    unanswered: dict[str, str] = field(default_factory=dict)  # error code by a call's identity
+
+    def __post_init__(self) -> None:
+        max_bytes = int(self.limits.max_kept_mib_per_rollout * 2**20)
+        self.conversations = SavedConversations(max_bytes)
+        self.calls = RunningCalls(max_bytes)
+        self.owner = Owner(
+            self.settings.rollout_id,
+            self.root,
+            max_spans=self.settings.max_spans,
+            max_bytes=self.settings.max_spans_mib * 2**20,
+        )
+
+    @property
+    def url_segment(self) -> str:
+        """Name of the rollout in URLs: its id and its token."""
+        return f"{self.settings.rollout_id}~{self.owner.token}"
+
+    @contextmanager
+    def counted(self, call: HandledCall) -> Iterator[None]:
+        """Count one call and its outcome, and let the rollout's end cancel it.
+
+        Raise ApiError if too many are in flight, before the call's body is read.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "a call is answered outside of a task"
+        self.num_calls += 1
+        limit = self.limits.max_calls_per_rollout
+        if len(self.in_flight) >= limit:
+            self.refused["too_many_calls"] += 1
+            raise _too_many("too_many_calls", f"{limit} calls", "max_calls_per_rollout")
+        self.in_flight.add(task)
+        try:
+            yield
+            if call.failure:
+                self._note_failure(call, call.failure)
+            else:
+                self.unanswered.pop(call.identity, None)
+        except ApiError as error:
+            if error.infrastructure:
+                self._note_failure(call, error.code)
+            else:
+                self.refused[error.code] += 1
+            raise
+        except (asyncio.CancelledError, ConnectionError):
+            if task in self.in_flight:  # else `end` has counted it
+                self.num_cancelled += 1
+            raise
+        finally:
+            self.in_flight.discard(task)
+
+    def _note_failure(self, call: HandledCall, code: str) -> None:
+        self.errors[code] += 1
+        self.unanswered[call.identity] = code
+
+    def check_room(self, num_choices: int) -> None:
+        """Raise ApiError if this many more responses would exceed the rollout's limits."""
+        limit = self.limits.max_choices_per_rollout
+        if self.choices_in_flight + num_choices > limit:
+            raise _too_many("too_many_choices", f"{limit} responses", "max_choices_per_rollout")
+        limit = self.limits.max_tokens_per_rollout
+        if self.num_tokens >= limit:
+            raise ApiError(
+                400,
+                "too_many_tokens",
+                f"this rollout has used {self.num_tokens} tokens, and "
+                f"serve.max_tokens_per_rollout is {limit}; end the rollout.",
+            )
+
+    def began(self, call: RunningCall, num_choices: int) -> None:
+        """Count the call's responses as in flight until it ends, with or without a listener."""
+        self.choices_in_flight += num_choices
+        self.most_choices = max(self.most_choices, self.choices_in_flight)
+
+        def on_done(task: asyncio.Task) -> None:
+            self.choices_in_flight -= num_choices
+
+        call.task.add_done_callback(on_done)
+
+    def next_seed(self) -> int:
+        """Return a seed for the next call, derived from the rollout's seed and the call's index."""
+        seed = derive_seed(self.settings.seed, self.num_sampled)
+        self.num_sampled += 1
+        return seed
+
+    def end(self) -> Traffic:
+        """Cancel the calls in flight and return the rollout's traffic."""
+        abandoned = list(self.in_flight)
+        self.in_flight.clear()
+        for task in abandoned:
+            task.cancel()
+        self.calls.cancel()
+        return Traffic(
+            num_calls=self.num_calls,
+            num_errors=dict(self.errors),
+            num_refused=dict(self.refused),
+            num_cancelled=self.num_cancelled + len(abandoned),
+            prefix_breaks=self.prefix_breaks,
+            num_joined=self.num_joined,
+            malformed_tool_calls=self.malformed_tool_calls,
+            unanswered=tuple(self.unanswered.values()),
+            num_forgotten=self.calls.num_forgotten + self.conversations.num_forgotten,
+        )
+
+
+def _too_many(code: str, limit: str, setting: str) -> ApiError:
+    return ApiError(
+        429,
+        code,
+        f"this rollout has {limit} in flight, the limit of serve.{setting}; wait for some to "
+        "finish.",
+        retry_after_s=1,
+    )
+
+
+class OpenRollouts:
+    """Open rollouts by id. The store, if there is one, has the status of the others."""
+
+    def __init__(self, store: Store | None, limits: ServeConfig) -> None:
+        self._store, self._limits = store, limits
+        self._by_id: dict[str, OpenRollout] = {}
+        self.owners = Owners()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __getitem__(self, rollout_id: str) -> OpenRollout:
+        return self._by_id[rollout_id]
+
+    def open(self, settings: RolloutSettings) -> OpenRollout:
+        """Open a rollout and return it. Raise ValueError if it is open already."""
+        if settings.rollout_id in self._by_id:
+            raise InvalidValue(
+                f"rollout {settings.rollout_id!r} is already open; use another id.",
+                reason="exists",
+                key=settings.rollout_id,
+            )
+        sequence = self._store.next_sequence() if self._store else None
+        rollout = OpenRollout(settings, Root(sequence=sequence), self._limits)
+        self.owners.add(rollout.owner)
+        self._by_id[settings.rollout_id] = rollout
+        return rollout
+
+    def close(self, rollout_id: str) -> Traffic:
+        """Close a rollout and return its traffic. Raise ValueError if it is not open."""
+        rollout = self._by_id.pop(rollout_id, None)
+        if rollout is None:
+            raise InvalidValue(
+                f"rollout {rollout_id!r} is not open; call open_rollout first.",
+                reason="not_found",
+                key=rollout_id,
+            )
+        self.owners.end(rollout.owner)
+        return rollout.end()
+
+    def close_all(self) -> None:
+        for rollout_id in list(self._by_id):
+            self.close(rollout_id)
+
+    def find(self, segment: str) -> OpenRollout:
+        """Return the open rollout that a URL names. Raise ApiError if there is none."""
+        rollout_id, _, token = segment.rpartition("~")
+        rollout = self._by_id.get(rollout_id)
+        if rollout and rollout.owner.has_token(token):
+            return rollout
+        ended, owner = None, self.owners.of_id(rollout_id)
+        with contextlib.suppress(StoreError):
+            # Only the rollout's own agent may learn how it ended.
+            if self._store and rollout is None and owner and owner.has_token(token):
+                ended = self._store.status_at_once(rollout_id)
+        state = f"has ended ({ended})" if ended else "is unknown"
+        raise ApiError(
+            404,
+            "rollout_not_found",
+            f"rollout {rollout_id or segment!r} {state}; use the base_url that the agent was "
+            "started with, or /v1 for calls outside rollouts.",
+        )
+
+
+def derive_seed(*parts: object) -> int:
+    """Return 31 bits that depend on all parts and their order, the same in every process."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1

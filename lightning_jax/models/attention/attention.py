@@ -1,0 +1,198 @@
+"""Rotary positions, and attention within a row of tokens."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from lightning_jax.models.attention import blockwise, flash, flash_gpu, flash_tpu
+from lightning_jax.models.attention.blockwise import ENDLESS, MASKED
+from lightning_jax.models.mesh_axes import partition
+
+_SMALL = 128 * 128  # query-key pairs; up to this many, all scores are computed at once
+_CPU_BLOCK = 128  # the scores of a block fit in a core's cache
+_DEFAULT_BLOCK = 1024  # on other platforms, few large products are faster than many small ones
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's scaling of slow rotary frequencies, for contexts longer than in pretraining."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None
+) -> Float[Array, " F"]:
+    """Return the radians per position of each of the head_dim / 2 rotated pairs.
+
+    Frequencies with wavelengths above `original_max_positions / low_freq_factor` tokens are divided
+    by `factor`. Wavelengths below `original_max_positions / high_freq_factor` are unchanged, and
+    those in between are blended.
+    """
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / scaling.factor)
+
+
+def rope_tables(
+    positions: Int[Array, "B T"], frequencies: Float[Array, " F"]
+) -> tuple[Float[Array, "B T 1 F"], Float[Array, "B T 1 F"]]:
+    """Return the float32 cosine and sine of every angle, computed once for all layers."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
+
+    def by_loop(angles: Any) -> Any:
+        # XLA cannot recompute a loop's result where it is used. Without the loop, XLA on a CPU
+        # recomputes cosine and sine for every head of every layer and of its gradient.
+        tables = jax.lax.map(
+            lambda is_sine: jnp.where(is_sine, jnp.sin(angles), jnp.cos(angles)),
+            jnp.array([False, True]),
+        )
+        return tables[0], tables[1]
+
+    def at_once(angles: Any) -> Any:
+        return jnp.cos(angles), jnp.sin(angles)
+
+    return jax.lax.platform_dependent(angles, cpu=by_loop, default=at_once)
+
+
+def rotate(
+    x: Float[Array, "B T N D"], cos: Float[Array, "B T 1 F"], sin: Float[Array, "B T 1 F"]
+) -> Float[Array, "B T N D"]:
+    """Rotate `x` by its position, with element i paired with element i + D/2."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    return turned.astype(x.dtype)
+
+
+def attend_tree(
+    queries: Float[Array, "B T H D"],
+    keys: Float[Array, "B T K D"],
+    values: Float[Array, "B T K D"],
+    ends: Int[Array, "B T"] | None,
+) -> Float[Array, "B T H D"]:
+    """Return attention within a row: node i sees node j iff `j <= i < ends[j]`.
+
+    Without `ends` attention is causal.
+    """
+    length = queries.shape[1]
+    index = jnp.broadcast_to(jnp.arange(length), queries.shape[:2])
+    ends = jnp.full(queries.shape[:2], ENDLESS) if ends is None else ends
+    if length**2 > _SMALL:
+        return attend_blocks(queries, keys, values, index, ends)
+    key = jnp.arange(length)[None, None, :]
+    seen = (key <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
+    return attend_masked(queries, keys, values, seen)
+
+
+def attend_blocks(
+    queries: Float[Array, "B T H D"],
+    keys: Float[Array, "B C K D"],
+    values: Float[Array, "B C K D"],
+    index: Int[Array, "B T"],
+    ends: Int[Array, "B C"],
+) -> Float[Array, "B T H D"]:
+    """Return attention of query i to the keys `j <= index[i] < ends[j]`.
+
+    Each query must see at least one key. A TPU and a CUDA GPU use their own kernels (flash.py).
+    Other platforms run a loop over blocks (blockwise.py).
+    """
+    return _attend(queries, keys, values, index, ends)
+
+
+@jax.custom_vjp
+def _attend(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Any:
+    return _forward(queries, keys, values, index, ends)[0]
+
+
+def _attend_forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Any:
+    out, log_sums = _forward(queries, keys, values, index, ends)
+    return out, (queries, keys, values, index, ends, out, log_sums)
+
+
+def _attend_backward(saved: Any, out_grad: Any) -> Any:
+    return *_backward(*saved, out_grad), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+@functools.cache
+def _per_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a jitted `per_device` for a kernel, traced once for all layers of a model."""
+    return jax.jit(functools.partial(per_device, kernel))
+
+
+def _forward(*arrays: Any) -> Any:
+    return jax.lax.platform_dependent(
+        *arrays,
+        cpu=functools.partial(blockwise.forward, size=_CPU_BLOCK),
+        tpu=_per_device(flash_tpu.forward),
+        cuda=_per_device(flash_gpu.forward),
+        default=functools.partial(blockwise.forward, size=_DEFAULT_BLOCK),
+    )
+
+
+def _backward(*arrays: Any) -> Any:
+    return jax.lax.platform_dependent(
+        *arrays,
+        cpu=functools.partial(blockwise.backward, size=_CPU_BLOCK),
+        tpu=_per_device(flash_tpu.backward),
+        cuda=_per_device(flash_gpu.backward),
+        default=functools.partial(blockwise.backward, size=_DEFAULT_BLOCK),
+    )
+
+
+def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
+    """Run a forward or backward kernel on each device for its rows and heads.
+
+    If `tensor` does not divide the key heads, each device computes all heads of its rows.
+    """
+    keys = arrays[1]
+
+    def partition_specs(mesh: Any) -> tuple[Any, Any]:
+        rows, heads = partition(("rows", "kv_heads"), (keys.shape[0], keys.shape[2]), mesh)
+        by_token = jax.P(rows, None, heads, None)
+        by_row = jax.P(rows, None)
+        by_head = jax.P(rows, heads, None, None)
+        inputs = (by_token, by_token, by_token, by_row, by_row, by_token, by_head, by_token)
+        is_forward = len(arrays) == 5
+        outputs = (by_token, by_head) if is_forward else (by_token, by_token, by_token)
+        return inputs[: len(arrays)], outputs
+
+    return flash.per_device(kernel, arrays, partition_specs)
+
+
+def attend_masked(
+    queries: Float[Array, "B T H D"],
+    keys: Float[Array, "B C K D"],
+    values: Float[Array, "B C K D"],
+    seen: Bool[Array, "B T C"],
+) -> Float[Array, "B T H D"]:
+    """Return softmax attention from all scores at once.
+
+    Query head h reads key head h // (H / K).
+    """
+    rows, length, heads, size = queries.shape
+    kv_heads = keys.shape[2]
+    grouped = queries.reshape(rows, length, kv_heads, heads // kv_heads, size) * size**-0.5
+    scores = jnp.einsum("btkgd,bckd->bkgtc", grouped, keys, preferred_element_type=jnp.float32)
+    weights = _softmax(scores, seen[:, None, None, :, :])
+    out = jnp.einsum("bkgtc,bckd->btkgd", weights.astype(values.dtype), values)
+    return out.reshape(queries.shape)
+
+
+def _softmax(scores: Any, seen: Any) -> Any:
+    return jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)

@@ -1,0 +1,169 @@
+"""Shared parts of the TPU and GPU attention kernels: blocks, visible pairs, arithmetic of a block.
+
+The mask is `j <= index[i] < ends[j]` (blockwise.py): one number for each key gives the later
+queries that see it. This is the column-wise mask of arXiv 2410.01359. It shows which blocks of
+queries see part of which blocks of keys, without looking at single pairs. The recurrence is from
+arXiv 2205.14135. The gradient in two passes, over blocks of queries and over blocks of keys, is
+from arXiv 2307.08691. No two programs add to the same output.
+
+No existing kernel takes such a mask. jax.nn.dot_product_attention, with cuDNN too, takes lengths
+and windows, and any other mask only as a T x T array. JAX's splash attention skips blocks only if
+the mask is known at compile time or is a T x T array. Its segments cannot express two branches
+that see their trunk but not each other. Tokamax's masks have an end for each key. Its TPU kernel
+rejects such a mask, and its Triton kernel expands it to a T x T array.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lightning_jax.models.attention.blockwise import MASKED, by_head, pad_to
+
+
+class Blocks(NamedTuple):
+    """Inputs by head, padded to whole blocks, and the block pairs that meet."""
+
+    queries: Any  # [B K G T D], times D^-0.5
+    keys: Any  # [B K C D]
+    values: Any  # [B K C D]
+    index: Any  # [B T]
+    ends: Any  # [B C]
+    met: Any  # [B T/size C/size]: True if any query of the block sees any key of the other
+    size: int
+
+
+def split(
+    queries: Any, keys: Any, values: Any, index: Any, ends: Any, sizes: tuple[int, ...]
+) -> Blocks:
+    """Split inputs [B T H D] and [B C K D] into blocks of the first of `sizes` that pads little."""
+    kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
+    longest = max(queries.shape[1], keys.shape[1])
+    size = next((s for s in sizes if -longest % s <= longest // 8), sizes[-1])
+    # A padded query sees the same keys as the last query, so it adds no blocks. No query sees a
+    # padded key.
+    index = jnp.pad(index, ((0, 0), (0, -index.shape[1] % size)), mode="edge")
+    ends = pad_to(ends, size, 1)
+    return Blocks(
+        queries=pad_to(by_head(queries * scale, kv_heads), size, 3),
+        keys=pad_to(keys.transpose(0, 2, 1, 3), size, 2),
+        values=pad_to(values.transpose(0, 2, 1, 3), size, 2),
+        index=index,
+        ends=ends,
+        met=_met(index, ends, size),
+        size=size,
+    )
+
+
+def split_gradient(blocks: Blocks, out: Any, log_sums: Any, out_grad: Any) -> tuple[Any, Any, Any]:
+    """Return the extra inputs of the backward pass, padded with zeros.
+
+    They are `out_grad` [B K G T D], `log_sums` [B K G T] and, for each query,
+    sum_j weight_j * dweight_j = out . out_grad, [B K G T].
+    """
+    kv_heads, size = blocks.keys.shape[1], blocks.size
+    wide = out.astype(jnp.float32) * out_grad.astype(jnp.float32)
+    inner = by_head(wide, kv_heads).sum(axis=-1)
+    out_grads = pad_to(by_head(out_grad, kv_heads), size, 3)
+    return out_grads, pad_to(log_sums, size, 3), pad_to(inner, size, 3)
+
+
+def _met(index: Any, ends: Any, size: int) -> Any:
+    lowest = index.reshape(index.shape[0], -1, size).min(axis=2)
+    highest = index.reshape(index.shape[0], -1, size).max(axis=2)
+    last_end = ends.reshape(ends.shape[0], -1, size).max(axis=2)
+    first_key = jnp.arange(last_end.shape[1]) * size
+    reached = first_key[None, None, :] <= highest[:, :, None]
+    return reached & (lowest[:, :, None] < last_end[:, None, :])
+
+
+def masked_scores(
+    left: Any, right: Any, index: Any, ends: Any, first_key: Any, *, key_axis: int
+) -> Any:
+    """Return scores [M C] of M query rows on C keys, or [C M] with `key_axis` 0.
+
+    `first_key` is the index of the first key in the whole row. `index` and `ends` run along the
+    query and the key axis, and their other axis has size 1. Scores are float32, MASKED if a key
+    is not seen.
+    """
+    scores = product(left, right, 1, 1)
+    keys = first_key + jax.lax.broadcasted_iota(jnp.int32, scores.shape, key_axis)
+    return jnp.where((keys <= index) & (index < ends), scores, MASKED)
+
+
+def per_device(
+    kernel: Callable[..., Any],
+    arrays: Sequence[Any],
+    partition_specs: Callable[[Any], tuple[Any, Any]],
+) -> Any:
+    """Run a kernel on each device for its part of the arrays, and return the joint result.
+
+    A compiler that partitions a program does not partition a kernel. The mesh comes from the type
+    of the arrays, where JAX keeps it for everything computed from sharded arrays. `partition_specs`
+    returns the specs of the arguments and of the results on that mesh.
+    """
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    if mesh.empty or mesh.size == 1:
+        return kernel(*arrays)
+    inputs, outputs = partition_specs(mesh)
+    # A kernel does not declare along which mesh axes its results vary.
+    split = jax.shard_map(kernel, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+    return split(*arrays)
+
+
+class Sums(NamedTuple):
+    """State of the online softmax over the keys that some queries have met, in float32."""
+
+    top: Any  # [M 1], the highest score
+    total: Any  # [M 1], the sum of exp(score - top)
+    out: Any  # [M D], the sum of exp(score - top) times the values
+
+    @classmethod
+    def start(cls, num_rows: int, width: int) -> "Sums":
+        """Return the state of queries that have met no keys."""
+        column = jnp.zeros((num_rows, 1), jnp.float32)
+        return cls(column + MASKED, column, jnp.zeros((num_rows, width), jnp.float32))
+
+    def add(self, scores: Any, value: Any) -> "Sums":
+        """Add a block of keys with `scores` [M C] and values [C D]."""
+        top = jnp.maximum(self.top, scores.max(axis=1, keepdims=True))
+        weights, shrink = jnp.exp(scores - top), jnp.exp(self.top - top)
+        total = self.total * shrink + weights.sum(axis=1, keepdims=True)
+        out = self.out * shrink + product(weights.astype(value.dtype), value, 1, 0)
+        return Sums(top, total, out)
+
+
+def query_gradient(scores: Any, key: Any, value: Any, out_grad: Any, saved: Any) -> Any:
+    """Return what a block of keys adds to its queries' gradient [M D], before scaling; float32.
+
+    `scores` are [M C]. `saved` is the pair of `log_sums` and `inner` from `split_gradient`, [M 1].
+    """
+    log_sums, inner = saved
+    grads = jnp.exp(scores - log_sums) * (product(out_grad, value, 1, 1) - inner)
+    return product(grads.astype(key.dtype), key, 1, 0)
+
+
+def key_value_gradients(
+    scores: Any, query: Any, value: Any, out_grad: Any, saved: Any
+) -> tuple[Any, Any]:
+    """Return what a block of queries adds to its keys' and values' gradients [C D], in float32.
+
+    Like `query_gradient`, but transposed: `scores` are [C M] and both arrays of `saved` are [1 M].
+    """
+    log_sums, inner = saved
+    weights = jnp.exp(scores - log_sums)
+    grads = weights * (product(value, out_grad, 1, 1) - inner)
+    value_grad = product(weights.astype(out_grad.dtype), out_grad, 1, 0)
+    return product(grads.astype(query.dtype), query, 1, 0), value_grad
+
+
+def product(left: Any, right: Any, left_axis: int, right_axis: int) -> Any:
+    """Return the matrix product that contracts one axis of each array, in float32."""
+    dims = (((left_axis,), (right_axis,)), ((), ()))
+    # Products of narrower numbers are exact in float32, and the TPU compiler rejects a precision
+    # for them.
+    precision = None if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(
+        left, right, dims, precision=precision, preferred_element_type=jnp.float32
+    )

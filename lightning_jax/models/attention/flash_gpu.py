@@ -1,0 +1,245 @@
+"""Pallas attention kernels for a CUDA GPU, with one program for each of flash.py's blocks.
+
+A program keeps a block of queries (or of keys) and loops over the list of blocks that it meets.
+Triton compiles the same kernels for every CUDA GPU. JAX deprecates Triton from 0.11 on in favour
+of Mosaic GPU, whose kernels must be written for each GPU generation.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from lightning_jax.models.attention import flash
+from lightning_jax.models.attention.blockwise import by_token, pad_to
+from lightning_jax.models.attention.flash import Blocks, Sums
+
+_SIZES = (64, 32)  # rows of a block, for rows of up to 256 bytes and for longer ones
+_NARROWEST = 16  # smallest head size for tensor cores; Triton takes only powers of two
+
+
+def forward(
+    queries: Any, keys: Any, values: Any, index: Any, ends: Any, *, interpret: bool = False
+) -> tuple[Any, Any]:
+    """Return the output [B T H D] and the log-sum-exp [B K G T] of each query's scores."""
+    b = _split(queries, keys, values, index, ends)
+    numbers = jax.ShapeDtypeStruct(b.queries.shape[:4], jnp.float32)
+    outs, log_sums = _run(
+        _forward_kernel,
+        b,
+        outputs=[("query", b.queries), ("number", numbers)],
+        interpret=interpret,
+    )
+    length, width = queries.shape[1], queries.shape[3]
+    return by_token(outs)[:, :length, :, :width], log_sums[..., :length]
+
+
+def backward(  # noqa: PLR0913  (the saved arrays)
+    queries: Any,
+    keys: Any,
+    values: Any,
+    index: Any,
+    ends: Any,
+    out: Any,
+    log_sums: Any,
+    out_grad: Any,
+    *,
+    interpret: bool = False,
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of queries, keys and values."""
+    b = _split(queries, keys, values, index, ends)
+    length, width = queries.shape[1], queries.shape[3]
+    out_grads, *saved = flash.split_gradient(b, out, log_sums, out_grad)
+    more = [pad_to(out_grads, b.queries.shape[4], 4), *saved]
+    (query_grads,) = _run(
+        functools.partial(_query_kernel, scale=width**-0.5),
+        b,
+        more,
+        outputs=[("query", b.queries)],
+        interpret=interpret,
+    )
+    grads = _run(
+        _key_kernel,
+        b,
+        more,
+        outputs=[("key", b.keys), ("key", b.values)],
+        by_key=True,
+        interpret=interpret,
+    )
+    key_grads, value_grads = (x.transpose(0, 2, 1, 3)[:, : keys.shape[1], :, :width] for x in grads)
+    return by_token(query_grads)[:, :length, :, :width], key_grads, value_grads
+
+
+def _split(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Blocks:
+    width = max(_NARROWEST, pl.next_power_of_2(queries.shape[3]))
+    size = _SIZES[width * keys.dtype.itemsize > 256]  # must fit a small GPU's shared memory
+    b = flash.split(queries, keys, values, index, ends, (size,))
+    return b._replace(
+        queries=pad_to(b.queries, width, 4),
+        keys=pad_to(b.keys, width, 3),
+        values=pad_to(b.values, width, 3),
+    )
+
+
+def _run(
+    kernel: Callable[..., None],
+    b: Blocks,
+    more: Sequence[Any] = (),
+    *,
+    outputs: Sequence[tuple[str, Any]],
+    by_key: bool = False,
+    interpret: bool,
+) -> Any:
+    """Run a kernel and return its outputs, each described by a kind of block and an array like it.
+
+    There is one program for each row, head and block of queries, or of keys with `by_key`. The last
+    inputs are `more`: [B K G T D] and two numbers per query, [B K G T].
+    """
+    met = b.met.swapaxes(1, 2) if by_key else b.met
+    order = jnp.argsort(~met, axis=2, stable=True).astype(jnp.int32)  # blocks that meet come first
+    counts = met.sum(axis=2, dtype=jnp.int32)
+    rows, kv_heads, group, _, width = b.queries.shape
+    num_warps = 4 if width * b.keys.dtype.itemsize <= 128 else 8
+    specs = _key_specs(b) if by_key else _query_specs(b)
+    inputs = ["order", "count", "index", "ends", "query", "key", "key"]
+    inputs += ["query", "number", "number"] if more else []
+    # The first grid axis changes fastest, so that heads that share keys run side by side.
+    return pl.pallas_call(
+        kernel,
+        grid=(1 if by_key else group, met.shape[1], kv_heads, rows),
+        in_specs=[specs[kind] for kind in inputs],
+        out_specs=[specs[kind] for kind, _ in outputs],
+        out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype) for _, like in outputs],
+        compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=2),
+        interpret=interpret,
+    )(order, counts, b.index, b.ends, b.queries, b.keys, b.values, *more)
+
+
+def _query_specs(b: Blocks) -> dict[str, pl.BlockSpec]:
+    """Return the part of each kind of array that the program of a block of queries sees."""
+    size, length, width = b.size, b.keys.shape[2], b.keys.shape[3]
+    return {
+        "order": pl.BlockSpec((None, None, length // size), lambda g, i, k, row: (row, i, 0)),
+        "count": pl.BlockSpec((None, None), lambda g, i, k, row: (row, i)),
+        "index": pl.BlockSpec((None, size), lambda g, i, k, row: (row, i)),
+        "ends": pl.BlockSpec((None, length), lambda g, i, k, row: (row, 0)),
+        "query": pl.BlockSpec(
+            (None, None, None, size, width), lambda g, i, k, row: (row, k, g, i, 0)
+        ),
+        "number": pl.BlockSpec((None, None, None, size), lambda g, i, k, row: (row, k, g, i)),
+        "key": pl.BlockSpec((None, None, length, width), lambda g, i, k, row: (row, k, 0, 0)),
+    }
+
+
+def _key_specs(b: Blocks) -> dict[str, pl.BlockSpec]:
+    """Return the part of each kind of array that the program of a block of keys sees."""
+    size, group, length, width = b.size, *b.queries.shape[2:]
+    return {
+        "order": pl.BlockSpec((None, None, length // size), lambda _, j, k, row: (row, j, 0)),
+        "count": pl.BlockSpec((None, None), lambda _, j, k, row: (row, j)),
+        "index": pl.BlockSpec((None, length), lambda _, j, k, row: (row, 0)),
+        "ends": pl.BlockSpec((None, size), lambda _, j, k, row: (row, j)),
+        "query": pl.BlockSpec(
+            (None, None, group, length, width), lambda _, j, k, row: (row, k, 0, 0, 0)
+        ),
+        "number": pl.BlockSpec((None, None, group, length), lambda _, j, k, row: (row, k, 0, 0)),
+        "key": pl.BlockSpec((None, None, size, width), lambda _, j, k, row: (row, k, j, 0)),
+    }
+
+
+def _forward_kernel(  # noqa: PLR0913
+    order: Any,
+    count: Any,
+    index: Any,
+    ends: Any,
+    query: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    log_sums: Any,
+) -> None:
+    size, width = query.shape
+    rows, at = query[...], index[...][:, None]
+
+    def meet(step: Any, sums: Sums) -> Sums:
+        first_key = order[step] * size
+        block = pl.ds(first_key, size)
+        seen = at, ends[block][None, :]
+        scores = flash.masked_scores(rows, keys[block, :], *seen, first_key, key_axis=1)
+        return sums.add(scores, values[block, :])
+
+    sums = jax.lax.fori_loop(0, count[...], meet, Sums.start(size, width))
+    out[...] = (sums.out / sums.total).astype(out.dtype)
+    log_sums[...] = (sums.top + jnp.log(sums.total)).reshape(size)
+
+
+def _query_kernel(  # noqa: PLR0913
+    order: Any,
+    count: Any,
+    index: Any,
+    ends: Any,
+    query: Any,
+    keys: Any,
+    values: Any,
+    out_grad: Any,
+    log_sums: Any,
+    inner: Any,
+    query_grad: Any,
+    *,
+    scale: float,
+) -> None:
+    size, width = query.shape
+    rows, at, grad = query[...], index[...][:, None], out_grad[...]
+    saved = log_sums[...][:, None], inner[...][:, None]
+
+    def meet(step: Any, total: Any) -> Any:
+        first_key = order[step] * size
+        block = pl.ds(first_key, size)
+        key, value = keys[block, :], values[block, :]
+        seen = at, ends[block][None, :]
+        scores = flash.masked_scores(rows, key, *seen, first_key, key_axis=1)
+        return total + flash.query_gradient(scores, key, value, grad, saved)
+
+    start = jnp.zeros((size, width), jnp.float32)
+    total = jax.lax.fori_loop(0, count[...], meet, start)
+    query_grad[...] = (total * scale).astype(query_grad.dtype)
+
+
+def _key_kernel(  # noqa: PLR0913
+    order: Any,
+    count: Any,
+    index: Any,
+    ends: Any,
+    queries: Any,
+    key: Any,
+    value: Any,
+    out_grads: Any,
+    log_sums: Any,
+    inner: Any,
+    key_grad: Any,
+    value_grad: Any,
+) -> None:
+    size, width = key.shape
+    first_key, last = pl.program_id(1) * size, ends[...][:, None]
+    rows, weighed = key[...], value[...]
+
+    def member(g: Any, totals: Any) -> Any:
+        def meet(step: Any, totals: Any) -> Any:
+            block = pl.ds(order[step] * size, size)
+            query, grad = queries[g, block, :], out_grads[g, block, :]
+            at = index[block][None, :]
+            scores = flash.masked_scores(rows, query, at, last, first_key, key_axis=0)
+            saved = log_sums[g, block][None, :], inner[g, block][None, :]
+            grads = flash.key_value_gradients(scores, query, weighed, grad, saved)
+            return totals[0] + grads[0], totals[1] + grads[1]
+
+        return jax.lax.fori_loop(0, count[...], meet, totals)
+
+    start = (jnp.zeros((size, width), jnp.float32), jnp.zeros((size, width), jnp.float32))
+    totals = jax.lax.fori_loop(0, queries.shape[0], member, start)
+    key_grad[...] = totals[0].astype(key_grad.dtype)
+    value_grad[...] = totals[1].astype(value_grad.dtype)

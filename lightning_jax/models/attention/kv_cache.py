@@ -1,0 +1,277 @@
+"""KV cache: its memory layout, writing tokens to it, and attention to it.
+
+On a CPU a row of keys is [K, D, C] and a row of values is [K, C, D]. Both products of attention
+then read them in place. With any other order, XLA copies the whole cache every step. A row is cut
+into segments, which are separate arrays. A step that needs only the beginnings of the rows takes
+only the first segments, but a slice of one array would be copied.
+
+On a GPU or TPU a row is whole, because the kernels read it up to its last token (flash_cache.py).
+A token's key is contiguous there. With tokens on the last axis, the TPU compiler would transpose
+all keys to write one, and transpose them back.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lightning_jax.models.attention import flash_cache
+from lightning_jax.models.attention.blockwise import MASKED, pad_to
+from lightning_jax.types import Leaf
+
+SEGMENT = 256  # tokens of the first segments; reading fewer saves almost nothing
+TOKEN_AXIS = 2  # token axis of a segment of values
+Segments = tuple[Leaf, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """Keys and values of one layer, in segments [S, K, D, C] and [S, K, C, D] with row = slot.
+
+    A `whole` layer has one array of keys and one of values, both [S, K, C, D]. D may be wider than
+    a head.
+    """
+
+    keys: Segments
+    values: Segments
+    whole: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that a row holds."""
+        return sum(segment.shape[TOKEN_AXIS] for segment in self.values)
+
+    @property
+    def key_axis(self) -> int:
+        """Token axis of a segment of keys."""
+        return TOKEN_AXIS if self.whole else 3
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of all layers."""
+
+    layers: tuple[LayerCache, ...]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that a row holds."""
+        return self.layers[0].length
+
+    def split(self) -> "list[KVCache]":
+        """Return one cache for each segment, the inverse of `join`."""
+        return [
+            KVCache(
+                tuple(
+                    replace(layer, keys=(layer.keys[i],), values=(layer.values[i],))
+                    for layer in self.layers
+                )
+            )
+            for i in range(len(self.layers[0].values))
+        ]
+
+
+def join(parts: Sequence[KVCache]) -> KVCache:
+    """Concatenate the rows of the parts to one cache."""
+    return KVCache(
+        tuple(
+            replace(
+                same[0],
+                keys=tuple(itertools.chain(*(layer.keys for layer in same))),
+                values=tuple(itertools.chain(*(layer.values for layer in same))),
+            )
+            for same in zip(*(part.layers for part in parts), strict=True)
+        )
+    )
+
+
+def is_whole(platform: str) -> bool:
+    """Return whether devices of this JAX platform store each row in one piece."""
+    return platform in ("gpu", "tpu")
+
+
+def row_length(tokens: int, platform: str) -> int:
+    """Return the row length for this number of tokens, rounded up if the kernels need it."""
+    return tokens + -tokens % flash_cache.SIZE if is_whole(platform) else tokens
+
+
+def segment_lengths(length: int) -> tuple[int, ...]:
+    """Return the segment lengths of rows of `length` tokens: 1600 gives 256 (4 times), 512, 64.
+
+    A long segment has half as many tokens as all before it, so that few empty places are read.
+    """
+    lengths: list[int] = []
+    while (done := sum(lengths)) < length:
+        lengths.append(min(max(SEGMENT, done // 2 // SEGMENT * SEGMENT), length - done))
+    return tuple(lengths)
+
+
+def segment_starts(segments: Sequence[Any]) -> list[int]:
+    """Return the index in the row where each segment of values starts."""
+    return [0, *itertools.accumulate(segment.shape[TOKEN_AXIS] for segment in segments)][:-1]
+
+
+def make_cache(
+    *,
+    layers: int,
+    rows: int,
+    length: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    platform: str = "cpu",
+) -> KVCache:
+    """Build a cache of zeros in the layout of this platform."""
+    whole, width = is_whole(platform), flash_cache.kernel_width(platform, head_dim)
+    lengths = (length,) if whole else segment_lengths(length)
+    values = [(rows, kv_heads, size, width) for size in lengths]
+    keys = values if whole else [(rows, kv_heads, width, size) for size in lengths]
+
+    def layer() -> LayerCache:
+        sides = [tuple(jnp.zeros(shape, dtype) for shape in shapes) for shapes in (keys, values)]
+        return LayerCache(sides[0], sides[1], whole)
+
+    return KVCache(tuple(layer() for _ in range(layers)))
+
+
+def write_cache(
+    layer: LayerCache,
+    new_keys: Float[Array, "B T K D"],
+    new_values: Float[Array, "B T K D"],
+    positions: Int[Array, "B T"],
+    rows: Int[Array, " B"] | None = None,
+) -> LayerCache:
+    """Write new tokens at `positions` of these rows, or of the first B rows.
+
+    Tokens at positions outside the row are dropped.
+    """
+    rows = (jnp.arange(new_keys.shape[0]) if rows is None else rows)[:, None]
+    width = layer.values[0].shape[3]
+    new_keys, new_values = pad_to(new_keys, width, 3), pad_to(new_values, width, 3)
+    keys, values = [], []
+    for start, key, value in zip(
+        segment_starts(layer.values), layer.keys, layer.values, strict=True
+    ):
+        # A negative index would count from the end.
+        at = jnp.where(positions < start, value.shape[TOKEN_AXIS], positions - start)
+        new = new_keys.astype(key.dtype), new_values.astype(value.dtype)
+        key_at = key.at[rows, :, at] if layer.whole else key.at[rows, :, :, at]
+        keys.append(key_at.set(new[0], mode="drop"))
+        values.append(value.at[rows, :, at].set(new[1], mode="drop"))
+    return replace(layer, keys=tuple(keys), values=tuple(values))
+
+
+class _Part(NamedTuple):
+    """Attention to one segment before division by the sum of weights; M queries per key head."""
+
+    highest: Any  # float32 [B K M 1], the largest score
+    total: Any  # float32 [B K M 1], the sum of exp(score - highest)
+    out: Any  # float32 [B K M D]
+
+
+def attend_cache(
+    queries: Float[Array, "B T H D"],
+    layer: LayerCache,
+    positions: Int[Array, "B T"],
+    rows: Int[Array, " B"] | None = None,
+) -> Float[Array, "B T H D"]:
+    """Return attention to these rows, or to the first B, at indices up to each query's position.
+
+    Query head h reads key head h // (H / K). With several queries per row, segments that no query
+    sees are skipped. A caller that knows the segments it needs can pass only those.
+    """
+    number, length, heads, size = queries.shape
+    kv_heads = layer.values[0].shape[1]
+    grouped = queries.reshape(number, length, kv_heads, heads // kv_heads, size) * size**-0.5
+    grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(number, kv_heads, -1, size)
+    grouped = grouped.astype(layer.keys[0].dtype)  # or the keys would be cast to a wider dtype
+    # Padding sees index 0, so that it does not make real queries read empty segments.
+    index = jnp.where(positions < layer.length, positions, 0)
+    attend = _attend_whole if layer.whole else _attend_segments
+    grouped = pad_to(grouped, layer.values[0].shape[3], 3)
+    out = attend(grouped, layer, index, rows)[..., :size]
+    out = out.reshape(number, kv_heads, heads // kv_heads, length, size)
+    return out.transpose(0, 3, 1, 2, 4).reshape(queries.shape).astype(queries.dtype)
+
+
+def _attend_whole(queries: Any, layer: LayerCache, index: Any, rows: Any) -> Any:
+    (keys,), (values,) = layer.keys, layer.values
+    rows = jnp.arange(len(queries), dtype=jnp.int32) if rows is None else rows
+    index = jnp.tile(index, (1, queries.shape[2] // index.shape[1]))
+    arrays = (queries, keys, values, index, rows)
+    if keys.shape[TOKEN_AXIS] % flash_cache.SIZE:
+        return _at_once(*arrays)
+    kernels = {"cuda": _on_gpu, "tpu": _on_tpu}
+    return jax.lax.platform_dependent(*arrays, **kernels, default=_at_once)
+
+
+# These are jitted so that they are traced once for all layers of a model.
+@jax.jit
+def _on_gpu(*arrays: Any) -> Any:
+    return flash_cache.per_device(flash_cache.attend_gpu, *arrays)
+
+
+@jax.jit
+def _on_tpu(*arrays: Any) -> Any:
+    return flash_cache.per_device(flash_cache.attend_tpu, *arrays)
+
+
+@jax.jit
+def _at_once(queries: Any, keys: Any, values: Any, index: Any, rows: Any) -> Any:
+    out = _combine([_attend_rows(queries, keys.swapaxes(2, 3), values, index, rows)])
+    return out.astype(queries.dtype)
+
+
+def _attend_segments(queries: Any, layer: LayerCache, index: Any, rows: Any) -> Any:
+    """Attend to each segment and combine the parts as in arXiv 1805.02867."""
+    segments = zip(segment_starts(layer.values), layer.keys, layer.values, strict=True)
+    parts = []
+    for start, keys, values in segments:
+        is_certain = start == 0 or (index.shape[1] == 1 and rows is None)
+        attend = _attend_rows if is_certain else _attend_if
+        chosen = () if rows is None else (rows,)
+        parts.append(attend(queries, keys, values, index - start, *chosen))
+    return _combine(parts)
+
+
+def _combine(parts: Sequence[_Part]) -> Any:
+    highest = jnp.stack([part.highest for part in parts]).max(axis=0)
+    total, out = jnp.zeros_like(highest), jnp.zeros_like(parts[0].out)
+    for part in parts:
+        scale = jnp.exp(part.highest - highest)
+        total, out = total + part.total * scale, out + part.out * scale
+    return out / total
+
+
+def _attend_rows(queries: Any, keys: Any, values: Any, index: Any, chosen: Any = None) -> _Part:
+    """Attend to one segment of the chosen rows, or of the first rows."""
+    rows, kv_heads, _, size = queries.shape
+    taken = slice(rows) if chosen is None else chosen
+    keys, values = keys[taken], values[taken]
+    span = values.shape[2]
+    wide = jnp.float32
+    scores = jnp.einsum("bkmd,bkdc->bkmc", queries, keys, preferred_element_type=wide)
+    seen = jnp.arange(span)[None, None, :] <= index[:, :, None]
+    by_group = scores.reshape(rows, kv_heads, -1, index.shape[1], span)
+    scores = jnp.where(seen[:, None, None], by_group, MASKED).reshape(scores.shape)
+    highest = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - highest)
+    out = jnp.einsum(
+        "bkmc,bkcd->bkmd", weights.astype(values.dtype), values, preferred_element_type=wide
+    )
+    return _Part(highest, weights.sum(axis=-1, keepdims=True), out.reshape(*scores.shape[:3], size))
+
+
+def _attend_if(queries: Any, keys: Any, values: Any, index: Any, *chosen: Any) -> _Part:
+    def nothing(queries: Any, *_: Any) -> _Part:
+        column = jnp.zeros((*queries.shape[:3], 1), jnp.float32)
+        return _Part(column + MASKED, column, jnp.zeros(queries.shape, jnp.float32))
+
+    arrays = (queries, keys, values, index, *chosen)
+    return jax.lax.cond(index.max() >= 0, _attend_rows, nothing, *arrays)

@@ -1,0 +1,150 @@
+"""Conversion of a GGUF file's metadata and quantised weights to our config and float parameters."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import dequantize
+
+from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
+from lightning_jax.models.formats.param_names import ModelError, named_params, unflatten
+from lightning_jax.models.transformer import DecoderConfig, Params
+
+_FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def open_file(path: Path) -> gguf.GGUFReader:
+    """Open the file, mapped to memory. Raises ModelError if it is missing or unreadable."""
+    if not path.is_file():
+        raise ModelError(
+            f"GGUF file {path} does not exist; check the path",
+            reason="not_found",
+            key=str(path),
+        )
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, OSError) as error:
+        raise ModelError(
+            f"{path} is not a readable GGUF file: {error}", reason="malformed", key=str(path)
+        ) from error
+
+
+def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
+    """Read the model's shape. Raises ModelError for an unknown architecture."""
+    family = _value(reader, "general.architecture")
+    if family not in _FAMILIES:
+        raise ModelError(
+            f"the GGUF file has architecture {family!r}; supported are {sorted(_FAMILIES)}. "
+            "Use a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
+            reason="unsupported",
+            key="general.architecture",
+        )
+
+    def value(name: str, default: Any = None) -> Any:
+        found = _value(reader, f"{family}.{name}", default)
+        if found is None:
+            raise ModelError(
+                f"the GGUF file lacks {family}.{name}, which every {family} model needs; "
+                "download the file again"
+            )
+        return found
+
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    embed_dim, heads = int(value("embedding_length")), int(value("attention.head_count"))
+    head_dim = int(value("attention.key_length", embed_dim // heads))
+    theta = float(value("rope.freq_base", 10000.0))
+    factors = tensors.get("rope_freqs.weight")
+    _refuse_other_scaling(
+        kind=str(value("rope.scaling.type", "none")) if factors is None else "none",
+        factor=float(value("rope.scale_linear", 1.0)),
+    )
+    return DecoderConfig(
+        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        embed_dim=embed_dim,
+        mlp_dim=int(value("feed_forward_length")),
+        num_layers=int(value("block_count")),
+        num_heads=heads,
+        num_kv_heads=int(value("attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        rope_theta=theta,
+        rope_scaling=None if factors is None else _rope_scaling(factors.data, head_dim, theta),
+        norm_eps=_short_float(value("attention.layer_norm_rms_epsilon", 1e-5)),
+        tie_embeddings="output.weight" not in tensors,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        max_positions=int(value("context_length", 2048)),
+        family=family,
+    )
+
+
+def _refuse_other_scaling(*, kind: str, factor: float) -> None:
+    """Raise ModelError for a scaling of positions that this decoder does not implement."""
+    if kind == "none" and factor == 1.0:
+        return
+    named = f"rope.scaling.type={kind}" if kind != "none" else f"rope.scale_linear={factor:g}"
+    raise ModelError(
+        f"the GGUF file sets {named}, which is not supported; use a model without position scaling "
+        "or with Llama 3's rope_freqs.weight",
+        reason="unsupported",
+        key=named.partition("=")[0],
+    )
+
+
+def read_params(reader: gguf.GGUFReader, config: DecoderConfig, dtype: Any) -> Params:
+    """Read the weights, dequantised. Raises ModelError if one is missing or has the wrong shape."""
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    heads = {"q": config.num_heads, "k": config.num_kv_heads}
+    leaves = {}
+    known = {param.gguf for param in named_params(config)}
+    if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in known):
+        raise ModelError(
+            f"the GGUF file has {unread[0]}, a bias that is not supported for {config.family}; "
+            "use another model"
+        )
+    for param in named_params(config):
+        if param.gguf not in tensors:
+            raise ModelError(
+                f"the GGUF file lacks the weight {param.gguf}, which this {config.family} model "
+                "needs; download the file again"
+            )
+        tensor = tensors[param.gguf]
+        array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        if config.family == "llama" and param.path[1] in heads:
+            array = _unpermute(array, heads[param.path[1]])
+        leaves[param.path] = param.from_rows(param.gguf, array, dtype)
+    return unflatten(leaves)
+
+
+def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder the rows of a Llama query or key weight so that element i pairs with i + D/2.
+
+    GGUF pairs neighbours: it stores a head of 4 rows in the order 0 2 1 3.
+    """
+    split = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _rope_scaling(factors: np.ndarray, head_dim: int, theta: float) -> RopeScaling:
+    """Return the settings behind these factors. Raises ModelError if they are not Llama 3's.
+
+    GGUF stores only the results of Llama 3's formula, but every release used the same settings.
+    """
+    scaling = RopeScaling(float(np.max(factors)), 1.0, 4.0, 8192)
+    ours = rope_frequencies(head_dim, theta, None) / rope_frequencies(head_dim, theta, scaling)
+    if not np.allclose(ours, factors, rtol=1e-3):
+        raise ModelError(
+            f"the GGUF file scales rotary frequencies by {np.unique(factors)[:4]}..., not by "
+            "Llama 3's factors; load the Hugging Face directory of this model instead"
+        )
+    return scaling
+
+
+def _value(reader: gguf.GGUFReader, name: str, default: Any = None) -> Any:
+    entry = reader.fields.get(name)
+    return default if entry is None else entry.contents()
+
+
+def _short_float(value: float) -> float:
+    """Return the decimal from which a float32 was written: 9.99999974e-06 gives 1e-05."""
+    return float(np.format_float_positional(np.float32(value), unique=True))

@@ -1,0 +1,220 @@
+"""Conversion between Hugging Face's config.json and safetensors and our config and parameters."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from lightning_jax.models.attention.attention import RopeScaling
+from lightning_jax.models.formats.param_names import (
+    ModelError,
+    NamedParam,
+    flatten,
+    named_params,
+    unflatten,
+)
+from lightning_jax.models.transformer import DecoderConfig, Params
+
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def read_config(directory: Path) -> DecoderConfig:
+    """Read the model's shape. Raises ModelError if this decoder cannot compute it exactly."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ModelError(
+            f"{directory} has no config.json; pass the directory of a Hugging Face model",
+            reason="missing",
+            key=str(path),
+        )
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(
+            f"{path} is not readable JSON: {error}", reason="malformed", key=str(path)
+        ) from error
+    family = fields.get("model_type")
+    if family not in _ARCHITECTURES:
+        raise ModelError(
+            f"{path} has model_type={family!r}; supported are {sorted(_ARCHITECTURES)}. "
+            "Use a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
+            reason="unsupported",
+            key="model_type",
+        )
+    missing = [name for name in _REQUIRED if name not in fields]
+    if missing:
+        raise ModelError(
+            f"{path} lacks {missing}; download it again",
+            reason="missing",
+            key=missing[0],
+        )
+    _refuse_variants(path, fields)
+    heads = fields["num_attention_heads"]
+    theta, scaling = _read_rope(path, fields)
+    default_head_dim = 128 if family == "qwen3" else fields["hidden_size"] // heads
+    return DecoderConfig(
+        vocab_size=fields["vocab_size"],
+        embed_dim=fields["hidden_size"],
+        mlp_dim=fields["intermediate_size"],
+        num_layers=fields["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=fields.get("num_key_value_heads") or heads,
+        head_dim=fields.get("head_dim") or default_head_dim,
+        rope_theta=float(theta),
+        rope_scaling=scaling,
+        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        max_positions=fields.get("max_position_embeddings", 2048),
+        family=family,
+    )
+
+
+def _refuse_variants(path: Path, fields: dict[str, Any]) -> None:
+    expected = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    expected |= {"use_sliding_window": False, "quantization_config": None}
+    for name, value in expected.items():
+        if fields.get(name, value) != value:
+            raise ModelError(
+                f"{path} has {name}={str(fields[name])[:80]}; only {value!r} is supported. "
+                "Use another model.",
+                reason="unsupported",
+                key=name,
+            )
+
+
+def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    # Newer files keep all fields in "rope_parameters". Older files keep theta at the top level.
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ModelError(
+            f"{path} has rope_type={kind!r}; only 'default' and 'llama3' are supported. "
+            "Use another model.",
+            reason="unsupported",
+            key="rope_type",
+        )
+    return theta, RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_positions=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def read_params(directory: Path, config: DecoderConfig, dtype: Any) -> Params:
+    """Read the weights of all safetensors files.
+
+    Raises ModelError if a weight is missing or has the wrong shape.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"{directory} has no *.safetensors file; download the model again",
+            reason="missing",
+            key="*.safetensors",
+        )
+    wanted = {param.hf: param for param in named_params(config)}
+    leaves = {}
+    for name, array in _tensors(files, set(wanted)):
+        param = wanted[name]
+        leaves[param.path] = param.from_rows(name, array, dtype)
+    missing = [param.hf for param in wanted.values() if param.path not in leaves]
+    if missing:
+        raise ModelError(
+            f"the *.safetensors files of {directory} lack {len(missing)} of {len(wanted)} weights, "
+            f"among them {missing[0]}; download the model again",
+            reason="missing",
+            key=missing[0],
+        )
+    return unflatten(leaves)
+
+
+def _tensors(files: list[Path], wanted: set[str]) -> Iterator[tuple[str, np.ndarray]]:
+    for path in files:
+        try:
+            with safetensors.safe_open(path, framework="flax") as opened:  # numpy lacks bfloat16
+                for name in sorted(wanted.intersection(opened.keys())):
+                    yield name, np.asarray(opened.get_tensor(name))
+        except safetensors.SafetensorError as error:
+            raise ModelError(
+                f"{path} is not a readable safetensors file: {error}",
+                reason="malformed",
+                key=str(path),
+            ) from error
+
+
+def write(directory: Path, config: DecoderConfig, params: Params, eos_ids: frozenset[int]) -> None:
+    """Write config.json, generation_config.json and model.safetensors."""
+    assert config.lora is None, "adapters are merged first, or would be lost"
+    flat = flatten(params)
+    arrays = {param.hf: _to_rows(param, flat[param.path]) for param in named_params(config)}
+    safetensors.numpy.save_file(arrays, directory / "model.safetensors", {"format": "pt"})
+    dtype = str(jnp.asarray(flat[("embed", "embedding")]).dtype)
+    ends = sorted(eos_ids)
+    eos = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
+    write_json(directory / "config.json", _config_fields(config) | {"dtype": dtype} | eos)
+    # The library makes the file readable only by its owner.
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")
+    write_json(directory / "generation_config.json", eos)
+
+
+def _to_rows(param: NamedParam, leaf: Any) -> np.ndarray:
+    array = np.asarray(jax.device_get(leaf))
+    return np.ascontiguousarray(array.T if param.transpose else array)
+
+
+def _config_fields(config: DecoderConfig) -> dict[str, Any]:
+    fields = {
+        "architectures": [_ARCHITECTURES[config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.max_positions,
+        "rope_theta": config.rope_theta,
+    }
+    if config.rope_scaling is not None:
+        scaling = config.rope_scaling
+        fields["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    return fields
+
+
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    """Write the fields as an indented JSON file."""
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

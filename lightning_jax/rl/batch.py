@@ -1,0 +1,110 @@
+"""Records of training data: sequences, packed batches and targets."""
+
+from dataclasses import dataclass
+
+import jax
+
+from lightning_jax.types import Advantage, Leaf, check_same_length, fill_default
+
+
+@dataclass(frozen=True)
+class StateValues:
+    """States of one sequence that a critic learns from, at most one per trained token.
+
+    State i is the context before response token `positions[i]`; position 0 is the prompt.
+    """
+
+    positions: tuple[int, ...]
+    values: tuple[float, ...]  # of the critic, before the step's first update
+    returns: tuple[float, ...]  # targets of the values
+    weight: float = 1.0  # of each state in the loss
+
+    def __post_init__(self) -> None:
+        check_same_length(self, "positions", "values", "returns")
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    """Prompt and response to learn from, with the advantage and weight of the response's tokens.
+
+    By default `loss_mask` is all True.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    response_token_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    advantage: Advantage
+    weight: float  # of each trained token; see rl/token_weights.py
+    loss_mask: tuple[bool, ...] = ()  # False: the token is context only
+    states: StateValues | None = None  # for a critic
+    # Index of the policy that learns, and so of its adapter or weights. None: a single policy, or
+    # sequences of one policy only.
+    adapter: int | None = None
+    pair: int | None = None  # for DPO: index of the rollout's pair in the step
+    # Indices of the rollout and its group in the step. None: not from a rollout.
+    rollout: int | None = None
+    group: int | None = None
+    # Divisor of the logits of the policy that learns. Log-probabilities are at this temperature.
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        fill_default(self, "loss_mask", True, like="response_token_ids")
+        check_same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StateBatch:
+    """States of a batch that a critic learns from, at most one per target and at its index."""
+
+    nodes: Leaf  # int32 [B, R], row index of the last node in the state's context
+    values: Leaf  # float32 [B, R], of the critic before the step's first update
+    returns: Leaf  # float32 [B, R]
+    weights: Leaf  # float32 [B, R], 0 where there is no state
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DistinctTargets:
+    """Distinct (node, token) pairs among a row's targets, for which the LM head is evaluated.
+
+    Siblings that sampled the same token after the same path have one target each, but share the
+    pair.
+    """
+
+    nodes: Leaf  # int32 [B, R], row index of the node that predicts
+    ids: Leaf  # int32 [B, R], the token; -1 if there is no pair
+    of_targets: Leaf  # int32 [B, R], index of each target's pair
+    # float32 [B, R], divisor of a pair's logits. Pairs with different divisors are distinct.
+    # None: all are 1.
+    temperatures: Leaf = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Forest of token tries in fixed shapes: B rows of T nodes, and R targets per row.
+
+    Nodes are in depth-first order. Node i sees node j iff `j <= i < ends[j]`. `positions` is the
+    depth in the tree. Padding nodes see only themselves.
+
+    A target is one sampled token: after the path to `target_nodes`, the model sampled `target_ids`.
+    Two transitions that sampled the same token after the same path share the node, never the
+    target. The targets of one sequence are adjacent in one row, in order.
+    """
+
+    tokens: Leaf  # int32 [B, T]
+    positions: Leaf  # int32 [B, T]
+    ends: Leaf  # int32 [B, T]
+    target_nodes: Leaf  # int32 [B, R], row index of the node that predicts
+    target_ids: Leaf  # int32 [B, R]
+    target_mask: Leaf  # bool [B, R], True = a sampled token
+    target_calls: Leaf  # int32 [B, R], index of the target's sequence; -1 where masked
+    behavior_logprobs: Leaf  # float32 [B, R]
+    advantages: Leaf  # float32 [B, R]
+    weights: Leaf  # float32 [B, R], 0 where masked
+    # float32 [B, R], of the trainer before the step's first update. None: this is the first.
+    old_logprobs: Leaf = None
+    states: Leaf = None  # StateBatch, or None without a critic
+    adapters: Leaf = None  # int32 [B], adapter index of each row; None: at most one adapter
+    distinct: Leaf = None  # DistinctTargets; None: evaluate the LM head per target

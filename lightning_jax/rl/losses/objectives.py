@@ -1,0 +1,54 @@
+"""Objectives that a training step minimises, as functions of a microbatch's log-probabilities."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from lightning_jax.rl.batch import Batch, StateBatch
+from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.critic import Critic, value_loss
+from lightning_jax.rl.losses import policy
+from lightning_jax.rl.losses.policy import Metrics
+
+# (logprobs, entropy, batch, ref_logprobs or None) -> (loss, metric sums)
+Objective = Callable[..., tuple[Float[Array, ""], Metrics]]
+
+
+def policy_objective(algorithm: AlgorithmConfig | None = None, **changes: Any) -> Objective:
+    """Build an objective from `policy.policy_loss` with these settings, overridden by `changes`."""
+    settings = dataclasses.replace(algorithm or AlgorithmConfig(), **changes)
+
+    def objective(logprobs: Any, entropy: Any, batch: Batch, ref_logprobs: Any) -> Any:
+        return policy.policy_loss(
+            logprobs, batch, settings, ref_logprobs=ref_logprobs, entropy=entropy
+        )
+
+    return objective
+
+
+def supervised_objective() -> Objective:
+    """Build an objective from `policy.supervised_loss`."""
+
+    def objective(logprobs: Any, entropy: Any, batch: Batch, ref_logprobs: Any) -> Any:
+        return policy.supervised_loss(logprobs, batch, entropy=entropy)
+
+    return objective
+
+
+def metric_names(objective: Objective, critic: Critic | None, with_reference: bool) -> list[str]:
+    """Return the metric names of objective and critic, found from shapes without the model."""
+    floats, ints = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.int32))
+    mask = jax.ShapeDtypeStruct((1, 1), jnp.bool_)
+    batch = Batch(ints, ints, ints, ints, ints, mask, ints, floats, floats, floats)
+    reference = floats if with_reference else None
+    reported = jax.eval_shape(objective, floats, floats, batch, reference)[1]
+    if critic is not None:
+        states = StateBatch(ints, floats, floats, floats)
+        error = functools.partial(value_loss, clip=critic.clip)
+        reported |= jax.eval_shape(error, floats, states)[1]
+    return sorted(reported)

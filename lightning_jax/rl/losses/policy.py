@@ -1,0 +1,180 @@
+"""Losses over sampled tokens, as sums of weight times token loss, so that microbatches just add.
+
+The weights are normalised on the host, which knows the whole step. Metrics are also sums, over the
+tokens in the mask. `mean_metrics` turns the sums of a step into means. A metric whose name ends in
+`_max` is always a maximum.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from lightning_jax.errors import InvalidValue
+from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.losses.ratios import (
+    correction_weights,
+    importance_ratio,
+    kl_estimate,
+    level_log_ratio,
+)
+from lightning_jax.rl.losses.segments import sums_to_go
+from lightning_jax.rl.losses.surrogates import SURROGATES
+
+Metrics = dict[str, Float[Array, ""]]
+TokenMetrics = dict[str, Float[Array, "B R"]]
+_SUMS = frozenset(  # metrics that are not a mean over tokens
+    {"train/loss", "train/num_tokens", "train/value_loss", "train/value_clip_fraction"}
+)
+
+
+def policy_loss(
+    logprobs: Float[Array, "B R"],
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    *,
+    ref_logprobs: Float[Array, "B R"] | None = None,
+    entropy: Float[Array, "B R"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Return (loss, metric sums).
+
+    The loss is the sum over tokens of `weight * (c * surrogate + kl_coef * KL - entropy_coef *
+    entropy)`. The surrogate is that of `algorithm.loss`. Its ratio is to the policy named by
+    `algorithm.proximal`: the sampling policy (`batch.behavior_logprobs`) or the trainer's own
+    before the step's first update (`batch.old_logprobs`). If `old_logprobs` is None, this is the
+    first update. c is the off-policy correction.
+
+    With `kl_in` "reward" the KL lowers the advantages instead. Each token pays for itself and for
+    the later tokens of its call. `entropy` is in nats, and an entropy bonus needs its gradient.
+    Values where the mask is False are ignored. Raises ValueError if a coefficient is above 0 and
+    its input is missing.
+    """
+    _check_given(algorithm, ref_logprobs, entropy)
+    mask = batch.target_mask
+    logprobs, advantages = _masked(logprobs, mask), _masked(batch.advantages, mask)
+    behavior = _masked(batch.behavior_logprobs, mask)
+    is_first = batch.old_logprobs is None
+    old = jax.lax.stop_gradient(logprobs) if is_first else _masked(batch.old_logprobs, mask)
+    sums: TokenMetrics = {"train/mismatch_kl": kl_estimate(old - behavior)}
+    extra = jnp.zeros_like(logprobs)
+    if ref_logprobs is not None:
+        reference = _masked(ref_logprobs, mask)
+        to_reference = kl_estimate(reference - logprobs, algorithm.kl_estimator)
+        sums["train/kl_to_reference"] = to_reference
+        if algorithm.kl_in == "loss":
+            extra = algorithm.kl_coef * to_reference
+        else:  # a reward is fixed for the step, so it uses the old policy
+            cost = kl_estimate(reference - old, algorithm.kl_estimator)
+            advantages = advantages - algorithm.kl_coef * sums_to_go(cost, batch.target_calls)
+    proximal = behavior if algorithm.proximal == "behavior" else old
+    token_loss, ratio, is_clipped = SURROGATES[algorithm.loss](
+        logprobs,
+        logprobs - proximal,
+        advantages,
+        batch,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        clip_dual=algorithm.clip_dual,
+    )
+    sums |= {
+        # With zero advantage, clipping loses no gradient.
+        "train/clip_fraction": (is_clipped & (advantages != 0.0)).astype(jnp.float32),
+        "train/ratio_mean": ratio,
+        "train/ratio_max": ratio,
+    }
+    if algorithm.correction != "none":
+        current = logprobs if algorithm.proximal == "behavior" else old
+        correction, measured = _correction(current - behavior, batch, algorithm)
+        token_loss = correction * token_loss
+        sums |= measured
+    if entropy is not None and algorithm.entropy_coef > 0.0:
+        extra = extra - algorithm.entropy_coef * entropy
+    return _finish(token_loss + extra, batch, sums, entropy)
+
+
+def supervised_loss(
+    logprobs: Float[Array, "B R"],
+    batch: Batch,
+    *,
+    entropy: Float[Array, "B R"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Return (weighted negative log-likelihood of the targets in nats, metric sums)."""
+    token_loss = -_masked(logprobs, batch.target_mask)
+    return _finish(token_loss, batch, {"train/nll": token_loss}, entropy)
+
+
+def mean_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of a step as means over tokens, except maxima and the sums in `_SUMS`."""
+    count = max(sums["train/num_tokens"], 1.0)
+    return {
+        name: value if name in _SUMS or is_maximum(name) else value / count
+        for name, value in sums.items()
+    }
+
+
+def add_metrics(sums: Metrics, more: Metrics) -> Metrics:
+    """Combine the metric sums of two microbatches."""
+    return {
+        name: jnp.maximum(value, more[name]) if is_maximum(name) else value + more[name]
+        for name, value in sums.items()
+    }
+
+
+def is_maximum(name: str) -> bool:
+    """Return whether the metric with this name is a maximum."""
+    return name.endswith("_max")
+
+
+def _check_given(algorithm: AlgorithmConfig, ref_logprobs: object, entropy: object) -> None:
+    if algorithm.kl_coef > 0.0 and ref_logprobs is None:
+        raise InvalidValue(
+            f"kl_coef is {algorithm.kl_coef} without ref_logprobs; pass them or set it to 0.",
+            reason="missing",
+            key="ref_logprobs",
+        )
+    if algorithm.entropy_coef > 0.0 and entropy is None:
+        raise InvalidValue(
+            f"entropy_coef is {algorithm.entropy_coef} without entropy; pass it or set it to 0.",
+            reason="missing",
+            key="entropy",
+        )
+
+
+def _correction(
+    log_ratio: Float[Array, "B R"], batch: Batch, algorithm: AlgorithmConfig
+) -> tuple[Float[Array, "B R"], TokenMetrics]:
+    ratio = importance_ratio(level_log_ratio(log_ratio, batch, algorithm.correction_level))
+    weights, metrics = correction_weights(
+        ratio,
+        kind=algorithm.correction,
+        low=algorithm.correction_low,
+        high=algorithm.correction_high,
+    )
+    if algorithm.proximal == "behavior" and algorithm.loss != "reinforce":
+        # The loss already contains the ratio to the behavior policy, so kept tokens get weight 1.
+        weights = (weights > 0.0).astype(jnp.float32)
+    return weights, metrics
+
+
+def _finish(
+    token_loss: Float[Array, "B R"],
+    batch: Batch,
+    sums: TokenMetrics,
+    entropy: Float[Array, "B R"] | None,
+) -> tuple[Float[Array, ""], Metrics]:
+    mask = batch.target_mask
+    if entropy is not None:
+        sums = sums | {"train/entropy": entropy}
+    loss = (_masked(batch.weights, mask) * _masked(token_loss, mask)).sum()
+    metrics = {
+        name: _masked(value, mask).max() if is_maximum(name) else _masked(value, mask).sum()
+        for name, value in sums.items()
+    }
+    return loss, metrics | {
+        "train/loss": loss,
+        "train/num_tokens": mask.sum().astype(jnp.float32),
+    }
+
+
+def _masked(values: Float[Array, "B R"], mask: Bool[Array, "B R"]) -> Float[Array, "B R"]:
+    return jnp.where(mask, values, 0.0)

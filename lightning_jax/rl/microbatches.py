@@ -1,0 +1,79 @@
+"""Bundles of microbatches, which one program processes one after another.
+
+All bundles of a batch shape have the same size, so a program compiles once for any number of
+microbatches per update. A loop on the host runs it for each bundle.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from lightning_jax.models.sharding import platform_of
+from lightning_jax.rl.batch import Batch
+
+# Microbatches in a bundle, padding included. On a CPU each start of a program gets fresh memory.
+# Other platforms use 1, because starting a program eight times costs nothing there.
+BUNDLE_ON = {"cpu": 8}
+
+
+def bundles(batches: Sequence[Batch]) -> list[tuple[tuple[Batch, ...], Int32[np.ndarray, ""]]]:
+    """Return the microbatches in bundles, each with its number of microbatches without padding."""
+    if not batches:
+        return []
+    sharding = getattr(batches[0].tokens, "sharding", None)
+    platform = jax.default_backend() if sharding is None else platform_of(sharding)
+    size, made = BUNDLE_ON.get(platform, 1), []
+    for start in range(0, len(batches), size):
+        part = batches[start : start + size]
+        padding = [part[-1]] * (size - len(part))
+        made.append(((*part, *padding), np.asarray(len(part), np.int32)))
+    return made
+
+
+def measure(
+    function: Callable[..., list[Float[Array, "B R"]]], batches: Sequence[Batch], *weights: Any
+) -> list[Float[Array, "B R"]]:
+    """Run a jitted `map_bundle` on all microbatches, possibly none, and return its results."""
+    found: list[Any] = []
+    for bundle, count in bundles(batches):
+        found += function(bundle, count, *weights)[: int(count)]
+    return found
+
+
+def fold_bundle(
+    bundle: tuple[Batch, ...],
+    count: Int32[Array, ""],
+    body: Callable[[Any, Batch, Int32[Array, ""]], Any],
+    start: Any,
+) -> Any:
+    """Run `body(carry, microbatch, its index)` for the first `count` microbatches in order.
+
+    All run in one program, because on a CPU each run gets gigabytes of fresh memory, page by page.
+    A bundle of one microbatch has no padding and needs no loop.
+    """
+    if len(bundle) == 1:
+        return body(start, bundle[0], jnp.int32(0))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *bundle)
+
+    def one(index: Int32[Array, ""], carry: Any) -> Any:
+        return body(carry, jax.tree.map(lambda leaf: leaf[index], stacked), index)
+
+    return jax.lax.fori_loop(0, count, one, start)
+
+
+def map_bundle(function: Callable[..., Float[Array, "B R"]]) -> Callable[..., list[Any]]:
+    """Map `function(microbatch, *weights)` over a bundle, with zeros for its padding."""
+
+    def run(bundle: tuple[Batch, ...], count: Int32[Array, ""], *weights: Any) -> list[Any]:
+        def write(found: Any, batch: Batch, index: Any) -> Any:
+            new = function(batch, *weights)
+            return jax.lax.dynamic_update_index_in_dim(found, new, index, axis=0)
+
+        shape = (len(bundle), *bundle[0].target_ids.shape)
+        return list(fold_bundle(bundle, count, write, jnp.zeros(shape, jnp.float32)))
+
+    return run

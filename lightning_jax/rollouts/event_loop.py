@@ -1,0 +1,120 @@
+"""Separate event loop and thread for agents.
+
+An agent that blocks, for example in a synchronous client, delays other agents but neither the
+server nor the deadlines. Each `asyncio.to_thread` call of an agent gets its own thread, so a call
+that never returns does not block the others.
+"""
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+from lightning_jax.rollouts.runner import GRACE_S, Agent, Result
+from lightning_jax.system.watchdog import watched_loop
+from lightning_jax.types import LLM, Task
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def isolate_agent(agent: Agent) -> AsyncIterator[Agent]:
+    """Yield the agent wrapped to run on its own event loop while this context is open."""
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(_ThreadPerCall())
+    stopping = threading.Event()
+    thread = threading.Thread(target=_serve, args=(loop, stopping), name="agents", daemon=True)
+    thread.start()
+
+    async def run(task: Task, llm: LLM) -> Result:
+        return await _run_on(loop, agent, task, llm)
+
+    try:
+        with watched_loop(loop, thread):
+            yield run
+    finally:
+        stopping.set()
+        loop.call_soon_threadsafe(loop.stop)
+        await asyncio.to_thread(thread.join, 2 * GRACE_S)
+        if thread.is_alive():
+            log.warning(
+                "an agent still blocks its event loop; exiting without waiting for it",
+                extra={"event": "agent_blocks_exit"},
+            )
+
+
+def _serve(loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
+    asyncio.set_event_loop(loop)
+    while not stopping.is_set():
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:  # asyncio passes both on
+            log.warning(
+                "a background task of an agent raised %r; the other agents continue",
+                error,
+                extra={"event": "agent_task_exited", "error": error},
+            )
+    if left := asyncio.all_tasks(loop):
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+async def _run_on(loop: asyncio.AbstractEventLoop, agent: Agent, task: Task, llm: LLM) -> Result:
+    """Run the agent on `loop`, and return its result or raise its error.
+
+    If cancelled, cancel the agent and wait for it.
+    """
+    ended: Future[tuple[Result, BaseException | None]] = Future()
+    running: list[asyncio.Task[Any]] = []
+
+    async def guarded() -> tuple[Result, BaseException | None]:
+        try:
+            return await agent(task, llm), None
+        except BaseException as error:  # noqa: BLE001  (sys.exit would also stop the loop)
+            return None, error
+
+    def finish(run: asyncio.Task[tuple[Result, BaseException | None]]) -> None:
+        ended.set_result((None, asyncio.CancelledError()) if run.cancelled() else run.result())
+
+    def start() -> None:
+        running.append(loop.create_task(guarded()))
+        running[0].add_done_callback(finish)
+
+    # This context makes the agent's spans children of the rollout's span.
+    loop.call_soon_threadsafe(start, context=contextvars.copy_context())
+    done = asyncio.wrap_future(ended)
+    try:
+        await asyncio.wait({done})
+    except asyncio.CancelledError:
+        loop.call_soon_threadsafe(lambda: running[0].cancel())
+        await asyncio.wait({done})
+        raise
+    result, error = done.result()
+    if error is not None:
+        raise error
+    return result
+
+
+class _ThreadPerCall(ThreadPoolExecutor):
+    """Executor with one thread per call. The process does not wait for the threads at exit."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001  (raised again in the waiting caller)
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="agent", daemon=True).start()
+        return future

@@ -1,0 +1,335 @@
+"""Conversion of finished rollouts to trajectories, with counts of dropped data."""
+
+import re
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from jaxtyping import Float
+
+from lightning_jax.rollouts.config import RolloutConfig
+from lightning_jax.rollouts.outcome import DROPPED_METRICS, is_bounded
+from lightning_jax.traces.config import RewardRule
+from lightning_jax.traces.convert import spans_to_transitions, to_trajectory
+from lightning_jax.traces.rewards import Decode, apply_rules
+from lightning_jax.traces.roles import Policies, Roles, assign_roles, only_trained
+from lightning_jax.traces.store import Store
+from lightning_jax.traces.tree import attach_loose_calls
+from lightning_jax.types import FINISHED, Metrics, Rollout, Span, Task, Trajectory, Transition
+
+MAX_DETAIL_CHARS = 240  # of a failure's detail
+# Maximum names of one kind in a row of metrics: agents' metrics, sub-agents, failure reasons.
+MAX_NAMES = 200
+MAX_NAME_CHARS = 100
+OTHER = "other"  # replaces the rarest names beyond MAX_NAMES
+
+
+@dataclass(frozen=True)
+class TraceReader:
+    """Settings for reading spans: roles and policies of calls, and rules for their rewards."""
+
+    roles: Roles = field(default_factory=dict)
+    rules: Mapping[str, RewardRule] = field(default_factory=dict)
+    decode: Decode = str  # token ids to text, for the rules' patterns
+    policies: Policies = field(default_factory=dict)
+    limits: RolloutConfig = field(default_factory=RolloutConfig)  # of rewards
+
+    def judge(self, rollout: Rollout, transitions: Sequence[Transition]) -> Rollout:
+        """Return the rollout, failed by its agent if its calls' total reward exceeds the limit.
+
+        A rule's reward applies to each event that matches, so an agent could add up any number.
+        """
+        if is_bounded((call.reward for call in transitions), self.limits.max_abs_reward):
+            return rollout
+        return replace(
+            rollout,
+            status="agent_failure",
+            reward=self.limits.agent_failure_reward,
+            reason="bad_reward",
+            detail="the sum of its call rewards exceeds rollout.max_abs_reward",
+            metrics={},
+        )
+
+    def transitions(
+        self, spans: Sequence[Span]
+    ) -> tuple[tuple[Transition, ...], dict[str, int], dict[str, int]]:
+        """Return (the calls, skipped spans by reason, uses of each rule)."""
+        spans = attach_loose_calls(spans)
+        transitions, reasons = spans_to_transitions(spans)
+        transitions = assign_roles(spans, transitions, self.roles, self.policies)
+        transitions, applied = apply_rules(spans, transitions, self.rules, self.decode)
+        return transitions, reasons, applied
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Group of rollouts that failed with the same status and reason."""
+
+    status: str
+    reason: str
+    count: int
+    example: str  # a rollout id
+    detail: str = ""  # detail of the example's failure, on one line
+
+
+def failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
+    """Group failed rollouts by status and reason, most frequent first.
+
+    The example is the first rollout of a group.
+    """
+    alike: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.reason is not None:
+            alike[rollout.status, rollout.reason].append(rollout)
+    found = [
+        Failure(*key, len(those), those[0].rollout_id, _one_line(those[0].detail or ""))
+        for key, those in alike.items()
+    ]
+    return tuple(sorted(found, key=lambda failure: -failure.count))
+
+
+def to_trajectories(
+    store: Store,
+    rollouts: Sequence[Rollout],
+    *,
+    policy_version: int,
+    reader: TraceReader | None = None,
+) -> tuple[list[Trajectory], Metrics]:
+    """Return (trajectories of rewarded rollouts, metrics of all rollouts).
+
+    Trajectories hold only the calls that train. Rollouts without a reward, spans without tokens and
+    calls that do not train are left out. Each is counted under `rollout/dropped_<reason>`.
+    """
+    reader = reader or TraceReader()
+    trajectories = []
+    dropped: Counter[str] = Counter()
+    rules: Counter[str] = Counter(dict.fromkeys(reader.rules, 0))
+    judged: list[Rollout] = []
+    for rollout in rollouts:
+        judged.append(rollout)
+        if rollout.reward is None:
+            dropped["no_reward"] += 1
+            continue
+        spans = store.spans(rollout.rollout_id)
+        transitions, reasons, applied = reader.transitions(spans)
+        dropped.update(reasons)
+        rules.update(applied)
+        judged[-1] = reader.judge(rollout, transitions)
+        if judged[-1] is not rollout:
+            transitions = tuple(replace(call, reward=0.0) for call in transitions)
+        if judged[-1].reward is None:
+            dropped["bad_reward"] += 1
+            continue
+        if not transitions:
+            dropped["no_calls"] += 1
+        trajectories.append(to_trajectory(judged[-1], transitions))
+    counts = {f"rollout/dropped_{_code(reason)}": float(n) for reason, n in dropped.items()}
+    counts |= {f"rollout/rule_{_code(name)}": float(n) for name, n in rules.items()}
+    counts |= rollout_metrics(judged, trajectories, policy_version)
+    counts |= agent_metrics(trajectories) | policy_metrics(trajectories)
+    num_frozen = sum(
+        not call.trains for trajectory in trajectories for call in trajectory.transitions
+    )
+    if num_frozen:
+        counts["rollout/dropped_frozen_calls"] = float(num_frozen)
+    return [only_trained(trajectory) for trajectory in trajectories], counts
+
+
+def agent_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Return metrics of each sub-agent, such as `rollout/calls_mean/agent=writer`.
+
+    `calls_mean` is over all rollouts, `reward_mean` over rollouts in which the sub-agent made a
+    call, and the rest over its calls. Empty if no call names a sub-agent.
+    """
+    return _metrics_by(trajectories, "agent", lambda call: call.agent)
+
+
+def policy_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Return the same metrics for each policy, such as `rollout/calls_mean/policy=writer`."""
+    return _metrics_by(trajectories, "policy", lambda call: call.answered_by)
+
+
+def _metrics_by(
+    trajectories: Sequence[Trajectory], what: str, name_of: Callable[[Transition], str]
+) -> Metrics:
+    calls: dict[str, list[Transition]] = defaultdict(list)
+    rewards: dict[str, list[float]] = defaultdict(list)
+    all_calls = [call for trajectory in trajectories for call in trajectory.transitions]
+    shown = _shown(Counter(name_of(call) or "unnamed" for call in all_calls))
+    for trajectory in trajectories:
+        named = [shown[name_of(call) or "unnamed"] for call in trajectory.transitions]
+        for name, call in zip(named, trajectory.transitions, strict=True):
+            calls[name].append(call)
+        for name in set(named):
+            rewards[name].append(trajectory.reward)
+    if set(calls) <= {"unnamed"}:
+        return {}
+    metrics = {}
+    for name, mine in sorted(calls.items()):
+        values = {
+            "calls_mean": len(mine) / len(trajectories),
+            "reward_mean": sum(rewards[name]) / len(rewards[name]),
+            "call_reward_mean": sum(call.reward for call in mine) / len(mine),
+            **_lengths(mine),
+        }
+        metrics |= {f"rollout/{key}/{what}={name}": value for key, value in values.items()}
+    return metrics
+
+
+def rollout_metrics(
+    rollouts: Sequence[Rollout], trajectories: Sequence[Trajectory], policy_version: int
+) -> Metrics:
+    """Return reward, lengths, staleness and failures by reason for one step's rollouts.
+
+    Means over nothing are left out instead of being 0 or NaN.
+    """
+    calls = [call for trajectory in trajectories for call in trajectory.transitions]
+    learned_from = [call for call in calls if call.trains]
+    ages = [policy_version - v for call in learned_from for v in call.policy_versions]
+    status = Counter(rollout.status for rollout in rollouts)
+    metrics = {
+        "rollout/num_rollouts": float(len(rollouts)),
+        "rollout/num_scored": float(status["scored"]),
+        "rollout/num_agent_failures": float(status["agent_failure"]),
+        "rollout/num_infrastructure_failures": float(status["infrastructure_failure"]),
+        "rollout/num_retries": float(sum(rollout.attempt > 1 for rollout in rollouts)),
+        "rollout/num_calls": float(len(calls)),
+        "rollout/response_tokens": float(sum(len(call.response_token_ids) for call in calls)),
+        "rollout/prompt_tokens": float(sum(len(call.prompt_token_ids) for call in calls)),
+    }
+    metrics |= _reported(rollouts, "rollout")
+    shown = _shown(Counter(_code(r.reason) for r in rollouts if r.reason))
+    failures = Counter((r.status, shown[_code(r.reason)]) for r in rollouts if r.reason)
+    metrics |= {f"rollout/{status}_{code}": float(n) for (status, code), n in failures.items()}
+    if trajectories:
+        rewards = np.asarray([trajectory.reward for trajectory in trajectories])
+        metrics |= {
+            "rollout/reward_mean": float(rewards.mean()),
+            "rollout/reward_std": float(rewards.std()),
+            "rollout/calls_mean": len(calls) / len(trajectories),
+        }
+    if calls:
+        metrics |= {f"rollout/{name}": value for name, value in _lengths(calls).items()}
+        metrics |= {
+            "rollout/response_tokens_max": float(max(len(c.response_token_ids) for c in calls)),
+        }
+    if ages:
+        metrics["train/staleness_mean"] = float(np.mean(ages))
+    return metrics
+
+
+def _lengths(calls: Sequence[Transition]) -> Metrics:
+    """Return length metrics of at least one call."""
+    return {
+        "response_tokens_mean": sum(len(c.response_token_ids) for c in calls) / len(calls),
+        "cut_short_share": sum(call.finish_reason == "length" for call in calls) / len(calls),
+    }
+
+
+def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Return the mean reward of an evaluation and its standard error. A failed agent counts as 0.
+
+    A rollout that the infrastructure failed in all attempts is counted separately.
+    """
+    rewards = np.asarray([_earned(r) for r in rollouts if r.status in FINISHED])
+    failed = sum(r.status == "agent_failure" for r in rollouts)
+    metrics = {
+        "eval/num_tasks": float(len(rewards)),
+        "eval/num_agent_failures": float(failed),
+        "eval/num_infrastructure_failures": float(len(rollouts) - len(rewards)),
+    }
+    if rewards.size:
+        metrics["eval/reward_mean"] = float(rewards.mean())
+        metrics["eval/reward_stderr"] = _standard_error(rewards)
+    return metrics | _reported(rollouts, "eval")
+
+
+def eval_change(before: Sequence[Rollout], rollouts: Sequence[Rollout]) -> Metrics:
+    """Return how an evaluation differs from an earlier one, per task that both measured.
+
+    The standard error is that of the mean difference. It is much smaller than those of the two
+    means if most tasks have the same result in both. Empty if there is no common task.
+    """
+    old, new = _measured(before), _measured(rollouts)
+    changes = np.asarray([new[task] - old[task] for task in new if task in old])
+    if not changes.size:
+        return {}
+    return {
+        "eval/change_mean": float(changes.mean()),
+        "eval/change_stderr": _standard_error(changes),
+        "eval/num_better": float((changes > 0.0).sum()),
+        "eval/num_worse": float((changes < 0.0).sum()),
+    }
+
+
+def eval_metrics_by(
+    field: str | None, tasks: Sequence[Task], rollouts: Sequence[Rollout]
+) -> Metrics:
+    """Return results for each value of a task field, such as `eval/reward_mean/source=svamp`.
+
+    `rollouts` are in the order of `tasks`. Empty if `field` is None. A task without the field
+    counts under `missing`.
+    """
+    if field is None:
+        return {}
+    parts: dict[str, list[Rollout]] = defaultdict(list)
+    for task, rollout in zip(tasks, rollouts, strict=True):
+        parts[f"{field}={task.get(field, 'missing')}"].append(rollout)
+    return {
+        f"{name}/{part}": value
+        for part, members in sorted(parts.items())
+        for name, value in eval_metrics(members).items()
+    }
+
+
+def _measured(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the reward of each task. The newest attempt counts."""
+    return {rollout.task_id: _earned(rollout) for rollout in rollouts if rollout.status in FINISHED}
+
+
+def _earned(rollout: Rollout) -> float:
+    """Return the reward in an evaluation, where a failed agent gets 0, not agent_failure_reward."""
+    return rollout.reward or 0.0 if rollout.status == "scored" else 0.0
+
+
+def _standard_error(values: Float[np.ndarray, " N"]) -> float:
+    """Return the standard error of the mean of at least one value; 0 for a single value."""
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
+
+
+def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
+    """Return means of the numbers that agents returned, such as `eval/agent_f1_mean`.
+
+    Means are over the same rollouts as the reward of an evaluation, with 0 for a failed agent.
+    Names beyond MAX_NAMES are left out and counted in the mean of `dropped_metrics`.
+    """
+    finished = [r for r in rollouts if r.status in FINISHED]
+    shown = _shown(Counter(name for rollout in finished for name in rollout.metrics))
+    sums: dict[str, float] = defaultdict(float)
+    for rollout in finished:
+        for name, value in rollout.metrics.items():
+            kept = shown[name] == name
+            sums[name if kept else DROPPED_METRICS] += value if kept else 1.0
+    return {f"{area}/agent_{_code(name)}_mean": sums[name] / len(finished) for name in sorted(sums)}
+
+
+def _shown(counts: Counter[str]) -> dict[str, str]:
+    """Return the displayed name for each name in a row of metrics.
+
+    A name that is too long, or rarer than MAX_NAMES others, is displayed as OTHER.
+    """
+    kept = {name for name, _ in counts.most_common(MAX_NAMES) if len(name) <= MAX_NAME_CHARS}
+    return {name: name if name in kept else OTHER for name in counts}
+
+
+def _one_line(text: str) -> str:
+    return textwrap.shorten(text, MAX_DETAIL_CHARS, placeholder=" ...")
+
+
+def _code(reason: str) -> str:
+    """Return the reason as part of a metric's name."""
+    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", reason).lower()).strip(
+        "_"
+    )

@@ -1,0 +1,166 @@
+"""Outcomes of rollouts, read from an agent's return value or exception.
+
+Everything here handles foreign objects, whose methods may fail in any way.
+"""
+
+import math
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from lightning_jax.rollouts.agent_child import address_of, faults_of, members
+from lightning_jax.rollouts.config import RolloutConfig
+from lightning_jax.system.descriptors import is_exhausted
+from lightning_jax.types import LLM, RolloutStatus
+
+MAX_REASON = 100  # characters; a reason becomes part of a metric's name
+MAX_DETAIL = 500  # characters
+MAX_METRIC_NAME = 100  # characters
+MAX_METRIC = 1e30  # magnitude; sums over a step stay finite in float32
+DROPPED_METRICS = "dropped_metrics"  # counts the metrics beyond the limit
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one attempt."""
+
+    status: RolloutStatus
+    reward: float | None = None
+    reason: str | None = None
+    detail: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields that the store keeps."""
+        names = ("status", "reward", "reason", "detail", "metrics")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class LostGateway(Outcome):
+    """Failed connection from the agent to the gateway. The gateway decides who is to blame."""
+
+
+def failure(reason: str, detail: str) -> Outcome:
+    """Return the outcome of an agent that failed by itself."""
+    return Outcome("agent_failure", None, reason, detail)
+
+
+def outcome_of(
+    result: Any, posted: float | None = None, config: RolloutConfig | None = None
+) -> Outcome:
+    """Return the outcome for an agent's return value: its reward and metrics, or a failure.
+
+    If the value has no reward, use `posted`. Metrics beyond `rollout.max_metrics`, or with a name
+    longer than MAX_METRIC_NAME, are left out and counted as `dropped_metrics`.
+    """
+    config = config or RolloutConfig()
+    reward = result.get("reward") if isinstance(result, Mapping) else result
+    reward = posted if reward is None else reward
+    if reward is None:
+        return failure(
+            "no_reward",
+            f"the agent returned {repr(result)[:200]} and posted no reward; expected a number",
+        )
+    value = _finite(reward)
+    if value is None or abs(value) > config.max_abs_reward:
+        limit = f" between -{config.max_abs_reward:g} and {config.max_abs_reward:g}"
+        return _bad("reward", reward, f"number{limit} (rollout.max_abs_reward)")
+    measured = dict(result) if isinstance(result, Mapping) else {}
+    measured.pop("reward", None)
+    metrics: dict[str, float] = {}
+    for name in list(measured)[: config.max_metrics]:
+        number = _finite(measured[name])
+        if not isinstance(name, str) or number is None or abs(number) > MAX_METRIC:
+            return _bad(name, measured[name], "finite number")
+        if len(name) <= MAX_METRIC_NAME:
+            metrics[_storable(name)] = number
+    if len(metrics) < len(measured):
+        metrics[DROPPED_METRICS] = float(len(measured) - len(metrics))
+    return Outcome("scored", value, metrics=metrics)
+
+
+def outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
+    """Return the outcome for an agent's exception.
+
+    For a group, such as a task group raises, use the first member that is not a connection error.
+    """
+    try:
+        return _outcome_of_error(error, llm)
+    except BaseException:  # noqa: BLE001  (the agent's own class may fail anywhere)
+        return failure("unreadable_error", "the agent raised an error whose message cannot be read")
+
+
+def _outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
+    errors = members(error)
+    # Agents share this process's descriptors, so running out is not one agent's fault.
+    faults = [fault for fault in faults_of(errors) if not is_exhausted(fault)]
+    first = (faults or errors)[0]
+    reason = _storable(type(first).__name__[:MAX_REASON]) or "unnamed_error"
+    if type(first) is SystemExit:  # raised again, it would end the whole run
+        return failure(reason, _storable(f"the agent called sys.exit({first.code!r})"[:MAX_DETAIL]))
+    detail = _detail(first, error)
+    if faults:
+        return failure(reason, detail)
+    gateway = urlsplit(llm.base_url).netloc
+    kind = LostGateway if gateway in map(address_of, errors) else Outcome
+    return kind("infrastructure_failure", None, reason, detail)
+
+
+def _detail(error: BaseException, raised: BaseException) -> str:
+    """Return the error's message or, without one (as for a timeout), where it was raised.
+
+    A member of a group may never have been raised itself. Then use the group's traceback.
+    """
+    try:
+        words = str.strip(str(error))
+    except BaseException:  # noqa: BLE001  (foreign code may fail here too)
+        words = ""
+    if words:
+        return _storable(words[:MAX_DETAIL])
+    frames = traceback.extract_tb(error.__traceback__ or raised.__traceback__)
+    if not frames:
+        return "raised without a message"
+    last = frames[-1]
+    return _storable(
+        f"raised without a message at {last.filename}:{last.lineno} in {last.name}"[:MAX_DETAIL]
+    )
+
+
+def _bad(name: Any, value: Any, expected: str) -> Outcome:
+    return failure(
+        "bad_reward",
+        _storable(
+            f"the agent returned {repr(value)[:200]} as {str(name)[:50]}; expected a {expected}"
+        ),
+    )
+
+
+def _storable(text: str) -> str:
+    """Return the text with lone surrogates escaped, because no database accepts them."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _finite(value: Any) -> float | None:
+    """Return the value as a finite float, or None.
+
+    Accepts 0-d arrays of NumPy, JAX and PyTorch.
+    """
+    is_array = not isinstance(value, type) and getattr(value, "ndim", None) == 0
+    number = value.item() if is_array and hasattr(value, "item") else value
+    if not isinstance(number, int | float):
+        return None
+    try:
+        number = float(number)
+    except OverflowError:  # integer too large for a float
+        return None
+    return number if math.isfinite(number) else None
+
+
+def is_bounded(rewards: Iterable[float], limit: float) -> bool:
+    """Return True if no reward, nor the sum, has a magnitude above `limit`."""
+    values = list(rewards)
+    return all(abs(value) <= limit for value in values) and abs(math.fsum(values)) <= limit

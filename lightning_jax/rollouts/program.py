@@ -1,0 +1,258 @@
+"""Agents that are programs, wrapped as coroutine functions like any other agent.
+
+A command is started once for each rollout. It finds the policy's URL in its environment and the
+task on its standard input. The reward is the last line of its output, or the result of a function
+of the whole output. A function for another interpreter runs in a process of that interpreter.
+docs/agents.md describes the input of a program and its exit codes.
+"""
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_jax.rollouts.config import AgentConfig
+from lightning_jax.rollouts.process import Ended, Limits, run_program
+from lightning_jax.rollouts.runner import Agent, Result, load_agent, load_function
+from lightning_jax.settings import ConfigError
+from lightning_jax.system.descriptors import original_limit
+from lightning_jax.traces.tracer import trace_headers
+from lightning_jax.types import LLM, Task
+
+log = logging.getLogger(__name__)
+
+CHILD = Path(__file__).with_name("agent_child.py")
+MAX_VARIABLE = 2**17  # bytes of NAME=value and its terminator, a limit of Linux
+MAX_RESULT = 2**20  # bytes
+TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h: a service that the program needs is down
+# Variables that programs inherit: those that locate files, interpreters and the network. Others may
+# be secrets. So may proxies, but the network is not reachable without them.
+INHERITED = re.compile(
+    "PATH|HOME|USER|LOGNAME|SHELL|PWD|LANG|LANGUAGE|LC_[A-Z]+|TZ|TERM|TMPDIR|TEMP|TMP|XDG_[A-Z_]+"
+    "|PYTHON[A-Z_]*|VIRTUAL_ENV|CONDA_PREFIX|CONDA_DEFAULT_ENV|PYENV_[A-Z_]+|JAVA_HOME|GOPATH"
+    "|NODE_PATH|NODE_OPTIONS|NODE_EXTRA_CA_CERTS|NVM_[A-Z_]+|GEM_[A-Z]+"
+    "|(DY)?LD_[A-Z_]+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE"
+    "|SSL_CERT_FILE|SSL_CERT_DIR|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
+    "|(HTTPS?|FTP|ALL|NO)_PROXY|(https?|ftp|all|no)_proxy"
+)
+LOAD_TIMEOUT_S = 120.0  # for the other interpreter to import the agent's framework
+
+
+class ExitStatus(Exception):
+    """Non-zero exit status of the program."""
+
+
+class KilledBySignal(Exception):
+    """Death of the program by a signal that we did not send."""
+
+
+class OverLimit(Exception):
+    """Termination of the program because it exceeded a limit of its settings."""
+
+
+class TemporaryFailure(ConnectionError):
+    """Report by the program that a service it needs is down."""
+
+
+class NotStarted(ConnectionError):
+    """Temporary failure of the system to start the program."""
+
+
+def make_agent(config: AgentConfig) -> Agent:
+    """Return the agent that the settings name. Raises ConfigError if something is missing."""
+    if config.command is not None:
+        return _command_agent(config)
+    if config.python is not None:
+        return _interpreter_agent(config.python, config)
+    return load_agent(config.function)
+
+
+def inherited(extra: Sequence[str]) -> dict[str, str]:
+    """Return the variables that programs inherit from this process, plus those of `agent.env`."""
+    given = (entry.partition("=") for entry in extra)
+    added = {name: value if is_set else os.environ.get(name) for name, is_set, value in given}
+    found = {name: value for name, value in os.environ.items() if INHERITED.fullmatch(name)}
+    return found | {name: value for name, value in added.items() if value is not None}
+
+
+def program_environment(task: Task, llm: LLM) -> dict[str, str]:
+    """Return the variables that a program gets in addition to the inherited ones.
+
+    LIGHTNING_TASK is left out if the task is longer than a variable may be.
+    """
+    root = llm.base_url.removesuffix("/v1")  # Ollama's and Anthropic's clients append a path
+    variables = {
+        "OPENAI_BASE_URL": llm.base_url,
+        "OPENAI_API_KEY": llm.api_key,
+        "OPENAI_MODEL": llm.model,
+        "ANTHROPIC_BASE_URL": root,
+        "ANTHROPIC_API_KEY": llm.api_key,
+        "OLLAMA_HOST": root,
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{root}/v1/traces",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        **trace_headers(),
+    }
+    text = json.dumps(task)
+    if len("LIGHTNING_TASK=") + len(text) < MAX_VARIABLE:
+        variables["LIGHTNING_TASK"] = text
+    return variables
+
+
+def _command_agent(config: AgentConfig) -> Agent:
+    words = (_found(config.command[0], "agent.command"), *config.command[1:])
+    start = _starter(words, config)
+    reward = load_function(config.reward) if config.reward else None
+
+    async def agent(task: Task, llm: LLM) -> Result:
+        ended = await start(task, llm)
+        _check_end(ended, config)
+        if reward is None:
+            return _last_line(ended.output)
+        # In a thread, because it may run tests or call a judge model for seconds.
+        result = await asyncio.to_thread(reward, dict(task), ended.output)
+        return await result if inspect.isawaitable(result) else result
+
+    return agent
+
+
+def _interpreter_agent(python: str, config: AgentConfig) -> Agent:
+    words = (_found(python, "agent.python"), str(CHILD), config.function)
+    _check_loads(words, inherited(config.env))
+    start = _starter(words, config)
+
+    async def agent(task: Task, llm: LLM) -> Result:
+        with tempfile.TemporaryFile() as channel:
+            ended = await start(task, llm, channel.fileno())
+            report = os.pread(channel.fileno(), MAX_RESULT, 0)
+        if not report:
+            _check_end(ended, config)
+            return None
+        return _result_of(report)
+
+    return agent
+
+
+def _found(program: str, key: str) -> str:
+    path = shutil.which(program)
+    if path is None:
+        raise ConfigError(
+            f"{key} names the program {program!r}, which does not exist or is not executable; use "
+            "one on the PATH, or a file with execute permission.",
+            reason="not_found",
+            key=key,
+        )
+    return path
+
+
+def _check_loads(words: tuple[str, ...], environment: Mapping[str, str]) -> None:
+    """Load the agent once, so that a missing framework fails before the run."""
+    what = f"agent.function {words[-1]!r} cannot be used with agent.python {words[0]}"
+    try:
+        tried = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            env={
+                **environment,
+                **program_environment({}, LLM("http://localhost/v1", "none", "none")),
+            },
+            capture_output=True,
+            timeout=LOAD_TIMEOUT_S,
+            start_new_session=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{what}: loading took longer than {LOAD_TIMEOUT_S:g} s.",
+            reason="timeout",
+            key="agent.python",
+        ) from None
+    if tried.returncode != 0:
+        raise ConfigError(
+            f"{what}: {_last_words(tried.stderr.decode('utf-8', 'replace'))}",
+            reason="not_loaded",
+            key="agent.python",
+        )
+
+
+def _starter(words: tuple[str, ...], config: AgentConfig) -> Callable[..., Awaitable[Ended]]:
+    """Return a function that runs the command line for a task.
+
+    Descriptors to keep open are appended as its last words.
+    """
+    limits = Limits(
+        max_processes=config.max_processes,
+        memory_bytes=int((config.memory_mib or 0) * 2**20),
+        num_files=original_limit(),
+    )
+    outer = inherited(config.env)
+
+    async def start(task: Task, llm: LLM, *keep_open: int) -> Ended:
+        environment = {**outer, **program_environment(task, llm)}
+        line = (*words, *map(str, keep_open))
+        try:
+            return await run_program(
+                line, environment, json.dumps(task).encode(), keep_open, limits
+            )
+        except OSError as error:  # such as no memory or descriptors; the file existed before
+            raise NotStarted(f"{words[0]} could not be started: {error}") from error
+
+    return start
+
+
+def _check_end(ended: Ended, config: AgentConfig) -> None:
+    """Raise an error if the program failed. The message is the last line of its standard error."""
+    if ended.exceeded is not None:
+        value = getattr(config, ended.exceeded)
+        raise OverLimit(f"the program used more than agent.{ended.exceeded}={value}")
+    words = _last_words(ended.errors)
+    if ended.status == TEMPORARY_FAILURE:
+        raise TemporaryFailure(words)
+    if ended.status > 0:
+        raise ExitStatus(f"exit status {ended.status}: {words}")
+    if ended.status < 0:
+        raise KilledBySignal(f"killed by {_signal_name(-ended.status)}: {words}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _last_words(errors: str) -> str:
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    return lines[-1][-400:] if lines else "no output on standard error"
+
+
+def _last_line(output: str) -> Any:
+    """Return the last non-empty line, decoded as JSON if possible, or None if there is none."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if not lines:
+        return None
+    try:
+        return json.loads(lines[-1])
+    except ValueError:
+        return lines[-1]
+
+
+def _result_of(text: bytes) -> Any:
+    """Return the agent's result from another process, or raise its error again."""
+    try:
+        report = json.loads(text)
+    except ValueError:
+        raise ExitStatus(f"its result is truncated or longer than {MAX_RESULT} bytes") from None
+    if "result" in report:
+        return report["result"]
+    base = ConnectionError if report["is_connection"] else Exception
+    address = next((address for address in report["addresses"] if address), None)
+    raise type(report["error"], (base,), {"lightning_address": address})(report["message"])

@@ -1,0 +1,378 @@
+"""Execution of agents: many rollouts at once, each with a deadline and exactly one final status.
+
+A rollout is *scored* if its agent returned a reward. It is an *agent failure* if the agent raised,
+ran out of time or returned no reward. It is an *infrastructure failure* if the agent stopped after
+a call that the server could not answer. A connection error that the agent raised also counts: a
+service such as search is down.
+
+Only an infrastructure failure is retried, and it never counts as a reward. A lost connection to the
+gateway is an agent failure if the agent gave up a call that the gateway was working on.
+"""
+
+import asyncio
+import copy
+import hashlib
+import importlib.util
+import inspect
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightning_jax.errors import UserError
+from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
+from lightning_jax.gateway.sessions import derive_seed
+from lightning_jax.rollouts.agent_child import module_name_of
+from lightning_jax.rollouts.config import RolloutConfig
+from lightning_jax.rollouts.outcome import (
+    LostGateway,
+    Outcome,
+    failure,
+    outcome_of,
+    outcome_of_error,
+)
+from lightning_jax.settings import ConfigError
+from lightning_jax.traces.store import CRASH, Store
+from lightning_jax.traces.tracer import Root, below_root
+from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 10.0  # time for a cancelled agent to end its programs
+TICK_S = 0.5  # resolution of a deadline; longer stalls of the event loop do not count
+STANDSTILL_S = 1.0  # clients may give up on a server that stalled for this long
+
+# A reward, or a mapping with "reward" and other numbers, which are stored and averaged.
+Result = float | Mapping[str, float] | None
+Agent = Callable[[Task, LLM], Awaitable[Result]]
+_loaded: dict[str, ModuleType] = {}  # agents' modules, by path and modification time
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """Rollout to run.
+
+    `task_index` is the task's position in its step, `index` the rollout's position in its group.
+    """
+
+    task: Task
+    phase: str
+    step: int
+    task_index: int
+    index: int
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.phase}-{self.step:05d}-{self.task_index:03d}"
+
+    def rollout(self, attempt: int) -> Rollout:
+        return Rollout(
+            rollout_id=f"{self.group_id}-{self.index:02d}-{attempt}",
+            task_id=str(self.task["id"]),
+            group_id=self.group_id,
+            phase=self.phase,
+            step=self.step,
+            index=self.index,
+            attempt=attempt,
+            status="queued",
+        )
+
+
+def make_requests(
+    tasks: Sequence[Task], phase: str, step: int, group_size: int
+) -> list[RolloutRequest]:
+    """Return `group_size` requests per task, with the rollouts of one task next to each other."""
+    return [
+        RolloutRequest(task, phase, step, task_index, index)
+        for task_index, task in enumerate(tasks)
+        for index in range(group_size)
+    ]
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """Return the function that `FILE:FUNCTION` names. Raises ConfigError if there is none."""
+    path, _, name = reference.rpartition(":")
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(
+            f"{reference!r} names the file {path!r}, which does not exist; use FILE:FUNCTION with "
+            "a path relative to the working directory.",
+            reason="not_found",
+            key=path,
+        )
+    state = f"{file.resolve()} {file.stat().st_mtime_ns}"  # an edited file is loaded again
+    if state not in _loaded:
+        _loaded[state] = _load_module(file, state)
+    function = getattr(_loaded[state], name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"{reference!r} names {name!r}, but {path} has no such function.",
+            reason="no_such_function",
+            key=name,
+        )
+    return function
+
+
+def _load_module(file: Path, state: str) -> ModuleType:
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:  # lets it import its neighbors; last, to shadow nothing
+        sys.path.append(folder)
+    digest = hashlib.sha1(state.encode()).hexdigest()[:12]
+    module_name = module_name_of(str(file), f"_loaded_{digest}")
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec and spec.loader, f"no import machinery for {file}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:  # such as the agent's framework, which we do not require
+        del sys.modules[module_name]
+        raise ConfigError(
+            f"{file} cannot be loaded: {error}", reason="not_loaded", key=str(file)
+        ) from error
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def load_agent(reference: str) -> Agent:
+    """Return the agent that `FILE:FUNCTION` names. Raises ConfigError if there is none.
+
+    A plain function becomes a coroutine function that calls it in a thread.
+    """
+    function = load_function(reference)
+    if inspect.iscoroutinefunction(function):
+        return function
+
+    def call(task: Task, llm: LLM) -> Any:
+        try:
+            return function(task, llm)
+        except StopIteration as error:  # a future cannot hold StopIteration
+            raise RuntimeError("the agent raised StopIteration") from error
+
+    async def agent(task: Task, llm: LLM) -> Result:
+        result = await asyncio.to_thread(call, task, llm)
+        return await result if inspect.isawaitable(result) else result
+
+    return agent
+
+
+async def run_rollouts(
+    requests: Sequence[RolloutRequest],
+    runner: "Runner",
+    *,
+    on_done: Callable[[Rollout], None] = lambda rollout: None,
+) -> list[Rollout]:
+    """Return the finished rollout of each request, in order, running up to `concurrency` at once.
+
+    Raises TooManyFailures if too large a share of them ends as infrastructure failures.
+    """
+    gate = asyncio.Semaphore(runner.config.concurrency)
+
+    async def one(request: RolloutRequest) -> Rollout:
+        async with gate:
+            rollout = await runner.run(request)
+        on_done(rollout)
+        return rollout
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            futures = [group.create_task(one(request)) for request in requests]
+    except ExceptionGroup as failed:  # from our code: an agent's error fails only its rollout
+        raise failed.exceptions[0] from None
+    rollouts = [future.result() for future in futures]
+    broken = [r for r in rollouts if r.status == "infrastructure_failure"]
+    if len(broken) > runner.config.max_infrastructure_failures * len(rollouts):
+        reasons = ", ".join(f"{n} {why}" for why, n in Counter(r.reason for r in broken).items())
+        raise TooManyFailures(
+            f"{len(broken)} of {len(rollouts)} rollouts failed for infrastructure reasons "
+            f"({reasons}), more than "
+            f"rollout.max_infrastructure_failures={runner.config.max_infrastructure_failures:.0%}. "
+            f"First: {broken[0].rollout_id}: {broken[0].detail}",
+            reason="too_many_failures",
+            key=broken[0].rollout_id,
+        )
+    return rollouts
+
+
+class TooManyFailures(UserError, RuntimeError):
+    """Infrastructure failures so frequent that training would use a biased sample."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Executor of single rollouts against the gateway, with retries. Results go to the store."""
+
+    agent: Agent
+    gateway: Gateway
+    store: Store
+    config: RolloutConfig
+    seed: int
+
+    async def run(self, request: RolloutRequest) -> Rollout:
+        """Return the request's finished rollout: stored before a crash, or else a new one."""
+        stored = await self.store.in_order(self.store.rollouts, group_id=request.group_id)
+        known = [rollout for rollout in stored if rollout.index == request.index]
+        newest = max(known, key=lambda rollout: rollout.attempt, default=None)
+        # Only the newest: after a change of settings, older attempts are from another run.
+        if (
+            newest is not None
+            and not newest.superseded
+            and newest.status in FINISHED
+            and newest.task_id == str(request.task["id"])
+        ):
+            return newest
+        attempt = newest.attempt if newest else 0
+        last = attempt + self.config.max_attempts
+        # An attempt lost in a crash is repeated with the same seed.
+        num_lost = sum(rollout.reason == CRASH for rollout in known)
+        while True:
+            attempt += 1
+            rollout = await self._attempt(request, attempt, draw=attempt - num_lost)
+            if rollout.status in FINISHED or attempt == last:
+                return rollout
+            log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
+            await asyncio.sleep(self._retry_delay_s(rollout))
+
+    async def _attempt(self, request: RolloutRequest, attempt: int, *, draw: int) -> Rollout:
+        rollout = request.rollout(attempt)
+        await self.store.in_order(self.store.add_rollout, rollout)
+        llm = self.gateway.open_rollout(self._settings(rollout, draw))
+        clock, root = _Clock(), self.gateway.root_of(rollout.rollout_id)
+        try:
+            await self.store.in_order(self.store.set_status, rollout.rollout_id, "running")
+            start_ns = time.time_ns()
+            outcome = await self._outcome(root, rollout.rollout_id, request.task, llm, clock)
+        except BaseException:
+            self.gateway.close_rollout(rollout.rollout_id)
+            raise
+        traffic = self.gateway.close_rollout(rollout.rollout_id)
+        outcome = _blamed(outcome, traffic, clock)
+        if outcome.status == "agent_failure":
+            outcome = replace(outcome, reward=self.config.agent_failure_reward)
+        attributes = {"lightning.status": outcome.status, "lightning.task_id": rollout.task_id}
+        error = outcome.detail or outcome.reason
+        span = root.span(rollout.rollout_id, start_ns, time.time_ns(), attributes, error)
+        await self.store.in_order(self._record, rollout.rollout_id, span, outcome)
+        return replace(rollout, **outcome.fields)
+
+    def _record(self, rollout_id: str, root: Span, outcome: Outcome) -> None:
+        """Write the result of a rollout. The status comes last, because a resumed run trusts it."""
+        self.store.add_span(rollout_id, root)
+        self.store.set_status(rollout_id, **outcome.fields)
+
+    async def _outcome(
+        self, root: Root, rollout_id: str, task: Task, llm: LLM, clock: "_Clock"
+    ) -> Outcome:
+        """Return the outcome according to the agent, whose spans become children of `root`.
+
+        The agent runs in its own task. Even if it exits or cancels itself, only its rollout ends.
+        """
+        with below_root(root):
+            running = asyncio.create_task(self._agent_outcome(rollout_id, task, llm))
+        try:
+            late = not await clock.wait(running, self.config.timeout_s)
+        finally:
+            if not running.done():
+                await _end(running, rollout_id)
+        if late:
+            return failure("deadline", f"the agent ran longer than {self.config.timeout_s:g} s")
+        if running.cancelled():
+            return failure("CancelledError", "the agent cancelled itself")
+        return running.result()
+
+    async def _agent_outcome(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
+        try:
+            result = await self.agent(_copied(task), llm)
+            return outcome_of(result, self.gateway.posted_reward(rollout_id), self.config)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001  (foreign code: fails only its rollout)
+            return outcome_of_error(error, llm)
+
+    def _retry_delay_s(self, rollout: Rollout) -> float:
+        """Return the wait before the next attempt: doubled each time, plus up to half at random."""
+        config = self.config
+        doubled = config.retry_delay_s * 2.0 ** min(rollout.attempt - 1, 60)
+        jitter = derive_seed(self.seed, rollout.rollout_id, "retry") / 2**31
+        return min(config.max_retry_delay_s, doubled) * (1 + jitter / 2)
+
+    def _settings(self, rollout: Rollout, draw: int) -> RolloutSettings:
+        greedy = rollout.phase == "eval"
+        return RolloutSettings(
+            rollout_id=rollout.rollout_id,
+            seed=derive_seed(self.seed, rollout.group_id, rollout.index, draw),
+            temperature=0.0 if greedy else self.config.temperature,
+            top_p=1.0 if greedy else self.config.top_p,
+            top_k=0 if greedy else self.config.top_k,
+            max_tokens=self.config.max_tokens,
+            call_timeout_s=self.config.call_timeout_s,
+            max_abs_reward=self.config.max_abs_reward,
+            max_spans=self.config.max_spans,
+            max_spans_mib=self.config.max_spans_mib,
+        )
+
+
+class _Clock:
+    """Elapsed time of a rollout, excluding stalls of this event loop.
+
+    The loop stalls if something holds the interpreter or the process is stopped. The gateway then
+    answers no call, so the time must not count against an agent.
+    """
+
+    def __init__(self) -> None:
+        self.standstill_s = 0.0
+
+    async def wait(self, agent: asyncio.Task[Any], timeout_s: float) -> bool:
+        """Return True if the agent ended within its time."""
+        left = timeout_s
+        while left > 0 and not agent.done():
+            tick, started = min(left, TICK_S), time.monotonic()
+            await asyncio.wait({agent}, timeout=tick)
+            left -= tick
+            self.standstill_s += max(time.monotonic() - started - tick, 0.0)
+        return agent.done()
+
+
+def _blamed(outcome: Outcome, traffic: Traffic, clock: _Clock) -> Outcome:
+    """Return the outcome with the status that the gateway's knowledge of the calls implies."""
+    if outcome.status == "agent_failure" and traffic.unanswered:
+        # The agent stopped after a call that the server could not answer.
+        return replace(outcome, status="infrastructure_failure", reason=traffic.unanswered[0])
+    gave_up = traffic.num_cancelled > 0 and clock.standstill_s < STANDSTILL_S
+    if isinstance(outcome, LostGateway) and gave_up and not traffic.unanswered:
+        return replace(outcome, status="agent_failure")
+    return outcome
+
+
+async def _end(agent: asyncio.Task[Any], rollout_id: str) -> None:
+    """Cancel an agent and wait up to GRACE_S for its cleanup."""
+    agent.cancel()
+    await asyncio.wait({agent}, timeout=GRACE_S)
+    if not agent.done():
+        log.warning(
+            "%s: the agent still runs %g s after it was cancelled, and its calls are refused; an "
+            "agent that catches CancelledError must raise it again",
+            rollout_id,
+            GRACE_S,
+        )
+
+
+def _copied(task: Task) -> Task:
+    """Return a copy of the task that the rollout may change.
+
+    Values that cannot be copied are shared.
+    """
+    copies = {}
+    for name, value in task.items():
+        try:
+            copies[name] = copy.deepcopy(value)
+        except Exception:  # noqa: BLE001  (a lock, a connection, a custom __deepcopy__)
+            copies[name] = value
+    return copies

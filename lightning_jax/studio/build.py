@@ -1,0 +1,280 @@
+"""Conversion of rollouts and spans to view records. Pure functions."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, ToolCallParser
+from lightning_jax.gateway.prompt.tool_formats import format_of
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.rl.packing import common_prefix
+from lightning_jax.rollouts.metrics import failures
+from lightning_jax.studio.records import (
+    CallView,
+    Kind,
+    RolloutRow,
+    RolloutView,
+    RunView,
+    SpanView,
+    StepCredit,
+    TokenView,
+)
+from lightning_jax.studio.text import as_text, printable, split_text, token_texts
+from lightning_jax.studio.tree import in_tree_order
+from lightning_jax.traces import attributes
+from lightning_jax.traces.tree import call_order, has_choice_spans, is_gateway_call, is_tool
+from lightning_jax.types import Rollout, Span, Transition
+
+INPUTS = (attributes.TOOL_ARGUMENTS, attributes.INPUT, "tool.parameters", "gen_ai.input.messages")
+OUTPUTS = (attributes.TOOL_RESULT, attributes.OUTPUT, "gen_ai.output.messages")
+TOOL_NAMES = (attributes.TOOL_NAME, "tool.name")
+# Attributes with one item per token, and attributes that a view shows separately.
+SHOWN_OTHERWISE = frozenset(
+    {attributes.PROMPT_TOKEN_IDS, attributes.RESPONSE_TOKEN_IDS, attributes.BEHAVIOR_LOGPROBS}
+    | {attributes.SAMPLING_LOGPROBS, attributes.TEMPERED_LOGPROBS, attributes.POLICY_VERSIONS}
+    | {attributes.FORCED, attributes.ROLLOUT_ID, *INPUTS, *OUTPUTS}
+)
+NO_SPANS = "no spans: the agent made no calls, or none has finished yet"
+
+
+def view_rollout(
+    rollout: Rollout,
+    spans: Sequence[Span],
+    transitions: Sequence[Transition],
+    tokenizer: Tokenizer | None,
+    credit: StepCredit,
+) -> RolloutView:
+    """Return the rollout as a tree in time. `transitions` are from its spans.
+
+    Without a tokenizer, texts are empty.
+    """
+    ordered = in_tree_order(spans)
+    calls = _calls(spans, {call.call_id: call for call in transitions}, tokenizer, credit)
+    # An agent's instrumentation may send spans without times.
+    origin = min((span.start_ns for span in spans if span.start_ns > 0), default=0)
+    end = max((span.end_ns for span in spans), default=origin)
+    return RolloutView(
+        rollout=_printable(rollout),
+        duration_s=max(end - origin, 0) / 1e9,
+        spans=tuple(_span(span, depth, origin, calls) for span, depth in ordered),
+        notes=(*credit.notes, *(() if spans else (NO_SPANS,))),
+    )
+
+
+def view_run(
+    name: str,
+    matching: Sequence[Rollout],
+    shown: Sequence[tuple[Rollout, Sequence[Span]]],
+) -> RunView:
+    """Return the table of the `shown` rollouts. Counts and failures are of all `matching` ones.
+
+    `matching` is sorted newest first.
+    """
+    return RunView(
+        name=name,
+        rows=tuple(_row(rollout, spans) for rollout, spans in shown),
+        num_left_out=len(matching) - len(shown),
+        counts=dict(Counter(rollout.status for rollout in matching)),
+        failures=tuple(
+            replace(failure, reason=printable(failure.reason), detail=printable(failure.detail))
+            for failure in failures(matching)
+        ),
+    )
+
+
+def newest_first(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Sort by step, last one first. Within a step, training comes before the evaluation.
+
+    An evaluation runs before the training of its step. Otherwise the order does not change.
+    """
+    return sorted(rollouts, key=lambda rollout: (-rollout.step, rollout.phase != "train"))
+
+
+def _row(rollout: Rollout, spans: Sequence[Span]) -> RolloutRow:
+    starts = [span.start_ns for span in spans if span.start_ns > 0]
+    took = max((span.end_ns for span in spans), default=0) - min(starts, default=0)
+    return RolloutRow(
+        rollout=_printable(rollout),
+        num_calls=sum(is_gateway_call(span) for span in spans),
+        duration_s=max(took, 0) / 1e9 if starts else 0.0,
+    )
+
+
+def _printable(rollout: Rollout) -> Rollout:
+    """Return the rollout with text from tasks and agents made safe to print."""
+    return replace(
+        rollout,
+        task_id=printable(rollout.task_id),
+        reason=None if rollout.reason is None else printable(rollout.reason),
+        detail=None if rollout.detail is None else printable(rollout.detail),
+        metrics={printable(name): value for name, value in rollout.metrics.items()},
+    )
+
+
+# Calls
+
+
+def _holds_prompt(span: Span) -> bool:
+    """Return True for a call that a policy answered, or for the span of one of its choices."""
+    if not span.attributes.get(attributes.PROMPT_TOKEN_IDS):
+        return False
+    return not has_choice_spans(span) or span.error is not None
+
+
+def _calls(
+    spans: Sequence[Span],
+    transitions: Mapping[str, Transition],
+    tokenizer: Tokenizer | None,
+    credit: StepCredit,
+) -> dict[str, CallView]:
+    """Return the calls by span id."""
+    holders = sorted((span for span in spans if _holds_prompt(span)), key=call_order)
+    paths: list[np.ndarray] = []  # prompt and response of each call so far
+    found = {}
+    for span in holders:
+        prompt = np.asarray(span.attributes[attributes.PROMPT_TOKEN_IDS], np.int64)
+        response = np.asarray(span.attributes.get(attributes.RESPONSE_TOKEN_IDS, ()), np.int64)
+        shared = [common_prefix(path, prompt) for path in paths]
+        longest = max(shared, default=0)
+        with_call = len(shared) - shared[::-1].index(longest) if longest else None
+        paths.append(np.concatenate([prompt, response]))
+        texts = _texts(span, longest, tokenizer)
+        call = _call(span, len(paths), texts, transitions.get(span.span_id))
+        found[span.span_id] = replace(
+            call,
+            shares_with=with_call,
+            num_shared_tokens=longest,
+            credit=credit.by_call.get(span.span_id),
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Texts:
+    shared: str  # part of the prompt that an earlier call had, too
+    new: str
+    tokens: tuple[str, ...]  # of the response, one text per token
+    tool_calls: tuple[tuple[str, str], ...]
+
+
+def _texts(span: Span, num_shared: int, tokenizer: Tokenizer | None) -> _Texts:
+    response = tuple(span.attributes.get(attributes.RESPONSE_TOKEN_IDS, ()))
+    if tokenizer is None:
+        return _Texts("", "", ("",) * len(response), ())
+    prompt = tuple(span.attributes[attributes.PROMPT_TOKEN_IDS])
+    return _Texts(
+        *split_text(prompt, num_shared, tokenizer),
+        token_texts(response, tokenizer),
+        _tool_calls(response, tokenizer),
+    )
+
+
+def _call(span: Span, number: int, texts: _Texts, transition: Transition | None) -> CallView:
+    """Build a call without its shared prefix and credit.
+
+    `transition` is None if the call failed.
+    """
+    values = span.attributes
+    logprobs = tuple(values.get(attributes.BEHAVIOR_LOGPROBS, ())) or (None,) * len(texts.tokens)
+    forced = tuple(values.get(attributes.FORCED, ())) or (False,) * len(texts.tokens)
+    known = [logprob for logprob in logprobs if logprob is not None]
+    return CallView(
+        number=number,
+        num_prompt_tokens=len(values[attributes.PROMPT_TOKEN_IDS]),
+        shared_text=texts.shared,
+        new_text=texts.new,
+        tokens=tuple(map(TokenView, texts.tokens, logprobs, forced)),
+        tool_calls=texts.tool_calls,
+        finish_reason=", ".join(map(as_text, values.get(attributes.RESPONSE_FINISH_REASONS, ()))),
+        mean_logprob=float(np.mean(known)) if known else None,
+        versions=tuple(sorted(set(values.get(attributes.POLICY_VERSIONS, ())))),
+        reward=transition.reward if transition else 0.0,
+        agent=printable(transition.agent if transition else str(values.get(attributes.AGENT, ""))),
+        role=printable(transition.role) if transition else "",
+        answered_by=printable(str(values.get(attributes.ANSWERED_BY, ""))),
+        trains=transition.trains if transition else False,
+    )
+
+
+def _tool_calls(
+    response: Sequence[int], tokenizer: Tokenizer | None
+) -> tuple[tuple[str, str], ...]:
+    """Parse the tool calls that the gateway would read from the response if tools were offered."""
+    if tokenizer is None:
+        return ()
+    parser = ToolCallParser(format_of(tokenizer))
+    calls: list[tuple[str, str]] = []
+    for piece in (*parser.push(tokenizer.decode(response)), *parser.finish()):
+        if isinstance(piece, CallStart):
+            calls.append((printable(piece.name), ""))
+        elif isinstance(piece, CallArguments):
+            name, before = calls[-1]
+            calls[-1] = (name, before + printable(piece.text))
+    return tuple(calls)
+
+
+# Spans
+
+
+def _span(span: Span, depth: int, origin: int, calls: Mapping[str, CallView]) -> SpanView:
+    start = max(span.start_ns, origin)
+    call = calls.get(span.span_id)
+    kind = _kind(span)
+    return SpanView(
+        kind=kind,
+        label=_label(span, kind, call),
+        depth=depth,
+        start_s=(start - origin) / 1e9,
+        duration_s=max(span.end_ns - start, 0) / 1e9,
+        error=_error(span),
+        call=call,
+        input=_first(span, INPUTS),
+        output=_first(span, OUTPUTS),
+        attributes=tuple(
+            (printable(name), as_text(value))
+            for name, value in sorted(span.attributes.items())
+            if name not in SHOWN_OTHERWISE
+        ),
+    )
+
+
+def _kind(span: Span) -> Kind:
+    values = span.attributes
+    operation, kind = values.get(attributes.OPERATION_NAME), values.get(attributes.SPAN_KIND)
+    if attributes.REWARD_CALL in values:
+        return "reward"
+    if is_tool(span):
+        return "tool"
+    if operation in attributes.GENERATIONS or kind == "LLM":
+        return "llm"
+    if operation == attributes.INVOKE_AGENT or kind == "AGENT":
+        return "agent"
+    return "other"
+
+
+def _label(span: Span, kind: Kind, call: CallView | None) -> str:
+    values = span.attributes
+    if call:
+        return f"{call.number} {printable(span.name)}" + f" ({call.agent})" * bool(call.agent)
+    if kind == "tool":
+        return _first(span, TOOL_NAMES) or printable(span.name)
+    if kind == "agent":
+        return printable(str(values.get(attributes.AGENT_NAME) or span.name))
+    if kind == "reward":
+        return f"reward {float(values.get(attributes.REWARD, 0.0)):+g}"
+    return printable(span.name)
+
+
+def _error(span: Span) -> str | None:
+    """Return the error's reason and message, or None if nothing failed."""
+    if span.error is None:
+        return None
+    reason = str(span.attributes.get(attributes.ERROR_TYPE, ""))
+    return printable(f"{reason}: {span.error}" if reason and span.error else span.error or reason)
+
+
+def _first(span: Span, keys: Sequence[str]) -> str:
+    found = (span.attributes[key] for key in keys if span.attributes.get(key) not in (None, ""))
+    return next((as_text(value) for value in found), "")

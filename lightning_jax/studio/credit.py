@@ -1,0 +1,116 @@
+"""Credit and advantages of a step's calls, recomputed as in `rl/prepare.py`. Pure functions.
+
+They are not stored. They match the trainer's as long as the run's settings are those of that step.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from lightning_jax.models.config import PolicyConfig
+from lightning_jax.rl.advantages import equal_groups, step_advantages
+from lightning_jax.rl.batching import drop_stale
+from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.credit import assign_credit, punish_overlong
+from lightning_jax.rl.dpo import make_pairs, pair_signs
+from lightning_jax.rl.multi_policy.prepare import learning_parts
+from lightning_jax.studio.records import CallCredit, StepCredit
+from lightning_jax.types import FINISHED, Rollout, Trajectory
+
+EQUAL_GROUP = "not trained: all returns of its group are equal"
+PAIR_SIGNS = "advantages are signs: 1 for the preferred rollout of a pair, -1 for the other"
+
+
+def trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return one attempt for each rollout of a step: the newest finished one, else the newest.
+
+    Superseded attempts are used only if there are no others.
+    """
+
+    def rank(rollout: Rollout) -> tuple[bool, bool, int]:
+        return not rollout.superseded, rollout.status in FINISHED, rollout.attempt
+
+    ordered = sorted(rollouts, key=rank)
+    newest = {(rollout.group_id, rollout.index): rollout for rollout in ordered}
+    return [newest[key] for key in sorted(newest)]
+
+
+def step_credit(
+    trajectories: Sequence[Trajectory],
+    algorithm: AlgorithmConfig,
+    *,
+    step: int,
+    policies: Mapping[str, PolicyConfig] | None = None,
+) -> StepCredit:
+    """Return the credit of a training step's trajectories, or of those finished so far.
+
+    With learned credit the result is only a note, because it needs the critic's values at that
+    step.
+    """
+    if algorithm.has_critic:
+        return StepCredit(
+            notes=(
+                f"no credit or advantages: algorithm.credit is {algorithm.credit}, and the "
+                "critic's values that they need are not stored",
+            )
+        )
+    by_call: dict[str, CallCredit] = {}
+    notes = []
+    if algorithm.max_sampling_rounds > 1:
+        equal = equal_groups(trajectories, algorithm)
+        left_out = [trajectory for trajectory in trajectories if trajectory.group_id in equal]
+        for part in learning_parts(left_out, algorithm, policies or {}).values():
+            by_call |= _of_calls(_punished(part, algorithm), algorithm, step, set(), EQUAL_GROUP)
+        trajectories = [
+            trajectory for trajectory in trajectories if trajectory.group_id not in equal
+        ]
+    fresh, _, _ = drop_stale(
+        trajectories,
+        [trajectory.transitions for trajectory in trajectories],
+        policy_version=step,
+        max_staleness=algorithm.max_staleness,
+    )
+    trained = {call.call_id for trajectory in fresh for call in trajectory.transitions}
+    stale = f"not trained: more than {algorithm.max_staleness} steps old"
+    for part in learning_parts(trajectories, algorithm, policies or {}).values():
+        by_call |= _of_calls(_punished(part, algorithm), algorithm, step, trained, stale)
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+        notes.append("advantages are shown without each token's KL penalty")
+    if algorithm.loss == "dpo":
+        notes.append(PAIR_SIGNS)
+    return StepCredit(by_call, tuple(notes))
+
+
+def _punished(
+    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
+) -> Sequence[Trajectory]:
+    """Return the trajectories with the rewards of long calls lowered, if the settings say so."""
+    if algorithm.overlong_penalty == 0:
+        return trajectories
+    return punish_overlong(
+        trajectories,
+        penalty=algorithm.overlong_penalty,
+        max_tokens=algorithm.overlong_max_tokens,
+        buffer=algorithm.overlong_buffer,
+    )[0]
+
+
+def _of_calls(
+    trajectories: Sequence[Trajectory],
+    algorithm: AlgorithmConfig,
+    step: int,
+    trained: set[str],
+    otherwise: str,
+) -> dict[str, CallCredit]:
+    """Return credit by call id. `otherwise` is the note for calls that are not in `trained`."""
+    if algorithm.loss == "dpo":
+        pairs, _ = make_pairs(trajectories, algorithm, policy_version=step)
+        advantages = pair_signs(trajectories, pairs)
+    else:
+        advantages, _ = step_advantages(trajectories, algorithm)
+    found = {}
+    for trajectory, of_calls in zip(trajectories, advantages, strict=True):
+        credits = assign_credit(trajectory, scheme=algorithm.credit, discount=algorithm.discount)
+        for call, credit, advantage in zip(trajectory.transitions, credits, of_calls, strict=True):
+            assert not isinstance(credit, tuple) and not isinstance(advantage, tuple), "no critic"
+            note = "" if call.call_id in trained else otherwise
+            found[call.call_id] = CallCredit(float(credit), float(advantage), note)
+    return found

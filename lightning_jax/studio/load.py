@@ -1,0 +1,179 @@
+"""Reader of a run directory for views: its store, settings and tokenizer.
+
+Nothing is written, and the run may continue meanwhile.
+"""
+
+import contextlib
+import difflib
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_jax.errors import UserError
+from lightning_jax.models.formats.load import load_tokenizer
+from lightning_jax.models.formats.param_names import ModelError
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
+from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.studio import DEFAULT_LIMIT
+from lightning_jax.studio.build import newest_first, view_rollout, view_run
+from lightning_jax.studio.credit import step_credit, trained_on
+from lightning_jax.studio.records import RolloutView, RunView, StepCredit
+from lightning_jax.traces.store import Store
+from lightning_jax.traces.tree import attach_loose_calls
+from lightning_jax.train.config import Config
+from lightning_jax.types import Rollout
+
+EVALUATION = "an evaluation is not trained on, so it has no credit"
+
+
+class ViewError(UserError, ValueError):
+    """Request for a view that has nothing to show. The message gives the reason."""
+
+
+@contextlib.contextmanager
+def open_run(directory: Path) -> Iterator["RunReader"]:
+    """Open the run in that directory. Raises ViewError or StoreError if there is none."""
+    path = directory / "store.sqlite"
+    if not path.is_file():
+        is_there = directory.is_dir()
+        missing = "has no store.sqlite" if is_there else "is no directory"
+        raise ViewError(
+            f"{directory} {missing}; expected the directory of a run. Check the path.",
+            reason="no_store" if is_there else "not_found",
+            key=str(directory),
+        )
+    with contextlib.closing(Store(path, read_only=True)) as store:
+        yield RunReader(directory, store)
+
+
+class RunReader:
+    """Open run. A view has a note for anything that cannot be read."""
+
+    def __init__(self, directory: Path, store: Store) -> None:
+        self._directory = directory
+        self._store = store
+        self._credit_of_steps: dict[int, tuple[set[str], StepCredit]] = {}
+
+    def run(
+        self, *, phase: str | None = None, step: int | None = None, limit: int = DEFAULT_LIMIT
+    ) -> RunView:
+        """Return the table of the newest rollouts that match. Raises ViewError if none does."""
+        matching = newest_first(self._store.rollouts(phase=phase, step=step))
+        if not matching:
+            raise self._nothing_matches(phase, step)
+        shown = [(rollout, self._store.spans(rollout.rollout_id)) for rollout in matching[:limit]]
+        return view_run(str(self._directory), matching, shown)
+
+    def rollout(self, rollout_id: str) -> RolloutView:
+        """Return one rollout with its calls. Raises ViewError for an unknown id."""
+        rollout = self._find(rollout_id)
+        tokenizer, why_no_text = self._tokenizer
+        credit = self._credit(rollout)
+        if why_no_text:
+            credit = replace(credit, notes=(why_no_text, *credit.notes))
+        spans = attach_loose_calls(self._store.spans(rollout_id))
+        transitions, _, _ = self._trace_reader.transitions(spans)
+        return view_rollout(rollout, spans, transitions, tokenizer, credit)
+
+    def _find(self, rollout_id: str) -> Rollout:
+        known = {rollout.rollout_id: rollout for rollout in self._store.rollouts()}
+        if rollout_id in known:
+            return known[rollout_id]
+        close = difflib.get_close_matches(rollout_id, known, n=3, cutoff=0.5)
+        hint = f"the closest are {', '.join(close)}" if close else "omit it for a list"
+        raise ViewError(
+            f"{self._directory} has no rollout {rollout_id!r}; {hint}.",
+            reason="unknown_rollout",
+            key=rollout_id,
+        )
+
+    def _nothing_matches(self, phase: str | None, step: int | None) -> ViewError:
+        everything = self._store.rollouts()
+        if not everything:
+            return ViewError(
+                f"{self._directory} has no rollouts yet; wait for the first step.",
+                reason="empty",
+                key=str(self._directory),
+            )
+        wanted = [f"phase {phase}"] * (phase is not None) + [f"step {step}"] * (step is not None)
+        steps = [rollout.step for rollout in everything]
+        return ViewError(
+            f"none of the {len(everything)} rollouts of {self._directory} has "
+            f"{' and '.join(wanted)}; expected train or eval and a step of {min(steps)} to "
+            f"{max(steps)} in which there were some.",
+            reason="nothing_matches",
+        )
+
+    # Other inputs of a rollout's view
+
+    @functools.cached_property
+    def _tokenizer(self) -> tuple[Tokenizer | None, str]:
+        """Pair of the tokenizer of the run's model, or None, and the reason if there is none."""
+        try:
+            config = load_config(Config, [str(self._directory / "config.yaml")], only=["model"])
+            return load_tokenizer(config.model.name), ""
+        except (ConfigError, ModelError) as error:
+            why = f"texts of prompts and responses are unavailable: {error}"
+        # A relative model path fails from another directory. A finished run exported its tokenizer.
+        for exported in (self._directory / "policy").rglob("tokenizer.json"):
+            with contextlib.suppress(ModelError):
+                return load_tokenizer(str(exported.parent)), ""
+        return None, why
+
+    @functools.cached_property
+    def _config(self) -> tuple[Config | None, str]:
+        """Pair of the settings that shape credit, or None, and the reason if it is None."""
+        sections = ["algorithm", "model", "policies", "roles", "reward_rules"]
+        try:
+            config = load_config(Config, [str(self._directory / "config.yaml")], only=sections)
+        except ConfigError as error:
+            return None, f"no credit or advantages: {error}"
+        if config.reward_rules and self._tokenizer[0] is None:
+            return None, "no credit or advantages: the reward rules need the text of the calls"
+        return config, ""
+
+    @functools.cached_property
+    def _trace_reader(self) -> TraceReader:
+        config, tokenizer = self._config[0], self._tokenizer[0]
+        if config is None or tokenizer is None:
+            return TraceReader(
+                config.roles if config else {}, policies=config.policies if config else {}
+            )
+        return TraceReader(config.roles, config.reward_rules, tokenizer.decode, config.policies)
+
+    def _credit(self, rollout: Rollout) -> StepCredit:
+        """Return the credit of the calls of the rollout's step, or a note if there is none."""
+        config, why_not = self._config
+        if rollout.phase != "train":
+            return StepCredit(notes=(EVALUATION,))
+        if rollout.reward is None:
+            return StepCredit(
+                notes=(f"no credit: the rollout has no reward, as its status is {rollout.status}",)
+            )
+        if config is None:
+            return StepCredit(notes=(why_not,))
+        if rollout.step not in self._credit_of_steps:
+            self._credit_of_steps[rollout.step] = self._of_step(rollout.step, config)
+        trained, found = self._credit_of_steps[rollout.step]
+        if rollout.rollout_id not in trained:
+            return StepCredit(notes=("not trained on: another attempt replaced it",))
+        return found
+
+    def _of_step(self, step: int, config: Config) -> tuple[set[str], StepCredit]:
+        """Return the ids of the rollouts that a step trained on, and the credit of their calls."""
+        rollouts = trained_on(self._store.rollouts(phase="train", step=step))
+        ids = {rollout.rollout_id for rollout in rollouts}
+        trajectories, _ = to_trajectories(
+            self._store, rollouts, policy_version=step, reader=self._trace_reader
+        )
+        found = step_credit(trajectories, config.algorithm, step=step, policies=config.policies)
+        num_open = sum(rollout.status in ("queued", "running") for rollout in rollouts)
+        if num_open == 0:
+            return ids, found
+        waiting = (
+            f"step {step} is still running: advantages exclude {num_open} of its {len(rollouts)} "
+            "rollouts"
+        )
+        return ids, replace(found, notes=(*found.notes, waiting))

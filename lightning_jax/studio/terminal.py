@@ -1,0 +1,203 @@
+"""Rendering of a view as terminal text with rich. Pure functions.
+
+Text from a model, a tool or a task is put into `Text`, which parses no markup.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from lightning_jax.studio import DEFAULT_CHARS
+from lightning_jax.studio.records import CallView, RolloutView, RunView, SpanView
+from lightning_jax.studio.text import cut
+
+MAX_SPANS = 200  # lines in a waterfall
+# Terminal width from which phase, step, task and reason have their own columns. In narrower ones,
+# task and reason are below the id, and phase and step are omitted: the id contains them.
+WIDE = 100
+STYLES = {"agent": "magenta", "llm": "cyan", "tool": "yellow", "reward": "green", "other": ""}
+STATUS_STYLES = {"scored": "green", "agent_failure": "red", "infrastructure_failure": "red"}
+
+
+def render_run(view: RunView, width: int) -> RenderableType:
+    """Render the table of rollouts, the number left out, and the failures by reason.
+
+    In a narrow terminal a rollout's task and reason are below its id.
+    """
+    wide = width >= WIDE
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
+    longest = max((len(row.rollout.rollout_id) for row in view.rows), default=0)
+    table.add_column("rollout", overflow="fold", min_width=min(longest, 24))
+    for name in ("phase", "step", "task") if wide else ():
+        table.add_column(name, overflow="fold")
+    table.add_column("status")
+    for name in ("reward", "calls", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("reason", overflow="fold")
+    for row in view.rows:
+        rollout = row.rollout
+        name, reason = _text(rollout.rollout_id), _text(rollout.reason or "", "red")
+        numbers = (_number(rollout.reward), _text(row.num_calls), _text(f"{row.duration_s:.2f}"))
+        if wide:
+            which = (name, *map(_text, (rollout.phase, rollout.step, rollout.task_id)))
+            table.add_row(*which, _status(rollout.status), *numbers, reason)
+        else:
+            lines = [name, _text(rollout.task_id, "dim")] + [reason] * bool(rollout.reason)
+            table.add_row(Text("\n").join(lines), _status(rollout.status), *numbers)
+    return Group(table, "", *_below(view))
+
+
+def _below(view: RunView) -> Iterator[Text]:
+    if view.num_left_out:
+        of = f"{view.num_left_out} of {view.num_left_out + len(view.rows)} rollouts"
+        yield _text(f"not shown: {of}; select with --phase, --step and --limit")
+    counts = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in sorted(view.counts.items()))
+    yield _text(f"in all: {counts}")
+    for failure in view.failures:
+        status = failure.status.replace("_", " ")
+        detail = failure.detail and f": {failure.detail}"
+        yield _text(
+            f"{failure.count} {status}: {failure.reason}, such as {failure.example}{detail}", "red"
+        )
+
+
+def render_rollout(view: RolloutView, width: int, chars: int = DEFAULT_CHARS) -> RenderableType:
+    """Render the waterfall, then each call, tool run and error.
+
+    Texts are cut to `chars` characters, or not at all if it is 0.
+    """
+    parts: list[RenderableType] = [*_head(view), "", _waterfall(view, width)]
+    shown = view.spans[:MAX_SPANS]
+    if len(view.spans) > len(shown):
+        of = f"{len(view.spans) - len(shown)} of {len(view.spans)} spans"
+        parts.append(_text(f"not shown: {of}", "bold"))
+    for span in shown:
+        parts += _details(span, chars)
+    return Group(*parts)
+
+
+def _head(view: RolloutView) -> Iterator[Text]:
+    rollout = view.rollout
+    line = Text.assemble((rollout.rollout_id, "bold"), "  ", _status(rollout.status))
+    if rollout.reward is not None:
+        line.append(f"  reward {rollout.reward:g}")
+    line.append(f"  {len(view.calls)} calls  {view.duration_s:.2f} s")
+    yield line
+    yield _text(f"task {rollout.task_id}  {rollout.phase} step {rollout.step}")
+    if rollout.metrics:
+        yield _text("  ".join(f"{name} {value:g}" for name, value in rollout.metrics.items()))
+    if rollout.reason is not None:
+        yield _text(f"{rollout.reason}: {rollout.detail or ''}", "red")
+    for note in view.notes:
+        yield _text(f"note: {note}", "yellow")
+
+
+# Waterfall
+
+
+def _waterfall(view: RolloutView, width: int) -> Table:
+    bar_width = max(10, width // 3)
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
+    table.add_column("span", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column(_scale(view.duration_s, bar_width), no_wrap=True, width=bar_width)
+    table.add_column("s", justify="right", no_wrap=True)
+    for span in view.spans[:MAX_SPANS]:
+        style = "red" if span.error is not None else STYLES[span.kind]
+        label = "  " * min(span.depth, 8) + span.label.replace("\n", " ")
+        bar = _bar(span, view.duration_s, bar_width)
+        table.add_row(_text(label, style), _text(bar, style), _text(f"{span.duration_s:.3f}"))
+    return table
+
+
+def _scale(duration_s: float, width: int) -> Text:
+    end = f"{duration_s:.2f} s"
+    return _text("0" + end.rjust(width - 1))
+
+
+def _bar(span: SpanView, duration_s: float, width: int) -> str:
+    """Draw a bar of at least one cell that never passes the end.
+
+    2 s of 8 s from the fourth on, in 8 cells, is `____##`, with blanks for the `_`.
+    """
+    cells_a_second = width / duration_s if duration_s > 0 else 0.0
+    start = min(round(span.start_s * cells_a_second), width - 1)
+    return " " * start + "█" * min(max(round(span.duration_s * cells_a_second), 1), width - start)
+
+
+# Details of a span
+
+
+def _details(span: SpanView, chars: int) -> Iterator[RenderableType]:
+    """Render a call, a tool run or an error. Any other span gets nothing."""
+    if not (span.call or span.kind == "tool" or span.error is not None):
+        return
+    yield ""
+    style = "red" if span.error is not None else STYLES[span.kind]
+    title = _text(span.label.replace("\n", " "), style)
+    title.truncate(200, overflow="ellipsis")
+    yield Rule(title, align="left", style=style)
+    if span.error is not None:
+        yield _text(cut(f"failed: {span.error}", chars), "bold red")
+    if span.call:
+        yield from _call(span.call, chars)
+    else:
+        for name, text in (("input", span.input), ("output", span.output)):
+            if text:
+                yield from _block(name, text, chars)
+
+
+def _call(call: CallView, chars: int) -> Iterator[RenderableType]:
+    yield _text("  ".join(facts(call)), "dim")
+    shared = ""
+    if call.shares_with is not None:
+        end = call.shared_text[-60:].replace("\n", "⏎")
+        shared = f": {call.num_shared_tokens} tokens as call {call.shares_with} ...{end}, then"
+    yield from _block(f"prompt{shared}", call.new_text, chars)
+    if call.tokens:
+        yield from _block("response", call.response, chars)
+    for name, arguments in call.tool_calls:
+        yield _text(cut(f"calls {name}({arguments})", chars), "yellow")
+
+
+def facts(call: CallView) -> list[str]:
+    """Return the numbers of a call, each as a short phrase."""
+    found = [f"{call.num_prompt_tokens} + {len(call.tokens)} tokens"]
+    if call.finish_reason:
+        found.append(f"finish {call.finish_reason}")
+    if call.mean_logprob is not None:
+        found.append(f"log-prob {call.mean_logprob:.3f} a token")
+    if call.versions:
+        found.append(f"weights {', '.join(map(str, call.versions))}")
+    if call.role:
+        found.append(f"role {call.role}" + ("" if call.trains else ", not trained"))
+    if call.answered_by:
+        found.append(f"policy {call.answered_by}")
+    if call.reward:
+        found.append(f"own reward {call.reward:+g}")
+    if call.credit:
+        found.append(f"credit {call.credit.credit:.4g}")
+        found.append(f"advantage {call.credit.advantage:+.4g}")
+        if call.credit.note:
+            found.append(call.credit.note)
+    return found
+
+
+def _block(name: str, text: str, chars: int) -> Sequence[RenderableType]:
+    return _text(name, "bold"), Padding(_text(cut(text, chars)), (0, 0, 0, 2))
+
+
+def _text(value: object, style: str = "") -> Text:
+    return Text(str(value), style=style)
+
+
+def _status(status: str) -> Text:
+    return _text(status.replace("_", " "), STATUS_STYLES.get(status, "yellow"))
+
+
+def _number(value: float | None) -> Text:
+    return _text("" if value is None else f"{value:g}")

@@ -1,0 +1,152 @@
+"""SQLite file of a Store: its tables, its schema version, and errors that suggest a fix."""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_jax.errors import UserError
+from lightning_jax.system.files import create_private
+
+SCHEMA_VERSION = 4
+METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
+SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"  # since version 3
+SEQUENCE_COLUMN = "sequence INTEGER"  # since version 4; NULL in spans of older stores
+SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS rollouts (
+    rollout_id TEXT PRIMARY KEY,
+    task_id TEXT NOT NULL,
+    group_id TEXT NOT NULL,
+    phase TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    place INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    status TEXT NOT NULL,
+    reward REAL,
+    reason TEXT,
+    detail TEXT,
+    {METRICS_COLUMN},
+    {SUPERSEDED_COLUMN}
+);
+CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
+CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (phase, step);
+CREATE TABLE IF NOT EXISTS spans (
+    span_id TEXT NOT NULL,
+    trace_id TEXT NOT NULL,
+    parent_span_id TEXT,
+    rollout_id TEXT,
+    name TEXT NOT NULL,
+    start_ns INTEGER NOT NULL,
+    end_ns INTEGER NOT NULL,
+    attributes TEXT NOT NULL,
+    error TEXT,
+    {SEQUENCE_COLUMN}
+);
+DROP INDEX IF EXISTS spans_by_rollout;
+CREATE INDEX IF NOT EXISTS spans_by_sequence ON spans (rollout_id, sequence);
+-- Ids are unique within a rollout: one rollout cannot take another's by using them first. In stores
+-- that began before version 4 the table's own key (trace_id, span_id) is unique as well.
+CREATE UNIQUE INDEX IF NOT EXISTS spans_by_id ON spans (rollout_id, trace_id, span_id);
+CREATE TABLE IF NOT EXISTS weights_versions (
+    version INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    time REAL NOT NULL
+);
+"""
+
+
+class StoreError(UserError, RuntimeError):
+    """Failure of a store operation. The message is one sentence."""
+
+
+def open_file(path: Path, *, read_only: bool) -> sqlite3.Connection:
+    """Return a connection that any thread may use.
+
+    `read_only` neither creates nor changes the file. A file with an older schema is then read into
+    memory and migrated there. Raises StoreError.
+    """
+    if not path.parent.is_dir():
+        raise StoreError(
+            f"the directory of store {path} does not exist; create {path.parent} first.",
+            reason="not_found",
+            key=str(path.parent),
+        )
+    where = f"{path.resolve().as_uri()}?mode=ro" if read_only else str(path)
+    if not read_only:  # SQLite gives its journals the mode of the file
+        with contextlib.suppress(OSError):  # SQLite will report it
+            create_private(path)
+    with one_sentence(path):
+        db = sqlite3.connect(where, timeout=30.0, check_same_thread=False, uri=read_only)
+    try:
+        with one_sentence(path):
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if read_only and version == SCHEMA_VERSION:
+                return db
+            if read_only:
+                with contextlib.closing(db) as file:
+                    db = sqlite3.connect(":memory:", check_same_thread=False)
+                    file.backup(db)
+            _bring_up_to_date(db, path, version)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
+    if not 0 <= version <= SCHEMA_VERSION:
+        raise StoreError(
+            f"store {path} has schema version {version}; expected {SCHEMA_VERSION}. "
+            "Use another run_dir, or the release that wrote it.",
+            reason="unsupported",
+            key="user_version",
+        )
+    db.execute("PRAGMA journal_mode=WAL")
+    # A killed process loses nothing. A power cut may lose the last moments.
+    db.execute("PRAGMA synchronous=NORMAL")
+    for since, table, column in (
+        (2, "rollouts", METRICS_COLUMN),
+        (3, "rollouts", SUPERSEDED_COLUMN),
+        (4, "spans", SEQUENCE_COLUMN),
+    ):
+        if 0 < version < since:
+            db.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
+    db.executescript(SCHEMA)
+    db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+
+def last_sequence(db: sqlite3.Connection, path: Path) -> int:
+    """Return the highest sequence number of a span, or 0 if no span has one."""
+    with one_sentence(path):
+        return db.execute("SELECT COALESCE(MAX(sequence), 0) FROM spans").fetchone()[0]
+
+
+@contextlib.contextmanager
+def one_sentence(path: Path) -> Iterator[None]:
+    """Convert SQLite errors to a StoreError that suggests a fix."""
+    remedies = {
+        "SQLITE_FULL": ("disk_full", "the disk is full; free some space, then start the run again"),
+        "SQLITE_NOTADB": (
+            "not_a_database",
+            "it is not a SQLite file; move it away or use another run_dir",
+        ),
+        "SQLITE_CORRUPT": ("malformed", "it is damaged; move it away or use another run_dir"),
+        "SQLITE_CANTOPEN": (
+            "not_opened",
+            "it cannot be opened; check the path and its permissions",
+        ),
+        "SQLITE_READONLY": ("not_writable", "it cannot be written; check its permissions"),
+        "SQLITE_BUSY": (
+            "locked",
+            "another process holds its lock; stop the run that uses this run_dir",
+        ),
+    }
+    try:
+        yield
+    except sqlite3.Error as error:
+        # Extended names, such as SQLITE_READONLY_DBMOVED, begin with the plain one.
+        name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
+        other = ("failed", "check the file and its disk")
+        reason, remedy = remedies.get(name, other)
+        message = f"store {path} failed ({error}): {remedy}."
+        raise StoreError(message, reason=reason, key=str(path)) from error

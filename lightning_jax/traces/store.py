@@ -1,0 +1,398 @@
+"""Rollouts, spans and weights versions of one run, in one SQLite file that survives a crash.
+
+Writes are committed at once (WAL), so a resumed process finds all that a killed one recorded.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from lightning_jax.errors import InvalidValue
+from lightning_jax.traces._sqlite import StoreError, last_sequence, one_sentence, open_file
+from lightning_jax.types import Rollout, RolloutStatus, Span
+
+# Allowed next statuses of each status. None: not in the store yet.
+LEGAL_TRANSITIONS: dict[RolloutStatus | None, frozenset[RolloutStatus]] = {
+    None: frozenset({"queued"}),
+    "queued": frozenset({"running"}),
+    "running": frozenset({"scored", "agent_failure", "infrastructure_failure"}),
+    "scored": frozenset(),
+    "agent_failure": frozenset(),
+    "infrastructure_failure": frozenset(),
+}
+
+CRASH = "crash"  # reason of a rollout that ended with its process
+
+ROLLOUT_COLUMNS = (
+    "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, reason, detail, "
+    "metrics, superseded"
+)
+SPAN_COLUMNS = (
+    "trace_id, span_id, parent_span_id, name, start_ns, end_ns, attributes, error, sequence"
+)
+ADD_SPAN = f"INSERT INTO spans ({SPAN_COLUMNS}, rollout_id) VALUES ({', '.join('?' * 10)})"
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class IllegalTransition(StoreError):
+    """Change of a rollout's status that is not allowed."""
+
+
+@dataclass(frozen=True)
+class WeightsVersion:
+    """Start of serving of one weights version. `time_s` is in seconds since the epoch."""
+
+    version: int
+    step: int
+    time_s: float
+
+
+class Store:
+    """SQLite file of one run. Any thread may call any method; each call is one transaction.
+
+    A call waits while another process holds the file's lock. On an event loop use `in_order`, which
+    does not block the loop.
+    """
+
+    def __init__(self, path: Path | str, *, read_only: bool = False) -> None:
+        """Open the file, or create it. Raises StoreError if it is invalid or not writable.
+
+        `read_only` neither creates nor changes the file, so a run may be using it. A file with an
+        older schema is then read into memory and migrated there.
+        """
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._db = open_file(self.path, read_only=read_only)
+        last = 0 if read_only else last_sequence(self._db, self.path)
+        self._sequence = itertools.count(last + 1)
+
+    def close(self) -> None:
+        """Close the connection after the pending `in_order` calls.
+
+        Later calls raise StoreError. Closing twice is allowed.
+        """
+        self._thread.shutdown()
+        with self._lock:
+            self._db.close()
+
+    async def in_order(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function on the store's own thread, after earlier ones, and return its result.
+
+        A cancelled caller does not wait, but the function still runs.
+        """
+        try:
+            running = self._thread.submit(partial(function, *args, **kwargs))
+        except RuntimeError as error:
+            raise StoreError(
+                f"store {self.path} is closed; open it again.", reason="closed", key=str(self.path)
+            ) from error
+        return await asyncio.shield(asyncio.wrap_future(running))
+
+    def status_at_once(self, rollout_id: str) -> RolloutStatus | None:
+        """Return a rollout's status, or None if it is unknown or the store is busy. Do not wait."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            with one_sentence(self.path):
+                row = self._db.execute(
+                    "SELECT status FROM rollouts WHERE rollout_id = ?", (rollout_id,)
+                ).fetchone()
+        finally:
+            self._lock.release()
+        return row and row[0]
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Yield the locked connection. Commit at the end, or roll back after an exception."""
+        with self._lock, one_sentence(self.path), self._db:
+            yield self._db
+
+    # Rollouts
+
+    def add_rollout(self, rollout: Rollout) -> None:
+        """Add a new rollout, which must be queued. Raises ValueError if its id is taken."""
+        _check_transition(rollout.rollout_id, None, rollout.status)
+        row = (
+            *(rollout.rollout_id, rollout.task_id, rollout.group_id, rollout.phase, rollout.step),
+            *(rollout.index, rollout.attempt, rollout.status),
+            *(rollout.reward, rollout.reason, rollout.detail, json.dumps(rollout.metrics)),
+            rollout.superseded,
+        )
+        with self._transaction() as db:
+            try:
+                db.execute(f"INSERT INTO rollouts ({ROLLOUT_COLUMNS}) VALUES ({_marks(row)})", row)
+            except sqlite3.IntegrityError as error:
+                raise InvalidValue(
+                    f"rollout {rollout.rollout_id!r} is already in the store; raise its attempt.",
+                    reason="duplicate",
+                    key=rollout.rollout_id,
+                ) from error
+
+    def set_status(
+        self,
+        rollout_id: str,
+        status: RolloutStatus,
+        reward: float | None = None,
+        reason: str | None = None,
+        detail: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Change a rollout's status. Raises IllegalTransition, or ValueError if a value is missing.
+
+        A scored rollout needs a reward, a failed one a reason code.
+        """
+        _check_result(rollout_id, status, reward, reason)
+        with self._transaction() as db:
+            row = db.execute(
+                "SELECT status FROM rollouts WHERE rollout_id = ?", (rollout_id,)
+            ).fetchone()
+            if row is None:
+                raise _unknown_rollout(rollout_id)
+            _check_transition(rollout_id, row[0], status)
+            db.execute(
+                "UPDATE rollouts SET status = ?, reward = ?, reason = ?, detail = ?, metrics = ? "
+                "WHERE rollout_id = ?",
+                (status, reward, reason, detail, json.dumps(dict(metrics or {})), rollout_id),
+            )
+
+    def rollout(self, rollout_id: str) -> Rollout:
+        """Return the rollout with that id. Raises StoreError if there is none."""
+        with self._transaction() as db:
+            row = db.execute(
+                f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE rollout_id = ?", (rollout_id,)
+            ).fetchone()
+        if row is None:
+            raise _unknown_rollout(rollout_id)
+        return _rollout(row)
+
+    def rollouts(
+        self, *, phase: str | None = None, step: int | None = None, group_id: str | None = None
+    ) -> list[Rollout]:
+        """Return the matching rollouts, sorted by step, group, index and attempt."""
+        where, values = _where(phase=phase, step=step, group_id=group_id)
+        with self._transaction() as db:
+            rows = db.execute(
+                f"SELECT {ROLLOUT_COLUMNS} FROM rollouts {where} "
+                "ORDER BY step, group_id, place, attempt",
+                values,
+            ).fetchall()
+        return [_rollout(row) for row in rows]
+
+    def abandon_running(self) -> int:
+        """Mark queued and running rollouts as infrastructure failures, and return their number.
+
+        Call this when resuming after a crash, before new rollouts start.
+        """
+        with self._transaction() as db:
+            return db.execute(
+                "UPDATE rollouts SET status = 'infrastructure_failure', reason = ?, "
+                "detail = 'the run ended while this rollout was ' || status "
+                "WHERE status IN ('queued', 'running')",
+                (CRASH,),
+            ).rowcount
+
+    def supersede(self, step: int) -> None:
+        """Mark the rollouts of this step and later ones as those of another run.
+
+        They stay in the store but are not reused by this run.
+        """
+        with self._transaction() as db:
+            db.execute("UPDATE rollouts SET superseded = 1 WHERE step >= ?", (step,))
+
+    # Spans
+
+    def next_sequence(self) -> int:
+        """Return the next sequence number, for a span that begins now and is recorded later.
+
+        Sequence numbers order spans by their start. The wall clock does not, because it may be set
+        back.
+        """
+        return next(self._sequence)
+
+    def add_span(self, rollout_id: str | None, span: Span) -> None:
+        """Add an ended span. `rollout_id` is None if it is outside rollouts.
+
+        Raises ValueError if the rollout has a span with the same ids.
+        """
+        row = self._row(rollout_id, span)
+        with self._transaction() as db:
+            try:
+                db.execute(ADD_SPAN, row)
+            except sqlite3.IntegrityError as error:
+                raise InvalidValue(
+                    f"span {span.span_id!r} of trace {span.trace_id!r} is already in the store; "
+                    "use a new span id.",
+                    reason="duplicate",
+                    key=span.span_id,
+                ) from error
+
+    def add_posted_spans(self, rollout_id: str, spans: Sequence[Span]) -> tuple[list[bool], int]:
+        """Add spans whose ids a client chose, and which it may send twice.
+
+        Return (which spans are new, the number of spans whose ids are those of a different recorded
+        span). The recorded span stays as it is.
+        """
+        are_new: list[bool] = []
+        num_taken = 0
+        rows = [self._row(rollout_id, span) for span in spans]
+        with self._transaction() as db:
+            for row in rows:
+                is_new = db.execute(f"{ADD_SPAN} ON CONFLICT DO NOTHING", row).rowcount == 1
+                are_new.append(is_new)
+                if not is_new:
+                    trace_id, span_id, *_ = row
+                    recorded = db.execute(
+                        f"SELECT {SPAN_COLUMNS} FROM spans "
+                        "WHERE rollout_id = ? AND trace_id = ? AND span_id = ?",
+                        (rollout_id, trace_id, span_id),
+                    ).fetchone()
+                    num_taken += recorded is None or recorded[:-1] != row[:-2]
+        return are_new, num_taken
+
+    def spans(self, rollout_id: str | None) -> list[Span]:
+        """Return the spans of one rollout (None: outside rollouts) in the order of their start.
+
+        A span posted by an agent is ordered by its arrival. Lists in attributes are returned as
+        tuples.
+        """
+        with self._transaction() as db:
+            rows = db.execute(
+                f"SELECT {SPAN_COLUMNS} FROM spans WHERE rollout_id IS ? "
+                "ORDER BY sequence, start_ns, rowid",
+                (rollout_id,),
+            ).fetchall()
+        return [_span(row) for row in rows]
+
+    def _row(self, rollout_id: str | None, span: Span) -> tuple[Any, ...]:
+        attributes = json.dumps(dict(span.attributes), separators=(",", ":"), ensure_ascii=False)
+        sequence = self.next_sequence() if span.sequence is None else span.sequence
+        return (
+            *(span.trace_id, span.span_id, span.parent_span_id, span.name),
+            *(span.start_ns, span.end_ns, attributes, span.error, sequence, rollout_id),
+        )
+
+    def failed_calls(self) -> list[tuple[str | None, int, str | None]]:
+        """Return (reason, number, example) of failed calls to the policy, most frequent first.
+
+        The example is a rollout id, or None for a call outside rollouts.
+        """
+        with self._transaction() as db:
+            return db.execute(
+                "SELECT json_extract(attributes, '$.\"error.type\"') AS reason, "
+                "COUNT(*) AS number, MIN(rollout_id) FROM spans WHERE error IS NOT NULL AND "
+                "json_extract(attributes, '$.\"lightning.policy\"') IS NOT NULL "
+                "GROUP BY reason ORDER BY number DESC, reason"
+            ).fetchall()
+
+    def num_calls(self) -> int:
+        """Return the number of recorded calls to the policy, including failed ones.
+
+        Several choices of one call count once.
+        """
+        with self._transaction() as db:
+            (number,) = db.execute(
+                "SELECT COUNT(*) FROM spans WHERE "
+                "json_extract(attributes, '$.\"lightning.policy\"') IS NOT NULL AND "
+                "json_extract(attributes, '$.\"lightning.choice_index\"') IS NULL"
+            ).fetchone()
+        return number
+
+    # Weights
+
+    def add_version(self, version: int, step: int, time_s: float | None = None) -> None:
+        """Record that these weights began to serve. A resumed run may repeat this."""
+        moment = time.time() if time_s is None else time_s
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO weights_versions (version, step, time) VALUES (?, ?, ?) "
+                "ON CONFLICT (version) DO UPDATE SET step = excluded.step, time = excluded.time",
+                (version, step, moment),
+            )
+
+    def versions(self) -> list[WeightsVersion]:
+        """Return the weights versions that served, oldest first."""
+        with self._transaction() as db:
+            rows = db.execute(
+                "SELECT version, step, time FROM weights_versions ORDER BY version"
+            ).fetchall()
+        return [WeightsVersion(*row) for row in rows]
+
+
+def _check_transition(rollout_id: str, old: RolloutStatus | None, new: RolloutStatus) -> None:
+    legal = LEGAL_TRANSITIONS[old]
+    if new not in legal:
+        follow = " or ".join(sorted(legal)) or "no change, because it has finished"
+        raise IllegalTransition(
+            f"rollout {rollout_id!r} may not go from {old or 'new'} to {new}; expected {follow}.",
+            reason="illegal_transition",
+            key=rollout_id,
+        )
+
+
+def _check_result(
+    rollout_id: str, status: RolloutStatus, reward: float | None, reason: str | None
+) -> None:
+    if status == "scored" and reward is None:
+        raise InvalidValue(
+            f"rollout {rollout_id!r} is scored without a reward; expected a number.",
+            reason="missing",
+            key="reward",
+        )
+    if status.endswith("_failure") and not reason:
+        raise InvalidValue(
+            f"rollout {rollout_id!r} fails without a reason; expected a short code.",
+            reason="missing",
+            key="reason",
+        )
+
+
+def _unknown_rollout(rollout_id: str) -> StoreError:
+    return StoreError(
+        f"rollout {rollout_id!r} is not in the store; add it with add_rollout first.",
+        reason="unknown",
+        key=rollout_id,
+    )
+
+
+def _where(**conditions: object) -> tuple[str, list[object]]:
+    """Return a WHERE clause for the conditions that are not None, and their values."""
+    given = {name: value for name, value in conditions.items() if value is not None}
+    clause = " AND ".join(f"{name} = ?" for name in given)
+    return (f"WHERE {clause}" if given else ""), list(given.values())
+
+
+def _marks(row: tuple[object, ...]) -> str:
+    return ", ".join("?" * len(row))
+
+
+def _as_json(attributes: Mapping[str, Any]) -> str:
+    """Return the attributes as JSON, encoding one at a time so that other threads can run."""
+    dump = partial(json.dumps, separators=(",", ":"), ensure_ascii=False)
+    pairs = (f"{dump(name)}:{dump(value)}" for name, value in attributes.items())
+    return "{" + ",".join(pairs) + "}"
+
+
+def _rollout(row: tuple[Any, ...]) -> Rollout:
+    *fields, metrics, superseded = row
+    return Rollout(*fields, metrics=json.loads(metrics), superseded=bool(superseded))
+
+
+def _span(row: tuple[Any, ...]) -> Span:
+    *ids, attributes, error, sequence = row
+    loaded = json.loads(attributes).items()
+    frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in loaded}
+    return Span(*ids, attributes=frozen, error=error, sequence=sequence)

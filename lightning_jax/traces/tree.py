@@ -1,0 +1,153 @@
+"""Spans of a rollout as one tree: the agent of each call, and the call that caused each tool run.
+
+Spans come from the gateway and, over OTLP, from the instrumentation of the agent's framework.
+Frameworks use names from OpenTelemetry's GenAI conventions or from OpenInference, so both are read.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+from lightning_jax.traces import attributes
+from lightning_jax.traces.forest import Forest
+from lightning_jax.types import Span
+
+AGENT_NAMES = (attributes.AGENT, attributes.AGENT_NAME, "agent.name", "graph.node.id")
+TOOL_OUTPUTS = (attributes.TOOL_RESULT, attributes.OUTPUT)
+
+
+def from_gateway(span: Span) -> bool:
+    """Return whether the gateway recorded the span: a call to the policy, or a choice of one.
+
+    Agents cannot send such a span; see otlp.py.
+    """
+    return attributes.POLICY in span.attributes
+
+
+def is_gateway_call(span: Span) -> bool:
+    """Return whether the span is a call to the gateway, but not one of its choices."""
+    return from_gateway(span) and attributes.CHOICE_INDEX not in span.attributes
+
+
+def has_choice_spans(span: Span) -> bool:
+    """Return whether the span is a call with several choices, whose child spans hold the tokens."""
+    count = int(span.attributes.get(attributes.REQUEST_CHOICE_COUNT, 1))
+    return count > 1 and attributes.CHOICE_INDEX not in span.attributes
+
+
+def call_order(span: Span) -> tuple[int, int, int]:
+    """Return a key that sorts calls by their start, and the choices of one call by index.
+
+    The clock decides only in stores older than schema version 4, whose spans have no sequence.
+    """
+    choice = int(span.attributes.get(attributes.CHOICE_INDEX, 0))
+    return (0, span.start_ns, choice) if span.sequence is None else (span.sequence, 0, choice)
+
+
+def is_tool(span: Span) -> bool:
+    """Return whether the span is a tool run."""
+    kind = str(span.attributes.get(attributes.SPAN_KIND, ""))
+    return (
+        span.attributes.get(attributes.OPERATION_NAME) == attributes.EXECUTE_TOOL or kind == "TOOL"
+    )
+
+
+def tool_output(span: Span) -> str:
+    """Return the tool's output, or "" if its span has none."""
+    return _first_text(span.attributes, TOOL_OUTPUTS)
+
+
+def attach_loose_calls(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans, with calls that came without a trace context moved below the agent's spans.
+
+    Such a call goes below the span that encloses it in time and began last. Instrumentation often
+    makes a span around a call without sending its context.
+    """
+    roots = {span.span_id for span in spans if span.parent_span_id is None}
+    loose = [index for index, span in enumerate(spans) if _is_loose(span, roots)]
+    theirs = [span for span in spans if attributes.ROLLOUT_ID not in span.attributes]
+    found = list(spans)
+    for index, above in zip(loose, _around([spans[index] for index in loose], theirs), strict=True):
+        if above is not None:
+            found[index] = replace(spans[index], parent_span_id=above.span_id)
+    return found
+
+
+def ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
+    """Yield the span itself, its parent, and so on up to the root."""
+    seen: set[str] = set()
+    at: Span | None = span
+    while at is not None and at.span_id not in seen:  # a client may send a cycle
+        seen.add(at.span_id)
+        yield at
+        at = by_id.get(at.parent_span_id or "")
+
+
+class Agents:
+    """Agent of each span. The result for a span is reused for the spans below it."""
+
+    def __init__(self, by_id: Mapping[str, Span]) -> None:
+        self._by_id = by_id
+        self._known: dict[str, str] = {}
+
+    def of(self, span: Span) -> str:
+        """Return the agent named by the span or else by its nearest ancestor, or "" if none is."""
+        found, nameless = "", []
+        for ancestor in ancestors(span, self._by_id):
+            found = _first_text(ancestor.attributes, AGENT_NAMES)
+            if found or ancestor.span_id in self._known:
+                found = found or self._known[ancestor.span_id]
+                break
+            nameless.append(ancestor.span_id)
+        self._known |= dict.fromkeys(nameless, found)
+        return found
+
+
+def causes(spans: Sequence[Span]) -> list[tuple[Span, Span | None]]:
+    """Return each tool run with the call that requested it, or None if no call had ended.
+
+    It is the last call that had ended when the tool began, if possible below the same parent.
+    Sub-agents run in parallel, and each has its own calls.
+    """
+    tools = [span for span in spans if is_tool(span)]
+    calls = [span for span in spans if _holds_tokens(span)]
+    return list(zip(tools, Forest(spans).latest(calls, tools), strict=True))
+
+
+def _holds_tokens(span: Span) -> bool:
+    return attributes.RESPONSE_TOKEN_IDS in span.attributes
+
+
+def _is_loose(span: Span, roots: Set[str]) -> bool:
+    """Return whether a call to the gateway has no parent other than its rollout's root."""
+    return from_gateway(span) and (span.parent_span_id or "") in {*roots, ""}
+
+
+def _around(calls: Sequence[Span], theirs: Sequence[Span]) -> list[Span | None]:
+    """Return for each call the span that encloses it in time and began last, or None.
+
+    Of spans that began together, it is the one that ends first. Of equal ones, it is the first.
+    """
+    begun = sorted(reversed(theirs), key=lambda span: (span.start_ns, -span.end_ns))
+    found: list[Span | None] = [None] * len(calls)
+    open_spans: list[Span] = []  # without spans that end before one that began later
+    ends: list[int] = []  # of `open_spans`, negative for `bisect`
+    num_begun = 0
+    for index in sorted(range(len(calls)), key=lambda index: calls[index].start_ns):
+        call = calls[index]
+        while num_begun < len(begun) and begun[num_begun].start_ns <= call.start_ns:
+            span = begun[num_begun]
+            while open_spans and open_spans[-1].end_ns <= span.end_ns:
+                open_spans.pop()
+                ends.pop()
+            open_spans.append(span)
+            ends.append(-span.end_ns)
+            num_begun += 1
+        num_around = bisect_right(ends, -call.end_ns)
+        found[index] = open_spans[num_around - 1] if num_around else None
+    return found
+
+
+def _first_text(attributes: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return next((str(attributes[key]) for key in keys if attributes.get(key)), "")

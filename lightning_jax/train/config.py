@@ -1,0 +1,301 @@
+"""Settings of a whole run."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.errors import InvalidValue, require
+from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, policy_indices
+from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
+from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    # Folder of the data set, in the published or the compact layout. None: generate a data set.
+    root: str | None = None
+    max_train_tasks: int | None = None  # None: all
+    # Tasks that the next settings leave out are counted.
+    max_schema_chars: int | None = None  # leave out databases with a longer schema text
+    require_rows: bool = True  # leave out tasks whose gold query returns no row
+    sources: tuple[str, ...] | None = None  # for Calc-X: keep only tasks from these sources
+    max_question_chars: int | None = None  # for Calc-X: leave out longer questions
+
+    def __post_init__(self) -> None:
+        limits = ("max_train_tasks", "max_schema_chars", "max_question_chars")
+        given = {name: getattr(self, name) for name in limits}
+        require(
+            self,
+            **{n: (v is None or v >= 1, "at least 1, or none") for n, v in given.items()},
+        )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = 10  # in trainer steps; 0: only at the end
+    num_tasks: int = 64  # from the dev split, always the same tasks
+    at_start: bool = True  # also before the first step and after the warm-up
+    by: str | None = None  # task field; also report a result for each of its values
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            every=(self.every >= 0, "0 (only at the end) or more"),
+            num_tasks=(self.num_tasks >= 0, "0 (no evaluation) or more"),
+        )
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """Search service for agents that search paragraphs."""
+
+    retriever: str = "bm25"  # bm25, or dense
+    encoder: str = "all-MiniLM-L6-v2"  # for dense: this name, a directory or a hub id
+    index: str | None = None  # folder with an index of this corpus; None: build and keep one
+    top_k: int = 3  # paragraphs per query
+    max_chars: int = 500  # length limit of a paragraph
+    start_timeout_s: float = 3600.0  # a large dense index takes long to build
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            retriever=(self.retriever in ("bm25", "dense"), "bm25 or dense"),
+            top_k=(self.top_k >= 1, "at least 1"),
+            max_chars=(self.max_chars >= 1, "at least 1"),
+            start_timeout_s=(self.start_timeout_s > 0, "a positive number of seconds"),
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 10  # in trainer steps; the last step is always saved
+    keep: int = 1  # number of newest checkpoints to keep
+
+    def __post_init__(self) -> None:
+        require(self, every=(self.every >= 1, "at least 1"), keep=(self.keep >= 1, "at least 1"))
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """Processes of one run, each with its own devices.
+
+    Process 0 runs the agents and the gateway.
+    """
+
+    # none: one process; auto: JAX asks the TPU pod, Slurm or MPI; manual: use the fields below.
+    mode: str = "none"
+    coordinator: str | None = None  # HOST:PORT at which the others reach process 0
+    num_processes: int | None = None
+    process_id: int | None = None  # 0, 1, ..., different in each process
+    timeout_s: int = 300  # wait for all processes to connect
+
+    def __post_init__(self) -> None:
+        manual = self.mode == "manual"
+        number, process_id = self.num_processes, self.process_id
+        require(
+            self,
+            mode=(self.mode in ("none", "auto", "manual"), "none, auto or manual"),
+            coordinator=(
+                not manual or ":" in (self.coordinator or ""),
+                "HOST:PORT of process 0 with distributed.mode manual",
+            ),
+            num_processes=(
+                not manual or (number is not None and number >= 1),
+                "the number of processes with distributed.mode manual",
+            ),
+            process_id=(
+                not manual or (process_id is not None and 0 <= process_id < (number or 0)),
+                "0 to num_processes - 1 with distributed.mode manual",
+            ),
+            timeout_s=(self.timeout_s >= 1, "at least 1 second"),
+        )
+
+
+@dataclass(frozen=True)
+class WarmupConfig:
+    """Supervised steps on demonstrations before the first rollout."""
+
+    num_steps: int = 0
+    demonstrations: str | None = None  # FILE:FUNCTION: list of tasks -> list of conversations
+    # Task field. Tasks with the same value share a long prefix and are trained together.
+    group_by: str | None = None
+    group_size: int = 8  # maximum tasks per group; a step computes a group's prefix once
+    groups_per_step: int = 4
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-4))
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            group_size=(self.group_size >= 1, "at least 1"),
+            groups_per_step=(self.groups_per_step >= 1, "at least 1"),
+            num_steps=(self.num_steps >= 0, "0 or more"),
+            demonstrations=(
+                self.num_steps == 0 or self.demonstrations is not None,
+                "FILE:FUNCTION when warmup.num_steps is above 0",
+            ),
+        )
+
+
+def check_policies(
+    policies: Mapping[str, PolicyConfig],
+    roles: Mapping[str, RoleConfig],
+    model: ModelConfig,
+    algorithm: AlgorithmConfig,
+) -> None:
+    """Raise ValueError if the policies of a run are invalid or do not fit its roles."""
+    names = ", ".join(policies)
+    for name, policy in policies.items():
+        if name in RESERVED or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise InvalidValue(
+                f"policies has the name {name!r}; expected letters, digits, - and _, and none of "
+                f"{', '.join(RESERVED)}: agents ask for it as their model.",
+                reason="invalid",
+                key=f"policies.{name}",
+            )
+        if model.lora.rank and policy.base not in (None, model.name):
+            raise InvalidValue(
+                f"policies.{name}.base is {policy.base!r}; expected none or {model.name!r}, as "
+                "with model.lora.rank above 0 all policies are adapters on model.name.",
+                reason="conflict",
+                key=f"policies.{name}.base",
+            )
+    if policies and not any(policy.trains for policy in policies.values()):
+        raise InvalidValue(
+            f"policies names {names}, and trains is false for all; set trains: true for at least "
+            "one.",
+            reason="conflict",
+            key="policies",
+        )
+    if policies and not model.lora.rank and algorithm.value_heads == "shared":
+        raise InvalidValue(
+            f"algorithm.value_heads is 'shared' and {names} have weights of their own, as "
+            "model.lora.rank is 0; expected per_policy, because the states of different weights "
+            "have nothing in common that one head could read.",
+            reason="conflict",
+            key="algorithm.value_heads",
+        )
+    _check_roles(policies, roles)
+    _check_initial(policies, roles, model)
+
+
+def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig]) -> None:
+    """Raise ValueError for a role with an unknown policy, or a policy without a role.
+
+    The second check applies only if some role names a policy. Otherwise agents reach policies by
+    asking for them as their model. It catches a typo like `policies.writter.trains=false`, which
+    makes a policy that is never called.
+    """
+    names = ", ".join(policies)
+    for name, role in roles.items():
+        if role.policy is not None and role.policy not in policies:
+            raise InvalidValue(
+                f"roles.{name}.policy is {role.policy!r}; expected "
+                f"{f'one of {names}' if policies else 'none without a section policies'}.",
+                reason="unknown",
+                key=f"roles.{name}.policy",
+            )
+    named = {role.policy for role in roles.values()} - {None}
+    for name in policies:
+        if named and name not in named:
+            raise InvalidValue(
+                f"policies.{name} has no role, although roles name {_listed(named)}; correct its "
+                f"name, or, if agents request it as their model, add roles.{name}={{model: {name}, "
+                f"policy: {name}}}.",
+                reason="unused",
+                key=f"policies.{name}",
+            )
+
+
+def _check_initial(
+    policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig], model: ModelConfig
+) -> None:
+    """Raise ValueError if a role asks for the initial weights but policies start differently."""
+    others = [name for name, policy in policies.items() if policy.base not in (None, model.name)]
+    for name, role in roles.items():
+        if others and role.served_by == "initial":
+            raise InvalidValue(
+                f"roles.{name}.served_by is 'initial' and policies.{others[0]} begins as "
+                f"{policies[others[0]].base!r}; expected policies that all begin as {model.name!r}"
+                f", or the role to say whose weights it means: add a policy with trains: false and "
+                f"the base that you want, and name it as roles.{name}.policy.",
+                reason="conflict",
+                key=f"roles.{name}.served_by",
+            )
+
+
+def _listed(names: Iterable[str | None]) -> str:
+    return ", ".join(sorted(str(name) for name in names))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of one run.
+
+    `run_dir` holds all its outputs and all it needs to resume after a crash.
+    """
+
+    run_dir: str = "runs/default"
+    seed: int = 0
+    num_steps: int = 20  # policy steps, after the warm-up
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    # Policies by name; empty: a single policy.
+    policies: dict[str, PolicyConfig] = field(default_factory=dict)
+    roles: dict[str, RoleConfig] = field(default_factory=dict)  # by name; the first match wins
+    reward_rules: dict[str, RewardRule] = field(default_factory=dict)  # by name
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            seed=(self.seed >= 0, "0 or more"),
+            num_steps=(self.num_steps >= 0, "0 or more"),
+        )
+        check_policies(self.policies, self.roles, self.model, self.algorithm)
+        if self.policies and self.serve.orchestrator != "native":
+            raise InvalidValue(
+                f"serve.orchestrator is {self.serve.orchestrator!r}, which does not support "
+                "several policies; set it to native.",
+                reason="conflict",
+                key="serve.orchestrator",
+            )
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """Index of each policy's adapter; empty unless several policies share weights."""
+        return policy_indices(self.policies) if self.model.lora.rank else {}
+
+    @property
+    def num_adapters(self) -> int | None:
+        """Number of adapters stacked in each kernel, or None if adapters are not stacked."""
+        return len(self.adapters) or None
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the weight sets that are trained and served separately, in order.
+
+        This is `("",)` for one set, or the names of the policies that have their own weights.
+        """
+        return ("",) if self.model.lora.rank else tuple(self.policies) or ("",)
+
+    @property
+    def trained_weights(self) -> tuple[str, ...]:
+        """Weight sets that steps after the warm-up change."""
+        return tuple(name for name in self.weights if not name or self.policies[name].trains)
+
+    @property
+    def total_steps(self) -> int:
+        return self.warmup.num_steps + self.num_steps

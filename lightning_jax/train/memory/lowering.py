@@ -1,0 +1,80 @@
+"""Programs of an update, lowered from shapes alone. Nothing is allocated or run."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lightning_jax.models.lora import frozen_part, pick, trained_part
+from lightning_jax.models.sharding import batch_sharding, param_shapes, param_shardings
+from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.learner import Learner
+from lightning_jax.rl.losses.objectives import metric_names
+from lightning_jax.rl.microbatches import bundles
+from lightning_jax.rl.train_state import TrainState
+from lightning_jax.train.config import Config
+
+
+def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
+    """Return the two lowered programs of a step, without a value head.
+
+    These are the gradients of a bundle of microbatches, and the optimizer update.
+    """
+    functions: Any = learner.functions
+    whole = NamedSharding(learner.mesh, PartitionSpec())
+    state = _abstract_state(learner, config.model.dtype)
+    params, policies = state.params, learner.policies
+    (batch,), _ = make_batches([_smallest_sequence(None if policies is None else 0)], config.batch)
+    batch = jax.tree.map(lambda leaf: _abstract(leaf, batch_sharding(learner.mesh)), batch)
+    reference = params if config.algorithm.kl_coef > 0 else None
+    ((bundle, count),) = bundles([batch])
+    names = metric_names(functions.objective, None, reference is not None)
+    sums = {name: _scalar(jnp.float32, whole) for name in names}
+    grads = (params, None)
+    present = () if policies is None else (np.ones(policies.number, bool),)
+    return (
+        functions.grads_fn.lower(params, grads, sums, bundle, count, reference, None, state.base),
+        functions.apply_fn.lower(replace(state, base=None), grads, *present),
+    )
+
+
+def _abstract_state(learner: Learner, dtype: str) -> TrainState:
+    """Return the learner's train state as shapes and shardings; frozen weights have `dtype`."""
+    whole = NamedSharding(learner.mesh, PartitionSpec())
+    everything = param_shardings(learner.model, learner.mesh)
+    shapes = param_shapes(learner.model)
+    shardings, base = trained_part(everything), frozen_part(shapes)
+    params = jax.tree.map(_abstract, trained_part(shapes), shardings)
+    if base is not None:
+        base = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, jnp.dtype(dtype), sharding=sharding
+            ),
+            base,
+            pick(everything, base),
+        )
+    moments = optax.tree.map_params(
+        learner.optimizer,
+        _abstract,
+        jax.eval_shape(learner.optimizer.init, params),
+        shardings,
+        transform_non_params=lambda leaf: _abstract(leaf, whole),
+    )
+    return TrainState(_scalar(jnp.int32, whole), params, moments, base=base)
+
+
+def _smallest_sequence(adapter: int | None) -> TrainingSequence:
+    return TrainingSequence((1,), (1,), (0.0,), 1.0, 1.0, adapter=adapter)
+
+
+def _abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _scalar(dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), dtype, sharding=sharding)

@@ -1,0 +1,194 @@
+"""Summaries of step metrics, and warnings or errors about steps that learn too little."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from lightning_jax.errors import UserError
+from lightning_jax.rl.config import BatchConfig
+from lightning_jax.rollouts.metrics import Failure, failures
+from lightning_jax.traces import attributes
+from lightning_jax.traces.store import Store
+from lightning_jax.types import Metrics, Rollout
+
+log = logging.getLogger(__name__)
+
+MANY_FEWER = 0.75  # share of the rows
+FULL = 0.75  # share of used targets; the last row is rarely full, and calls are not split
+
+
+class NotFinite(UserError, RuntimeError):
+    """Non-finite gradients in many steps in a row, so that the run no longer learns."""
+
+
+class FiniteWatch:
+    """Counter of consecutive steps without a finite gradient, per weight set."""
+
+    def __init__(self, weights: Sequence[str], limit: int) -> None:
+        self._weights, self._limit = weights, limit
+        self._in_a_row: Counter[str] = Counter()
+
+    def observe(self, metrics: Metrics, step: int) -> None:
+        """Read a step's metrics. Raises NotFinite if the limit is reached.
+
+        Steps with nothing to learn from do not count.
+        """
+        for name in self._weights:
+            of = f"/policy={name}" if name else ""
+            num_updates = metrics.get(f"train/num_updates{of}", 0.0)
+            if not num_updates:
+                continue
+            if metrics[f"train/skipped_updates{of}"] < num_updates:
+                self._in_a_row[name] = 0
+                continue
+            self._in_a_row[name] += 1
+            if self._in_a_row[name] >= self._limit:
+                raise NotFinite(
+                    f"the gradient{f' of {name}' if name else ''} was not finite in "
+                    f"{self._in_a_row[name]} steps in a row, up to step {step}, and the weights "
+                    f"did not change; algorithm.max_nonfinite_steps is {self._limit}. Lower the "
+                    "learning rate, or look for rewards and log-probabilities that are not "
+                    "finite.",
+                    reason="not_finite",
+                    key=name or None,
+                )
+
+
+class PackingWatch:
+    """One-time warning about a step whose targets need many more rows than its nodes."""
+
+    def __init__(self, batch: BatchConfig) -> None:
+        self._batch, self._has_warned = batch, False
+
+    def observe(self, metrics: Metrics, step: int) -> None:
+        """Read a step's metrics."""
+        batch, rows = self._batch, metrics["train/num_rows"]
+        needed = math.ceil(metrics["train/tokens_forest"] / batch.row_len)
+        if self._has_warned or metrics["train/targets_share"] < FULL or needed > MANY_FEWER * rows:
+            return
+        self._has_warned = True
+        log.warning(
+            "step %d: its nodes took %.0f rows of %d where about %d are enough, because a row is "
+            "full at %d targets; raise batch.max_targets, which costs almost nothing",
+            *(step, rows, batch.row_len, needed, batch.max_targets),
+            extra={"event": "rows_full_of_targets", "step": step, "rows": rows, "needed": needed},
+        )
+
+
+class DropWatch:
+    """One-time warning about sequences that no row can hold and that are never trained on."""
+
+    def __init__(self, batch: BatchConfig) -> None:
+        self._batch = batch
+        self._known_reasons: set[str] = set()
+
+    def observe(self, metrics: Metrics, step: int) -> None:
+        """Read a step's metrics."""
+        row_len, max_targets = self._batch.row_len, self._batch.max_targets
+        for reason, words in (
+            ("too_long", f"{row_len} tokens; raise batch.row_len"),
+            ("too_many_targets", f"{max_targets} targets; raise batch.max_targets"),
+        ):
+            number = metrics.get(f"train/dropped_{reason}", 0.0)
+            if number and reason not in self._known_reasons:
+                self._known_reasons.add(reason)
+                log.warning(
+                    "step %d: %.0f sequences are not trained on, because they have more than %s",
+                    *(step, number, words),
+                    extra={
+                        "event": "sequences_dropped",
+                        "step": step,
+                        "reason": reason,
+                        "count": number,
+                    },
+                )
+
+
+class BrokenAgent(UserError, RuntimeError):
+    """Failure of all rollouts before any answer of the policy: there is nothing to learn from."""
+
+
+class FailureWatch:
+    """Warning about each kind of failed rollout when it first occurs."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known_failures: set[tuple[str, str]] = set()
+
+    def observe(self, rollouts: Sequence[Rollout], what: str) -> None:
+        """Read the finished rollouts of `what`, such as "step 3".
+
+        Raises BrokenAgent if all failed by the agent and the policy answered none of their calls. A
+        fixed agent runs them again.
+        """
+        found = failures(rollouts)
+        if rollouts and all(
+            rollout.status == "agent_failure" and not self._answered(rollout)
+            for rollout in rollouts
+        ):
+            self._store.supersede(rollouts[0].step)
+            raise BrokenAgent(
+                f"{what}: all {len(rollouts)} rollouts failed before the policy answered a call, "
+                f"such as {_such_as(found[0])}; fix the agent, its tasks or the setting in that "
+                "message, then run the same command to resume.",
+                reason="all_failed",
+                key=found[0].example,
+            )
+        for failure in found:
+            if (failure.status, failure.reason) not in self._known_failures:
+                self._known_failures.add((failure.status, failure.reason))
+                who = failure.status.removesuffix("_failure")
+                log.warning(
+                    "%s: %d of %d rollouts failed by the %s, such as %s",
+                    *(what, failure.count, len(rollouts), who, _such_as(failure)),
+                    extra={
+                        "event": "rollouts_failed",
+                        "what": what,
+                        "failure": failure,
+                        "total": len(rollouts),
+                    },
+                )
+
+    def _answered(self, rollout: Rollout) -> bool:
+        """Return True if the policy answered one of the rollout's calls."""
+        spans = self._store.spans(rollout.rollout_id)
+        return any(attributes.POLICY in span.attributes and span.error is None for span in spans)
+
+
+def _such_as(failure: Failure) -> str:
+    return f"{failure.example}: {failure.reason}: {failure.detail}".rstrip(": .")
+
+
+def summary(row: Metrics) -> str:
+    """Format the few metrics that a person watches, with the number of failed rollouts if any."""
+    shown = {
+        "eval": "eval/reward_mean",
+        "reward": "rollout/reward_mean",
+        "loss": "warmup/loss",
+        "entropy": "train/entropy",
+        "kl": "train/mismatch_kl",
+    }
+    failed = sum(
+        row.get(f"{phase}/num_{whose}_failures", 0.0)
+        for phase in ("eval", "rollout")
+        for whose in ("agent", "infrastructure")
+    )
+    words = [f"{name} {row[key]:.3g}" for name, key in shown.items() if key in row]
+    return " ".join(words + ([f"failed {failed:.0f}"] if failed else []))
+
+
+def serve_metrics(before: Metrics, after: Metrics) -> Metrics:
+    """Return the server's metrics between two readings of its counters."""
+    did = {name: after[name] - before[name] for name in after if name in before}
+    prompt = did["serve/prefill_tokens"] + did["serve/prefix_hit_tokens"]
+    return {
+        "serve/requests": did["serve/requests"],
+        "serve/steps": did["serve/steps"],
+        "serve/tokens_generated": did["serve/tokens_generated"],
+        "serve/prefix_hit_share": did["serve/prefix_hit_tokens"] / max(prompt, 1.0),
+        "serve/prefix_breaks": did["serve/prefix_breaks"],
+        "serve/malformed_tool_calls": did["serve/malformed_tool_calls"],
+        "serve/joined_calls": did["serve/joined_calls"],
+        "serve/compiles": after["serve/compiles"],
+    }

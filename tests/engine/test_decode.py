@@ -1,0 +1,182 @@
+"""Tests that requests get the same tokens from single steps, several at once, and steps ahead."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_jax.engine.decode import Request, Stepper, Steps
+from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.logits import LogitAdjuster
+from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.types import Completion, SamplingParams
+
+from .conftest import SERVE, Bench
+
+AT_ONCE = 4
+
+
+@pytest.fixture(scope="module")
+def fast(model) -> Iterator[EngineLoop]:
+    serve = replace(SERVE, steps_per_dispatch=AT_ONCE)
+    loop = EngineLoop(Engine(model.config, serve), model.params, 0, model.tokenizer, serve)
+    loop.start()
+    yield loop
+    loop.close()
+
+
+def counted(loop: EngineLoop, before: dict[str, float]) -> dict[str, float]:
+    now = loop.stats()
+    names = ("serve/steps", "serve/tokens_generated", "serve/tokens_past_end")
+    return {name.removeprefix("serve/"): now[name] - before[name] for name in names}
+
+
+def same(one: Completion, other: Completion) -> None:
+    assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
+    assert one.text == other.text
+    assert one.forced == other.forced
+    np.testing.assert_allclose(one.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
+    np.testing.assert_allclose(one.sampling_logprobs, other.sampling_logprobs, atol=1e-5)
+    best, others = (
+        [pair for token in result.top_logprobs for pair in token] for result in (one, other)
+    )
+    assert [token_id for token_id, _ in best] == [token_id for token_id, _ in others]
+    np.testing.assert_allclose([p for _, p in best], [p for _, p in others], atol=1e-5)
+
+
+async def test_all_kinds_of_requests_are_answered_as_one_step_at_a_time(bench: Bench, fast):
+    kinds = [SamplingParams(seed=n, max_tokens=3 + 3 * n, top_p=0.9) for n in range(5)]
+    kinds += [SamplingParams(seed=9, max_tokens=9, top_logprobs=2, presence_penalty=0.5)]
+    prompts = [bench.ids("several at once, " + "x" * n) for n in range(len(kinds))]
+
+    async def answers(loop: EngineLoop) -> list[Completion]:
+        return await asyncio.gather(
+            *(loop.submit(ids, kind).result() for ids, kind in zip(prompts, kinds, strict=True))
+        )
+
+    for one, batched in zip(await answers(bench.loop), await answers(fast), strict=True):
+        same(one, batched)
+
+
+async def test_a_limit_is_never_passed_and_a_stop_wastes_what_was_started(bench: Bench, fast):
+    before = fast.stats()
+    greedy = SamplingParams(temperature=0.0, max_tokens=2 * AT_ONCE + 3)
+    full = await fast.submit(bench.ids("abc"), greedy).result()
+    length = len(full.token_ids)
+    assert length == 11 and full.finish_reason == "length"
+    assert counted(fast, before) == {"steps": 11, "tokens_generated": 11, "tokens_past_end": 0}
+    before = fast.stats()
+    stopping = replace(greedy, stop=(full.text[4:6],))
+    stopped = await fast.submit(bench.ids("abc"), stopping).result()
+    same(stopped, await bench.loop.submit(bench.ids("abc"), stopping).result())
+    used = len(stopped.token_ids)
+    assert used <= AT_ONCE and stopped.finish_reason == "stop"
+    # The next steps started before the stop was read, so their tokens are discarded.
+    wanted = {"steps": 8, "tokens_generated": used, "tokens_past_end": 2 * AT_ONCE - used}
+    async with asyncio.timeout(10):
+        while counted(fast, before) != wanted:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_conversation_goes_on_from_what_is_cached(bench: Bench, fast):
+    first = bench.ids("a prompt of more than a page, which is sixteen")
+    sampling = SamplingParams(seed=3, max_tokens=2 * AT_ONCE)
+    reply = (await fast.submit(first, sampling).result()).token_ids
+    before = fast.stats()["serve/prefix_hit_tokens"]
+    longer = [*first, *reply, *bench.ids(" and then?")]
+    same(
+        await fast.submit(longer, sampling).result(),
+        await bench.loop.submit(longer, sampling).result(),
+    )
+    assert fast.stats()["serve/prefix_hit_tokens"] - before >= len(first)
+
+
+GRAMMAR = 'start: "ab" /[a-z]{6,20}/ "z"'
+MIXED = [
+    SamplingParams(seed=1, max_tokens=40, top_p=0.9),
+    SamplingParams(seed=2, max_tokens=40, grammar=GRAMMAR),
+    SamplingParams(seed=3, max_tokens=30, temperature=0.7, grammar=GRAMMAR, top_logprobs=3),
+    SamplingParams(seed=4, max_tokens=30, grammar=GRAMMAR, logit_bias=((67, 5.0),), top_k=9),
+    SamplingParams(seed=5, max_tokens=25, top_logprobs=5),
+    SamplingParams(seed=6, max_tokens=25, logit_bias=((67, 3.0), (70, 4.0))),
+    SamplingParams(seed=7, max_tokens=25, frequency_penalty=1.0, presence_penalty=0.5),
+    SamplingParams(temperature=0.0, max_tokens=30, grammar="start: /[a-f]{25}/"),
+    SamplingParams(seed=9, max_tokens=35),
+]
+
+
+async def test_a_mixed_batch_gives_each_request_what_it_gets_alone(bench: Bench, fast, model):
+    prompts = [bench.ids("mixed " + "x" * (3 * n)) for n in range(len(MIXED))]
+    alone = [
+        await bench.loop.submit(ids, kind).result()
+        for ids, kind in zip(prompts, MIXED, strict=True)
+    ]
+    # A stop string in the middle of a response, in a batch with masks.
+    stop = replace(MIXED[0], stop=(alone[0].text[7:9],))
+    kinds, asked = [*MIXED, stop], [*prompts, prompts[0]]
+    alone.append(await bench.loop.submit(prompts[0], stop).result())
+    assert alone[-1].finish_reason == "stop" and len(alone[-1].token_ids) < 40
+    assert any(alone[1].forced) and not all(alone[1].forced)
+    for loop in (bench.loop, fast):
+        open_ = [loop.submit(ids, kind) for ids, kind in zip(asked, kinds, strict=True)]
+        cancelled = loop.submit(prompts[1], MIXED[1])
+        await anext(aiter(open_[1]))
+        loop.load_weights(model.params, 1)  # the same weights, but the prefix cache is emptied
+        async for _ in cancelled:
+            cancelled.cancel()
+        assert (await cancelled.result()).finish_reason == "cancelled"
+        for generation, expected in zip(open_, alone, strict=True):
+            result = await generation.result()
+            same(result, expected)
+            assert list(result.policy_versions) == sorted(result.policy_versions)
+
+
+async def test_a_late_mask_holds_its_own_row_alone(bench: Bench, monkeypatch):
+    prompt, plain = bench.ids("late"), SamplingParams(seed=1, max_tokens=30)
+    expected = [await bench.loop.submit(prompt, kind).result() for kind in (MIXED[1], plain)]
+    has_come, look = threading.Event(), LogitAdjuster.look
+
+    def late(adjuster: LogitAdjuster) -> None:
+        if has_come.is_set():
+            look(adjuster)
+
+    monkeypatch.setattr(LogitAdjuster, "look", late)
+    constrained = bench.loop.submit(prompt, MIXED[1])
+    for _ in range(2):
+        same(await bench.loop.submit(prompt, plain).result(), expected[1])
+    assert len(constrained._chunks) == 0
+    has_come.set()
+    same(await constrained.result(), expected[0])
+
+
+async def test_steps_start_ahead_beside_a_constrained_request(bench: Bench, monkeypatch):
+    started: list[Steps] = []
+    ahead: list[bool] = []  # per step read: True if the next one had started
+    start, read = Stepper.start, Stepper.read
+
+    def starting(*args):
+        state, steps = start(*args)
+        started.extend([steps] if steps else [])
+        return state, steps
+
+    def reading(stepper: Stepper, steps: Steps) -> Iterator[tuple[Request, object]]:
+        ahead.append(steps is not started[-1])
+        return read(stepper, steps)
+
+    monkeypatch.setattr(Stepper, "start", starting)
+    monkeypatch.setattr(Stepper, "read", reading)
+    number, kinds = 40, (SamplingParams(seed=1, max_tokens=40), MIXED[-2])
+    with bench.loop._changed:  # both start in one turn
+        open_ = [bench.loop.submit(bench.ids("ahead"), kind) for kind in kinds]
+    _, constrained = [await generation.result() for generation in open_]
+    taken = [[r.adjuster is None for r in steps.requests.values()] for steps in started]
+    plain = [i for i, rows in enumerate(taken) if True in rows]
+    masked = [i for i, rows in enumerate(taken) if False in rows]
+    assert plain == list(range(number)) and all(ahead[: number - 1])
+    assert len(masked) == len(constrained.token_ids)
+    assert all(later - i > 1 for i, later in itertools.pairwise(masked) if later < number)
+    assert bench.loop.stats()["serve/adjusted_steps"] == len(masked)

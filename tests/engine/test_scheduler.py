@@ -1,0 +1,155 @@
+"""Tests of slot assignment in order of arrival, and of chunk plans with little padding."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_jax.engine.scheduler import Scheduler, plan_chunks, plan_prefill, row_counts
+
+
+def test_waits_for_a_slot_in_order():
+    who: Scheduler[str] = Scheduler(2)
+    for name in ("a", "b", "c", "d"):
+        who.enqueue(name)
+    first, second = who.admit(), who.admit()
+    assert first is not None and second is not None
+    assert (first.request, second.request) == ("a", "b") and first.slot != second.slot
+    assert who.admit() is None and who.num_waiting == 2
+    assert who.remove("c") and not who.remove("c")
+    who.release(first.slot)
+    third = who.admit()
+    assert third is not None and (third.request, third.slot) == ("d", first.slot)
+    assert who.running == {second.slot: "b", first.slot: "d"}
+
+
+def test_tenants_take_turns():
+    who: Scheduler[str] = Scheduler(4)
+    for name in ("a1", "a2", "a3", "a4", "a5"):
+        who.enqueue(name, "a")
+    for name in ("b1", "b2"):
+        who.enqueue(name, "b")
+    admitted = [admission.request for admission in iter(who.admit, None)]
+    assert admitted == ["a1", "b1", "a2", "b2"]
+    assert who.num_waiting == 3
+
+
+def test_a_slot_goes_to_the_tenant_with_the_fewest():
+    who: Scheduler[str] = Scheduler(4)
+    for name in ("a1", "a2", "a3", "a4"):
+        who.enqueue(name, "a")
+    first = who.admit()
+    assert first is not None and who.admit() is not None
+    who.enqueue("b1", "b")
+    who.release(first.slot)
+    second = who.admit()
+    assert second is not None and second.request == "b1"
+
+
+def test_a_tenant_with_half_of_the_slots_leaves_the_last_one():
+    who: Scheduler[str] = Scheduler(4)
+    for number in range(9):
+        who.enqueue(f"a{number}", "a")
+    assert len(list(iter(who.admit, None))) == 3
+    assert who.admit() is None and who.num_waiting == 6
+    who.enqueue("b", "b")
+    for request in ("b",):
+        admission = who.admit()
+        assert admission is not None and admission.request == request
+    who.release(admission.slot)
+    assert who.admit() is None  # left to others again
+    who.release(0)
+    assert who.admit() is not None
+
+
+@pytest.mark.parametrize(("slots", "tenant"), [(1, "a"), (4, None)])
+def test_one_slot_and_calls_of_no_rollout_are_not_held_back(slots, tenant):
+    who: Scheduler[str] = Scheduler(slots)
+    for number in range(6):
+        who.enqueue(str(number), tenant)
+    assert len(list(iter(who.admit, None))) == slots
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_nobody_is_lost_and_each_tenant_keeps_its_order(events):
+    who: Scheduler[tuple[str, int]] = Scheduler(3)
+    served: list[tuple[str, int]] = []
+    for number, (tenant, frees) in enumerate(events):
+        who.enqueue((tenant, number), tenant)
+        served += [admission.request for admission in iter(who.admit, None)]
+        if frees and who.running:
+            who.release(min(who.running))
+    while who.num_waiting:
+        who.release(min(who.running))
+        served += [admission.request for admission in iter(who.admit, None)]
+    assert sorted(number for _, number in served) == list(range(len(events)))
+    for tenant in "abc":
+        numbers = [number for name, number in served if name == tenant]
+        assert numbers == sorted(numbers)
+
+
+def test_clear_gives_everybody_back():
+    who: Scheduler[str] = Scheduler(1)
+    who.enqueue("a")
+    who.enqueue("b")
+    who.admit()
+    assert sorted(who.clear()) == ["a", "b"]
+    assert not who.running and who.num_waiting == 0
+    who.enqueue("c")
+    assert who.admit() is not None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "plan"),
+    [
+        (0, ()),
+        (1, (64,)),
+        (64, (64,)),
+        (100, (64, 64)),
+        (249, (256,)),
+        (300, (256, 64)),
+        (1000, (1024,)),
+        (1100, (1024, 64, 64)),
+    ],
+)
+def test_chunks_cover_the_prompt_with_little_padding(num_tokens, plan):
+    assert plan_chunks(num_tokens, (64, 256, 1024)) == plan
+
+
+def test_a_long_prompt_may_have_thousands_of_chunks():
+    assert plan_chunks(100_000, (8, 32)) == (32,) * 3125
+
+
+def test_a_program_takes_so_many_chunks_as_slots_and_its_tokens_allow():
+    assert row_counts(32, 512, 16) == (1, 4, 16)
+    assert row_counts(32, 512, 15) == row_counts(128, 512, 64) == (1, 4)
+    assert row_counts(512, 512, 64) == row_counts(2048, 512, 64) == (1,)
+
+
+def test_chunks_of_one_bucket_go_together_and_what_is_left_goes_alone():
+    batches = list(plan_prefill([130, 100, 128, 0, 40, 120], (32, 128), {32: (1, 4), 128: (1, 4)}))
+    assert [(batch.bucket, len(batch.chunks)) for batch in batches] == [
+        (128, 4),
+        (32, 1),
+        (32, 1),
+        (32, 1),
+    ]
+    assert batches[0].chunks == ((0, 0, 128), (1, 0, 100), (2, 0, 128), (5, 0, 120))
+    assert [batch.chunks[0] for batch in batches[1:]] == [(0, 128, 130), (4, 0, 32), (4, 32, 40)]
+
+
+@given(
+    st.lists(st.integers(0, 700), max_size=20),
+    st.sets(st.integers(1, 300), min_size=1, max_size=4),
+    st.integers(1, 20),
+)
+def test_every_token_is_computed_once_and_in_order(lengths, sizes, slots):
+    buckets = tuple(sorted(sizes))
+    counts = {bucket: row_counts(bucket, 512, slots) for bucket in buckets}
+    done = [0] * len(lengths)
+    for batch in plan_prefill(lengths, buckets, counts):
+        assert len(batch.chunks) in counts[batch.bucket]
+        assert len({prompt for prompt, _, _ in batch.chunks}) == len(batch.chunks)
+        for prompt, first, end in batch.chunks:
+            assert first == done[prompt] and 0 < end - first <= batch.bucket
+            done[prompt] = end
+    assert done == lengths

@@ -1,0 +1,216 @@
+"""Tests that prompts extend the sampled path token for token, and that messages are checked."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_jax.errors import InvalidValue
+from lightning_jax.gateway.messages import normalize_messages
+from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render
+from lightning_jax.gateway.prompt.tool_formats import format_of
+from lightning_jax.models.chat_template import TemplateError
+from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+END = TOKENIZER.encode("<|im_end|>")[0]
+USER = {"role": "user", "content": "hi"}
+TOOL_CALL = {"id": "c", "type": "function", "function": {"name": "run", "arguments": '{"a": 1}'}}
+
+
+def _assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _with_template(template: str) -> Tokenizer:
+    return Tokenizer(TOKENIZER._backend, template=template, eos_ids=TOKENIZER.eos_ids)
+
+
+def test_without_memory_it_is_the_templates_text() -> None:
+    messages = [{"role": "developer", "content": "be brief"}, USER, _assistant("yo"), USER]
+    rendered = render(messages, None, TOKENIZER)
+    assert TOKENIZER.decode(rendered.token_ids, skip_special=False) == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\nyo<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert (rendered.replayed, rendered.breaks) == (0, 0)
+
+
+def test_sampled_ids_come_back_though_their_text_encodes_otherwise() -> None:
+    # A vocabulary in which "ab" is one token, but the policy sampled "a" and "b".
+    alphabet = [t for t in TOKENIZER._backend.get_vocab() if len(t) == 1]  # not the specials
+    assert len(alphabet) == 256
+    backend = byte_level_bpe([*sorted(alphabet), "ab"], ["a b"], "gpt-2")
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    vocabulary = backend.get_vocab()
+    a, b, ab, end = (vocabulary[token] for token in ("a", "b", "ab", "<|im_end|>"))
+    tokenizer = Tokenizer(backend, template=CHATML, eos_ids=[end])
+    assert tokenizer.encode("ab") == [ab]
+    memory = ConversationMemory()
+    first = render([USER], None, tokenizer, memory)
+    memory.add(_assistant("ab"), Generated(first.token_ids, (a, b, end), first.history))
+    second = render([USER, _assistant("ab"), USER], None, tokenizer, memory)
+    assert second.token_ids == (
+        *first.token_ids,
+        *(a, b, end),  # the end-of-turn token once, though the template writes it too
+        *tokenizer.encode("\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+    )
+    assert (second.replayed, second.breaks) == (1, 0)
+
+
+# Random bytes are rarely UTF-8. Their text then contains U+FFFD and encodes to other bytes.
+responses = st.lists(
+    st.tuples(st.lists(st.integers(0, 255), min_size=1, max_size=8), st.booleans()),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(responses=responses)
+def test_every_prompt_extends_the_last_call(responses: list[tuple[list[int], bool]]) -> None:
+    memory = ConversationMemory()
+    messages: list[dict[str, Any]] = [USER]
+    path: tuple[int, ...] = ()
+    for ids, ended in responses:
+        prompt = render(messages, None, TOKENIZER, memory)
+        assert prompt.token_ids[: len(path)] == path
+        assert prompt.breaks == 0
+        sampled = (*ids, END) if ended else tuple(ids)
+        text = TOKENIZER.decode(sampled)
+        memory.add(_assistant(text), Generated(prompt.token_ids, sampled, prompt.history))
+        path = prompt.token_ids + sampled
+        messages = [*messages, _assistant(text), USER]
+
+
+def test_equal_texts_keep_distinct_ids() -> None:
+    memory = ConversationMemory()
+    first = render([USER], None, TOKENIZER, memory)
+    memory.add(_assistant("\ufffd"), Generated(first.token_ids, (200, END), first.history))
+    turns = [USER, _assistant("\ufffd"), USER]
+    second = render(turns, None, TOKENIZER, memory)
+    memory.add(_assistant("\ufffd"), Generated(second.token_ids, (201, END), second.history))
+    third = render([*turns, _assistant("\ufffd"), USER], None, TOKENIZER, memory)
+    assert third.token_ids[: len(second.token_ids) + 2] == (*second.token_ids, 201, END)
+    assert third.token_ids[len(first.token_ids)] == 200
+    assert (third.replayed, third.breaks) == (2, 0)
+
+
+def test_an_edited_history_forks_and_is_counted() -> None:
+    memory = ConversationMemory()
+    first = render([USER], None, TOKENIZER, memory)
+    memory.add(_assistant("ok"), Generated(first.token_ids, (250, 251, END), first.history))
+    other_start = [{"role": "user", "content": "ho"}, _assistant("ok"), USER]
+    forked = render(other_start, None, TOKENIZER, memory)
+    assert (forked.replayed, forked.breaks) == (1, 1)
+    edited = render([USER, _assistant("ok!"), USER], None, TOKENIZER, memory)
+    assert (edited.replayed, edited.breaks) == (0, 0)
+    assert edited == render([USER, _assistant("ok!"), USER], None, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    "content", ["{{ m.content | upper }}", "{{ 'x' }}", "{{ m.content + m.content }}"]
+)
+def test_a_template_that_rewrites_a_response_is_a_break(content: str) -> None:
+    tokenizer = _with_template("{% for m in messages %}" + content + "{% endfor %}")
+    memory = ConversationMemory()
+    memory.add(_assistant("ok"), Generated((1,), (2, 3)))
+    rendered = render([USER, _assistant("ok")], None, tokenizer, memory)
+    assert rendered.token_ids == render([USER, _assistant("ok")], None, tokenizer).token_ids
+    assert (rendered.replayed, rendered.breaks) == (0, 1)
+
+
+def test_rendering_leaves_its_input_alone() -> None:
+    memory = ConversationMemory()
+    memory.add(_assistant("ok"), Generated((1,), (2,)))
+    memory.add(_assistant(""), Generated((1,), (2,)))
+    messages = [USER, _assistant("ok"), {"role": "assistant", "tool_calls": [TOOL_CALL]}]
+    tokenizer = _with_template(
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function if m.tool_calls }}"
+        "{% endfor %}"
+    )
+    first = render(messages, None, tokenizer, memory)
+    assert first == render(messages, None, tokenizer, memory)
+    assert messages[1] == _assistant("ok")
+    assert messages[2] == {"role": "assistant", "tool_calls": [TOOL_CALL]}
+    assert '[{"name": "run", "arguments": {"a": 1}}]' in TOKENIZER.decode(first.token_ids)
+    assert memory.recall(_assistant("")) is None and memory.recall(_assistant("unknown")) is None
+
+
+def test_a_template_without_tools_gets_them_as_text() -> None:
+    tools = [{"type": "function", "function": {"name": "run"}}]
+    call = {"role": "assistant", "tool_calls": [TOOL_CALL]}
+    reply = {"role": "tool", "content": "1", "tool_call_id": "c"}
+    text = TOKENIZER.decode(render([USER, call, reply], tools, TOKENIZER).token_ids)
+    assert '<tools>\n{"name": "run"}\n</tools>' in text
+    assert text.endswith(
+        'hi\nassistant\n<tool_call>[{"name": "run", "arguments": {"a": 1}}]</tool_call>\n'
+        "tool\n1\nassistant\n"
+    )
+    system = {"role": "system", "content": "Be brief."}
+    offer = format_of(TOKENIZER).instructions(tools)
+    assert f"Be brief.\n\n{offer}" in TOKENIZER.decode(
+        render([system, USER], tools, TOKENIZER).token_ids
+    )
+
+
+def test_a_template_with_tools_gets_them_as_they_are() -> None:
+    tools = [{"type": "function", "function": {"name": "run"}}]
+    tokenizer = _with_template("{{ tools[0].function.name if tools }}{{ messages[0].content }}")
+    assert TOKENIZER.decode(render([USER], tools, tokenizer).token_ids) == "runhi"
+    with pytest.raises(TemplateError) as caught:
+        render([USER, {"role": "assistant", "tool_calls": [TOOL_CALL]}], None, tokenizer)
+    assert caught.value.reason == "hides_tool_calls"
+
+
+def test_content_may_be_text_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert normalize_messages([{"role": "user", "content": parts}]) == [
+        {"role": "user", "content": "ab"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "key", "reason"),
+    [
+        ("hi", "messages[1]", "wrong_type"),
+        ({"content": "hi"}, "messages[1].role", "unknown"),
+        ({"role": "robot", "content": "hi"}, "messages[1].role", "unknown"),
+        ({"role": ["user"], "content": "hi"}, "messages[1].role", "unknown"),
+        ({"role": "user"}, "messages[1].content", "missing"),
+        ({"role": "assistant", "content": None}, "messages[1].content", "missing"),
+        ({"role": "user", "content": 5}, "messages[1].content", "wrong_type"),
+        ({"role": "user", "content": ["hi"]}, "messages[1].content[0]", "not_text"),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "messages[1].content[0]",
+            "not_text",
+        ),
+        (
+            {"role": "user", "content": "x", "tool_calls": [TOOL_CALL]},
+            "messages[1].tool_calls",
+            "wrong_role",
+        ),
+        ({"role": "assistant", "tool_calls": "run"}, "messages[1].tool_calls", "malformed"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {}}]},
+            "messages[1].tool_calls",
+            "malformed",
+        ),
+    ],
+)
+def test_a_bad_message_is_named(message: Any, key: str, reason: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        normalize_messages([USER, message])
+    assert (caught.value.key, caught.value.reason) == (key, reason)
+    assert key in str(caught.value)
+
+
+def test_no_messages_are_no_prompt() -> None:
+    with pytest.raises(InvalidValue) as caught:
+        normalize_messages([])
+    assert (caught.value.key, caught.value.reason) == ("messages", "empty")

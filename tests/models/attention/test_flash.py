@@ -1,0 +1,252 @@
+"""Tests of the TPU and GPU kernels: interpreted on a CPU, lowered for a platform, and on a device.
+
+To run them on a device: `JAX_PLATFORMS=tpu pytest -m tpu tests/models/test_flash.py` or
+`JAX_PLATFORMS=cuda pytest -m gpu tests/models/test_flash.py`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+
+from lightning_jax.models.attention import attention, flash, flash_gpu, flash_tpu
+from lightning_jax.models.config import MeshConfig
+from lightning_jax.models.formats.known_shapes import SHAPES
+from lightning_jax.models.sharding import batch_sharding, make_mesh
+from lightning_jax.testing.platforms import mesh_for
+
+KERNELS = {"tpu": flash_tpu, "gpu": flash_gpu}
+TARGETS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
+
+
+def random_ends(length: int, seed: int, depth: float) -> np.ndarray:
+    """Return the ends of a row of random trees.
+
+    A node extends the path of the node before, forks off further up, or starts a new tree. A
+    larger `depth` gives longer paths.
+    """
+    random = np.random.default_rng(seed)
+    ends, path = np.full(length, length), []
+    for node in range(length):
+        while path and random.random() > depth:
+            ends[path.pop()] = node
+        path.append(node)
+    return ends
+
+
+def random_inputs(ends: Any, heads: int = 4, kv_heads: int = 2, size: int = 16) -> list[Any]:
+    """Return (queries, keys, values, index, ends, gradient of the output)."""
+    rows, length = ends.shape
+    random = np.random.default_rng(0)
+    queries, keys, values, grad = (
+        jnp.asarray(random.normal(size=(rows, length, count, size)), jnp.float32)
+        for count in (heads, kv_heads, kv_heads, heads)
+    )
+    index = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    return [queries, keys, values, index, jnp.asarray(ends), grad]
+
+
+@functools.cache
+def interpreted(platform: str) -> Any:
+    """Return a jitted function from inputs to (output, gradients of queries, keys and values)."""
+    kernels = KERNELS[platform]
+
+    def both(*arrays: Any) -> tuple[Any, ...]:
+        *inputs, grad = arrays
+        out, log_sums = kernels.forward(*inputs, interpret=True)
+        return out, *kernels.backward(*inputs, out, log_sums, grad, interpret=True)
+
+    return jax.jit(both)
+
+
+@jax.jit
+def with_all_scores(*arrays: Any) -> Any:
+    """Compute the same as `interpreted`, with attention that does not use blocks."""
+    queries, keys, values, index, ends, grad = arrays
+    key = jnp.arange(ends.shape[1])[None, None, :]
+    seen = (key <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
+
+    out, backward = jax.vjp(
+        lambda q, k, v: attention.attend_masked(q, k, v, seen), queries, keys, values
+    )
+    return out, *backward(grad)
+
+
+def assert_agree(platform: str, inputs: list[Any]) -> None:
+    ours, theirs = interpreted(platform)(*inputs), with_all_scores(*inputs)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+
+
+LENGTH = 260  # three blocks of 128 or five of 64, the last mostly padding
+
+
+def random_rows(seed: int) -> np.ndarray:
+    """Return the ends of four rows: bushes, trees, trees with long paths, and one path."""
+    depths = enumerate((0.4, 0.7, 0.95, 1.0))
+    return np.stack([random_ends(LENGTH, seed + row, depth) for row, depth in depths])
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=5, deadline=None, derandomize=True)
+def test_random_forests_agree_with_all_scores_at_once(platform: str, seed: int) -> None:
+    assert_agree(platform, random_inputs(random_rows(seed)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize("length", [1, 63, 129, 600, 1500])
+@pytest.mark.parametrize("size", [64, 96])
+def test_lengths_and_head_sizes(platform: str, length: int, size: int) -> None:
+    ends = np.stack([random_ends(length, 1, 0.97), random_ends(length, 2, 0.99)])
+    assert_agree(platform, random_inputs(ends, heads=9, kv_heads=3, size=size))
+
+
+def assert_near(ours: Any, theirs: Any, atol: float) -> None:
+    """Check that arrays agree within `atol` times the largest number of the second one."""
+    for a, b in zip(ours, theirs, strict=True):
+        scale = np.abs(b).max()
+        np.testing.assert_allclose(np.float32(a) / scale, b / scale, atol=atol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", KERNELS)
+def test_bfloat16(platform: str) -> None:
+    inputs = random_inputs(random_rows(1), size=64)
+    narrow = [x.astype(jnp.bfloat16) if x.ndim == 4 else x for x in inputs]
+    ours = interpreted(platform)(*narrow)
+    assert {x.dtype for x in ours} == {jnp.dtype(jnp.bfloat16)}
+    assert_near(ours, with_all_scores(*inputs), atol=0.02)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_blocks_that_nobody_sees_are_not_computed(platform: str) -> None:
+    """Check with NaN in skipped blocks, because NaN in any factor gives NaN in the product."""
+    ends = np.where(np.arange(LENGTH) < 128, 128, LENGTH)[None].repeat(4, 0)
+    queries, keys, values, *rest = random_inputs(ends)
+    inputs = [queries, *(x.at[:, :128].set(jnp.nan) for x in (keys, values)), *rest]
+    for x in interpreted(platform)(*inputs):
+        assert np.isnan(x[:, :128]).any() and np.isfinite(x[:, 128:]).all()
+
+
+def test_blocks_that_meet_by_hand() -> None:
+    ends = np.where(np.arange(LENGTH) < 128, 128, LENGTH)[None].repeat(4, 0)
+    queries, keys, values, index, ends, _ = random_inputs(ends)
+    blocks = flash.split(queries, keys, values, index, ends, (512, 256, 128))
+    assert blocks.size == 128 and blocks.queries.shape == (4, 2, 2, 384, 16)
+    assert blocks.met[0].tolist() == [
+        [True, False, False],
+        [False, True, False],
+        [False, True, True],
+    ]
+
+
+def test_pairs_by_hand() -> None:
+    met = jnp.array([[[True, False], [True, True]], [[False, False], [False, True]]])
+    pairs, counts = flash_tpu.list_pairs(met)
+    second = 1 << 16
+    # In row 1 the first block meets none and is paired with block 0.
+    assert pairs.tolist() == [[0, second, second + 1, second + 1], [0, *[second + 1] * 3]]
+    assert counts.tolist() == [3, 2]
+
+
+SIZES, PLACE = (2, 2, 2), jax.P(("data", "fsdp"), None, "tensor")
+
+
+def per_device(platform: str) -> tuple[Any, Any]:
+    """Return a platform's interpreted (forward, backward), run on each device for its part."""
+    kernels = KERNELS[platform]
+    forward, backward = (
+        functools.partial(attention.per_device, functools.partial(kernel, interpret=True))
+        for kernel in (kernels.forward, kernels.backward)
+    )
+    return forward, backward
+
+
+def test_each_device_computes_its_rows_and_heads() -> None:
+    mesh = make_mesh(MeshConfig(*SIZES))
+    inputs = random_inputs(random_rows(1))
+    out, _ = jax.jit(per_device("tpu")[0])(*jax.device_put(inputs[:5], batch_sharding(mesh)))
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, PLACE), 4)
+    np.testing.assert_allclose(out, with_all_scores(*inputs)[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", KERNELS)
+def test_each_device_computes_the_gradients_of_its_rows_and_heads(platform: str) -> None:
+    mesh = make_mesh(MeshConfig(*SIZES))
+    inputs = random_inputs(random_rows(1))
+    forward, backward = per_device(platform)
+
+    @jax.jit
+    def both(*arrays: Any) -> Any:
+        *inputs, grad = arrays
+        out, log_sums = forward(*inputs)
+        return out, *backward(*inputs, out, log_sums, grad)
+
+    ours = both(*jax.device_put(inputs, batch_sharding(mesh)))
+    for a, b in zip(ours, with_all_scores(*inputs), strict=True):
+        assert a.sharding.is_equivalent_to(NamedSharding(mesh, PLACE), 4)
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+
+
+def lowered(platform: str, model: str, sizes: tuple[int, int, int], length: int = 4096) -> str:
+    """Lower the program of a gradient for eight devices of a platform."""
+    shape = SHAPES[model]
+    mesh = make_mesh(MeshConfig(*sizes))
+    rows = NamedSharding(mesh_for(platform, mesh), batch_sharding(mesh).spec)
+    tokens, ends = (4, length), jax.ShapeDtypeStruct((4, length), jnp.int32, sharding=rows)
+    arrays = [
+        jax.ShapeDtypeStruct((*tokens, count, shape.head_dim), jnp.bfloat16, sharding=rows)
+        for count in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    ]
+
+    def loss(queries: Any, keys: Any, values: Any, ends: Any) -> Any:
+        return attention.attend_tree(queries, keys, values, ends).astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays, ends)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("platform", TARGETS)
+@pytest.mark.parametrize(
+    ("model", "sizes"), [("Qwen/Qwen2.5-1.5B-Instruct", (1, 4, 2)), ("Qwen/Qwen3-8B", (1, 2, 4))]
+)
+def test_training_shapes_lower(platform: str, model: str, sizes: tuple[int, int, int]) -> None:
+    text = lowered(platform, model, sizes)
+    # Three kernels: forward, gradient of queries, gradient of keys and values. No T x T array.
+    assert text.count(f"custom_call @{TARGETS[platform]}(") == 3
+    assert "4096x4096" not in text
+
+
+def check_on_device(platform: str) -> None:
+    """Check float32 to 1e-4 of the largest number, and bfloat16, which has 8 bits, to 2 %."""
+    if jax.default_backend() != platform:
+        pytest.skip(f"JAX sees no {platform} here")
+    ends = np.stack([random_ends(3000, 1, 0.99), random_ends(3000, 2, 0.9)])
+    for dtype, size, atol in ((jnp.float32, 64, 1e-4), (jnp.bfloat16, 128, 0.02)):
+        queries, keys, values, index, ends, grad = random_inputs(ends, 9, 3, size)
+        arrays = [x.astype(dtype) for x in (queries, keys, values)]
+        attend = functools.partial(attention.attend_tree, ends=ends)
+        with jax.default_matmul_precision("highest"):
+            out, backward = jax.vjp(jax.jit(attend), *arrays)
+            ours = (out, *backward(grad.astype(dtype)))
+            theirs = with_all_scores(queries, keys, values, index, ends, grad)
+        assert_near(ours, theirs, atol)
+
+
+@pytest.mark.tpu
+def test_on_a_tpu() -> None:
+    check_on_device("tpu")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    check_on_device("gpu")

@@ -1,0 +1,127 @@
+"""Tests of the cache in each platform's layout: writes, and attention against all scores at once.
+
+They run on a CPU, so without the kernels of tests/models/test_flash_cache.py.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.models.attention import attention
+from lightning_jax.models.attention.flash_cache import kernel_width
+from lightning_jax.models.attention.kv_cache import (
+    KVCache,
+    LayerCache,
+    attend_cache,
+    join,
+    make_cache,
+    row_length,
+    segment_lengths,
+    segment_starts,
+    write_cache,
+)
+
+attend = jax.jit(attend_cache)
+attend_all = jax.jit(attention.attend_masked)
+
+
+PLATFORMS = pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+
+
+def _empty(rows: int, length: int, platform: str = "cpu") -> KVCache:
+    sizes = {"layers": 2, "rows": rows, "length": length, "kv_heads": 2, "head_dim": 8}
+    return make_cache(**sizes, dtype=jnp.float32, platform=platform)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _filled(rows: int, length: int, platform: str = "cpu") -> tuple[KVCache, jax.Array, jax.Array]:
+    """Return a cache filled in one write, and its keys and values [B, T, K, D]."""
+    random = jax.random.split(jax.random.key(0), 2)
+    keys, values = (jax.random.normal(key, (rows, length, 2, 8)) for key in random)
+    empty = _empty(rows, length, platform)
+    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    return KVCache((write_cache(empty.layers[0], keys, values, positions),)), keys, values
+
+
+def _by_token(layer: LayerCache) -> tuple[np.ndarray, np.ndarray]:
+    """Return keys and values, each [S, C, K, D]."""
+    keys = np.moveaxis(np.concatenate(layer.keys, axis=layer.key_axis), layer.key_axis, 1)
+    return keys, np.moveaxis(np.concatenate(layer.values, axis=2), 2, 1)
+
+
+def test_segments_grow_with_what_comes_before_them():
+    assert segment_lengths(1600) == (256, 256, 256, 256, 512, 64)
+    assert segment_lengths(16) == (16,) and segment_lengths(300) == (256, 44)
+    cache = _empty(3, 300)
+    assert cache.length == 300 and segment_starts(cache.layers[0].values) == [0, 256]
+    assert [leaf.shape for leaf in cache.layers[1].keys] == [(3, 2, 8, 256), (3, 2, 8, 44)]
+    assert [leaf.shape for leaf in cache.layers[1].values] == [(3, 2, 256, 8), (3, 2, 44, 8)]
+
+
+def test_a_kernel_reads_a_row_in_one_piece_and_as_wide_as_it_wants() -> None:
+    shapes = {"gpu": (3, 2, 300, 16), "tpu": (3, 2, 300, 128)}
+    for platform, shape in shapes.items():
+        cache = _empty(3, 300, platform)
+        assert {leaf.shape for leaf in jax.tree.leaves(cache)} == {shape} and cache.length == 300
+        assert len(jax.tree.leaves(cache)) == 4 and len(cache.split()) == 1
+    assert [kernel_width("gpu", width) for width in (8, 64, 80, 128)] == [16, 64, 128, 128]
+    assert [kernel_width("tpu", width) for width in (64, 128, 192)] == [128, 128, 256]
+    assert [row_length(600, platform) for platform in ("cpu", "gpu", "tpu")] == [600, 640, 640]
+
+
+def test_join_puts_together_what_split_took_apart():
+    cache, _, _ = _filled(2, 300)
+    parts = cache.split()
+    assert [part.length for part in parts] == [256, 44]
+    jax.tree.map(np.testing.assert_array_equal, join(parts), cache)
+
+
+@PLATFORMS
+def test_writing_touches_its_positions_and_nothing_else(platform: str):
+    cache, keys, values = _filled(3, 600, platform)
+    before = _by_token(cache.layers[0])
+    for ours, theirs in zip(before, (keys, values), strict=True):
+        np.testing.assert_array_equal(ours[..., :8], theirs)
+    new = jnp.full((2, 2, 2, 8), 7.0)
+    positions = jnp.array([[255, 256], [-1, 600]])  # across a border; outside on both sides
+    after = _by_token(write_cache(cache.layers[0], new, -new, positions))
+    for side, number in zip((0, 1), (7, -7), strict=True):
+        changed = (after[side] != before[side]).any(axis=(2, 3))
+        assert np.argwhere(changed).tolist() == [[0, 255], [0, 256]]
+        assert (after[side][0, 255:257, :, :8] == number).all()
+
+
+@PLATFORMS
+def test_a_single_visible_key_gives_its_value(platform: str):
+    cache, _, values = _filled(2, 5, platform)
+    queries = jax.random.normal(jax.random.key(1), (2, 1, 4, 8))
+    out = attend(queries, cache.layers[0], jnp.array([[0], [0]]))
+    np.testing.assert_allclose(out[0, 0, :2], jnp.stack([values[0, 0, 0]] * 2), rtol=1e-5)
+    np.testing.assert_allclose(out[0, 0, 2:], jnp.stack([values[0, 0, 1]] * 2), rtol=1e-5)
+
+
+@PLATFORMS
+@pytest.mark.parametrize("num_queries", [1, 40])
+@pytest.mark.parametrize("last", [30, 255, 256, 299, 699])
+def test_attention_agrees_with_all_scores_at_once(num_queries: int, last: int, platform: str):
+    cache, keys, values = _filled(2, 700, platform)
+    queries = jax.random.normal(jax.random.key(1), (2, num_queries, 4, 8))
+    positions = jnp.maximum(jnp.array([[last], [3]]) - jnp.arange(num_queries)[None, ::-1], 0)
+    out = attend(queries, cache.layers[0], positions)
+    seen = jnp.arange(700)[None, None, :] <= positions[:, :, None]
+    expected = attend_all(queries, keys, values, seen)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_fewer_rows_and_fewer_segments_change_nothing_and_padding_is_finite():
+    cache, _, _ = _filled(3, 700)
+    queries = jax.random.normal(jax.random.key(1), (3, 1, 4, 8))
+    positions = jnp.array([[200], [100], [700]])  # the last one is padding
+    out = attend(queries, cache.layers[0], positions)
+    assert np.isfinite(out).all()
+    first = join(cache.split()[:1])
+    less = attend(queries[:2], first.layers[0], positions[:2])
+    np.testing.assert_allclose(less, out[:2], atol=1e-6)

@@ -1,0 +1,269 @@
+"""Tests of loading and saving models by name, file and format, and of one-sentence errors."""
+
+import dataclasses
+import json
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import transformers
+from coded import raises_coded
+
+from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
+from lightning_jax.models.formats import load
+from lightning_jax.models.formats.load import load_like, load_model, load_tokenizer, save_hf
+from lightning_jax.models.formats.param_names import ModelError, flatten, named_params, unflatten
+from lightning_jax.models.transformer import DecoderConfig, init_params
+from lightning_jax.testing.tiny import tiny_model
+
+TINY = tiny_model()
+SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+def _variant(family):
+    scaling = SCALING if family == "llama" else None
+    config = DecoderConfig(
+        259, 16, 24, 2, 4, 2, 6, rope_theta=500000.0, rope_scaling=scaling,
+        tie_embeddings=family != "qwen3", qkv_bias=family == "qwen2", qk_norm=family == "qwen3",
+        family=family,
+    )  # fmt: skip
+    params = init_params(config, jax.random.key(1))
+    noisy = {path: leaf + 0.1 for path, leaf in flatten(params).items()}
+    return dataclasses.replace(TINY, config=config, params=unflatten(noisy))
+
+
+def _assert_equal(loaded, saved):
+    assert loaded.config == saved.config
+    ours, theirs = flatten(loaded.params), flatten(saved.params)
+    assert ours.keys() == theirs.keys()
+    for path, leaf in ours.items():
+        np.testing.assert_array_equal(leaf, theirs[path])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_saved_model_loads_again(family, tmp_path):
+    model = _variant(family)
+    save_hf(tmp_path / "model", model)
+    save_hf(tmp_path / "model", model)  # overwrites the first
+    loaded = load_model(str(tmp_path / "model"))
+    _assert_equal(loaded, model)
+    assert loaded.tokenizer.eos_ids == model.tokenizer.eos_ids
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    assert (theirs.model_type, theirs.head_dim, theirs.dtype) == (family, 6, "float32")
+    assert theirs.tie_word_embeddings == model.config.tie_embeddings
+
+
+def test_bfloat16_is_kept_and_converted(tmp_path):
+    model = dataclasses.replace(
+        TINY, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), TINY.params)
+    )
+    save_hf(tmp_path / "model", model)
+    _assert_equal(load_model(str(tmp_path / "model"), "bfloat16"), model)
+    wide = load_model(str(tmp_path / "model"))
+    assert wide.params["final_norm"]["scale"].dtype == jnp.float32
+
+
+def test_a_save_that_fails_leaves_the_old_model(tmp_path):
+    save_hf(tmp_path / "model", TINY)
+    broken = dataclasses.replace(TINY, params=init_params(TINY.config, jax.random.key(9)))
+    del broken.params["layers_1"]["down"]
+    with pytest.raises(KeyError):
+        save_hf(tmp_path / "model", broken)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    _assert_equal(load_model(str(tmp_path / "model")), TINY)
+
+
+def _permute(rows, heads):
+    """Reorder a Llama query or key weight like the GGUF converter: rows 0 1 2 3 to 0 2 1 3."""
+    split = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _write_gguf(path, model, more=lambda writer: None):
+    config, family = model.config, model.config.family
+    writer = gguf.GGUFWriter(path, family)
+    for name, value in (
+        ("embedding_length", config.embed_dim),
+        ("feed_forward_length", config.mlp_dim),
+        ("block_count", config.num_layers),
+        ("attention.head_count", config.num_heads),
+        ("attention.head_count_kv", config.num_kv_heads),
+        ("attention.key_length", config.head_dim),
+        ("context_length", config.max_positions),
+    ):
+        writer.add_uint32(f"{family}.{name}", value)
+    writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", config.norm_eps)
+    writer.add_float32(f"{family}.rope.freq_base", config.rope_theta)
+    tokens = [model.tokenizer._backend.id_to_token(i) for i in range(259)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 256 + [3] * 3)
+    writer.add_token_merges([])
+    writer.add_eos_token_id(258)
+    writer.add_chat_template(model.tokenizer.template)
+    more(writer)
+    flat = flatten(model.params)
+    for param in named_params(config):
+        rows = np.asarray(flat[param.path])
+        rows = rows.T if param.transpose else rows
+        heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(param.path[1])
+        if family == "llama" and heads:
+            rows = _permute(rows, heads)
+        writer.add_tensor(param.gguf, np.ascontiguousarray(rows))
+    if config.rope_scaling:
+        theta, size = config.rope_theta, config.head_dim
+        stretched = rope_frequencies(size, theta, config.rope_scaling)
+        writer.add_tensor(
+            "rope_freqs.weight", np.asarray(rope_frequencies(size, theta, None) / stretched)
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_gguf_file_loads(family, tmp_path):
+    model = _variant(family)
+    path = tmp_path / "model.gguf"
+    _write_gguf(path, model)
+    loaded = load_model(str(path))
+    _assert_equal(loaded, model)
+    assert loaded.tokenizer.eos_ids == {258}
+    text = "<|im_start|>user\nhey<|im_end|>"
+    assert loaded.tokenizer.encode(text) == model.tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        (
+            lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+            "rope.scaling.type",
+        ),
+        (lambda writer: writer.add_float32("qwen3.rope.scale_linear", 4.0), "rope.scale_linear"),
+    ],
+)
+def test_a_gguf_file_with_stretched_positions_is_refused(more, key, tmp_path):
+    _write_gguf(tmp_path / "long.gguf", _variant("qwen3"), more)
+    with raises_coded(ModelError, "unsupported", key):
+        load_model(str(tmp_path / "long.gguf"))
+
+
+def test_wrong_gguf_files_are_refused(tmp_path):
+    with raises_coded(ModelError, "not_found", str(tmp_path / "none.gguf")):
+        load_model(str(tmp_path / "none.gguf"))
+    (tmp_path / "bad.gguf").write_bytes(b"not a model, only some bytes of text")
+    with raises_coded(ModelError, "malformed", str(tmp_path / "bad.gguf")):
+        load_model(str(tmp_path / "bad.gguf"))
+    mamba = dataclasses.replace(TINY, config=dataclasses.replace(TINY.config, family="mamba"))
+    _write_gguf(tmp_path / "mamba.gguf", mamba)
+    with raises_coded(ModelError, "unsupported", "general.architecture"):
+        load_model(str(tmp_path / "mamba.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "key"),
+    [
+        ({"model_type": "gpt_oss"}, "unsupported", "model_type"),
+        ({"hidden_size": None}, "missing", "hidden_size"),
+        ({"attention_bias": True}, "unsupported", "attention_bias"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "unsupported",
+            "quantization_config",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "unsupported", "rope_type"),
+        ({"intermediate_size": 65}, "mismatch", "model.layers.0.mlp.down_proj.weight"),
+        ({"num_hidden_layers": 3}, "missing", "model.layers.2.input_layernorm.weight"),
+    ],
+)
+def test_wrong_configs_are_refused(change, reason, key, tmp_path):
+    save_hf(tmp_path / "model", TINY)
+    path = tmp_path / "model" / "config.json"
+    fields = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    with raises_coded(ModelError, reason, key):
+        load_model(str(tmp_path / "model"))
+
+
+def test_wrong_directories_and_names_are_refused(tmp_path, monkeypatch):
+    with raises_coded(ModelError, "missing", str(tmp_path / "config.json")):
+        load_model(str(tmp_path))
+    save_hf(tmp_path / "model", TINY)
+    weights = tmp_path / "model" / "model.safetensors"
+    assert weights.stat().st_mode == (tmp_path / "model" / "config.json").stat().st_mode
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with raises_coded(ModelError, "malformed", str(weights)):
+        load_model(str(tmp_path / "model"))
+    weights.unlink()
+    with raises_coded(ModelError, "missing", "*.safetensors"):
+        load_model(str(tmp_path / "model"))
+    with raises_coded(ModelError, "not_found", "no-such-model"):
+        load_model("no-such-model")
+    with raises_coded(ModelError, "not_found", "./no/such"):
+        load_model("./no/such")
+
+    def offline(*args, **options):
+        raise OSError("the network is down")
+
+    monkeypatch.setattr(load.huggingface_hub, "snapshot_download", offline)
+    with raises_coded(ModelError, "unreachable", "someone/something") as caught:
+        load_model("someone/something")
+    assert "the network is down" in str(caught.value)
+
+
+def test_the_known_name_falls_back_to_the_hub_without_the_package(tmp_path, monkeypatch):
+    save_hf(tmp_path / "hub", TINY)
+    asked = []
+
+    def download(hub_id, **options):
+        asked.append(hub_id)
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr(load.huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    _assert_equal(load_model(load.SMOLLM2), TINY)
+    assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
+
+
+def test_weights_may_lie_in_several_files_and_others_are_ignored(tmp_path):
+    save_hf(tmp_path / "model", TINY)
+    path = tmp_path / "model" / "model.safetensors"
+    arrays = safetensors.numpy.load_file(path)
+    path.unlink()
+    items = sorted((arrays | {"model.rotary.inv_freq": np.zeros(3, np.float32)}).items())
+    for part in range(3):
+        shard = dict(items[part::3])
+        safetensors.numpy.save_file(shard, path.with_name(f"model-{part}.safetensors"))
+    _assert_equal(load_model(str(tmp_path / "model")), TINY)
+
+
+def test_a_model_like_another_has_its_shape_and_vocabulary(tmp_path):
+    other = tiny_model(1)
+    save_hf(tmp_path / "same", other)
+    _assert_equal(load_like(TINY, str(tmp_path / "same")), other)
+    half = load_model(str(tmp_path / "same"), "bfloat16")
+    _assert_equal(load_like(half, str(tmp_path / "same")), half)
+    save_hf(tmp_path / "shape", tiny_model(num_layers=1))
+    with raises_coded(ModelError, "mismatch", "shape"):
+        load_like(TINY, str(tmp_path / "shape"))
+    file = tmp_path / "same" / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|im_end|>", "<|im_over|>"))
+    with raises_coded(ModelError, "mismatch", "vocabulary"):
+        load_like(TINY, str(tmp_path / "same"))
+
+
+def test_a_tokenizer_needs_no_weights(tmp_path):
+    save_hf(tmp_path, TINY)
+    (tmp_path / "model.safetensors").unlink()
+    text = "<|im_end|>é"
+    assert load_tokenizer(str(tmp_path)).encode(text) == TINY.tokenizer.encode(text)
+    (tmp_path / "tokenizer.json").unlink()
+    with raises_coded(ModelError, "missing", str(tmp_path / "tokenizer.json")):
+        load_tokenizer(str(tmp_path))

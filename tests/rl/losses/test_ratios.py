@@ -1,0 +1,100 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from coded import raises_coded
+
+from lightning_jax.errors import InvalidValue
+from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.losses.ratios import (
+    correction_weights,
+    importance_ratio,
+    kl_estimate,
+    level_log_ratio,
+)
+
+
+def row(*values: float) -> jax.Array:
+    return jnp.asarray([values], jnp.float32)
+
+
+def batch_of(calls: list[int]) -> Batch:
+    """Build a batch with only call indices, where -1 is padding."""
+    nothing = jnp.zeros((1, len(calls)), jnp.float32)
+    ints = jnp.zeros((1, len(calls)), jnp.int32)
+    index = jnp.asarray([calls], jnp.int32)
+    return Batch(ints, ints, ints, ints, ints, index >= 0, index, nothing, nothing, nothing)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    # x = log q - log p = ln 2: -0.6931; 0.6931^2 / 2 = 0.2402; 2 - 1 - 0.6931 = 0.3069
+    [("k1", -0.693147), ("k2", 0.240227), ("k3", 0.306853)],
+)
+def test_kl_estimates_by_hand(estimator, expected):
+    assert kl_estimate(row(math.log(2)), estimator)[0, 0] == pytest.approx(expected, abs=1e-6)
+    assert kl_estimate(row(0.0), estimator)[0, 0] == 0.0
+
+
+def test_k3_is_bounded():
+    # At x = 2, k3 is e^2 - 1 - 2 = 4.389056 with gradient e^2 - 1. At 3 it would be 16.1.
+    def k3(x):
+        return kl_estimate(row(x), "k3")[0, 0]
+
+    assert k3(2.0) == pytest.approx(4.389056, abs=1e-5)
+    assert jax.grad(k3)(2.0) == pytest.approx(6.389056, abs=1e-5)
+    for far in (3.0, 19.0, 30.0):
+        assert (k3(far), jax.grad(k3)(far)) == (10.0, 0.0)
+    assert k3(-30.0) == 10.0 and jax.grad(k3)(-9.0) == pytest.approx(-1.0, abs=1e-3)
+
+
+def test_k1_and_k3_average_to_the_kl():
+    # Samples of p = (0.7, 0.3) against q = (0.4, 0.6), weighted by p.
+    p, q = np.asarray([0.7, 0.3]), np.asarray([0.4, 0.6])
+    exact = float((p * np.log(p / q)).sum())
+    for estimator in ("k1", "k3"):
+        values = np.asarray(kl_estimate(row(*np.log(q / p)), estimator)[0])
+        assert (p * values).sum() == pytest.approx(exact, abs=1e-6)
+
+
+def test_levels_by_hand():
+    log_ratio, batch = row(0.1, 0.3, -0.5, 0.0), batch_of([0, 0, 1, -1])
+    expected = {
+        "token": [0.1, 0.3, -0.5, 0.0],
+        "sequence": [0.4, 0.4, -0.5, 0.0],
+        "sequence_mean": [0.2, 0.2, -0.5, 0.0],
+    }
+    for level, values in expected.items():
+        np.testing.assert_allclose(level_log_ratio(log_ratio, batch, level)[0], values, atol=1e-6)
+
+
+def test_truncation_by_hand():
+    weights, metrics = correction_weights(row(0.25, 1.0, 3.0), kind="truncate", low=0.5, high=2.0)
+    assert weights.tolist() == [[0.25, 1.0, 2.0]]
+    assert metrics["train/correction_truncated_share"].tolist() == [[0.0, 0.0, 1.0]]
+    assert metrics["train/correction_ratio_max"].tolist() == [[0.25, 1.0, 3.0]]
+
+
+def test_masking_by_hand():
+    weights, metrics = correction_weights(row(0.25, 0.5, 2.0, 3.0), kind="mask", low=0.5, high=2.0)
+    assert weights.tolist() == [[0.0, 0.5, 2.0, 0.0]]
+    assert metrics["train/correction_masked_share"].tolist() == [[1.0, 0.0, 0.0, 1.0]]
+
+
+def test_a_correction_has_no_gradient():
+    def total(log_ratio):
+        ratio = importance_ratio(log_ratio)
+        return correction_weights(ratio, kind="truncate", low=0.0, high=9.0)[0].sum()
+
+    assert jax.grad(total)(row(0.3)).tolist() == [[0.0]]
+
+
+def test_unknown_names_are_refused():
+    with raises_coded(InvalidValue, "unknown", "estimator"):
+        kl_estimate(row(0.0), "k4")
+    with raises_coded(InvalidValue, "unknown", "level"):
+        level_log_ratio(row(0.0), batch_of([0]), "word")
+    with raises_coded(InvalidValue, "unknown", "kind"):
+        correction_weights(row(1.0), kind="drop", low=0.5, high=2.0)

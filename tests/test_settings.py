@@ -1,0 +1,287 @@
+"""Tests of settings: layers, types, and one clear sentence per mistake."""
+
+import re
+from pathlib import Path
+
+import pytest
+from coded import raises_coded
+from omegaconf import OmegaConf
+
+from lightning_jax.settings import HIDDEN, ConfigError, changed_keys, load_config, save_config
+from lightning_jax.train.config import Config
+
+
+def test_later_layers_win(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("num_steps: 3\noptimizer:\n  learning_rate: 3e-6\n")
+    config = load_config(Config, [str(tmp_path / "a.yaml"), "num_steps=5", "warmup.num_steps=0"])
+    assert (config.num_steps, config.optimizer.learning_rate) == (5, 3e-6)
+    assert config.total_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason", "key"),
+    [
+        ("nmu_steps=3", "unknown", "nmu_steps"),
+        ("num_steps=many", "wrong_type", "num_steps"),
+        ("serve.slotz=1", "unknown", "serve.slotz"),
+        ("serve.slots=0", "invalid", "serve.slots"),
+        ("serve.prefix_cache_mib=-1", "invalid", "serve.prefix_cache_mib"),
+        ("batch.head_chunk=7", "invalid", "batch.head_chunk"),
+        ("algorithm.loss=ppo", "unknown", "algorithm.loss"),
+        ("algorithm.loss=gspo algorithm.clip_low=3e-4", "conflict", "algorithm.clip_low"),
+        ("algorithm.loss=gspo algorithm.clip_high=9e-3", "conflict", "algorithm.clip_high"),
+        ("algorithm.clip_dual=0.5", "invalid", "algorithm.clip_dual"),
+        ("algorithm.kl_in=both", "unknown", "algorithm.kl_in"),
+        ("algorithm.correction=truncate", "conflict", "algorithm.correction"),
+        ("algorithm.correction_high=0.5", "invalid", "algorithm.correction_high"),
+        ("algorithm.overlong_buffer=9999", "invalid", "algorithm.overlong_buffer"),
+        ("agent.function=spider", "invalid", "agent.function"),
+        ("agent.command=''", "invalid", "agent.command"),
+        ("agent.command=3", "invalid", "agent.command"),
+        ('agent.command="say \'it"', "unbalanced_quotes", "agent.command"),
+        ("agent.command='say \\'it'", "malformed", "agent.command"),
+        ("agent.reward=score.py:reward", "invalid", "agent.reward"),
+        ("rollout.agent=a.py:run", "moved", "rollout.agent"),
+        ("policies.initial.trains=true", "invalid", "policies.initial"),
+        ("policies.a.base=gpt2 model.lora.rank=1", "conflict", "policies.a.base"),
+        (
+            "policies.a={} algorithm.policy_updates=joint algorithm.value_heads=shared",
+            "conflict",
+            "algorithm.value_heads",
+        ),
+        (
+            "policies.a={} roles.a={agent: a, policy: a} policies.aa.trains=false",
+            "unused",
+            "policies.aa",
+        ),
+        ("policies.a.trains=false model.lora.rank=1", "conflict", "policies"),
+        ("roles.w={agent: w, policy: b}", "unknown", "roles.w.policy"),
+        (
+            "roles.w={agent: w, policy: b} policies.a={} model.lora.rank=1",
+            "unknown",
+            "roles.w.policy",
+        ),
+        (
+            "roles.w={agent: w, policy: a, trains: false, served_by: initial}",
+            "conflict",
+            "roles.w.policy",
+        ),
+        (
+            "policies.a.base=gpt2 roles.w={agent: w, trains: false, served_by: initial}",
+            "conflict",
+            "roles.w.served_by",
+        ),
+        (
+            "policies.a={} model.lora.rank=1 serve.orchestrator=jetstream",
+            "conflict",
+            "serve.orchestrator",
+        ),
+        ("algorithm.value_heads=shared", "conflict", "algorithm.value_heads"),
+        ("algorithm.policy_updates=both", "unknown", "algorithm.policy_updates"),
+        ("missing.yaml", "not_found", "missing.yaml"),
+        ("agent.command=${OPENAI_BASE_URL}/models", "unresolved", "agent.command"),
+        ("eval=3", "wrong_type", "eval"),
+    ],
+)
+def test_a_mistake_is_one_sentence(argument: str, reason: str, key: str) -> None:
+    with raises_coded(ConfigError, reason, key) as caught:
+        load_config(Config, re.split(r" (?=[a-z_]+\.)", argument))
+    assert key.rpartition(".")[2] in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason", "key"),
+    [
+        ("optimizer.mu_dtype=float16", "invalid", "optimizer.mu_dtype"),
+        ("warmup.optimizer.mu_dtype=float16", "invalid", "warmup.optimizer.mu_dtype"),
+        ("warmup.num_steps=-1", "invalid", "warmup.num_steps"),
+        ("num_steps=-3", "invalid", "num_steps"),
+        ("seed=-1", "invalid", "seed"),
+        ("data.max_train_tasks=0", "invalid", "data.max_train_tasks"),
+        ("eval.num_tasks=-1", "invalid", "eval.num_tasks"),
+        ("optimizer.decay_steps=0", "invalid", "optimizer.decay_steps"),
+        ("optimizer.b2=1", "invalid", "optimizer.b2"),
+        ("rollout.temperature=-1", "invalid", "rollout.temperature"),
+        ("rollout.top_p=0", "invalid", "rollout.top_p"),
+        ("rollout.max_tokens=0", "invalid", "rollout.max_tokens"),
+        ("rollout.agent_failure_reward=nan", "invalid", "rollout.agent_failure_reward"),
+        ("model.activation_dtype=float16", "invalid", "model.activation_dtype"),
+        ("model.lora.alpha=0", "invalid", "model.lora.alpha"),
+        ("roles.writer={trains: true}", "invalid", "roles.writer.agent"),
+        ("reward_rules.slip={fact: slip, reward: 1}", "invalid", "reward_rules.slip.fact"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_whole_key(setting: str, reason: str, key: str) -> None:
+    with raises_coded(ConfigError, reason, key) as caught:
+        load_config(Config, [setting])
+    assert key in str(caught.value)
+
+
+def test_broken_yaml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("num_steps: [1\n")
+    with raises_coded(ConfigError, "malformed", str(tmp_path / "bad.yaml")) as caught:
+        load_config(Config, [str(tmp_path / "bad.yaml")])
+    assert "bad.yaml" in str(caught.value)
+    path = str(tmp_path / "wrong.yaml")
+    for text, reason, key, word in (
+        (b"- 1\n", "wrong_type", path, "wrong.yaml"),
+        (b"roles: [1]\n", "wrong_type", path, "wrong.yaml"),
+        ("run_dir: \u00fc\n".encode("latin-1"), "malformed", path, "wrong.yaml"),
+        (b"num_steps: ${nothing}\n", "unresolved", "num_steps", "nothing"),
+    ):
+        (tmp_path / "wrong.yaml").write_bytes(text)
+        with raises_coded(ConfigError, reason, key) as caught:
+            load_config(Config, [path])
+        assert word in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_saved_settings_load_again_and_differences_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    config = load_config(Config, ["serve.prefill_buckets=[32,8]"])
+    assert changed_keys(path, config) == []
+    save_config(config, path)
+    assert load_config(Config, [str(path)]) == config
+    assert changed_keys(path, config) == []
+    other = load_config(Config, ["serve.prefill_buckets=[32,8]", "optimizer.learning_rate=1.0"])
+    assert changed_keys(path, other) == ["optimizer.learning_rate"]
+
+
+def test_secrets_are_not_saved_and_are_asked_for_again(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    role = "{agent: judge, served_by: 'https://x.example', trains: false, api_key: secret-2}"
+    given = [
+        *("serve.api_key=secret-1", "agent.env=[TOKEN=secret-3,NAME]"),
+        f"roles.judge={role}",
+    ]
+    config = load_config(Config, given)
+    save_config(config, path)
+    assert "secret" not in repr(config)
+    text = path.read_text()
+    assert not any(secret in text for secret in ("secret-1", "secret-2", "secret-3"))
+    assert text.count(HIDDEN) == 3 and path.stat().st_mode & 0o077 == 0
+    assert changed_keys(path, config) == []
+    assert changed_keys(path, load_config(Config, ["serve.api_key=other", *given[1:]])) == []
+    with raises_coded(ConfigError, "missing", "roles.judge.api_key"):
+        load_config(Config, [str(path)])
+    assert load_config(Config, [str(path)], only=["roles"]).roles["judge"].agent == "judge"
+    with raises_coded(ConfigError, "invalid", "agent.env"):
+        load_config(Config, [str(path), "serve.api_key=a", "roles.judge.api_key=b"])
+    again = [
+        str(path),
+        "serve.api_key=secret-1",
+        "roles.judge.api_key=secret-2",
+        "agent.env=[TOKEN=secret-3,NAME]",
+    ]
+    assert load_config(Config, again) == config
+
+
+def test_a_setting_that_is_wrong_does_not_show_a_secret() -> None:
+    with raises_coded(ConfigError, "malformed", "serve.api_key") as caught:
+        load_config(Config, ["serve.api_key=[k1"])
+    assert "k1" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "model: {name", "- a\n"])
+def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with raises_coded(ConfigError, "malformed", str(path)) as caught:
+        changed_keys(path, Config())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_setting_that_the_run_did_not_know_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    save_config(Config(seed=1), path)
+    old = OmegaConf.load(path)
+    del old.agent["max_processes"]
+    OmegaConf.save(old, path)
+    assert changed_keys(path, Config(seed=1)) == []
+    assert changed_keys(path, load_config(Config, ["seed=1", "agent.max_processes=5"])) == [
+        "agent.max_processes"
+    ]
+
+
+def test_a_file_may_ask_for_a_setting(tmp_path: Path) -> None:
+    path = tmp_path / "asks.yaml"
+    path.write_text("data:\n  root: ???\nseed: 7\n")
+    for argv in (["data.root=DIR", str(path)], [str(path), "data.root=DIR"]):
+        assert load_config(Config, argv).data.root == "DIR"
+    assert load_config(Config, [str(path), "data.root=null"]).data.root is None
+    with raises_coded(ConfigError, "missing", "data.root"):
+        load_config(Config, [str(path)])
+
+
+def test_a_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    path = tmp_path / "lr=1" / "config.yaml"
+    path.parent.mkdir()
+    path.write_text("num_steps: 3\n")
+    assert load_config(Config, [str(path), "seed=7"]) == Config(num_steps=3, seed=7)
+
+
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.yaml").write_text("run_dir: ~/runs/first\nagent:\n  command: [~/bin/mine, '~']")
+    config = load_config(Config, [str(tmp_path / "c.yaml"), "data.root=~/tasks.jsonl"])
+    assert config.run_dir == f"{tmp_path}/runs/first"
+    assert config.data.root == f"{tmp_path}/tasks.jsonl"
+    assert config.agent.command == (f"{tmp_path}/bin/mine", "~")
+
+
+def test_a_file_may_stand_on_another(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    files = {
+        "low.yaml": "num_steps: 3\nseed: 1\nrun_dir: low\n",
+        "sub/middle.yaml": "base: ../low.yaml\nseed: 2\nrun_dir: middle\n",
+        "sub/top.yaml": "base: middle.yaml\nrun_dir: top\n",
+        "other.yaml": "num_steps: 9\nrun_dir: other\n",
+        "circle.yaml": "base: sub/../circle.yaml\nseed: 5\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    def loaded(*names: str) -> Config:
+        return load_config(Config, [str(tmp_path / n) if n in files else n for n in names])
+
+    assert loaded("sub/top.yaml") == Config(num_steps=3, seed=2, run_dir="top")
+    assert loaded("sub/top.yaml", "seed=4") == Config(num_steps=3, seed=4, run_dir="top")
+    # A base file named earlier is not read again, so settings after it stay.
+    assert loaded("low.yaml", "other.yaml", "sub/top.yaml") == Config(
+        num_steps=9, seed=2, run_dir="top"
+    )
+    assert loaded("other.yaml", "sub/top.yaml") == Config(num_steps=3, seed=2, run_dir="top")
+    assert loaded("circle.yaml") == Config(seed=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("base: gone.yaml\n", "gone.yaml"), ("base: [a.yaml]\n", "['a.yaml']")],
+)
+def test_a_base_that_is_no_file(text: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "top.yaml").write_text(text)
+    with raises_coded(ConfigError, "not_found", str(tmp_path / name)) as caught:
+        load_config(Config, [str(tmp_path / "top.yaml")])
+    assert str(tmp_path / "top.yaml") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting", ["agent.command=node 'my agent.mjs' 3", "agent.command=[node, my agent.mjs, 3]"]
+)
+def test_a_command_is_a_line_or_its_words(setting: str, tmp_path: Path) -> None:
+    config = load_config(Config, [setting])
+    assert config.agent.command == ("node", "my agent.mjs", "3")
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(Config, [str(tmp_path / "config.yaml")]) == config
+
+
+def test_an_interpreter_beside_a_command_is_refused() -> None:
+    with raises_coded(ConfigError, "conflict", "agent.python"):
+        load_config(Config, ["agent.command=node agent.mjs", "agent.python=python3"])
+
+
+def test_sections_that_are_not_asked_for_may_be_of_another_release(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text("model:\n  name: mine\nrollout:\n  no_longer: 1\n")
+    assert load_config(Config, [str(path)], only=["model", "algorithm"]).model.name == "mine"
+    with raises_coded(ConfigError, "unknown", "rollout.no_longer"):
+        load_config(Config, [str(path)], only=["model", "rollout"])

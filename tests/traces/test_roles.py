@@ -1,0 +1,129 @@
+"""Tests that roles decide which calls train. The others are part of the environment."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.testing.records import trajectory, transition
+from lightning_jax.traces import attributes
+from lightning_jax.traces.config import RewardRule, RoleConfig
+from lightning_jax.traces.roles import assign_roles, find_role, only_trained
+from lightning_jax.train.config import Config
+from lightning_jax.types import Span
+
+FROZEN = RoleConfig(agent="check*", trains=False, served_by="initial")
+ROLES = {
+    "checker": FROZEN,
+    "judge": RoleConfig(model="gpt-*", trains=False, served_by="http://127.0.0.1:1/v1"),
+    "exact": RoleConfig(model="mine"),
+    "planner": RoleConfig(system=r"(?i)you plan\b", trains=False),
+    "writer": RoleConfig(agent="writer", system="SQL"),
+}
+
+
+@pytest.mark.parametrize(
+    ("agent", "model", "system", "role"),
+    [
+        ("checker-2", "policy", "", "checker"),
+        ("", "gpt-5-nano", "", "judge"),
+        ("", "mine", "", "exact"),
+        ("", "mine:latest", "", "exact"),  # as Ollama's clients send it
+        ("x", "policy", "Today You plan.", "planner"),
+        ("x", "policy", "You planned.", ""),
+        ("writer", "policy", "You write SQL.", "writer"),
+        ("writer", "policy", "You write.", ""),
+        ("checker", "gpt-4", "you plan", "checker"),
+    ],
+)
+def test_a_call_has_the_first_role_that_fits(
+    agent: str, model: str, system: str, role: str
+) -> None:
+    assert find_role(ROLES, agent=agent, model=model, system=system) == role
+
+
+def _span(call_id: str, parent: str | None = None, **attributes: str) -> Span:
+    return Span("t", call_id, parent, "x", 0, 1, attributes)
+
+
+def test_the_tree_may_know_better_than_the_gateway_did() -> None:
+    noted = {attributes.ROLE: "planner"}
+    spans = [
+        _span("node", **{"graph.node.id": "checker"}),
+        _span("below", "node"),
+        _span("planned", "node", **noted),
+        _span("proxied", "node", **{attributes.ROLE: "judge"}),
+        _span("alone"),
+    ]
+    calls = [replace(transition([1], [2]), call_id=span.span_id) for span in spans[1:]]
+    below, planned, proxied, alone = assign_roles(spans, calls, ROLES)
+    assert (below.agent, below.role, below.trains) == ("checker", "checker", False)
+    assert (planned.role, planned.trains) == ("checker", False)
+    assert proxied.role == "judge"  # the policy did not sample it, whatever the tree says
+    assert (alone.agent, alone.role, alone.trains) == ("", "", True)
+    (plain, *_) = assign_roles(spans, calls, {})
+    assert plain.trains and plain.agent == "checker"
+
+
+def test_what_a_frozen_call_earned_goes_to_the_trained_call_before_it() -> None:
+    def call(name: int, reward: float, trains: bool):
+        return replace(transition([name], [name], reward=reward), trains=trains)
+
+    whole = trajectory(
+        call(1, 1.0, False),
+        call(2, 2.0, True),
+        call(3, 4.0, False),
+        call(4, 8.0, False),
+        call(5, 16.0, True),
+        reward=32.0,
+    )
+    kept = only_trained(whole)
+    assert [(c.prompt_token_ids, c.reward) for c in kept.transitions] == [
+        ((2,), 1.0 + 2.0 + 4.0 + 8.0),
+        ((5,), 16.0),
+    ]
+    assert kept.reward == 32.0
+    assert only_trained(kept) == kept
+    assert only_trained(trajectory(call(1, 1.0, False))).transitions == ()
+
+
+def test_roles_and_rules_are_read_from_settings() -> None:
+    config = load_config(
+        Config,
+        [
+            "roles.checker.agent=checker",
+            "roles.checker.trains=false",
+            "reward_rules.bad_sql={fact: observation, pattern: '^Error', reward: -0.2}",
+        ],
+    )
+    assert config.roles == {"checker": RoleConfig(agent="checker", trains=False)}
+    assert config.reward_rules == {"bad_sql": RewardRule("observation", -0.2, "^Error")}
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        ("roles.a.trains=false", ("roles.a.agent", "None")),
+        ("roles.a={agent: x, served_by: initial}", ("roles.a.trains", "True")),
+        (
+            "roles.a={agent: x, trains: false, served_by: ftp://x}",
+            ("roles.a.served_by", "ftp://x"),
+        ),
+        ("roles.a={system: '('}", ("roles.a.system", "'('")),
+        ("reward_rules.a={fact: luck, reward: 1}", ("reward_rules.a.fact", "'luck'")),
+        (
+            "reward_rules.a={fact: response, reward: 1}",
+            ("reward_rules.a.pattern", "None", "response"),
+        ),
+        (
+            "reward_rules.a={fact: cut_short, reward: .nan}",
+            ("reward_rules.a.reward", "nan"),
+        ),
+        ("reward_rules.a={fact: cut_short}", ("reward_rules.a.reward",)),
+    ],
+)
+def test_a_wrong_role_or_rule_is_one_sentence(setting: str, names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, [setting])
+    assert all(name in str(caught.value) for name in names)
+    assert "\n" not in str(caught.value)

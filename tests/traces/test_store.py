@@ -1,0 +1,405 @@
+"""Tests of the store: it survives crashes, allows only legal changes, and explains errors."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections import Counter
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from coded import raises_coded
+
+from lightning_jax.errors import InvalidValue
+from lightning_jax.traces._sqlite import StoreError
+from lightning_jax.traces.store import LEGAL_TRANSITIONS, IllegalTransition, Store
+from lightning_jax.traces.tree import call_order
+from lightning_jax.types import Rollout, RolloutStatus, Span
+
+STATUSES = get_args(RolloutStatus)
+QUEUED = Rollout("r1", "t1", "g1", "train", step=3, index=0, attempt=1, status="queued")
+SPAN = Span("a" * 32, "b" * 16, None, "chat policy", 10, 20, {"ids": (1, 2), "x": 0.1}, None)
+OTHER_SPAN = replace(SPAN, span_id="c" * 16)
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    store = Store(tmp_path / "store.sqlite")
+    yield store
+    store.close()
+
+
+def _move(store: Store, rollout_id: str, *statuses: RolloutStatus) -> None:
+    for status in statuses:
+        failed = status.endswith("_failure")
+        reward = 1.0 if status == "scored" else None
+        store.set_status(rollout_id, status, reward=reward, reason="why" if failed else None)
+
+
+PATHS: dict[RolloutStatus, tuple[RolloutStatus, ...]] = {
+    "queued": (),
+    "running": ("running",),
+    "scored": ("running", "scored"),
+    "agent_failure": ("running", "agent_failure"),
+    "infrastructure_failure": ("running", "infrastructure_failure"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(STATUSES, STATUSES)))
+def test_only_legal_changes_happen(store: Store, old: RolloutStatus, new: RolloutStatus) -> None:
+    store.add_rollout(QUEUED)
+    _move(store, "r1", *PATHS[old])
+    # The table of legal changes, written independently.
+    legal = (old, new) == ("queued", "running") or (old == "running" and new in STATUSES[2:])
+    if legal:
+        _move(store, "r1", new)
+        assert store.rollout("r1").status == new
+    else:
+        with raises_coded(IllegalTransition, "illegal_transition", "r1") as caught:
+            _move(store, "r1", new)
+        assert f"from {old} to {new}" in str(caught.value)
+        assert store.rollout("r1").status == old
+    assert set(LEGAL_TRANSITIONS) == {None, *STATUSES}
+
+
+def test_a_rollout_keeps_its_result(store: Store) -> None:
+    store.add_rollout(QUEUED)
+    assert store.rollout("r1") == QUEUED
+    store.set_status("r1", "running")
+    store.set_status("r1", "agent_failure", reward=-0.5, reason="deadline", detail="ran too long")
+    assert store.rollout("r1") == replace(
+        QUEUED, status="agent_failure", reward=-0.5, reason="deadline", detail="ran too long"
+    )
+
+
+def test_results_must_be_whole(store: Store) -> None:
+    store.add_rollout(QUEUED)
+    store.set_status("r1", "running")
+    with raises_coded(InvalidValue, "missing", "reward"):
+        store.set_status("r1", "scored")
+    with raises_coded(InvalidValue, "missing", "reason"):
+        store.set_status("r1", "agent_failure", reward=0.0)
+    with raises_coded(StoreError, "unknown", "r2"):
+        store.set_status("r2", "running")
+    with raises_coded(StoreError, "unknown", "r2"):
+        store.rollout("r2")
+    with raises_coded(InvalidValue, "duplicate", "r1"):
+        store.add_rollout(QUEUED)
+    with raises_coded(IllegalTransition, "illegal_transition", "r3"):
+        store.add_rollout(replace(QUEUED, rollout_id="r3", status="running"))
+
+
+def counts(store: Store) -> dict[str, int]:
+    return Counter(rollout.status for rollout in store.rollouts())
+
+
+def test_rollouts_are_found(store: Store) -> None:
+    for step, index in ((1, 1), (1, 0), (0, 0)):
+        rollout = replace(QUEUED, rollout_id=f"{step}{index}", step=step, index=index)
+        store.add_rollout(replace(rollout, group_id=f"g{step}"))
+    store.add_rollout(replace(QUEUED, rollout_id="e", phase="eval", step=1, group_id="g"))
+    assert [r.rollout_id for r in store.rollouts(phase="train")] == ["00", "10", "11"]
+    assert [r.rollout_id for r in store.rollouts(phase="train", step=1)] == ["10", "11"]
+    assert [r.rollout_id for r in store.rollouts(group_id="g0")] == ["00"]
+    assert store.rollouts(step=9) == []
+    _move(store, "00", "running", "scored")
+    _move(store, "10", "running", "agent_failure")
+    assert counts(store) == {"agent_failure": 1, "queued": 2, "scored": 1}
+
+
+def test_a_resumed_run_gives_up_what_was_running(store: Store) -> None:
+    paths = {"a": PATHS["queued"], "b": PATHS["running"], "c": PATHS["scored"]}
+    for rollout_id, statuses in paths.items():
+        store.add_rollout(replace(QUEUED, rollout_id=rollout_id))
+        _move(store, rollout_id, *statuses)
+    assert store.abandon_running() == 2
+    assert [store.rollout(name).reason for name in "ab"] == ["crash"] * 2
+    assert counts(store) == {"infrastructure_failure": 2, "scored": 1}
+    assert store.rollout("b").detail == "the run ended while this rollout was running"
+    assert store.abandon_running() == 0
+
+
+def test_rollouts_of_other_settings_stay_on_record(store: Store) -> None:
+    for step in range(3):
+        store.add_rollout(replace(QUEUED, rollout_id=f"r{step}", step=step))
+    store.supersede(1)
+    store.add_rollout(replace(QUEUED, rollout_id="new", step=2, attempt=2))
+    found = [(r.rollout_id, r.superseded) for r in store.rollouts()]
+    assert found == [("r0", False), ("r1", True), ("r2", True), ("new", False)]
+
+
+def test_spans_come_back_as_they_were(store: Store) -> None:
+    attributes: dict[str, Any] = {
+        "ids": (0, 49151),
+        "logprobs": (-0.1, -1e-8, -0.30000000000000004, float("-inf")),
+        "empty": (),
+        "text": "é\x00\u2028",
+        "on": True,
+    }
+    late = replace(SPAN, span_id="c" * 16, start_ns=30, end_ns=31, attributes=attributes)
+    failed = replace(SPAN, parent_span_id="d" * 16, error="it broke")
+    store.add_span("r1", late)
+    store.add_span("r1", failed)
+    store.add_span(None, replace(SPAN, span_id="e" * 16))
+    assert store.spans("r1") == [late, failed]  # in order of arrival, not of their clocks
+    assert [s.span_id for s in store.spans(None)] == ["e" * 16]
+    assert store.spans("unknown") == []
+    with raises_coded(InvalidValue, "duplicate", late.span_id):
+        store.add_span("r1", late)
+
+
+def test_versions_are_kept_and_may_be_said_again(store: Store) -> None:
+    store.add_version(1, step=1, time_s=10.0)
+    store.add_version(0, step=0)
+    store.add_version(1, step=1, time_s=20.0)
+    assert [(v.version, v.step) for v in store.versions()] == [(0, 0), (1, 1)]
+    assert store.versions()[1].time_s == 20.0
+    assert store.versions()[0].time_s > 1.6e9
+
+
+def test_threads_share_a_store(store: Store) -> None:
+    def work(thread: int) -> None:
+        for i in range(20):
+            store.add_rollout(replace(QUEUED, rollout_id=f"{thread}-{i}"))
+            store.add_span(f"{thread}-{i}", replace(SPAN, span_id=f"{thread}-{i}"))
+            store.set_status(f"{thread}-{i}", "running")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts(store) == {"running": 80}
+    assert all(len(store.spans(f"{n}-{i}")) == 1 for n in range(4) for i in range(20))
+
+
+KILLED = """
+import os, signal, sys
+from lightning_jax.store import Store
+from lightning_jax.types import Rollout
+store = Store(sys.argv[1])
+for i in range(50):
+    store.add_rollout(Rollout(f"r{i}", "t", "g", "train", 0, 0, 1, "queued"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    store = Store(path)
+    assert counts(store) == {"queued": 50}
+    store.close()
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.sqlite")
+    store.add_rollout(QUEUED)
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count={pages + 2}")  # makes SQLite run full
+    big = replace(SPAN, attributes={"text": "x" * 100_000})
+    with raises_coded(StoreError, "disk_full"):
+        store.add_span("r1", big)
+    assert store.spans("r1") == [] and store.rollout("r1") == QUEUED
+    store.close()
+
+
+def test_files_that_are_no_store_are_explained(tmp_path: Path) -> None:
+    text = tmp_path / "text.sqlite"
+    text.write_text("rollouts\n" * 1000)
+    with raises_coded(StoreError, "not_a_database", str(text)):
+        Store(text)
+    with raises_coded(StoreError, "not_found", str(tmp_path / "nowhere")):
+        Store(tmp_path / "nowhere" / "store.sqlite")
+    with raises_coded(StoreError, "not_opened", str(tmp_path)):
+        Store(tmp_path)
+    future = tmp_path / "future.sqlite"
+    with sqlite3.connect(future) as db:
+        db.execute("PRAGMA user_version=99")
+    db.close()
+    with raises_coded(StoreError, "unsupported", "user_version") as caught:
+        Store(future)
+    assert "99" in str(caught.value)
+
+
+def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    store = Store(path)
+    store.add_rollout(QUEUED)
+    store.close()
+    with sqlite3.connect(path) as db:
+        db.execute("ALTER TABLE rollouts DROP COLUMN metrics")
+        db.execute("ALTER TABLE rollouts DROP COLUMN superseded")
+        db.execute("DROP INDEX spans_by_sequence")
+        db.execute("ALTER TABLE spans DROP COLUMN sequence")
+        db.execute("PRAGMA user_version=1")
+    db.close()
+    store = Store(path)
+    assert store.rollout("r1") == QUEUED
+    store.set_status("r1", "running")
+    store.set_status("r1", "scored", reward=1.0, metrics={"f1": 0.5})
+    store.close()
+    store = Store(path)
+    assert store.rollout("r1").metrics == {"f1": 0.5}
+    store.close()
+
+
+VERSION_3 = """
+CREATE TABLE spans (
+    span_id TEXT NOT NULL, trace_id TEXT NOT NULL, parent_span_id TEXT, rollout_id TEXT,
+    name TEXT NOT NULL, start_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,
+    attributes TEXT NOT NULL, error TEXT, PRIMARY KEY (trace_id, span_id)
+);
+CREATE INDEX spans_by_rollout ON spans (rollout_id, start_ns);
+INSERT INTO spans VALUES ('b', 't', NULL, 'r1', 'second', 20, 30, '{}', NULL);
+INSERT INTO spans VALUES ('a', 't', NULL, 'r1', 'first', 10, 40, '{}', NULL);
+PRAGMA user_version=3;
+"""
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_spans_of_version_3_keep_their_order(tmp_path: Path, read_only: bool) -> None:
+    path = tmp_path / "store.sqlite"
+    with sqlite3.connect(path) as db:
+        db.executescript(VERSION_3)
+    db.close()
+    store = Store(path, read_only=read_only)
+    assert [span.name for span in store.spans("r1")] == ["first", "second"]
+    assert [span.name for span in sorted(store.spans("r1"), key=call_order)] == ["first", "second"]
+    if not read_only:
+        store.add_span("r1", replace(SPAN, name="third", start_ns=0, end_ns=1))
+        names = [span.name for span in sorted(store.spans("r1"), key=call_order)]
+        assert names == ["first", "second", "third"]
+    store.close()
+
+
+def test_the_sequence_goes_on_where_it_ended(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    for name in "ab":
+        store = Store(path)
+        early = store.next_sequence()
+        store.add_span("r1", replace(SPAN, span_id=name))
+        store.add_span("r1", replace(SPAN, span_id=f"{name}0", sequence=early))
+        store.close()
+    found = Store(path, read_only=True)
+    assert [span.span_id for span in found.spans("r1")] == ["a0", "a", "b0", "b"]
+    assert [span.sequence for span in found.spans("r1")] == [1, 2, 3, 4]
+    found.close()
+
+
+def test_posted_spans_may_be_sent_twice_and_replace_nothing(store: Store) -> None:
+    other = replace(SPAN, span_id="c" * 16)
+    assert store.add_posted_spans("r1", [SPAN, other]) == ([True, True], 0)
+    changed = replace(SPAN, name="forged")
+    assert store.add_posted_spans("r1", [SPAN, changed]) == ([False, False], 1)
+    assert store.add_posted_spans("r2", [changed]) == ([True], 0)  # ids of another rollout
+    assert store.spans("r1") == [SPAN, other] and store.spans("r2") == [changed]
+
+
+def test_a_damaged_file_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    store = Store(path)
+    for i in range(200):
+        store.add_rollout(replace(QUEUED, rollout_id=f"r{i}"))
+    store.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:8192] + b"\xff" * (len(whole) - 8192))
+    with raises_coded(StoreError, "malformed", str(path)):
+        Store(path).rollouts()
+
+
+def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.sqlite")
+    store.close()
+    store.close()
+    with raises_coded(StoreError, "failed") as caught:
+        store.rollouts()
+    assert isinstance(caught.value.__cause__, sqlite3.ProgrammingError)
+
+
+def test_a_read_only_store_follows_its_writer_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    with raises_coded(StoreError, "not_opened", str(path)):
+        Store(path, read_only=True)
+    assert not path.exists()
+    writer, reader = Store(path), Store(path, read_only=True)
+    writer.add_rollout(QUEUED)
+    assert reader.rollouts() == [QUEUED]
+    with raises_coded(StoreError, "not_writable", str(path)):
+        reader.add_span("r1", SPAN)
+    writer.close()
+    reader.close()
+
+
+def test_a_newer_schema_is_not_read_as_this_one(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    Store(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version=99")
+    db.close()
+    with raises_coded(StoreError, "unsupported", "user_version"):
+        Store(path, read_only=True)
+
+
+async def test_functions_run_in_order_on_one_thread(store: Store) -> None:
+    ran: list[tuple[int, threading.Thread]] = []
+
+    def note(number: int) -> int:
+        ran.append((number, threading.current_thread()))
+        return number
+
+    results = await asyncio.gather(*(store.in_order(note, number) for number in range(50)))
+    assert results == list(range(50)) == [number for number, _ in ran]
+    assert len({thread for _, thread in ran}) == 1 and ran[0][1] is not threading.current_thread()
+
+
+async def test_event_loop_goes_on_while_another_process_holds_the_lock(store: Store) -> None:
+    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        writing = asyncio.create_task(store.in_order(store.add_span, None, SPAN))
+        cancelled = asyncio.create_task(store.in_order(store.add_span, None, OTHER_SPAN))
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+        assert not writing.done()
+        assert store.status_at_once("r1") is None  # without waiting
+        cancelled.cancel()
+        other.execute("ROLLBACK")
+    await writing
+    assert await store.in_order(store.spans, None) == [SPAN, OTHER_SPAN]
+    assert cancelled.cancelled()
+
+
+async def test_close_waits_for_what_was_given(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.sqlite")
+    given = [store.in_order(store.add_span, None, replace(SPAN, span_id=f"{i}")) for i in range(9)]
+    waiting = [asyncio.create_task(coroutine) for coroutine in given]
+    await asyncio.sleep(0)
+    store.close()
+    await asyncio.gather(*waiting)
+    assert len(Store(tmp_path / "store.sqlite").spans(None)) == 9
+    with pytest.raises(StoreError):
+        await store.in_order(store.spans, None)
+
+
+def test_status_is_read_at_once(store: Store) -> None:
+    assert store.status_at_once("r1") is None
+    store.add_rollout(QUEUED)
+    assert store.status_at_once("r1") == "queued"
+
+
+def test_store_and_its_journals_are_private(tmp_path: Path) -> None:
+    with closing(Store(tmp_path / "store.sqlite")) as store:
+        store.add_version(0, 0)
+        files = sorted(tmp_path.iterdir())
+        assert len(files) == 3
+        assert all(path.stat().st_mode & 0o077 == 0 for path in files)

@@ -1,0 +1,100 @@
+"""Tests that agents and tools are found in the tree of a rollout's spans."""
+
+from typing import Any
+
+import pytest
+
+from lightning_jax.traces import attributes
+from lightning_jax.traces.tree import Agents, attach_loose_calls, causes, is_tool, tool_output
+from lightning_jax.types import Span
+
+CALL = {
+    attributes.OPERATION_NAME: "chat",
+    attributes.POLICY: "policy",
+    attributes.RESPONSE_TOKEN_IDS: (1,),
+}
+TOOL = {attributes.OPERATION_NAME: "execute_tool"}
+
+
+def _span(name: str, parent: str | None, times: tuple[int, int], **attributes: Any) -> Span:
+    return Span("t", name, parent, name, *times, attributes)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"gen_ai.agent.name": "writer"},
+        {"agent.name": "writer"},
+        {"graph.node.id": "writer"},
+        {"lightning.agent": "writer", "gen_ai.agent.name": "other"},
+    ],
+)
+def test_the_nearest_span_that_names_an_agent_names_it(attributes: dict[str, str]) -> None:
+    spans = [
+        _span("root", None, (0, 9), **{"gen_ai.agent.name": "team"}),
+        _span("node", "root", (1, 8), **attributes),
+        _span("chain", "node", (2, 7)),
+        _span("call", "chain", (3, 4), **{"lightning.agent": ""}),
+        _span("lost", "nowhere", (3, 4)),
+    ]
+    by_id = {span.span_id: span for span in spans}
+    agents = Agents(by_id)
+    for name, agent in {"call": "writer", "root": "team", "lost": "", "chain": "writer"}.items():
+        assert agents.of(by_id[name]) == agent
+
+
+def test_a_circle_of_parents_ends() -> None:
+    spans = [_span("a", "b", (0, 1)), _span("b", "a", (0, 1))]
+    agents = Agents({span.span_id: span for span in spans})
+    assert agents.of(spans[0]) == agents.of(spans[1]) == ""
+    assert causes([*spans, _span("tool", "a", (3, 4), **TOOL)])[0][1] is None
+
+
+def test_a_tool_is_known_by_either_convention() -> None:
+    assert is_tool(_span("a", None, (0, 1), **TOOL))
+    other = _span("a", None, (0, 1), **{"openinference.span.kind": "TOOL", "output.value": "4"})
+    assert is_tool(other) and tool_output(other) == "4"
+    assert tool_output(_span("a", None, (0, 1), **TOOL, **{"gen_ai.tool.call.result": "5"})) == "5"
+    assert not is_tool(_span("a", None, (0, 1), **CALL))
+
+
+def test_a_tool_was_asked_for_by_the_last_call_that_had_ended() -> None:
+    tool = _span("tool", None, (10, 12), **TOOL)
+    early, late = _span("early", None, (0, 3), **CALL), _span("late", None, (4, 9), **CALL)
+    running = _span("running", None, (9, 11), **CALL)
+    ((_, found),) = causes([late, tool, running, early])
+    assert found is late
+    assert causes([tool, running]) == [(tool, None)]
+
+
+def test_parallel_agents_have_separate_tools() -> None:
+    spans = [
+        _span("left", None, (0, 20)),
+        _span("right", None, (0, 20)),
+        _span("left call", "left", (1, 3), **CALL),
+        _span("right call", "right", (1, 5), **CALL),
+        _span("step", "left", (5, 9)),
+        _span("left tool", "step", (6, 9), **TOOL),
+        _span("right tool", "right", (6, 9), **TOOL),
+    ]
+    by_id = {span.span_id: span for span in spans}
+    found = {tool.span_id: call for tool, call in causes(spans)}
+    for side in ("left", "right"):
+        assert found[f"{side} tool"] is by_id[f"{side} call"]
+
+
+def test_a_call_without_a_context_goes_below_the_span_around_it() -> None:
+    ours = {**CALL, "lightning.rollout_id": "r"}
+    spans = [
+        _span("root", None, (0, 99), **{"lightning.rollout_id": "r"}),
+        _span("agent", "root", (1, 50)),
+        _span("generation", "agent", (5, 20)),
+        _span("brief", "agent", (7, 8)),
+        _span("loose", "root", (6, 19), **ours),
+        _span("choice", "loose", (6, 18), **ours),
+        _span("late", "root", (60, 70), **ours),
+        _span("known", "agent", (6, 19), **ours),
+    ]
+    parents = {span.span_id: span.parent_span_id for span in attach_loose_calls(spans)}
+    before = {span.span_id: span.parent_span_id for span in spans}
+    assert parents == before | {"loose": "generation"}

@@ -1,0 +1,108 @@
+"""Tests of checkpoints: restoring returns the saved state, and writes are atomic."""
+
+import errno
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from coded import raises_coded
+
+from lightning_jax.rl.config import OptimizerConfig
+from lightning_jax.rl.optimizer import make_optimizer
+from lightning_jax.rl.train_state import TrainState, init_state
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
+from lightning_jax.train.config import CheckpointConfig
+
+
+def _state(seed: int, embed_dim: int = 32) -> TrainState:
+    params = tiny_model(seed, embed_dim=embed_dim).params
+    return init_state(params, make_optimizer(OptimizerConfig()))
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig(keep=2))
+    assert checkpointer.latest_step is None
+    for step in (3, 5, 8):
+        checkpointer.save(step, _state(step), {"tasks": {"next_index": step}})
+    checkpointer.close()
+    again = Checkpointer(tmp_path / "c", CheckpointConfig(keep=2))
+    assert again.latest_step == 8
+    saved = again.restore(_state(0))
+    assert saved.progress == {"tasks": {"next_index": 8}}
+    jax.tree.map(np.testing.assert_array_equal, saved.state, _state(8))
+    jax.tree.map(np.testing.assert_array_equal, again.restore(_state(0), 5).state, _state(5))
+    with raises_coded(CheckpointError, "not_found", "3"):
+        again.restore(_state(0), 3)
+    again.close()
+
+
+def test_a_save_that_broke_off_is_not_seen(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
+    checkpointer.save(1, _state(1), {})
+    checkpointer.close()
+    # Leftovers of a killed process: Orbax writes under a temporary name and renames at the end.
+    (tmp_path / "c" / "2.orbax-checkpoint-tmp-7" / "state").mkdir(parents=True)
+    again = Checkpointer(tmp_path / "c", CheckpointConfig())
+    assert again.latest_step == 1
+    jax.tree.map(np.testing.assert_array_equal, again.restore(_state(0)).state, _state(1))
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "open_files"),
+        (ValueError("RESOURCE_EXHAUSTED: Too many open files [OS error 24]"), "open_files"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
+        (ValueError("RESOURCE_EXHAUSTED: No space left on device [OS error 28]"), "disk_full"),
+        (OSError(errno.EIO, "Input/output error"), "not_writable"),
+    ],
+)
+def test_failed_save_names_what_helps(tmp_path: Path, cause: Exception, reason: str) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ValueError("in a library") from cause
+
+    checkpointer._manager.save = fail  # type: ignore[method-assign]
+    with raises_coded(CheckpointError, reason, "1"):
+        checkpointer.save(1, _state(1), {})
+    checkpointer.close()
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
+    checkpointer.save(1, _state(1), {})
+    with raises_coded(CheckpointError, "mismatch"):
+        checkpointer.restore(_state(0, embed_dim=16))
+    checkpointer.close()
+
+
+def test_one_that_its_run_deletes_meanwhile_is_not_called_broken(tmp_path: Path) -> None:
+    run = Checkpointer(tmp_path / "c", CheckpointConfig(keep=1))
+    run.save(1, _state(1), {})
+    reader = Checkpointer(tmp_path / "c", CheckpointConfig(keep=1))
+    run.save(2, _state(2), {})
+    with raises_coded(CheckpointError, "deleted", "1"):
+        reader.restore_params(_state(0).params, 1)
+    reader.close()
+    run.close()
+
+
+def test_a_broken_one_is_named(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
+    checkpointer.save(2, _state(2), {})
+    for file in (tmp_path / "c" / "2" / "progress").iterdir():
+        file.write_text("{")
+    with raises_coded(CheckpointError, "malformed", "2"):
+        checkpointer.progress(2)
+    checkpointer.close()
+
+
+def test_no_checkpoint_is_said(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
+    with raises_coded(CheckpointError, "empty"):
+        checkpointer.restore(_state(0))
+    checkpointer.close()

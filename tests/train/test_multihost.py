@@ -1,0 +1,188 @@
+"""Tests of two processes that run the loop like one."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from coded import raises_coded
+
+from lightning_jax.cli.runtime import stop_on_sigterm
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
+from lightning_jax.models.formats.load import load_model, save_hf
+from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
+from lightning_jax.settings import ConfigError
+from lightning_jax.testing.ports import free_port
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.traces.config import RoleConfig
+from lightning_jax.traces.store import Store
+from lightning_jax.train import multihost
+from lightning_jax.train.checkpoint import Checkpointer
+from lightning_jax.train.config import (
+    CheckpointConfig,
+    Config,
+    DistributedConfig,
+    EvalConfig,
+    WarmupConfig,
+)
+from lightning_jax.train.learners import make_learner
+from lightning_jax.train.metrics import read_metrics
+from lightning_jax.train.trainer import train
+from lightning_jax.types import Task
+
+TOY = Path(__file__).parents[1] / "toy_agent.py"
+TASKS: list[Task] = [{"id": f"t{i}", "question": "ab"[i]} for i in range(2)]
+
+
+def config(
+    model_dir: Path, run_dir: Path, distributed_: DistributedConfig, kind: str = "whole"
+) -> Config:
+    """Return settings for a warm-up step and two policy steps with a reference, on four devices.
+
+    Requests run one at a time, so that the same weights sample the same tokens. `kind` selects the
+    trained weights: all of them (also with DPO), adapters, several adapters, or policies' own
+    weights.
+    """
+    rank, names, function = (4 if kind in ("adapters", "policies") else 0), (), "run"
+    algorithm = AlgorithmConfig(loss="dpo") if kind == "dpo" else AlgorithmConfig(kl_coef=0.1)
+    if kind in ("policies", "own"):
+        names, function = ("speaker", "listener", "judge"), "three_policies"
+    return Config(
+        run_dir=str(run_dir),
+        num_steps=1000 if kind == "long" else 2,
+        model=ModelConfig(name=str(model_dir), lora=LoraConfig(rank=rank)),
+        serve=ServeConfig(
+            slots=1, max_len=64, prefill_buckets=(32,), mesh=MeshConfig(fsdp=1, tensor=2)
+        ),
+        policies={name: PolicyConfig(trains=name != "judge") for name in names},
+        roles={name: RoleConfig(agent=name, policy=name) for name in names},
+        agent=AgentConfig(f"{TOY}:{function}"),
+        rollout=RolloutConfig(tasks_per_step=2, group_size=4, concurrency=1),
+        algorithm=algorithm,
+        batch=BatchConfig(rows=2, row_len=128, max_targets=32, head_chunk=32),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        warmup=WarmupConfig(num_steps=1, demonstrations=f"{TOY}:demonstrate"),
+        eval=EvalConfig(every=0, num_tasks=2, at_start=False),
+        checkpoint=CheckpointConfig(every=2, keep=2),
+        mesh=MeshConfig(fsdp=2, tensor=2),
+        distributed=distributed_,
+    )
+
+
+def run_process(model_dir: str, run_dir: str, port: str, process_id: str, kind: str) -> None:
+    """Run one of the two processes."""
+    distributed_ = DistributedConfig("manual", f"127.0.0.1:{port}", 2, int(process_id))
+    settings = config(Path(model_dir), Path(run_dir), distributed_, kind)
+    stop_on_sigterm()
+    rows = asyncio.run(train(settings, TASKS, TASKS))
+    assert bool(rows) == (process_id == "0")
+    assert jax.process_count() == 2 and jax.device_count() == 4
+
+
+def _start(*arguments: str) -> "subprocess.Popen[str]":
+    code = f"import sys; sys.path.insert(0, {str(TOY.parent)!r}); import test_distributed as t; "
+    code += "t.run_process(*sys.argv[1:])"
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["whole", "dpo", "adapters", "policies", "own"])
+def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
+    model_dir, one, two = tmp_path / "tiny", tmp_path / "one", tmp_path / "two"
+    save_hf(model_dir, tiny_model())
+    port = str(free_port())
+    processes = [_start(str(model_dir), str(two), port, str(i), kind) for i in range(2)]
+    asyncio.run(train(config(model_dir, one, DistributedConfig(), kind), TASKS, TASKS))
+    for process in processes:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    rows = [read_metrics(run / "metrics.jsonl") for run in (one, two)]
+    assert len(rows[0]) == len(rows[1]) == 4
+    for ours, theirs in zip(*rows, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            # This process has compiled programs for other tests.
+            local = ("time/", "serve/publish", "serve/compiles")
+            if not name.startswith(local) and "per_s" not in name:
+                assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=1e-5), name
+    assert rows[1][1]["train/num_updates"] == (2 if kind == "own" else 1)
+    assert rows[1][1]["train/grad_norm"] > 0
+    # Rollouts, the store and the server exist only in process 0.
+    store = Store(two / "store.sqlite")
+    assert [r.status for r in store.rollouts(phase="train")] == ["scored"] * 2 * 8
+    store.close()
+    if kind in ("whole", "dpo"):
+        _compare_weights(config(model_dir, two, DistributedConfig(), kind), one, two)
+    else:
+        name = {
+            "adapters": "policy_adapter/adapter_model.safetensors",
+            "policies": "policy_adapter/speaker/adapter_model.safetensors",
+            "own": "policy/speaker/model.safetensors",
+        }[kind]
+        weights = [safetensors.numpy.load_file(run / name) for run in (one, two)]
+        for ours, theirs in zip(*(params.values() for params in weights), strict=True):
+            np.testing.assert_allclose(theirs, ours, atol=1e-5)
+            assert np.any(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_all_processes_stop_when_one_is_told_to(stopped: int, tmp_path: Path) -> None:
+    model_dir, run = tmp_path / "tiny", tmp_path / "run"
+    save_hf(model_dir, tiny_model())
+    port = str(free_port())
+    processes = [_start(str(model_dir), str(run), port, str(i), "long") for i in range(2)]
+    rows = run / "metrics.jsonl"
+    while not (rows.exists() and len(rows.read_text().splitlines()) > 3):
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.1)
+    processes[stopped].terminate()
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert "KeyboardInterrupt" in outputs[stopped]
+    if stopped == 1:
+        assert "process 1 of 2 was told to stop" in outputs[0]
+    else:
+        assert processes[1].returncode == 0, outputs[1]
+
+
+def _compare_weights(settings: Config, one: Path, two: Path) -> None:
+    """Check that the exports and the checkpoints of both runs hold the same weights."""
+    model, alone = load_model(str(two / "policy")), load_model(str(one / "policy"))
+    learner = make_learner(model.config, settings, supervised=False)
+    checkpointer = Checkpointer(two / "checkpoints", settings.checkpoint)
+    assert checkpointer.steps == [2, 3]
+    saved = checkpointer.restore(learner.init(jax.tree.map(jax.numpy.copy, model.params)))
+    checkpointer.close()
+    initial = load_model(settings.model.name).params
+    triples = (model.params, alone.params, saved.state.params, initial)
+    for got, want, kept, before in zip(*map(jax.tree.leaves, triples), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        np.testing.assert_array_equal(got, kept)
+        assert np.abs(np.asarray(got) - np.asarray(before)).max() > 1e-3
+
+
+def test_one_process_calls_itself() -> None:
+    calls: list[str] = []
+    leader = multihost.Leader(calls)
+    leader.call("append", "here")
+    leader.tell("append", "elsewhere")
+    leader.stop_followers()
+    assert calls == ["here"] and multihost.is_leader()
+
+
+def test_a_late_join_is_refused_in_a_sentence() -> None:
+    assert jax.devices()  # initializes JAX
+    with raises_coded(ConfigError, "not_joined", "distributed.mode"):
+        multihost.join(DistributedConfig("manual", "127.0.0.1:1", 2, 1))
