@@ -108,12 +108,12 @@ def demonstration_sequences(
     adapters = policy_indices(routing.policies)
     examples: dict[int | None, list[Pair]] = defaultdict(list)
     for conversation in conversations:
-        for said, pair in _turns(conversation, tokenizer):
-            _, role = routing.role_of(said)
+        for facts, pair in _turns(conversation, tokenizer):
+            _, role = routing.role_of(facts)
             policy = select_policy(routing.policies, role, "")
-            places = [adapters[policy]] if policy else [*adapters.values()] or [None]
-            for place in places:
-                examples[place].append(pair)
+            indices = [adapters[policy]] if policy else [*adapters.values()] or [None]
+            for index in indices:
+                examples[index].append(pair)
     return [
         replace(sequence, adapter=index)
         for index, pairs in examples.items()

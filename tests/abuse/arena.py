@@ -1,4 +1,4 @@
-"""What the tests of hostile requests share: rollouts on a server, and what they cost it."""
+"""Rollouts on a server for the tests of hostile requests, and the memory that they take."""
 
 import asyncio
 import ctypes

@@ -17,7 +17,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Attacker:
-    """What one hostile agent holds: its own rollout's URL and key, and the id of a neighbour."""
+    """Client of one hostile agent: its rollout's URL and key, and a neighbour's id."""
 
     base_url: str
     api_key: str

@@ -117,7 +117,7 @@ def _check(config: Config, expected: Ends, alone: dict[str, list[tuple]]) -> Non
 
 @pytest.fixture(scope="module")
 def alone(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple]]:
-    """What honest agents sample where nobody else runs."""
+    """Tokens that honest agents sample when nobody else runs."""
     agent = AgentConfig(f"{AGENTS}:run")
     _, sampled = _train(_config(model_dir, tmp_path_factory.mktemp("run"), agent, 2), HONEST)
     assert len(sampled) == len(HONEST) * GROUP_SIZE

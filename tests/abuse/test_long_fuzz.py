@@ -20,13 +20,12 @@ from arena import SERVE, honest_rollout, open_attacker, resident_mib, warm_engin
 from hostile_requests import CASES, random_request
 
 from lightning_jax.testing.service import Service, run_service
-from lightning_jax.testing.stalls import loop_stalls
+from lightning_jax.testing.stalls import LoopStalls, Stall, loop_stalls
 from lightning_jax.testing.tiny import tiny_model
 
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "60"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 ATTACKERS = 3
-GROWTH_MIB = 50.0  # of caches that fill up once
 
 
 @pytest.mark.slow
@@ -40,19 +39,23 @@ async def test_server_outlives_them(tmp_path: Path, capsys: pytest.CaptureFixtur
     with capsys.disabled():
         print(f"\n{fuzz}")  # noqa: T201 (the result)
     assert not fuzz.failed
-    assert fuzz.resident_mib[-1] < 1.1 * fuzz.resident_mib[0] + GROWTH_MIB
+    # Caches, such as the prefix cache, are full by half of the time. Nothing grows after that.
+    assert fuzz.resident_mib[-1] < 1.1 * fuzz.resident_mib[len(fuzz.resident_mib) // 2]
 
 
 @dataclass
 class Fuzz:
-    """What came of it."""
+    """Counts and measurements of one run."""
 
     statuses: Counter[int] = field(default_factory=Counter)  # of hostile requests; 0: hung up
     failed: list[Any] = field(default_factory=list)  # hostile requests with a 5xx
     waits_s: list[float] = field(default_factory=list)  # the longest of each honest rollout
     resident_mib: list[int] = field(default_factory=list)  # in the first minute, then each tenth
-    longest_stop_ms: float = 0.0
-    longest_stop_line: str = ""
+    longest_stop: Stall = field(default_factory=lambda: Stall(0.0))
+
+    def note_stop(self, stalls: LoopStalls) -> None:
+        """Keep the longest stop of the event loop."""
+        self.longest_stop = max(self.longest_stop, stalls.longest, key=lambda stall: stall.seconds)
 
     def __str__(self) -> str:
         waits = sorted(self.waits_s)
@@ -60,7 +63,7 @@ class Fuzz:
             f"{self.statuses.total()} hostile requests {dict(self.statuses)}, failed "
             f"{self.failed[:3]}; {len(waits)} honest rollouts, waits median "
             f"{waits[len(waits) // 2]:.2f} s, longest {waits[-1]:.2f} s; longest stop of the loop "
-            f"{self.longest_stop_ms:.0f} ms at {self.longest_stop_line}; "
+            f"{1e3 * self.longest_stop.seconds:.0f} ms at {self.longest_stop.line}; "
             f"resident MiB {self.resident_mib}"
         )
 
@@ -79,11 +82,13 @@ async def _outlive(service: Service, pool: Executor, fuzz: Fuzz) -> None:
             assert beside.token_ids == alone.token_ids
             fuzz.waits_s.append(beside.longest_wait_s)
             if passed > len(fuzz.resident_mib) * seconds / 10 + min(60, seconds / 20):
-                fuzz.resident_mib.append(round(resident_mib()))
+                fuzz.note_stop(stalls)
+                fuzz.resident_mib.append(round(resident_mib()))  # stops the loop itself
+                await asyncio.sleep(0.1)
+                stalls.reset()
             await asyncio.sleep(0.2)
         await asyncio.gather(*attacks)
-        fuzz.longest_stop_ms = 1e3 * stalls.longest_s
-        fuzz.longest_stop_line = stalls.longest.line
+        fuzz.note_stop(stalls)
     after = await honest_rollout(service, "after")
     assert after.token_ids == alone.token_ids
     fuzz.resident_mib.append(round(resident_mib()))

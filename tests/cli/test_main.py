@@ -307,7 +307,7 @@ def test_nothing_large_is_imported_for_help_and_wrong_flags(flags: list[str]) ->
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """What JAX traces, lowers and compiles while a test runs."""
+    """Events of JAX's tracing, lowering and compiling while a test runs."""
     found: list[str] = []
 
     def note(event: str, duration_secs: float, **_: Any) -> None:
@@ -332,12 +332,12 @@ def test_a_taken_port_is_said_before_anything_compiles(
 
 
 def _holds(text: str, *names: str) -> bool:
-    """Whether a text has all of these names and values, each as a word of its own."""
+    """Return True if a text has all of these names and values as separate words."""
     return all(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text) for name in names)
 
 
 def _num_rollouts(printed: str) -> list[int]:
-    """How many were scored, failed by the agent and failed by the infrastructure."""
+    """Return the numbers of rollouts scored, failed by the agent and by the infrastructure."""
     (line,) = (line for line in printed.splitlines() if line.startswith("rollouts: "))
     return [int(number) for number in re.findall(r"\d+", line)[:3]]
 

@@ -35,7 +35,7 @@ def requirements_of(test: Path) -> Path:
 
 
 async def main(names: list[str]) -> int:
-    """How many clients failed."""
+    """Return the number of clients that failed."""
     tests = sorted(HERE.glob("test_*.py"))
     tests = [test for test in tests if not names or test.stem.removeprefix("test_") in names]
     model = tiny_model(0)

@@ -22,7 +22,7 @@ ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
 class Verdict(BaseModel):
-    """What a small random model can be made to say in a few tokens."""
+    """Output that a small random model can produce in a few tokens."""
 
     color: Literal["red", "green"]
     sure: bool

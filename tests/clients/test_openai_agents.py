@@ -38,7 +38,7 @@ MODELS = [OpenAIResponsesModel, OpenAIChatCompletionsModel]
 
 
 class Verdict(BaseModel):
-    """What an agent with an output type must say."""
+    """Output of an agent with an output type."""
 
     color: Literal["red", "green"]
 

@@ -37,4 +37,4 @@ def reward(task: dict[str, Any], reply: str) -> float:
     if found is None:
         return 0.0
     pairs = zip(found[0].split("-"), task["date"].split("-"), strict=True)
-    return 0.1 + 0.3 * sum(said == right for said, right in pairs)
+    return 0.1 + 0.3 * sum(part == expected for part, expected in pairs)
