@@ -2,7 +2,7 @@
 
     python supervisor.py FD MAX_PROCESSES MEMORY_BYTES NUM_FILES WORD...
 
-`process_group.py` starts it as a script. It needs only the standard library.
+`process.py` starts it as a script. It needs only the standard library.
 
 On Linux it is the subreaper of the program. Even if a descendant leaves its session or clears its
 environment, its next living ancestor is this process or a descendant of it. The tree is therefore

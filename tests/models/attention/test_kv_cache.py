@@ -1,6 +1,6 @@
 """Tests of the cache in each platform's layout: writes, and attention against all scores at once.
 
-They run on a CPU, so without the kernels of tests/models/test_flash_cache.py.
+They run on a CPU, so without the kernels of tests/models/attention/test_flash_cache.py.
 """
 
 from functools import partial
