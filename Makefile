@@ -11,7 +11,13 @@ EXPERIMENTS := spider musique calcx sums
 install = $(BIN)/python -m uv pip install --quiet --python $(BIN)/python $(1) || \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(1)
 
-.PHONY: $(EXPERIMENTS) test lint clean setup
+# Tests that need no model, or compile little.
+QUICK := test_layering.py test_voice.py test_settings.py test_types.py test_promises.py system traces \
+	rl/test_credit.py rl/test_advantages.py rl/test_token_weights.py rl/test_packing.py \
+	rl/losses/test_segments.py gateway/test_routing.py gateway/prompt/test_tool_calls.py \
+	experiments/data/test_sums.py train/test_tasks.py rollouts/test_outcome.py
+
+.PHONY: $(EXPERIMENTS) test check quick lint clean setup
 
 # Huge pages take a tenth off an update on a CPU; a C library that is not glibc ignores this.
 $(EXPERIMENTS): export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -21,6 +27,13 @@ $(EXPERIMENTS): $(READY)
 # A process for each core, at most four: each takes up to 3 GB.
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# Lint, types, layering and quick tests: under a minute on 2 cores.
+check: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 lint quick
+
+quick: $(READY)
+	$(BIN)/python -m pytest -q $(addprefix tests/,$(QUICK))
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PROGRAM = """
 import jax, logging
-from lightning_jax import compiled
+from lightning_jax.cli import compiled
 compiled.MIN_COMPILE_S = 0.0
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 found = []

@@ -183,7 +183,7 @@ def test_threads_share_a_store(store: Store) -> None:
 
 KILLED = """
 import os, signal, sys
-from lightning_jax.store import Store
+from lightning_jax.traces.store import Store
 from lightning_jax.types import Rollout
 store = Store(sys.argv[1])
 for i in range(50):

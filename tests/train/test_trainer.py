@@ -266,7 +266,8 @@ def _short(model_dir: Path, run_dir: Path) -> Config:
 
 def _run_in_a_process(run_dir: Path, model_dir: Path) -> "subprocess.Popen[bytes]":
     code = (
-        "import asyncio, sys; sys.path.insert(0, sys.argv[1]); import test_trainer as t; "
+        "import asyncio, sys; sys.path[:0] = [sys.argv[1], sys.argv[1] + '/train']; "
+        "import test_trainer as t; "
         "from pathlib import Path; config = t._short(Path(sys.argv[2]), Path(sys.argv[3])); "
         "t.run_module.plot_curves = lambda *_: None; "
         "asyncio.run(t.train(config, t.TASKS, t.TASKS))"
