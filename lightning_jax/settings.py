@@ -14,14 +14,9 @@ from lightning_jax.system.files import write_whole
 
 T = TypeVar("T")
 
-
 # Placeholder for a secret in a saved file. Loading such a file requires the value to be set.
 HIDDEN = "???"
-
-
 SECRET = "api_key"  # field that is never saved, in any section
-
-
 MOVED = {"rollout.agent": "agent.function"}  # old keys and their new names
 
 

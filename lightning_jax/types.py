@@ -15,24 +15,13 @@ from typing import Any, Literal
 from lightning_jax.errors import InvalidValue
 
 Leaf = Any  # an array, or JAX's placeholder while it transforms a record
-
-
 FinishReason = Literal["stop", "length", "error", "cancelled"]
-
 
 # "scored" and the two failures are final. Only an infrastructure failure is retried.
 RolloutStatus = Literal["queued", "running", "scored", "agent_failure", "infrastructure_failure"]
-
-
 FINISHED = ("scored", "agent_failure")  # statuses that measure the policy and are not retried
-
-
 Message = dict[str, Any]  # an OpenAI chat message
-
-
 Advantage = float | tuple[float, ...]  # of a whole call, or of each trained token
-
-
 Task = dict[str, Any]  # one line of a task file; always has "id"
 
 

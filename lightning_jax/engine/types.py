@@ -6,8 +6,6 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.types import FinishReason, check_same_length, fill_default
 
 TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability), best first
-
-
 MAX_TOP_LOGPROBS = 20
 
 

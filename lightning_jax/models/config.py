@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from lightning_jax.errors import require
 
 AUTO = "auto"  # dtype: the fastest one on the devices here
-
-
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # in each layer of a model
 
 

@@ -11,14 +11,8 @@ FACTS = (
     "tool_error", "tool_timeout", "tool_output", "observation", "response", "malformed_call",
     "cut_short"
 )  # fmt: skip
-
-
 TEXTS = ("tool_output", "observation", "response")  # facts that always have a text
-
-
 SERVED_BY = ("policy", "initial")
-
-
 RESERVED = ("policy", "initial", "latest")  # model names with another meaning for the gateway
 
 

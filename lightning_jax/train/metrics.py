@@ -9,7 +9,6 @@ from lightning_jax.system.files import replacing, write_whole
 
 Row = dict[str, float | int]  # metrics and the step
 
-
 # Panels of the plot: title, metrics, logarithmic axis.
 PANELS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("reward", ("rollout/reward_mean", "eval/reward_mean"), False),

@@ -179,8 +179,6 @@ def unpack(archive: Path, cache_dir: Path) -> Path:
 
 
 DEV_SHARE = 0.2  # share of a single file
-
-
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
 
 
