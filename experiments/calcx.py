@@ -20,7 +20,8 @@ from typing import Any
 from data.calcx import load_calcx
 
 from lightning_jax.cli.train import load_splits, run_main, train_and_report
-from lightning_jax.rollouts.runner import load_agent, load_function
+from lightning_jax.loading import load_function
+from lightning_jax.rollouts.runner import load_agent
 from lightning_jax.settings import ConfigError
 from lightning_jax.train.config import Config
 

@@ -12,6 +12,7 @@ ROOMS = (
         "types",
         "system",
         "settings",
+        "loading",
         "models",
         "engine",
         "traces",

@@ -20,9 +20,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_jax.loading import load_function
 from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.rollouts.process import Ended, Limits, run_program
-from lightning_jax.rollouts.runner import Agent, Result, load_agent, load_function
+from lightning_jax.rollouts.runner import Agent, Result, load_agent
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import original_limit
 from lightning_jax.traces.tracer import trace_headers

@@ -11,23 +11,18 @@ gateway is an agent failure if the agent gave up a call that the gateway was wor
 
 import asyncio
 import copy
-import hashlib
-import importlib.util
 import inspect
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
 from lightning_jax.gateway.sessions import derive_seed
-from lightning_jax.rollouts.agent_child import module_name_of
+from lightning_jax.loading import load_function
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import (
     LostGateway,
@@ -36,7 +31,6 @@ from lightning_jax.rollouts.outcome import (
     outcome_of,
     outcome_of_error,
 )
-from lightning_jax.settings import ConfigError
 from lightning_jax.traces.store import CRASH, Store
 from lightning_jax.traces.tracer import Root, below_root
 from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task
@@ -50,7 +44,6 @@ STANDSTILL_S = 1.0  # clients may give up on a server that stalled for this long
 # A reward, or a mapping with "reward" and other numbers, which are stored and averaged.
 Result = float | Mapping[str, float] | None
 Agent = Callable[[Task, LLM], Awaitable[Result]]
-_loaded: dict[str, ModuleType] = {}  # agents' modules, by path and modification time
 
 
 @dataclass(frozen=True)
@@ -92,53 +85,6 @@ def make_requests(
         for task_index, task in enumerate(tasks)
         for index in range(group_size)
     ]
-
-
-def load_function(reference: str) -> Callable[..., Any]:
-    """Return the function that `FILE:FUNCTION` names. Raises ConfigError if there is none."""
-    path, _, name = reference.rpartition(":")
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(
-            f"{reference!r} names the file {path!r}, which does not exist; use FILE:FUNCTION with "
-            "a path relative to the working directory.",
-            reason="not_found",
-            key=path,
-        )
-    state = f"{file.resolve()} {file.stat().st_mtime_ns}"  # an edited file is loaded again
-    if state not in _loaded:
-        _loaded[state] = _load_module(file, state)
-    function = getattr(_loaded[state], name, None)
-    if not callable(function):
-        raise ConfigError(
-            f"{reference!r} names {name!r}, but {path} has no such function.",
-            reason="no_such_function",
-            key=name,
-        )
-    return function
-
-
-def _load_module(file: Path, state: str) -> ModuleType:
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:  # lets it import its neighbors; last, to shadow nothing
-        sys.path.append(folder)
-    digest = hashlib.sha1(state.encode()).hexdigest()[:12]
-    module_name = module_name_of(str(file), f"_loaded_{digest}")
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    assert spec and spec.loader, f"no import machinery for {file}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except ImportError as error:  # such as the agent's framework, which we do not require
-        del sys.modules[module_name]
-        raise ConfigError(
-            f"{file} cannot be loaded: {error}", reason="not_loaded", key=str(file)
-        ) from error
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
 
 
 def load_agent(reference: str) -> Agent:

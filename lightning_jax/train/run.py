@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from tqdm.auto import tqdm
 
 from lightning_jax.gateway.routing import Routing
+from lightning_jax.loading import load_function
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rl.advantages import equal_groups
 from lightning_jax.rl.batch import TrainingSequence
@@ -31,7 +32,7 @@ from lightning_jax.rollouts.metrics import (
     eval_metrics_by,
     to_trajectories,
 )
-from lightning_jax.rollouts.runner import Runner, load_function, make_requests, run_rollouts
+from lightning_jax.rollouts.runner import Runner, make_requests, run_rollouts
 from lightning_jax.system.files import write_whole
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.store import Store

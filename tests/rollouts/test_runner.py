@@ -2,13 +2,9 @@
 
 import asyncio
 import functools
-import multiprocessing
-import os
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,11 +30,9 @@ from lightning_jax.rollouts.runner import (
     Runner,
     TooManyFailures,
     load_agent,
-    load_function,
     make_requests,
     run_rollouts,
 )
-from lightning_jax.settings import ConfigError
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import LLM, Rollout, Task
@@ -415,52 +409,6 @@ async def test_a_rollout_that_a_crash_broke_off_is_made_again_as_it_was(tmp_path
             _, span = runner.store.spans(rollout.rollout_id)
             responses.append(span.attributes["lightning.response_token_ids"])
     assert rollout.attempt == 2 and responses[0] == responses[1]
-
-
-@pytest.mark.parametrize(
-    ("reference", "reason", "key"),
-    [
-        ("nowhere.py:run", "not_found", "nowhere.py"),
-        (f"{TOY}:walk", "no_such_function", "walk"),
-    ],
-)
-def test_a_wrong_agent_reference_is_explained(reference: str, reason: str, key: str) -> None:
-    with raises_coded(ConfigError, reason, key):
-        load_agent(reference)
-
-
-def test_a_file_is_loaded_once() -> None:
-    assert load_function(f"{TOY}:run").__globals__ is load_function(f"{TOY}:odd").__globals__
-
-
-def test_processes_that_an_agent_starts_can_import_it(tmp_path: Path) -> None:
-    path = tmp_path / "agent_of_workers.py"
-    source = "def double(x):\n    return 2 * x\n"
-    path.write_text(source)
-    double = load_function(f"{path}:double")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(double, 21).result() == 42
-    path.write_text(source.replace("2 *", "3 *"))
-    os.utime(path, ns=(0, 0))  # a different time even on a coarse clock
-    assert load_function(f"{path}:double")(2) == 6
-
-
-@pytest.mark.parametrize("name", ["types", "no-name", "numpy"])
-def test_a_file_named_as_another_module_hides_it_from_nobody(tmp_path: Path, name: str) -> None:
-    path = tmp_path / f"{name}.py"
-    path.write_text("def run():\n    return 1\n")
-    before = sys.modules.get(name)
-    assert load_function(f"{path}:run")() == 1
-    assert sys.modules.get(name) is before
-
-
-def test_an_agent_whose_framework_is_missing_is_one_sentence(tmp_path: Path) -> None:
-    path = tmp_path / "agent.py"
-    path.write_text("import no_such_framework\n\nasync def run(task, llm):\n    return 0.0\n")
-    for _ in range(2):  # the broken module is not cached
-        with raises_coded(ConfigError, "not_loaded", str(path)) as caught:
-            load_agent(f"{path}:run")
-        assert "no_such_framework" in str(caught.value)
 
 
 async def test_a_forged_root_does_not_end_the_run(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Tests of loading functions that settings name as FILE:FUNCTION."""
+
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+from coded import raises_coded
+
+from lightning_jax.loading import load_function
+from lightning_jax.settings import ConfigError
+
+TOY = Path(__file__).with_name("toy_agent.py")
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason", "key"),
+    [
+        ("nowhere.py:run", "not_found", "nowhere.py"),
+        (f"{TOY}:walk", "no_such_function", "walk"),
+    ],
+)
+def test_a_wrong_reference_is_explained(reference: str, reason: str, key: str) -> None:
+    with raises_coded(ConfigError, reason, key):
+        load_function(reference)
+
+
+def test_a_file_is_loaded_once() -> None:
+    assert load_function(f"{TOY}:run").__globals__ is load_function(f"{TOY}:odd").__globals__
+
+
+def test_processes_that_an_agent_starts_can_import_it(tmp_path: Path) -> None:
+    path = tmp_path / "agent_of_workers.py"
+    source = "def double(x):\n    return 2 * x\n"
+    path.write_text(source)
+    double = load_function(f"{path}:double")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(double, 21).result() == 42
+    path.write_text(source.replace("2 *", "3 *"))
+    os.utime(path, ns=(0, 0))  # a different time even on a coarse clock
+    assert load_function(f"{path}:double")(2) == 6
+
+
+@pytest.mark.parametrize("name", ["types", "no-name", "numpy"])
+def test_a_file_named_as_another_module_hides_it_from_nobody(tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"{name}.py"
+    path.write_text("def run():\n    return 1\n")
+    before = sys.modules.get(name)
+    assert load_function(f"{path}:run")() == 1
+    assert sys.modules.get(name) is before
+
+
+def test_an_agent_whose_framework_is_missing_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text("import no_such_framework\n\nasync def run(task, llm):\n    return 0.0\n")
+    for _ in range(2):  # the broken module is not cached
+        with raises_coded(ConfigError, "not_loaded", str(path)) as caught:
+            load_function(f"{path}:run")
+        assert "no_such_framework" in str(caught.value)
