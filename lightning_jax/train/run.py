@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from tqdm.auto import tqdm
 
+from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.loading import load_function
 from lightning_jax.models.formats.load import LoadedModel
@@ -112,9 +112,9 @@ class Run:
         """Number of steps that made the current weights."""
         return self.replica.step
 
-    def connect(self, loops: Sequence[Any], runner: Runner) -> None:
-        """Attach the serving loops, one per weight set in order, and the runner of agents."""
-        self.loops, self.runner = loops, runner
+    def connect(self, engines: Sequence[Engine], runner: Runner) -> None:
+        """Attach the engines, one per weight set in order, and the runner of agents."""
+        self.engines, self.runner = engines, runner
 
     async def one_step(self) -> Metrics:
         """Run one step and return its metrics row.
@@ -302,7 +302,7 @@ class Run:
         return metrics | {"time/train_s": time.monotonic() - started}
 
     def _publish_next(self) -> Metrics:
-        """Go to the next step, load its weights into the loops, and return timing metrics.
+        """Go to the next step, load its weights into the engines, and return timing metrics.
 
         Weights that the step did not train only get the new version.
         """
@@ -310,8 +310,8 @@ class Run:
         started = time.monotonic()
         self.leader.tell("publish")
         params = {name: self.replica.states[name].params for name in self.replica.changed}
-        for loop, name in zip(self.loops, self.config.weights, strict=True):
-            loop.load_weights(params.get(name), self.step)
+        for engine, name in zip(self.engines, self.config.weights, strict=True):
+            engine.publish(params.get(name), self.step)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))
