@@ -109,7 +109,6 @@ class GrammarServer:
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize | None = None
-        self.starts = 0
 
     @property
     def pid(self) -> int | None:
@@ -145,7 +144,6 @@ class GrammarServer:
             )
         self._control, self._process = ours, process
         self._end = weakref.finalize(self, _end, process, ours)
-        self.starts += 1
         settings = {
             "tokenizer": self._tokenizer.to_json(),
             "end_of_turn_id": self._end_of_turn_id,

@@ -37,10 +37,6 @@ class LoopStalls:
     num_beats: int = 0
     _delays: dict[int, float] = field(default_factory=dict)  # wait for a CPU by thread, in seconds
 
-    @property
-    def longest_s(self) -> float:
-        return self.longest.seconds
-
     def reset(self) -> None:
         """Forget all measurements, for example before the next case."""
         self.longest = Stall(0.0)
