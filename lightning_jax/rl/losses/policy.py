@@ -19,7 +19,7 @@ from lightning_jax.rl.losses.ratios import (
     level_log_ratio,
 )
 from lightning_jax.rl.losses.segments import sums_to_go
-from lightning_jax.rl.losses.surrogates import SURROGATES
+from lightning_jax.rl.losses.surrogates import LOSSES, LossInputs
 
 Metrics = dict[str, Float[Array, ""]]
 TokenMetrics = dict[str, Float[Array, "B R"]]
@@ -67,20 +67,14 @@ def policy_loss(
             cost = kl_estimate(reference - old, algorithm.kl_estimator)
             advantages = advantages - algorithm.kl_coef * sums_to_go(cost, batch.target_calls)
     proximal = behavior if algorithm.proximal == "behavior" else old
-    token_loss, ratio, is_clipped = SURROGATES[algorithm.loss](
-        logprobs,
-        logprobs - proximal,
-        advantages,
-        batch,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        clip_dual=algorithm.clip_dual,
-    )
+    surrogate = LOSSES[algorithm.loss](algorithm)
+    found = surrogate(LossInputs(logprobs, logprobs - proximal, advantages, batch))
+    token_loss = found.token_loss
     sums |= {
         # With zero advantage, clipping loses no gradient.
-        "train/clip_fraction": (is_clipped & (advantages != 0.0)).astype(jnp.float32),
-        "train/ratio_mean": ratio,
-        "train/ratio_max": ratio,
+        "train/clip_fraction": (found.is_clipped & (advantages != 0.0)).astype(jnp.float32),
+        "train/ratio_mean": found.ratio,
+        "train/ratio_max": found.ratio,
     }
     if algorithm.correction != "none":
         current = logprobs if algorithm.proximal == "behavior" else old
