@@ -13,7 +13,7 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.losses.ratios import (
-    correction_weights,
+    CORRECTIONS,
     importance_ratio,
     kl_estimate,
     level_log_ratio,
@@ -137,13 +137,16 @@ def _check_given(algorithm: AlgorithmConfig, ref_logprobs: object, entropy: obje
 def _correction(
     log_ratio: Float[Array, "B R"], batch: Batch, algorithm: AlgorithmConfig
 ) -> tuple[Float[Array, "B R"], TokenMetrics]:
+    """Return (factor of each token's policy gradient, without a gradient itself; metrics)."""
     ratio = importance_ratio(level_log_ratio(log_ratio, batch, algorithm.correction_level))
-    weights, metrics = correction_weights(
-        ratio,
-        kind=algorithm.correction,
-        low=algorithm.correction_low,
-        high=algorithm.correction_high,
-    )
+    ratio = jax.lax.stop_gradient(ratio)
+    weights = CORRECTIONS[algorithm.correction](algorithm)(ratio)
+    changed = {"truncate": "truncated", "mask": "masked"}[algorithm.correction]
+    metrics = {
+        "train/correction_ratio_mean": ratio,
+        "train/correction_ratio_max": ratio,
+        f"train/correction_{changed}_share": (weights != ratio).astype(jnp.float32),
+    }
     if algorithm.proximal == "behavior" and algorithm.loss != "reinforce":
         # The loss already contains the ratio to the behavior policy, so kept tokens get weight 1.
         weights = (weights > 0.0).astype(jnp.float32)
