@@ -172,7 +172,7 @@ def test_stopped_while_it_compiles_it_says_so(model_dir: Path) -> None:
         (["serve", "--tensor", "3"], 1, ("tensor", "3", "8")),
         (["serve", "--drain-s", "nan"], 2, ("drain_s", "nan")),
         (["serve", "--record", ""], 2, ("record", "''")),
-        (["serve", "--dtype", "int4"], 2, ("dtype", "'int4'", "float32", "bfloat16", "auto")),
+        (["serve", "--dtype", "int4"], 2, ("--dtype", "'int4'", "float32", "bfloat16", "auto")),
         (["serve", "--model", "./none"], 1, ("model", "'./none'")),
         (["serve", "--max-len", "9999"], 1, ("serve.max_len", "9999", "2048")),
         (["serve", "--record", "no/such/place"], 1, ("no/such/place", "no/such")),
