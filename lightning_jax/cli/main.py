@@ -18,11 +18,13 @@ from lightning_jax.cli.runtime import (
     STOPPED,
     add_settings,
     is_unwritable,
+    keep_compiled,
     log_plainly,
     parse,
     stop_on_sigterm,
 )
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
 
@@ -68,9 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.run is _new:  # only copies files, without JAX
         return _new(arguments)
-    from lightning_jax.cli.compiled import keep_compiled
-    from lightning_jax.errors import UserError
-
     log_plainly()
     keep_compiled()
     try:
