@@ -94,7 +94,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Bind the port and serve. Raise GatewayError if the address is not available."""
-        on_close = self._meters.closed_connections.inc
+        on_close = partial(self._meters.count, "closed_connections")
         self._runner = await listen(self._application(), self._serve, on_close)
         self._url = reachable_url(self._runner.addresses[0])
         log.info("serving %s at %s", self.model_name, self._url)
@@ -128,7 +128,7 @@ class Gateway:
         Calls in flight are cancelled, and later ones get a 404.
         """
         traffic = self._rollouts.close(rollout_id)
-        self._meters.forgotten_answers.inc(traffic.num_forgotten)
+        self._meters.count("forgotten_answers", traffic.num_forgotten)
         return traffic
 
     def stats(self) -> dict[str, float]:

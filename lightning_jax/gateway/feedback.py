@@ -53,7 +53,7 @@ class Reports:
         if trace_id is not None:
             if self._owners.claim(rollout.owner, trace_id):
                 return context
-            self._meters.ignored_traceparents.inc()
+            self._meters.count("ignored_traceparents")
         return rollout.root.context
 
     async def add_spans(self, export: Export, owner: Owner | None) -> Counter[str]:
@@ -74,11 +74,11 @@ class Reports:
                 theirs.setdefault(whose, []).append((span, size))
         for whose, sized in theirs.items():
             await self._record(whose, sized, refused)
-        self._meters.spans.inc(len(export.spans) + export.num_excess - refused.total())
-        self._meters.unknown_spans.inc(refused[UNKNOWN])
-        self._meters.foreign_spans.inc(refused[FOREIGN])
-        self._meters.excess_spans.inc(refused[TOO_MANY_SENT] + refused[TOO_MANY_KEPT])
-        self._meters.dropped_attributes.inc(export.num_dropped_attributes)
+        self._meters.count("spans", len(export.spans) + export.num_excess - refused.total())
+        self._meters.count("unknown_spans", refused[UNKNOWN])
+        self._meters.count("foreign_spans", refused[FOREIGN])
+        self._meters.count("excess_spans", refused[TOO_MANY_SENT] + refused[TOO_MANY_KEPT])
+        self._meters.count("dropped_attributes", export.num_dropped_attributes)
         return +refused
 
     async def _record(

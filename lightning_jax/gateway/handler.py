@@ -144,7 +144,7 @@ class CallHandler:
         """Return the running call that the request repeats, or start a new one."""
         if rollout and is_repetition(request.headers) and (found := rollout.calls.find(identity)):
             rollout.num_joined += 1
-            self._meters.joined_calls.inc()
+            self._meters.count("joined_calls")
             return found
         route = self._routing.route_of(traits)
         responder = self._responders[self._routing.role_of(traits)[1].served_by]

@@ -89,7 +89,7 @@ class Responder:
         request, rendered = prepared.request, prepared.prompts
         self._check_room(request, rollout)
         breaks = sum(prompt.breaks for prompt in rendered)
-        self.meters.prefix_breaks.inc(breaks)
+        self.meters.count("prefix_breaks", breaks)
         if rollout:
             rollout.prefix_breaks += breaks
         check_size(request, self.serve.max_grammar_kib)
@@ -212,7 +212,7 @@ class Responder:
             for builder, choice, completion in zip(builders, call.choices, completions, strict=True)
         )
         malformed = sum(parser.malformed for parser in parsers)
-        self.meters.malformed_tool_calls.inc(malformed)
+        self.meters.count("malformed_tool_calls", malformed)
         self.meters.answered(call.dialect, answers)
         if rollout:
             rollout.malformed_tool_calls += malformed

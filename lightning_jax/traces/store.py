@@ -379,13 +379,6 @@ def _marks(row: tuple[object, ...]) -> str:
     return ", ".join("?" * len(row))
 
 
-def _as_json(attributes: Mapping[str, Any]) -> str:
-    """Return the attributes as JSON, encoding one at a time so that other threads can run."""
-    dump = partial(json.dumps, separators=(",", ":"), ensure_ascii=False)
-    pairs = (f"{dump(name)}:{dump(value)}" for name, value in attributes.items())
-    return "{" + ",".join(pairs) + "}"
-
-
 def _rollout(row: tuple[Any, ...]) -> Rollout:
     *fields, metrics, superseded = row
     return Rollout(*fields, metrics=json.loads(metrics), superseded=bool(superseded))
