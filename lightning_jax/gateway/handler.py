@@ -143,7 +143,6 @@ class CallHandler:
     ) -> RunningCall:
         """Return the running call that the request repeats, or start a new one."""
         if rollout and is_repetition(request.headers) and (found := rollout.calls.find(identity)):
-            rollout.num_joined += 1
             self._meters.count("joined_calls")
             return found
         route = self._routing.route_of(traits)

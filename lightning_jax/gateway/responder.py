@@ -90,8 +90,6 @@ class Responder:
         self._check_room(request, rollout)
         breaks = sum(prompt.breaks for prompt in rendered)
         self.meters.count("prefix_breaks", breaks)
-        if rollout:
-            rollout.prefix_breaks += breaks
         check_size(request, self.serve.max_grammar_kib)
         grammar = grammar_of(request, self.tool_format, self.tokenizer)
         rooms = tuple(self.serve.max_len - len(prompt.token_ids) for prompt in rendered)
@@ -215,7 +213,6 @@ class Responder:
         self.meters.count("malformed_tool_calls", malformed)
         self.meters.answered(call.dialect, answers)
         if rollout:
-            rollout.malformed_tool_calls += malformed
             rollout.num_tokens += _num_tokens(answers)
             if request.messages is not None:
                 _remember(rollout, rendered, answers)

@@ -105,7 +105,7 @@ async def test_a_required_call_comes_whatever_the_weights(
         path = first.prompt_token_ids + first.response_token_ids
         assert second.prompt_token_ids[: len(path)] == path
         assert any(first.forced) and not all(first.forced) and not any(second.forced)
-        assert bench.gateway.close_rollout("r1").prefix_breaks == 0
+        assert bench.gateway.stats()["serve/prefix_breaks"] == 0
 
 
 async def test_a_guaranteed_call_streams_in_pieces(bench: Bench, connect: Connect) -> None:
