@@ -8,7 +8,6 @@ from functools import partial
 from urllib.parse import quote
 
 from aiohttp import web
-from opentelemetry.trace import NoOpTracer, Tracer
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from lightning_jax.engine.config import ServeConfig
@@ -29,8 +28,8 @@ from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.traces import otlp
+from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.store import Store
-from lightning_jax.traces.tracer import Recorder, Root, make_tracer
 from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ __all__ = ["Gateway", "GatewayError", "RolloutSettings", "Traffic"]
 class Gateway:
     """Server that answers every dialect with the policy and records every call in the store.
 
-    Without a store or a tracer, calls leave no record. `routing` selects the calls that the loop
+    Without a store, calls leave no record. `routing` selects the calls that the loop
     `initial` or another server answers instead of `loop`, and the policy for each call. Call all
     methods in the event loop's thread that ran `start`.
     """
@@ -54,7 +53,6 @@ class Gateway:
         *,
         model_name: str,
         serve: ServeConfig,
-        tracer: Tracer | None = None,
         routing: Routing | None = None,
         initial: PolicyLoop | None = None,
     ) -> None:
@@ -66,7 +64,7 @@ class Gateway:
         responder = Responder(
             loop=loop,
             tokenizer=tokenizer,
-            recorder=Recorder(tracer or (make_tracer(store) if store else NoOpTracer()), store),
+            store=store,
             served_model=model_name,
             serve=serve,
             tool_format=format_of(tokenizer),
@@ -114,8 +112,8 @@ class Gateway:
         url = f"{self.url}/rollout/{quote(rollout.url_segment, safe='')}/v1"
         return LLM(url, rollout.owner.key, POLICY)
 
-    def root_of(self, rollout_id: str) -> Root:
-        """Return the ids of the open rollout's root span."""
+    def root_of(self, rollout_id: str) -> OpenSpan:
+        """Return the open rollout's root span."""
         return self._rollouts[rollout_id].root
 
     def posted_reward(self, rollout_id: str) -> float | None:

@@ -15,8 +15,8 @@ from lightning_jax.gateway.prompt.render import ConversationMemory
 from lightning_jax.gateway.retries import RunningCall, RunningCalls
 from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.traces._sqlite import StoreError
+from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.store import Store
-from lightning_jax.traces.tracer import Root
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class OpenRollout:
     """Rollout whose agent is running."""
 
     settings: RolloutSettings
-    root: Root = field(default_factory=Root)
+    root: OpenSpan = field(default_factory=OpenSpan)
     limits: ServeConfig = field(default_factory=ServeConfig)
     owner: Owner = field(init=False)
     memory: ConversationMemory = field(default_factory=ConversationMemory)
@@ -213,7 +213,7 @@ class OpenRollouts:
                 key=settings.rollout_id,
             )
         sequence = self._store.next_sequence() if self._store else None
-        rollout = OpenRollout(settings, Root(sequence=sequence), self._limits)
+        rollout = OpenRollout(settings, OpenSpan(sequence=sequence), self._limits)
         self.owners.add(rollout.owner)
         self._by_id[settings.rollout_id] = rollout
         return rollout
