@@ -36,8 +36,8 @@ from lightning_jax.rollouts.metrics import (
 from lightning_jax.rollouts.runner import Runner, make_requests, run_rollouts
 from lightning_jax.system.files import write_whole
 from lightning_jax.system.threads import run_in_thread
+from lightning_jax.traces.context import flush_process_tracer
 from lightning_jax.traces.store import Store
-from lightning_jax.traces.tracer import flush_process_tracer
 from lightning_jax.train import multihost
 from lightning_jax.train.config import Config
 from lightning_jax.train.export import EXPORTED, export
