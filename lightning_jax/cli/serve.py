@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -28,11 +27,11 @@ log = logging.getLogger(__name__)
 def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish for up to `drain_s`.
 
-    `announce` is called once requests are answered. Before that, SIGINT raises KeyboardInterrupt. A
+    `announce` is called once requests are accepted. Before that, SIGINT raises KeyboardInterrupt. A
     second signal cancels running requests at once. Raises UserError if the model, the address or
     the record file is not available.
     """
-    asyncio.run(check_address(config.serve))  # report a port in use before minutes of compiling
+    asyncio.run(check_address(config.serve))  # report a port in use before loading
     engine = _load(config)
     with ExitStack() as at_end:
         store = None
@@ -43,11 +42,10 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
         # Last in, first out: running requests get an error from the engine, and time to send it.
         at_end.callback(lambda: runner.run(gateway.close()))
         at_end.callback(engine.close)
-        _compile(engine)
         at_end.enter_context(freeze_objects())
         engine.start()
-        # Only now, because an earlier client would wait for minutes without an answer.
         runner.run(gateway.start())
+        log.info("the first answers wait for programs to compile, for seconds")
         announce(gateway)
         runner.run(_until_stopped(engine, config.drain_s))
 
@@ -63,13 +61,6 @@ def _load(config: ServerConfig) -> Engine:
     mesh = serving_mesh(None, MeshConfig(tensor=config.tensor))
     model = load_model(named.name, named.dtype, named.activation_dtype)
     return Engine(model, config.serve, dtype=named.dtype, mesh=mesh)
-
-
-def _compile(engine: Engine) -> None:
-    log.info("compiling: takes minutes at the first start of a model on a machine, less afterwards")
-    started = time.monotonic()
-    engine.warmup()
-    log.info("compiled in %.0f s", time.monotonic() - started)
 
 
 async def _until_stopped(engine: Engine, drain_s: float) -> None:

@@ -19,7 +19,6 @@ from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.models.transformer import DecoderConfig, Params
-from lightning_jax.system.threads import run_in_thread
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +26,9 @@ log = logging.getLogger(__name__)
 class Engine:
     """Model that answers requests with the newest weights published to it.
 
-    `async with` compiles all programs in a thread and starts the engine. The weights are copied,
-    here and in `publish`, so the caller may donate them to the next train step. `dtype` is that of
+    `async with` starts the engine. It compiles programs when requests first need them, so the first
+    request to a model that is new to the machine waits for seconds. The weights are copied, here
+    and in `publish`, so the caller may donate them to the next train step. `dtype` is that of
     the copy, by default the model's. The mesh is by default `serve.mesh`, or all devices.
 
     The mesh's `data` axis gives the number of replicas of the weights. They share nothing: each has
@@ -67,11 +67,6 @@ class Engine:
             )
 
     async def __aenter__(self) -> Self:
-        try:
-            await run_in_thread(self.warmup)
-        except BaseException:
-            self.close()
-            raise
         self.start()
         return self
 
@@ -107,7 +102,7 @@ class Engine:
             list(pool.map(lambda loop: loop.warmup(), self._loops))
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads, and begin to compile what the first request needs."""
         for loop in self._loops:
             loop.start()
 

@@ -1,14 +1,13 @@
 """Executables of programs that come in several sizes, compiled in the order of need.
 
-A program that serves 16 rows also serves one, only slower. So a request whose program is not
-compiled yet runs a larger one, while a thread compiles its own. It waits only if there is none.
+A program that serves 16 rows also serves one, only slower. So a call whose program is not compiled
+yet runs a larger one, while a thread compiles its own. It waits only if there is none.
 """
 
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -20,26 +19,26 @@ Size = tuple[int, ...]
 
 
 class Compiler:
-    """Thread that compiles requested programs one after the other.
+    """Thread that compiles what was requested, in order.
 
-    It ends when nothing is left, and between two programs if the process ends.
+    It ends when nothing is left, and after the current program if the process ends.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: dict[Hashable, Callable[[], Any]] = {}
         self._thread: threading.Thread | None = None
 
-    def add(self, compile_one: Callable[[], None]) -> None:
-        """Compile one more program, after those that were added before."""
+    def request(self, name: Hashable, compile_one: Callable[[], Any]) -> None:
+        """Add a program to the queue. Do nothing if one with this name waits already."""
         with self._lock:
-            self._waiting.append(compile_one)
+            self._waiting.setdefault(name, compile_one)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="compiler")
                 self._thread.start()
 
     def close(self) -> None:
-        """Drop what waits, and wait for the program that is being compiled."""
+        """Drop the queue, and wait for the program that is being compiled."""
         with self._lock:
             self._waiting.clear()
             thread = self._thread
@@ -52,79 +51,71 @@ class Compiler:
                 if not self._waiting or not threading.main_thread().is_alive():
                     self._thread = None
                     return
-                compile_one = self._waiting.popleft()
+                name = next(iter(self._waiting))
+                compile_one = self._waiting.pop(name)
             try:
                 compile_one()
-            except Exception:  # a call that needs this program will raise the error
-                log.exception("a program could not be compiled in the background")
-
-
-class _Entry:
-    """Executable of one size, or the error that compiling it ended with."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()  # held by the thread that compiles it
-        self.executable: Any = None
+            except Exception:  # a call that needs this program raises the error
+                log.exception("the program %s could not be compiled in advance", name)
 
 
 class Executables:
     """Executables of one program by size.
 
-    `lower` takes a size and the shapes of the arguments, and returns the lowered program.
+    `lower` takes a size and the arguments' shapes, and returns the lowered program. All methods may
+    be called from any thread.
     """
 
     def __init__(self, name: str, lower: Callable[..., Any], compiler: Compiler) -> None:
         self._name, self._lower, self._compiler = name, lower, compiler
-        self._entries: dict[Size, _Entry] = {}
+        self._ready: dict[Size, Any] = {}
+        self._locks: dict[Size, threading.Lock] = {}  # held while a thread compiles the size
 
     @property
-    def ready(self) -> set[Size]:
+    def ready(self) -> frozenset[Size]:
         """Sizes that are compiled."""
-        return {size for size, entry in list(self._entries.items()) if entry.executable}
+        return frozenset(self._ready.copy())
 
     def at_least(self, size: Size, *arguments: Any) -> Any:
-        """Return the smallest executable that is as large as `size` in all its numbers.
+        """Return the smallest executable that is as large as `size` in each of its numbers.
 
-        If that is a larger one, a thread begins to compile `size` for later calls. If there is
-        none, compile `size` and wait for it.
+        If that is a larger one, begin to compile `size` for later calls. If there is none, compile
+        `size` and wait for it.
         """
-        if (entry := self._entries.get(size)) and entry.executable:
-            return entry.executable
+        if size in self._ready:
+            return self._ready[size]
         larger = [
             other
             for other in self.ready
-            if all(mine >= wanted for mine, wanted in zip(other, size, strict=True))
+            if all(has >= needed for has, needed in zip(other, size, strict=True))
         ]
         if not larger:
             return self.exactly(size, *arguments)
         self.request(size, *arguments)
-        return self._entries[min(larger)].executable
+        return self._ready[min(larger)]
 
     def exactly(self, size: Size, *arguments: Any) -> Any:
-        """Return the executable of this size. Compile it if need be, or wait for the thread."""
-        entry = self._entries.setdefault(size, _Entry())
-        with entry.lock:
-            if entry.executable is None:
+        """Return the executable of this size. Compile it, unless that has been done."""
+        with self._locks.setdefault(size, threading.Lock()):
+            if size not in self._ready:
                 started = time.monotonic()
-                entry.executable = self._lower(size, *_shapes(arguments)).compile()
-                took = time.monotonic() - started
-                log.debug("compiled %s %s in %.1f s", self._name, size, took)
-        return entry.executable
+                self._ready[size] = self._lower(size, *_shapes(arguments)).compile()
+                seconds = time.monotonic() - started
+                log.debug("compiled %s %s in %.1f s", self._name, size, seconds)
+            return self._ready[size]
 
     def request(self, size: Size, *arguments: Any) -> None:
-        """Let the thread compile this size, unless that was requested before."""
-        if size in self._entries:
-            return
-        self._entries[size] = _Entry()
-        shapes = _shapes(arguments)
-        self._compiler.add(lambda: self.exactly(size, *shapes))
+        """Let the compiler's thread compile this size, unless that has been done."""
+        if size not in self._ready:
+            shapes = _shapes(arguments)
+            self._compiler.request((self._name, size), lambda: self.exactly(size, *shapes))
 
 
 def _shapes(arguments: Any) -> Any:
     """Return the arguments' shapes, dtypes and shardings, without their buffers."""
 
     def shape(leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray | np.generic):  # not committed to a device
+        if isinstance(leaf, np.ndarray | np.generic):  # committed to no device
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 

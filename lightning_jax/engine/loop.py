@@ -119,7 +119,7 @@ class EngineLoop:
         return len(self._intake)
 
     def warmup(self) -> None:
-        """Compile all programs. Call before `start`."""
+        """Compile all programs, so that no request waits for one. Call before `start`."""
         if self._thread is not None:
             raise EngineError(
                 "the engine loop is already running; call warmup() before start()", reason="running"
@@ -127,11 +127,12 @@ class EngineLoop:
         self._state = self._prefixes.warmup(self._programs.warmup(self._params, self._state))
 
     def start(self) -> None:
-        """Start the engine's thread."""
+        """Start the engine's thread, and begin to compile what the first request needs."""
         if self._thread is not None:
             raise EngineError(
                 "the engine loop was already started; create a new one", reason="running"
             )
+        self._programs.compile_first(self._params, self._state)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -208,6 +209,7 @@ class EngineLoop:
         )
         if self._thread is not None:
             self._thread.join()
+        self._programs.compiler.close()
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start and the numbers of running and waiting requests."""

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,10 @@ from jaxtyping import Int32
 from lightning_jax.engine import programs
 from lightning_jax.engine.cache.pages import PageCopier
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.executables import Compiler, Executables, Size
 from lightning_jax.engine.programs import DecodeState, Start, start_of
 from lightning_jax.engine.sampling import Adjustment, Sampled
-from lightning_jax.engine.scheduler import plan_prefill, row_counts
+from lightning_jax.engine.scheduler import ChunkBatch, plan_prefill, row_counts
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.attention.kv_cache import KVCache, is_whole, row_length, segment_lengths
@@ -54,8 +55,21 @@ class Fill:
     adapter: int | None = None  # index, for a model with several adapters
 
 
+class PromptBatch(NamedTuple):
+    """Chunks of B prompts, padded to T tokens, as `programs.prefill` takes them."""
+
+    rows: Int32[np.ndarray, " B"]
+    tokens: Int32[np.ndarray, "B T"]
+    starts: Int32[np.ndarray, " B"]
+    lengths: Int32[np.ndarray, " B"]
+    adapters: Int32[np.ndarray, " B"] | None
+
+
 class SlotPrograms:
-    """Compiled functions for one model shape and slot layout. Holds no weights and no state."""
+    """Compiled functions for one model shape and slot layout. Holds no weights and no state.
+
+    Prefill and generate steps are compiled when a call first needs them, see `executables`.
+    """
 
     def __init__(
         self,
@@ -105,32 +119,36 @@ class SlotPrograms:
         self._init = jit(init, out_shardings=state)
         row = partial(init_cache, slots=1, length=length, **sizes)
         self._init_row = jit(row, out_shardings=cache)
-        self._prefill = jit(prefill, donate_argnums=1, out_shardings=cache)
+        self.compiler = Compiler()
+        self._prefill = Executables(
+            "prefill",
+            lambda size, *shapes: jit(prefill, donate_argnums=1, out_shardings=cache).lower(
+                *shapes
+            ),
+            self.compiler,
+        )
         self._insert = jit(programs.insert_row, donate_argnums=0, out_shardings=state)
         self._activate = jit(programs.activate, donate_argnums=0, out_shardings=state)
         self._retire = jit(programs.retire, donate_argnums=0, out_shardings=state)
-        self._generate = jit(
-            generate,
-            static_argnames=("segments", "rows"),
-            donate_argnums=1,
-            out_shardings=(state, plain),
-        )
-        generate_steps = partial(
+        several = partial(
             programs.generate_steps, config=self.config, steps=self.steps_per_dispatch
         )
-        self._generate_steps = jit(
-            generate_steps,
-            static_argnames=("segments", "rows"),
-            donate_argnums=1,
-            out_shardings=(state, plain),
-        )
-        # A separate program, because most steps need neither masks nor the likeliest tokens.
-        self._generate_adjusted = jit(
-            partial(generate, rows=self.num_slots),
-            static_argnames="segments",
-            donate_argnums=1,
-            out_shardings=(state, plain),
-        )
+
+        def decode(name: str, program: Any) -> Executables:
+            """Return the executables of a generate step, by (cache segments, rows)."""
+
+            def lower(size: Size, *shapes: Any) -> Any:
+                sized = partial(program, segments=size[0], rows=size[1])
+                return jit(sized, donate_argnums=1, out_shardings=(state, plain)).lower(*shapes)
+
+            return Executables(name, lower, self.compiler)
+
+        self._generate = decode("generate", generate)
+        self._generate_steps = decode("generate_steps", several)
+        # Separate programs, because most steps need neither masks nor the likeliest tokens, and few
+        # a bias.
+        self._generate_adjusted = decode("generate_adjusted", generate)
+        self._generate_biased = decode("generate_biased", generate)
 
     def put_on_mesh(self, params: Params | Spread) -> Params:
         """Return a copy of the weights, or of some of them, in the engine's layout and dtype.
@@ -185,26 +203,57 @@ class SlotPrograms:
                     key="prompt",
                 )
         lengths = [len(fill.ids) for fill in fills]
-        for batch in plan_prefill(lengths, self.buckets, self._chunks_at_once):
+        for batch in self._plan_prefill(params, cache, lengths):
             chosen = [fills[index] for index, _, _ in batch.chunks]
-            tokens = np.zeros((len(chosen), batch.bucket), np.int32)
-            for row, fill, (_, first, end) in zip(tokens, chosen, batch.chunks, strict=True):
+            inputs = self._prompts(batch.bucket, len(chosen))
+            for row, fill, (_, first, end) in zip(inputs.tokens, chosen, batch.chunks, strict=True):
                 row[: end - first] = fill.ids[first:end]
             _, firsts, ends = np.array(batch.chunks, np.int32).T
-            cache = self._prefill(
-                params,
-                cache,
-                np.array([fill.row for fill in chosen], np.int32),
-                tokens,
-                firsts + np.array([fill.start for fill in chosen], np.int32),
-                ends - firsts,
-                self._adapters([fill.adapter for fill in chosen]),
-            )
+            inputs.rows[:] = [fill.row for fill in chosen]
+            inputs.starts[:] = firsts + [fill.start for fill in chosen]
+            inputs.lengths[:] = ends - firsts
+            if inputs.adapters is not None:
+                inputs.adapters[:] = [fill.adapter for fill in chosen]
+            size = (cache.num_rows, batch.bucket, len(chosen))
+            cache = self._prefill.exactly(size, params, cache, *inputs)(params, cache, *inputs)
         return cache
 
-    def _adapters(self, chosen: Sequence[int | None]) -> Int32[np.ndarray, " B"] | None:
-        has_adapters = self.config.num_adapters is not None
-        return np.array(chosen, np.int32) if has_adapters else None
+    def _plan_prefill(
+        self, params: Params, cache: KVCache, lengths: Sequence[int]
+    ) -> list[ChunkBatch]:
+        """Plan batches for prompts of these lengths with the programs that are compiled.
+
+        Others that would be faster are requested. If no program is compiled, the smallest is.
+        """
+        best = list(plan_prefill(lengths, self.buckets, self._chunks_at_once))
+        missing = {(b.bucket, len(b.chunks)) for b in best} - self._ready_prefills(cache)
+        if not missing:
+            return best
+        smallest = (self.buckets[0], 1)
+        inputs = self._prompts(*smallest)
+        if smallest not in self._ready_prefills(cache):
+            self._prefill.exactly((cache.num_rows, *smallest), params, cache, *inputs)
+        for bucket, count in missing - {smallest}:
+            inputs = self._prompts(bucket, count)
+            self._prefill.request((cache.num_rows, bucket, count), params, cache, *inputs)
+        ready = self._ready_prefills(cache)
+        counts = {
+            bucket: tuple(count for count in counts if (bucket, count) in ready)
+            for bucket, counts in self._chunks_at_once.items()
+            if (bucket, 1) in ready
+        }
+        return list(plan_prefill(lengths, tuple(counts), counts))
+
+    def _ready_prefills(self, cache: KVCache) -> set[tuple[int, int]]:
+        """Return the (bucket, number of prompts) of each prefill compiled for this cache."""
+        sizes = self._prefill.ready
+        return {(bucket, count) for rows, bucket, count in sizes if rows == cache.num_rows}
+
+    def _prompts(self, bucket: int, count: int) -> PromptBatch:
+        zeros = np.zeros(count, np.int32)
+        adapters = None if self.config.num_adapters is None else zeros.copy()
+        tokens = np.zeros((count, bucket), np.int32)
+        return PromptBatch(zeros.copy(), tokens, zeros.copy(), zeros.copy(), adapters)
 
     def insert(self, row: KVCache, state: DecodeState, slot: int, start: Start) -> DecodeState:
         """Return the state with a one-row cache in the slot, and the slot active.
@@ -245,13 +294,17 @@ class SlotPrograms:
         chosen = range(self.num_slots) if slots is None else slots
         slot_mask = np.zeros(self.num_slots, bool)
         slot_mask[list(chosen)] = True
-        if adjustment is not None:
-            if adjustment.bias is not None:
-                segments = len(self.capacities)
-            return self._generate_adjusted(params, state, slot_mask, adjustment, segments=segments)
-        rows = next(n for n in self.slot_counts if n > max(chosen))
-        program = self._generate if steps == 1 else self._generate_steps
-        return program(params, state, slot_mask, segments=segments, rows=rows)
+        arguments: tuple[Any, ...] = (params, state, slot_mask)
+        if adjustment is None:
+            rows = next(n for n in self.slot_counts if n > max(chosen))
+            program = self._generate if steps == 1 else self._generate_steps
+        elif adjustment.bias is None:
+            rows, program = self.num_slots, self._generate_adjusted
+            arguments = (*arguments, adjustment)
+        else:
+            rows, segments, program = self.num_slots, len(self.capacities), self._generate_biased
+            arguments = (*arguments, adjustment)
+        return program.at_least((segments, rows), *arguments)(*arguments)
 
     def adjustment(self, has_bias: bool = False, has_likeliest: bool = False) -> Adjustment:
         """Return a new adjustment that changes no logits: mask bits all 1, bias (if any) all 0."""
@@ -271,31 +324,44 @@ class SlotPrograms:
     @property
     def compiles(self) -> int:
         """Number of programs compiled so far."""
-        functions = (self._init, self._init_row, self._prefill, self._insert, self._activate)
-        functions += (self._retire, self._generate, self._generate_steps, self._generate_adjusted)
-        compiled: Any = functions
-        return self.pages.compiles + sum(function._cache_size() for function in compiled)
+        functions: Any = (self._init, self._init_row, self._insert, self._activate, self._retire)
+        sized = (self._prefill, self._generate, self._generate_steps)
+        sized += (self._generate_adjusted, self._generate_biased)
+        compiled = sum(len(executables.ready) for executables in sized)
+        return self.pages.compiles + compiled + sum(f._cache_size() for f in functions)
+
+    def compile_first(self, params: Params, state: DecodeState) -> None:
+        """Begin to compile, in a thread, what the first request needs and what can serve all."""
+        count = (self.buckets[0], 1)
+        size = (state.cache.num_rows, *count)
+        self._prefill.request(size, params, state.cache, *self._prompts(*count))
+        slot_mask = np.zeros(self.num_slots, bool)
+        for size in ((1, self.slot_counts[0]), (len(self.capacities), self.num_slots)):
+            self._generate.request(size, params, state, slot_mask)
 
     def warmup(self, params: Params, state: DecodeState) -> DecodeState:
-        """Compile every program that serves slots, except those of `pages`, by running it.
+        """Compile every program that serves slots, except those of `pages`.
 
         No slot is active afterwards. Donates `state`.
         """
-        adapter = None if self.config.num_adapters is None else 0
-        cache = state.cache
+        rows = state.cache.num_rows
         for bucket, counts in self._chunks_at_once.items():
             for count in counts:
-                fills = [Fill(row, 0, [0] * bucket, adapter) for row in range(count)]
-                cache = self.prefill(params, cache, fills)
-        state = replace(state, cache=cache)
+                inputs = self._prompts(bucket, count)
+                self._prefill.exactly((rows, bucket, count), params, state.cache, *inputs)
+        arguments = (params, state, np.zeros(self.num_slots, bool))
+        most = len(self.capacities)
+        for size in itertools.product(range(1, most + 1), self.slot_counts):
+            self._generate.exactly(size, *arguments)
+            if self.steps_per_dispatch > 1:
+                self._generate_steps.exactly(size, *arguments)
+        for segments in range(1, most + 1):
+            size = (segments, self.num_slots)
+            self._generate_adjusted.exactly(size, *arguments, self.adjustment())
+        size = (most, self.num_slots)
+        self._generate_biased.exactly(size, *arguments, self.adjustment(has_bias=True))
+        adapter = None if self.config.num_adapters is None else 0
         state = self.activate(state, 0, start_of(0, 0, SamplingParams(), 0, adapter))
-        for capacity, count, steps in itertools.product(
-            self.capacities, self.slot_counts, {1, self.steps_per_dispatch}
-        ):
-            state, _ = self.generate(params, state, capacity, slots=range(count), steps=steps)
-        for capacity in self.capacities:
-            state, _ = self.generate(params, state, capacity, self.adjustment())
-        state, _ = self.generate(params, state, adjustment=self.adjustment(has_bias=True))
         return jax.block_until_ready(self.retire(state, range(self.num_slots)))
 
 

@@ -191,7 +191,6 @@ async def open_run(
         agent = await at_end.enter_async_context(isolate_agent(agent))
         await gateway.start()
         for engine in running:
-            await run_in_thread(engine.warmup)
             engine.start()
         at_end.enter_context(freeze_objects())
         run.connect(engines, Runner(agent, gateway, store, config.rollout, config.seed))

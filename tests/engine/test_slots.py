@@ -1,6 +1,7 @@
 """Tests that slots compute the same as one full forward pass, regardless of other slots."""
 
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -307,8 +308,26 @@ def test_nothing_compiles_after_warmup():
         state = engine.retire(state, [slot])
     assert engine.compiles == compiled
     # One for each number of cache segments that a step may read, and one with a bias.
-    adjusted: Any = engine._generate_adjusted
-    assert adjusted._cache_size() == len(engine.capacities) + 1 == 3
+    sizes = (len(engine._generate_adjusted.ready), len(engine._generate_biased.ready))
+    assert sizes == (len(engine.capacities), 1) == (2, 1)
+
+
+def test_a_prompt_runs_in_small_chunks_until_its_program_is_compiled() -> None:
+    model = tiny_model(0, num_layers=1)
+    programs = SlotPrograms(
+        model.config, ServeConfig(slots=4, max_len=300, prefill_buckets=(16, 128))
+    )
+    params = programs.put_on_mesh(model.params)
+    prompts = [Fill(row, 0, list(range(1, 100))) for row in range(4)]
+    first = programs.prefill(params, programs.init_state().cache, prompts)
+    assert (4, 16, 1) in programs._prefill.ready
+    programs.compiler.close()
+    programs.prefill(params, programs.init_state().cache, prompts)  # requests it again if dropped
+    while (4, 128, 4) not in programs._prefill.ready:
+        time.sleep(0.01)
+    second = programs.prefill(params, programs.init_state().cache, prompts)
+    for before, after in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_allclose(before[:, :99], after[:, :99], atol=1e-5)
 
 
 def test_a_slot_left_out_of_steps_samples_the_same_later(model, engine):

@@ -1,0 +1,95 @@
+"""Tests of compiling programs in the order of need."""
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.engine.executables import Compiler, Executables
+
+
+class Steps:
+    """A program of several sizes, whose compilation can be held up."""
+
+    def __init__(self) -> None:
+        self.compiler, self.lowered = Compiler(), []
+        self.go = threading.Event()
+        self.executables = Executables("add", self._lower, self.compiler)
+
+    def _lower(self, size: tuple[int, ...], *shapes: Any) -> Any:
+        self.lowered.append(size)
+        if threading.current_thread().name == "compiler":
+            self.go.wait(30)
+        return jax.jit(lambda x: x + size[0] * 100 + size[1]).lower(*shapes)
+
+    def run(self, *size: int) -> int:
+        x = np.float32(0)
+        return int(self.executables.at_least(size, x)(x))
+
+
+@pytest.fixture
+def steps():
+    made = Steps()
+    yield made
+    made.go.set()
+    made.compiler.close()
+
+
+def test_the_first_call_compiles_its_size(steps: Steps) -> None:
+    assert steps.run(1, 2) == 102
+    assert steps.lowered == [(1, 2)]
+
+
+def test_a_larger_program_runs_until_the_exact_one_is_compiled(steps: Steps) -> None:
+    assert steps.run(4, 4) == 404
+    assert steps.run(1, 2) == 404 and steps.run(1, 2) == 404
+    steps.go.set()
+    steps.compiler.close()
+    assert steps.run(1, 2) == 102 and steps.lowered == [(4, 4), (1, 2)]
+
+
+def test_the_smallest_larger_program_is_taken_and_never_a_smaller_one(steps: Steps) -> None:
+    for size in ((2, 1), (1, 4), (4, 4), (2, 4)):
+        steps.executables.exactly(size, np.float32(0))
+    assert steps.run(2, 2) == 204
+    assert steps.run(5, 1) == 501
+
+
+def test_a_call_waits_for_the_thread_that_compiles_its_size(steps: Steps) -> None:
+    steps.executables.request((1, 1), np.float32(0))
+    threading.Timer(0.1, steps.go.set).start()
+    assert steps.run(1, 1) == 101
+    assert steps.lowered == [(1, 1)]
+
+
+def test_closing_drops_what_waits(steps: Steps) -> None:
+    for size in ((1, 1), (2, 2), (3, 3)):
+        steps.executables.request(size, np.float32(0))
+    while not steps.lowered:
+        pass
+    threading.Timer(0.1, steps.go.set).start()
+    steps.compiler.close()
+    assert steps.executables.ready == {(1, 1)} and steps.lowered == [(1, 1)]
+    assert steps.run(3, 3) == 303  # compiled by the call
+
+
+def test_an_error_reaches_the_call_that_needs_the_program(steps: Steps) -> None:
+    def fails(size: tuple[int, ...], *shapes: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    broken = Executables("broken", fails, steps.compiler)
+    broken.request((1,), np.float32(0))
+    with pytest.raises(RuntimeError):
+        broken.at_least((1,), np.float32(0))
+
+
+def test_requests_keep_no_buffers(steps: Steps) -> None:
+    x = jnp.zeros(3)
+    steps.executables.request((1, 1), x)
+    x.delete()
+    steps.go.set()
+    steps.compiler.close()
+    assert steps.executables.ready == {(1, 1)}
