@@ -1,8 +1,22 @@
 """Settings of the learning algorithm, its batches and its optimizer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from lightning_jax.errors import require
+
+# In YAML a name or FILE:FUNCTION, from Python also a function, which OmegaConf knows no type for.
+if TYPE_CHECKING:
+    Choice = str | Callable[..., Any]
+else:
+    Choice = Any
+CUSTOM = "FILE:FUNCTION"
+
+
+def is_custom(choice: Choice) -> bool:
+    """Return whether a setting is a function, or names one as FILE:FUNCTION."""
+    return callable(choice) or (isinstance(choice, str) and ":" in choice)
 
 
 @dataclass(frozen=True)
@@ -10,7 +24,8 @@ class AlgorithmConfig:
     """Settings that turn rewards into a loss. docs/algorithms.md lists them for each algorithm."""
 
     # Rewards and the choice of rollouts.
-    credit: str = "identical"  # identical, per_step, turn_groups, learned or learned_token
+    # Each Choice is also FILE:FUNCTION, or a function from Python; see docs/algorithms.md.
+    credit: Choice = "identical"  # identical, per_step, turn_groups, learned or learned_token
     discount: float = 1.0  # per call, or per token with learned_token; unused by identical
     gae_lambda: float = 1.0  # for learned and learned_token; 1: unbiased for any values
     overlong_penalty: float = 0.0  # maximum penalty for a long response, in reward units; 0: off
@@ -20,10 +35,10 @@ class AlgorithmConfig:
     # by other tasks; such groups are never trained on. 1: replace no group.
     max_sampling_rounds: int = 1
     # Advantages.
-    baseline: str = "group_mean"  # group_mean, leave_one_out, batch_mean or none
+    baseline: Choice = "group_mean"  # group_mean, leave_one_out, batch_mean or none
     normalize: str = "group_std"  # divisor of the advantages: group_std, batch_std or none
     # Loss of a token, and its weight.
-    loss: str = "clip"  # clip (PPO, per token), gspo (per call), cispo, reinforce or dpo
+    loss: Choice = "clip"  # clip (PPO, per token), gspo (per call), cispo, reinforce or dpo
     dpo_beta: float = 0.1  # for dpo: strength of the penalty for leaving the reference
     clip_low: float = 0.2  # distance of the lower bound from ratio 1; 1: no lower bound
     clip_high: float = 0.2  # distance of the upper bound from ratio 1
@@ -33,7 +48,7 @@ class AlgorithmConfig:
     token_divisor: float = 1024.0  # for constant: divisor of a rollout's sum, in tokens
     # Off-policy correction.
     proximal: str = "behavior"  # policy in the ratio's denominator: behavior or old
-    correction: str = "none"  # none, truncate or mask, by the ratio of old to behavior policy
+    correction: Choice = "none"  # none, truncate or mask, by the ratio of old to behavior policy
     correction_level: str = "token"  # scope of one ratio: token, sequence or sequence_mean
     correction_low: float = 0.5  # for mask: smallest ratio that is kept
     correction_high: float = 2.0  # for mask: largest ratio that is kept; for truncate: the cap
@@ -106,13 +121,13 @@ class AlgorithmConfig:
 
     def _check_choices(self) -> None:
         for name, choices in {
-            "credit": ("identical", "per_step", "turn_groups", "learned", "learned_token"),
-            "baseline": ("group_mean", "leave_one_out", "batch_mean", "none"),
+            "credit": ("identical", "per_step", "turn_groups", "learned", "learned_token", CUSTOM),
+            "baseline": ("group_mean", "leave_one_out", "batch_mean", "none", CUSTOM),
             "normalize": ("group_std", "batch_std", "none"),
-            "loss": ("clip", "gspo", "cispo", "reinforce", "dpo"),
+            "loss": ("clip", "gspo", "cispo", "reinforce", "dpo", CUSTOM),
             "aggregation": ("rollout", "token", "call", "constant"),
             "proximal": ("behavior", "old"),
-            "correction": ("none", "truncate", "mask"),
+            "correction": ("none", "truncate", "mask", CUSTOM),
             "correction_level": ("token", "sequence", "sequence_mean"),
             "kl_estimator": ("k1", "k2", "k3"),
             "kl_in": ("loss", "reward"),
@@ -120,7 +135,9 @@ class AlgorithmConfig:
             "value_heads": ("per_policy", "shared"),
         }.items():
             expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
-            require(self, **{name: (getattr(self, name) in choices, expected, "unknown")})
+            value = getattr(self, name)
+            is_known = value in choices or (CUSTOM in choices and is_custom(value))
+            require(self, **{name: (is_known, expected, "unknown")})
 
     def _check_preferences(self) -> None:
         """Refuse settings that DPO would otherwise ignore."""
@@ -158,8 +175,12 @@ class AlgorithmConfig:
 
     @property
     def has_only_policy_gradient(self) -> bool:
-        """True if a token without an advantage has no gradient: no KL, entropy or value term."""
-        return self.kl_coef == 0 and self.entropy_coef == 0 and not self.has_critic
+        """True if a token without an advantage has no gradient: no KL, entropy or value term.
+
+        A custom loss may have other terms.
+        """
+        has_other_terms = self.kl_coef > 0 or self.entropy_coef > 0 or is_custom(self.loss)
+        return not (has_other_terms or self.has_critic)
 
     @property
     def needs_old_logprobs(self) -> bool:

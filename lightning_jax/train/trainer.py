@@ -42,6 +42,7 @@ from lightning_jax.models.formats.load import LoadedModel, load_model
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.rl.choices import load_choices
 from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.program import make_agent
 from lightning_jax.rollouts.runner import Runner
@@ -145,7 +146,7 @@ async def open_run(
     Everything is closed at the end.
     """
     agent, make_one = make_agent(config.agent), _orchestrator(config)
-    directory = Path(config.run_dir)
+    algorithm, directory = load_choices(config.algorithm), Path(config.run_dir)
     async with AsyncExitStack() as at_end:  # last in, first out
         at_end.enter_context(_alone_in(directory))  # before loading the model, which takes long
         config = _with_dtypes(config)
@@ -168,7 +169,7 @@ async def open_run(
         initial = None
         if any(role.served_by == "initial" for role in config.roles.values()):
             initial = make_loop(model.params, 0)  # before the run takes ownership of the weights
-        run = Run(config, model, store, train_tasks, dev_tasks)
+        run = Run(replace(config, algorithm=algorithm), model, store, train_tasks, dev_tasks)
         at_end.push_async_callback(run.close)
         at_end.callback(run.leader.stop_followers)
         _supersede_stored(store, changed, run.step)
