@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lightning_jax.rl.advantages import per_group
-from lightning_jax.rl.losses.surrogates import LossInputs, TokenLoss
+from lightning_jax.rl.losses import LossInputs, TokenLoss
 
 
 def clip(inputs: LossInputs) -> TokenLoss:
