@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, LiteralNode, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -228,7 +228,8 @@ def _fields(error: OmegaConfBaseException) -> dict[str, str]:
         return key | {"reason": "moved"}
     if isinstance(error, InterpolationResolutionError):
         return key | {"reason": "unresolved"}
-    return key | {"reason": "unknown" if isinstance(error, KeyError) else "wrong_type"}
+    is_unknown = isinstance(error, KeyError) or isinstance(error.child_node, LiteralNode)
+    return key | {"reason": "unknown" if is_unknown else "wrong_type"}
 
 
 def _one_sentence(error: Exception) -> str:

@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from tqdm.auto import tqdm
 
+from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.loading import load_function
 from lightning_jax.models.formats.load import LoadedModel
@@ -36,8 +36,8 @@ from lightning_jax.rollouts.metrics import (
 from lightning_jax.rollouts.runner import Runner, make_requests, run_rollouts
 from lightning_jax.system.files import write_whole
 from lightning_jax.system.threads import run_in_thread
+from lightning_jax.traces.context import flush_process_tracer
 from lightning_jax.traces.store import Store
-from lightning_jax.traces.tracer import flush_process_tracer
 from lightning_jax.train import multihost
 from lightning_jax.train.config import Config
 from lightning_jax.train.export import EXPORTED, export
@@ -113,9 +113,9 @@ class Run:
         """Number of steps that made the current weights."""
         return self.replica.step
 
-    def connect(self, loops: Sequence[Any], runner: Runner) -> None:
-        """Attach the serving loops, one per weight set in order, and the runner of agents."""
-        self.loops, self.runner = loops, runner
+    def connect(self, engines: Sequence[Engine], runner: Runner) -> None:
+        """Attach the engines, one per weight set in order, and the runner of agents."""
+        self.engines, self.runner = engines, runner
 
     async def one_step(self) -> Metrics:
         """Run one step and return its metrics row.
@@ -303,7 +303,7 @@ class Run:
         return metrics | {"time/train_s": time.monotonic() - started}
 
     def _publish_next(self) -> Metrics:
-        """Go to the next step, load its weights into the loops, and return timing metrics.
+        """Go to the next step, load its weights into the engines, and return timing metrics.
 
         Weights that the step did not train only get the new version.
         """
@@ -311,8 +311,8 @@ class Run:
         started = time.monotonic()
         self.leader.tell("publish")
         params = {name: self.replica.states[name].params for name in self.replica.changed}
-        for loop, name in zip(self.loops, self.config.weights, strict=True):
-            loop.load_weights(params.get(name), self.step)
+        for engine, name in zip(self.engines, self.config.weights, strict=True):
+            engine.publish(params.get(name), self.step)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))
