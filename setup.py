@@ -25,6 +25,7 @@ setup(
         "opentelemetry-proto>=1.38",
         "opentelemetry-sdk>=1.38",
         "aiohttp>=3.12",
+        "pydantic>=2.12",
         "prometheus-client>=0.21",
         "omegaconf>=2.3",
         "jaxtyping>=0.3.3",
