@@ -19,6 +19,7 @@ from lightning_jax.engine.logits import moves_logits
 from lightning_jax.engine.response import Chunk
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.routing import Route
 from lightning_jax.traces import attributes
 from lightning_jax.traces._sqlite import StoreError
 from lightning_jax.traces.context import OpenSpan
@@ -81,9 +82,7 @@ class Call:
     timeout_s: float | None
     prefix_breaks: int
     span: OpenSpan
-    role: str = ""  # one of the config's roles
-    answered_by: str = ""  # the policy that answers; "": there is only one
-    adapter: int | None = None  # index of that policy's adapter
+    route: Route
     guarantees_call: bool = False  # the grammar is for its tools, else for its answer
     refusal: PromptTooLong | None = None  # if set, the call is recorded but not run
 
@@ -194,7 +193,7 @@ async def _generate(
 
 def _submit(loop: PolicyLoop, choice: Choice, call: Call) -> Generation:
     try:
-        return loop.submit(choice.prompt_ids, choice.sampling, call.adapter, call.rollout_id)
+        return loop.submit(choice.prompt_ids, choice.sampling, call.route.adapter, call.rollout_id)
     except (PromptTooLong, GrammarError):
         raise
     except ValueError as error:
@@ -285,8 +284,7 @@ def _identity(call: Call, choice: Choice) -> dict[str, Any]:
         attributes.POLICY: call.policy,
         attributes.PROMPT_TOKEN_IDS: choice.prompt_ids,
         attributes.REQUEST_TEMPERATURE: choice.sampling.temperature,
-        attributes.ROLE: call.role or None,
-        attributes.ANSWERED_BY: call.answered_by or None,
+        **call.route.attributes,
     }
 
 

@@ -29,7 +29,6 @@ from lightning_jax.traces import attributes
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.store import Store
 
-NO_ROUTE = Route()
 MAX_RECORDED = 4  # times serve.max_len; a longer prompt is refused and its ids are not recorded
 
 
@@ -78,7 +77,7 @@ class Responder:
         prepared: Prepared,
         rollout: OpenRollout | None,
         span: OpenSpan,
-        route: Route = NO_ROUTE,
+        route: Route,
     ) -> RunningCall:
         """Start to answer a request, and record it in `span`.
 
@@ -116,9 +115,7 @@ class Responder:
             timeout_s=rollout.settings.call_timeout_s if rollout else None,
             prefix_breaks=breaks,
             span=span,
-            role=route.role,
-            answered_by=route.answered_by,
-            adapter=route.adapter,
+            route=route,
             guarantees_call=guarantees_call(request),
             refusal=prepared.refusal,
         )
