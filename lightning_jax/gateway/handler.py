@@ -15,6 +15,7 @@ from lightning_jax.gateway.errors import ApiError, our_fault
 from lightning_jax.gateway.feedback import Reports
 from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.http import Bodies, refusal
+from lightning_jax.gateway.metrics import HUNG_UP
 from lightning_jax.gateway.offload import Turns, dump_json
 from lightning_jax.gateway.proxy import ProxiedCall, pass_on
 from lightning_jax.gateway.responder import Prepared, Responder
@@ -64,18 +65,9 @@ class CallHandler:
 
     async def handle(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """Return the answer to one call, or its error, in the dialect's format."""
-        framing = dialect.framings.get(request.query.get("alt", ""), dialect.framing)
-        stream = EventStream(request, framing)
-        try:
-            return await self._handle(dialect, request, stream)
-        except ConnectionError:  # the client closed its stream; aiohttp would report our error
-            if not stream.is_open:
-                raise
-            return stream.response
-
-    async def _handle(
-        self, dialect: Dialect, request: web.Request, stream: EventStream
-    ) -> web.StreamResponse:
+        stream = EventStream(
+            request, dialect.framings.get(request.query.get("alt", ""), dialect.framing)
+        )
         with self._meters.call(dialect.name) as outcome:
             try:
                 await self._turns.wait(request.match_info.get("rollout_url", ""))
@@ -89,9 +81,15 @@ class CallHandler:
             except ApiError as error:
                 outcome.status = error.status
                 error = error.named(dialect.names)
-                if stream.is_open:
-                    return await stream.fail(dialect.error_event(error))
-                return refusal(dialect, error)
+                if not stream.is_open:
+                    return refusal(dialect, error)
+                with contextlib.suppress(ConnectionError):
+                    await stream.fail(dialect.error_event(error))
+            except ConnectionError:  # the client disconnected
+                if not stream.is_open:
+                    raise
+                outcome.status = HUNG_UP
+            return stream.response
 
     async def _answer(
         self,
@@ -117,7 +115,7 @@ class CallHandler:
             return web.json_response(ready)
         parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
         prepared = await self._responders[route.role.served_by].prepare(parsed, rollout, len(raw))
-        running = call.running = self._run(request, call.identity, prepared, rollout, route)
+        running = call.running = self._start(request, call.identity, prepared, rollout, route)
 
         def keep() -> bool:
             # A client does not retry a response that it has begun to read.
@@ -133,7 +131,7 @@ class CallHandler:
             text = await self._bodies.offload.run(num_bytes, lambda: dump_json(reply.body(answers)))
             return web.json_response(text=text)
 
-    def _run(
+    def _start(
         self,
         request: web.Request,
         identity: str,
