@@ -2,15 +2,18 @@
 
 import logging
 import secrets
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Self
 from urllib.parse import quote
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.auth import Callers
 from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Dialect, Listing
@@ -25,10 +28,9 @@ from lightning_jax.gateway.request import POLICY
 from lightning_jax.gateway.responder import PolicyLoop, Responder
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
-from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.traces import otlp
 from lightning_jax.traces.context import OpenSpan
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.store import Store, temporary_store
 from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)
@@ -37,34 +39,40 @@ __all__ = ["Gateway", "GatewayError", "RolloutSettings", "Traffic"]
 
 
 class Gateway:
-    """Server that answers every dialect with the policy and records every call in the store.
+    """Server that answers every dialect with the engine and records every call in the store.
 
-    Without a store, calls leave no record. `routing` selects the calls that the loop
-    `initial` or another server answers instead of `loop`, and the policy for each call. Call all
-    methods in the event loop's thread that ran `start`.
+    Open it with `async with`, or call `start` and `close`. Without a store, calls go to a temporary
+    one, which `close` deletes, or with `records=False` nowhere. `routing` selects the calls that
+    the engine `initial` or another server answers instead of `engine`, and the policy for each
+    call. `serve` is by default the engine's. Call all methods in the event loop's thread that ran
+    `start`.
     """
 
     def __init__(
         self,
-        loop: PolicyLoop,
-        tokenizer: Tokenizer,
-        store: Store | None,
+        engine: Engine | LoopsByPolicy,
+        store: Store | None = None,
         *,
-        model_name: str,
-        serve: ServeConfig,
+        records: bool = True,
+        serve: ServeConfig | None = None,
         routing: Routing | None = None,
         initial: PolicyLoop | None = None,
     ) -> None:
-        self._loop = loop
-        self._meters = Meters(loop.stats)
+        self._at_close = ExitStack()
+        if store is None and records:
+            store = self._at_close.enter_context(temporary_store())
+        self.store, self.model_name = store, engine.model_name
+        serve, tokenizer = serve or engine.serve, engine.tokenizer
+        self._engine = engine
+        self._meters = Meters(engine.stats)
         self._offload = Offload()
         self._bodies = Bodies(serve, self._offload)
         _ = tokenizer.max_token_bytes  # computed before the first call has to wait for it
         responder = Responder(
-            loop=loop,
+            loop=engine,
             tokenizer=tokenizer,
             store=store,
-            served_model=model_name,
+            served_model=self.model_name,
             serve=serve,
             tool_format=format_of(tokenizer),
             meters=self._meters,
@@ -73,7 +81,6 @@ class Gateway:
         responders = {"policy": responder}
         if initial is not None:
             responders["initial"] = replace(responder, loop=initial)
-        self.model_name = model_name
         self.api_key = serve.api_key or secrets.token_urlsafe(24)
         self._rollouts = OpenRollouts(store, serve)
         self._reports = Reports(store, self._rollouts.owners, self._meters)
@@ -82,6 +89,13 @@ class Gateway:
         self._serve = serve
         self._runner: web.AppRunner | None = None
         self._url = ""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
     @property
     def url(self) -> str:
@@ -104,6 +118,7 @@ class Gateway:
             self._runner = None
         await self._calls.close()
         self._offload.close()
+        self._at_close.close()
 
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """Return what the rollout's agent needs to call the policy. Raise ValueError if open."""
@@ -130,7 +145,7 @@ class Gateway:
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start, including the engine's."""
-        return self._loop.stats() | self._meters.totals()
+        return self._engine.stats() | self._meters.totals()
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[openai_errors], client_max_size=self._bodies.max_bytes)
@@ -200,8 +215,8 @@ class Gateway:
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer a load balancer: 200 only while new calls would be answered."""
-        state = {"status": self._loop.status, "engine": self._loop.stats()}
-        return web.json_response(state, status=200 if self._loop.status == "ok" else 503)
+        state = {"status": self._engine.status, "engine": self._engine.stats()}
+        return web.json_response(state, status=200 if self._engine.status == "ok" else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}
