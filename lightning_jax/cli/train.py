@@ -22,7 +22,7 @@ from lightning_jax.cli.runtime import (
     stop_on_sigterm,
 )
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.metrics import failures
+from lightning_jax.rollouts.failures import failures
 from lightning_jax.settings import load_config
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config, DataConfig
