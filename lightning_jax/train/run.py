@@ -24,6 +24,7 @@ from lightning_jax.loading import load_function
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rl.advantages import equal_groups
 from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.rl.credit import assign_credit
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
 from lightning_jax.rollouts.collect import read_trajectories
 from lightning_jax.rollouts.failures import FailureWatch
@@ -239,7 +240,7 @@ class Run:
             )
             if algorithm.max_sampling_rounds == 1:
                 return trajectories, metrics
-            equal = equal_groups(trajectories, algorithm)
+            equal = equal_groups(assign_credit(trajectories, algorithm))
             useful = [trajectory for trajectory in trajectories if trajectory.group_id not in equal]
             num_useful = len({trajectory.group_id for trajectory in useful})
             if num_useful == wanted or num_rounds == algorithm.max_sampling_rounds:

@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.gateway.app import RolloutSettings
-from lightning_jax.testing.environments import environment
+from lightning_jax.testing.machine import environment
 from lightning_jax.testing.service import Service, run_service
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.tree import is_gateway_call
