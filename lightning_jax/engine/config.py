@@ -9,6 +9,8 @@ from lightning_jax.models.config import MeshConfig
 
 @dataclass(frozen=True)
 class ServeConfig:
+    """Settings of an engine and its gateway."""
+
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free port
     # Key of the owner; each rollout has its own key. None: a random key.

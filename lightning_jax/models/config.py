@@ -39,6 +39,8 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """Settings of the model and its precision."""
+
     name: str = "smollm2-135m-instruct"  # name, Hugging Face directory or hub id, or .gguf file
     # Weights and activations: float32, bfloat16 or auto. auto takes the fastest dtype on the
     # devices here; on a CPU it is measured (models/precision.py). A run keeps its first choice.

@@ -169,6 +169,8 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
+    """Shape of a batch. A microbatch has `rows` rows."""
+
     rows: int = 1  # rows of a microbatch; gradients are summed over the microbatches
     row_len: int = 2048  # nodes per row
     max_targets: int = 1024  # sampled tokens per row; equal tokens of siblings count separately
@@ -189,6 +191,8 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    """Settings of AdamW and its learning rate."""
+
     learning_rate: float = 1e-6
     warmup_steps: int = 0  # updates over which the rate rises linearly from 0
     # Updates of cosine decay to a tenth of the rate, after the warm-up. None: constant.

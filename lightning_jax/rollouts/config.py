@@ -81,6 +81,8 @@ def _words(line: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RolloutConfig:
+    """Settings of rollouts: how many, for how long, and how they sample."""
+
     tasks_per_step: int = 8
     group_size: int = 4  # rollouts of one task in one step
     concurrency: int = 16  # rollouts running at once

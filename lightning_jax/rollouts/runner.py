@@ -94,7 +94,7 @@ def load_agent(reference: str) -> Agent:
     return as_agent(load_function(reference))
 
 
-def as_agent(function: AgentFunction) -> Agent:
+def as_agent(function: Any) -> Agent:
     """Return a coroutine function; a plain function is called in a thread.
 
     Raises ConfigError if it cannot be called with a task and an LLM.

@@ -1,0 +1,1 @@
+"""Losses of the policy, and the terms that they are made of."""

@@ -71,6 +71,9 @@ class Plan:
     def total(self) -> int:
         return sum(item.num_bytes for item in self.items)
 
+    def __str__(self) -> str:
+        return as_table(self)
+
 
 def resolve_shape(config: Config, platform: str | None = None) -> tuple[Config, DecoderConfig]:
     """Return the settings with dtypes in place of auto, and the shape of the model they train.
@@ -82,6 +85,15 @@ def resolve_shape(config: Config, platform: str | None = None) -> tuple[Config, 
     shape = load_shape(config.model.name)
     shape = replace(shape, activation_dtype=config.model.activation_dtype)
     return config, adapted_shape(shape, config.model.lora, config.num_adapters)
+
+
+def plan_run(config: Config) -> Plan:
+    """Return the memory plan of a run on the devices here. `print` shows it as a table.
+
+    Nothing is loaded or compiled. Raises ModelError or ConfigError for unusable settings.
+    """
+    config, model = resolve_shape(config)
+    return make_plan(model, config, device_capacity())
 
 
 def make_plan(
