@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_jax.cli.compiled import keep_compiled as keep_compiled
+    from lightning_jax.cli.runtime import keep_compiled as keep_compiled
     from lightning_jax.cli.verify import verify as verify
     from lightning_jax.engine.config import ServeConfig as ServeConfig
     from lightning_jax.engine.engine import Engine as Engine
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from lightning_jax.models.formats.load import LoadedModel as LoadedModel
     from lightning_jax.models.formats.load import load_model as load_model
     from lightning_jax.models.formats.load import save_hf as save_hf
-    from lightning_jax.models.lora import adapted as adapted
+    from lightning_jax.models.lora import adapted as add_adapters  # noqa: F401
+    from lightning_jax.models.lora import merged as merge_adapters  # noqa: F401
     from lightning_jax.rl import advantages as advantages
     from lightning_jax.rl import credit as credit
     from lightning_jax.rl import losses as losses
@@ -53,7 +54,8 @@ _MODULES = {
     # A loop of one's own.
     "load_model": "models.formats.load",
     "LoadedModel": "models.formats.load",
-    "adapted": "models.lora",
+    "add_adapters": "models.lora",
+    "merge_adapters": "models.lora",
     "Engine": "engine.engine",
     "SamplingParams": "engine.types",
     "Gateway": "gateway.app",
@@ -61,7 +63,7 @@ _MODULES = {
     "prepare": "rl.multi_policy.prepare",
     "Learner": "rl.learner",
     "save_hf": "models.formats.load",
-    "keep_compiled": "cli.compiled",
+    "keep_compiled": "cli.runtime",
     # Algorithms.
     "credit": "rl.credit",
     "advantages": "rl.advantages",
@@ -96,7 +98,12 @@ _MODULES = {
     "ConfigError": "settings",
 }
 _WHOLE = ("credit", "advantages", "losses", "train")  # modules that are public themselves
-_RENAMED = {"prepare": "prepare_policies", "plan": "plan_run"}
+_RENAMED = {
+    "add_adapters": "adapted",
+    "merge_adapters": "merged",
+    "plan": "plan_run",
+    "prepare": "prepare_policies",
+}
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -1,8 +1,7 @@
 """Rollouts of an agent on tasks, from the function to the trajectories that it made."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.app import Gateway
@@ -10,16 +9,22 @@ from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.failures import FailureWatch
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
-from lightning_jax.rollouts.runner import Runner, as_agent, make_requests, run_requests
+from lightning_jax.rollouts.runner import (
+    AgentFunction,
+    Runner,
+    as_agent,
+    make_requests,
+    run_requests,
+)
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.threads import run_in_thread
+from lightning_jax.traces.context import flush_process_tracer
 from lightning_jax.traces.store import Store
-from lightning_jax.traces.tracer import flush_process_tracer
-from lightning_jax.types import LLM, Metrics, Rollout, Task, Trajectory
+from lightning_jax.types import Metrics, Rollout, Task, Trajectory
 
 
 async def run_rollouts(
-    agent: Callable[[Task, LLM], Any],
+    agent: AgentFunction,
     tasks: Sequence[Task],
     gateway: Gateway,
     config: RolloutConfig | None = None,

@@ -230,22 +230,23 @@ class Store:
         """
         return next(self._sequence)
 
-    def add_span(self, rollout_id: str | None, span: Span) -> None:
-        """Add an ended span. `rollout_id` is None if it is outside rollouts.
+    def add_span(self, rollout_id: str | None, *spans: Span) -> None:
+        """Add ended spans, all or none. `rollout_id` is None if they are outside rollouts.
 
         Raises ValueError if the rollout has a span with the same ids.
         """
-        row = self._row(rollout_id, span)
+        rows = [self._row(rollout_id, span) for span in spans]
         with self._transaction() as db:
-            try:
-                db.execute(ADD_SPAN, row)
-            except sqlite3.IntegrityError as error:
-                raise InvalidValue(
-                    f"span {span.span_id!r} of trace {span.trace_id!r} is already in the store; "
-                    "use a new span id.",
-                    reason="duplicate",
-                    key=span.span_id,
-                ) from error
+            for span, row in zip(spans, rows, strict=True):
+                try:
+                    db.execute(ADD_SPAN, row)
+                except sqlite3.IntegrityError as error:
+                    raise InvalidValue(
+                        f"span {span.span_id!r} of trace {span.trace_id!r} is already in the "
+                        "store; use a new span id.",
+                        reason="duplicate",
+                        key=span.span_id,
+                    ) from error
 
     def add_posted_spans(self, rollout_id: str, spans: Sequence[Span]) -> tuple[list[bool], int]:
         """Add spans whose ids a client chose, and which it may send twice.
@@ -394,13 +395,6 @@ def _where(**conditions: object) -> tuple[str, list[object]]:
 
 def _marks(row: tuple[object, ...]) -> str:
     return ", ".join("?" * len(row))
-
-
-def _as_json(attributes: Mapping[str, Any]) -> str:
-    """Return the attributes as JSON, encoding one at a time so that other threads can run."""
-    dump = partial(json.dumps, separators=(",", ":"), ensure_ascii=False)
-    pairs = (f"{dump(name)}:{dump(value)}" for name, value in attributes.items())
-    return "{" + ",".join(pairs) + "}"
 
 
 def _rollout(row: tuple[Any, ...]) -> Rollout:
