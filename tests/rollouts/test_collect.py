@@ -64,6 +64,7 @@ async def test_a_loop_of_public_names_learns() -> None:
 async def test_a_plain_function_runs_in_a_thread_and_calls_are_new_steps(
     gateway: lj.Gateway,
 ) -> None:
+    trajectories: list[lj.Trajectory] = []
     for step in range(2):
         trajectories, metrics = await lj.run_rollouts(toy_agent.plain, TASKS, gateway, group_size=2)
         assert len(trajectories) == 8 and metrics["rollout/num_scored"] == 8.0
