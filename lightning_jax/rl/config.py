@@ -172,6 +172,8 @@ class AlgorithmConfig(Section):
 
 @dataclass(frozen=True)
 class BatchConfig(Section):
+    """Shape of a batch. A microbatch has `rows` rows."""
+
     rows: Count = 1  # rows of a microbatch; gradients are summed over the microbatches
     row_len: Annotated[int, Ge(16)] = 2048  # nodes per row
     max_targets: Count = 1024  # sampled tokens per row; equal tokens of siblings count separately
@@ -185,6 +187,8 @@ class BatchConfig(Section):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
+    """Settings of AdamW and its learning rate."""
+
     learning_rate: Positive = 1e-6
     warmup_steps: Natural = 0  # updates over which the rate rises linearly from 0
     # Updates of cosine decay to a tenth of the rate, after the warm-up. None: constant.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coded import raises_coded
+from lightning_jax.train.learners import make_learner
 
 from lightning_jax.errors import FieldError, InvalidValue
 from lightning_jax.rl.advantages import BASELINES
@@ -23,7 +24,6 @@ from lightning_jax.settings import ConfigError, changed_keys, load_config, save_
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config
-from lightning_jax.train.learners import make_learner
 
 STRICT_PROMOTION = False  # optax mixes dtypes
 MODEL = tiny_model(num_layers=1)
