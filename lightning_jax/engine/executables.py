@@ -67,7 +67,8 @@ class Executables:
     """
 
     def __init__(self, name: str, lower: Callable[..., Any], compiler: Compiler) -> None:
-        self._name, self._lower, self._compiler = name, lower, compiler
+        self.lower = lower
+        self._name, self._compiler = name, compiler
         self._ready: dict[Size, Any] = {}
         self._locks: dict[Size, threading.Lock] = {}  # held while a thread compiles the size
 
@@ -99,7 +100,7 @@ class Executables:
         with self._locks.setdefault(size, threading.Lock()):
             if size not in self._ready:
                 started = time.monotonic()
-                self._ready[size] = self._lower(size, *_shapes(arguments)).compile()
+                self._ready[size] = self.lower(size, *_shapes(arguments)).compile()
                 seconds = time.monotonic() - started
                 log.debug("compiled %s %s in %.1f s", self._name, size, seconds)
             return self._ready[size]

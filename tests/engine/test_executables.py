@@ -1,6 +1,7 @@
 """Tests of compiling programs in the order of need."""
 
 import threading
+import time
 from typing import Any
 
 import jax
@@ -25,6 +26,11 @@ class Steps:
             self.go.wait(30)
         return jax.jit(lambda x: x + size[0] * 100 + size[1]).lower(*shapes)
 
+    def wait_for(self, *size: int) -> None:
+        self.go.set()
+        while size not in self.executables.ready:
+            time.sleep(0.01)
+
     def run(self, *size: int) -> int:
         x = np.float32(0)
         return int(self.executables.at_least(size, x)(x))
@@ -46,8 +52,7 @@ def test_the_first_call_compiles_its_size(steps: Steps) -> None:
 def test_a_larger_program_runs_until_the_exact_one_is_compiled(steps: Steps) -> None:
     assert steps.run(4, 4) == 404
     assert steps.run(1, 2) == 404 and steps.run(1, 2) == 404
-    steps.go.set()
-    steps.compiler.close()
+    steps.wait_for(1, 2)
     assert steps.run(1, 2) == 102 and steps.lowered == [(4, 4), (1, 2)]
 
 
@@ -69,7 +74,7 @@ def test_closing_drops_what_waits(steps: Steps) -> None:
     for size in ((1, 1), (2, 2), (3, 3)):
         steps.executables.request(size, np.float32(0))
     while not steps.lowered:
-        pass
+        time.sleep(0.01)
     threading.Timer(0.1, steps.go.set).start()
     steps.compiler.close()
     assert steps.executables.ready == {(1, 1)} and steps.lowered == [(1, 1)]
@@ -90,6 +95,4 @@ def test_requests_keep_no_buffers(steps: Steps) -> None:
     x = jnp.zeros(3)
     steps.executables.request((1, 1), x)
     x.delete()
-    steps.go.set()
-    steps.compiler.close()
-    assert steps.executables.ready == {(1, 1)}
+    steps.wait_for(1, 1)

@@ -431,9 +431,10 @@ def test_no_accelerator_copies_the_cache(target: str, package: str, head_dim: in
     state = with_shardings(state, jax.tree.map(lambda leaf: leaf.sharding, state))
     numbers, slots = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((64,), bool)
     tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
+    prompts = (numbers, tokens, numbers, numbers, None)
     programs = [
-        engine._generate.lower(params, state, slots, segments=1, rows=64),
-        engine._prefill.lower(params, state.cache, numbers, tokens, numbers, numbers),
+        engine._generate.lower((1, 64), params, state, slots),
+        engine._prefill.lower((64, 128, 4), params, state.cache, *prompts),
     ]
     keys = state.cache.layers[0].keys[0]
     shape = "bf16[" + ",".join(map(str, keys.sharding.shard_shape(keys.shape))) + "]"
