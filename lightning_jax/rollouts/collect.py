@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.app import Gateway
@@ -67,7 +68,7 @@ async def run_rollouts(
     return await read_trajectories(store, rollouts, policy_version=gateway.engine.version)
 
 
-def with_ids(tasks: Sequence[Task]) -> list[Task]:
+def with_ids(tasks: Sequence[Any]) -> list[Task]:
     """Return the tasks, with their position as the id where they have none.
 
     Raises ConfigError if one is not a dict.
