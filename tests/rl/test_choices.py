@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coded import raises_coded
-from lightning_jax.train.learners import make_learner
 
 from lightning_jax.errors import FieldError, InvalidValue
 from lightning_jax.rl.advantages import BASELINES
@@ -24,6 +23,7 @@ from lightning_jax.settings import ConfigError, changed_keys, load_config, save_
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config
+from lightning_jax.train.updaters import phase_updater
 
 STRICT_PROMOTION = False  # optax mixes dtypes
 MODEL = tiny_model(num_layers=1)
@@ -65,8 +65,8 @@ def train_step(config: Config):
         )
         for s in sequences
     ]
-    learner = make_learner(MODEL.config, config, supervised=False)
-    state, metrics = learner.update(learner.init(jax.tree.map(jnp.copy, MODEL.params)), calls, None)
+    updater = phase_updater(MODEL.config, config, supervised=False)
+    state, metrics = updater.update(updater.init(jax.tree.map(jnp.copy, MODEL.params)), calls, None)
     assert metrics["train/num_updates"] == 2.0 and metrics["train/skipped_updates"] == 0.0
     metrics = {k: v for k, v in metrics.items() if not k.startswith("time/") and "per_s" not in k}
     return state.params, prepared | metrics
@@ -141,7 +141,7 @@ def test_a_missing_function_is_refused_before_a_run_begins():
     for loss, reason in ((f"{FILE}:no", "no_such_function"), ("nowhere.py:loss", "not_found")):
         config = load_config(Config, [*SMALL, f"algorithm.loss={loss}"])
         with raises_coded(ConfigError, reason):
-            make_learner(MODEL.config, config, supervised=False)
+            phase_updater(MODEL.config, config, supervised=False)
 
 
 def test_a_saved_function_is_readable_and_loads_if_it_can(tmp_path):

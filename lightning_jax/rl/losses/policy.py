@@ -153,7 +153,7 @@ def _correction(
     correct = choose(algorithm, "correction", CORRECTIONS)
     weights = correct(ratio)
     check_shape(correct, "correction", weights, ratio.shape)
-    changed = {"truncate": "truncated", "mask": "masked"}.get(algorithm.correction, "changed")
+    changed = {"truncate": "truncated", "mask": "masked"}.get(str(algorithm.correction), "changed")
     metrics = {
         "train/correction_ratio_mean": ratio,
         "train/correction_ratio_max": ratio,
