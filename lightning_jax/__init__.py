@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_jax.models.lora import adapted as add_adapters  # noqa: F401
     from lightning_jax.models.lora import merged as merge_adapters  # noqa: F401
     from lightning_jax.rl import advantages as advantages
+    from lightning_jax.rl import algorithms as algorithms
     from lightning_jax.rl import credit as credit
     from lightning_jax.rl import losses as losses
     from lightning_jax.rl.batch import TrainingSequence as TrainingSequence
@@ -65,6 +66,7 @@ _MODULES = {
     "save_hf": "models.formats.load",
     "keep_compiled": "cli.runtime",
     # Algorithms.
+    "algorithms": "rl.algorithms",
     "credit": "rl.credit",
     "advantages": "rl.advantages",
     "losses": "rl.losses",
@@ -97,7 +99,14 @@ _MODULES = {
     "UserError": "errors",
     "ConfigError": "settings",
 }
-_WHOLE = ("credit", "advantages", "losses", "train")  # modules that are public themselves
+# Modules that are public themselves.
+_WHOLE = ("algorithms", "credit", "advantages", "losses", "train")
+    "algorithms",
+    "credit",
+    "advantages",
+    "losses",
+    "train",
+)  # modules that are public themselves
 _RENAMED = {
     "add_adapters": "adapted",
     "merge_adapters": "merged",

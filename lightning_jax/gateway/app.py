@@ -24,9 +24,8 @@ from lightning_jax.gateway.http import Bodies, listen, openai_errors, reachable_
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.prompt.tool_formats import format_of
-from lightning_jax.gateway.record import PolicyLoop
 from lightning_jax.gateway.request import POLICY
-from lightning_jax.gateway.responder import Responder
+from lightning_jax.gateway.responder import PolicyLoop, Responder
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
 from lightning_jax.traces import otlp

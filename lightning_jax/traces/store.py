@@ -103,19 +103,6 @@ class Store:
             ) from error
         return await asyncio.shield(asyncio.wrap_future(running))
 
-    def status_at_once(self, rollout_id: str) -> RolloutStatus | None:
-        """Return a rollout's status, or None if it is unknown or the store is busy. Do not wait."""
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            with one_sentence(self.path):
-                row = self._db.execute(
-                    "SELECT status FROM rollouts WHERE rollout_id = ?", (rollout_id,)
-                ).fetchone()
-        finally:
-            self._lock.release()
-        return row and row[0]
-
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Yield the locked connection. Commit at the end, or roll back after an exception."""

@@ -40,6 +40,7 @@ from lightning_jax.models.formats.load import LoadedModel, load_model
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.rl.choices import load_choices
 from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.program import make_agent
@@ -157,6 +158,7 @@ async def open_run(
     """
     _check_orchestrator(config)
     made = make_agent(config.agent) if agent is None else as_agent(agent)
+    algorithm = load_choices(config.algorithm)
     train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
     directory = Path(config.run_dir)
     async with AsyncExitStack() as at_end:  # last in, first out
@@ -172,7 +174,7 @@ async def open_run(
         initial = None
         if any(role.served_by == "initial" for role in config.roles.values()):
             initial = make_engine(model)  # before the run takes ownership of the weights
-        run = Run(config, model, store, train_tasks, dev_tasks)
+        run = Run(replace(config, algorithm=algorithm), model, store, train_tasks, dev_tasks)
         at_end.push_async_callback(run.close)
         at_end.callback(run.leader.stop_followers)
         _supersede_stored(store, changed, run.step)
