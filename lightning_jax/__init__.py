@@ -101,12 +101,6 @@ _MODULES = {
 }
 # Modules that are public themselves.
 _WHOLE = ("algorithms", "credit", "advantages", "losses", "train")
-    "algorithms",
-    "credit",
-    "advantages",
-    "losses",
-    "train",
-)  # modules that are public themselves
 _RENAMED = {
     "add_adapters": "adapted",
     "merge_adapters": "merged",
