@@ -24,8 +24,10 @@ setup(
         "opentelemetry-proto>=1.38",
         "opentelemetry-sdk>=1.38",
         "aiohttp>=3.12",
+        "pydantic>=2.12",
+        "annotated-types>=0.7",
         "prometheus-client>=0.21",
-        "omegaconf>=2.3",
+        "omegaconf>=2.4",  # Literal types
         "jaxtyping>=0.3.3",
         "matplotlib>=3.10",
         "rich>=14.0",

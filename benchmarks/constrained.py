@@ -14,10 +14,10 @@ import statistics
 import time
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.grammar import grammar, json_schema
 from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.testing.tiny import tiny_model
@@ -83,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     model = tiny_model() if args.model == "tiny" else load_model(args.model)
     serve = ServeConfig(slots=args.slots, max_len=args.max_len)
-    loop = EngineLoop(Engine(model.config, serve), model.params, 0, model.tokenizer, serve)
+    loop = EngineLoop(SlotPrograms(model.config, serve), model.params, 0, model.tokenizer, serve)
     loop.warmup()
     loop.start()
     try:

@@ -12,7 +12,6 @@ import tokenizers
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.grammar import (
     GrammarCompiler,
     GrammarError,
@@ -25,6 +24,7 @@ from lightning_jax.engine.grammar import (
     sequence,
 )
 from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.testing.tiny import tiny_tokenizer
@@ -231,7 +231,7 @@ class Tree(BaseModel):
 @pytest.fixture(scope="module")
 def loop(model) -> Iterator[EngineLoop]:
     serve = ServeConfig(slots=10, max_len=256, prefill_buckets=(8,), max_queue=64)
-    loop = EngineLoop(Engine(model.config, serve), model.params, 0, model.tokenizer, serve)
+    loop = EngineLoop(SlotPrograms(model.config, serve), model.params, 0, model.tokenizer, serve)
     loop.start()
     yield loop
     loop.close()

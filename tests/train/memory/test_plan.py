@@ -61,14 +61,14 @@ def test_one_device_by_hand() -> None:
 
 
 def test_float32_activations_beside_bfloat16_weights_by_hand() -> None:
-    def found(dtype: str, activation_dtype: str | None = None) -> dict[str, int]:
-        model = ModelConfig(dtype=dtype, activation_dtype=activation_dtype)
+    def found(model: ModelConfig) -> dict[str, int]:
         return sizes(plan.make_plan(MODEL.config, dataclasses.replace(CONFIG, model=model)))
 
-    wide, narrow = found("bfloat16", "float32"), found("bfloat16")
+    wide = found(ModelConfig(dtype="bfloat16", activation_dtype="float32"))
+    narrow, full = found(ModelConfig(dtype="bfloat16")), found(ModelConfig())
     for name in ("serving weights", "KV cache of the slots"):
-        assert 2 * wide[name] == 2 * narrow[name] == found("float32")[name]
-    assert wide["activations"] == 2 * narrow["activations"] == found("float32")["activations"]
+        assert 2 * wide[name] == 2 * narrow[name] == full[name]
+    assert wide["activations"] == 2 * narrow["activations"] == full["activations"]
 
 
 def test_frozen_roles_of_the_initial_weights_are_served_beside_the_policy() -> None:
