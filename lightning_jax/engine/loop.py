@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_jax.engine.admission import Intake, LoopStatus
+from lightning_jax.engine.admission import SlotLoop
 from lightning_jax.engine.cache.prefix_cache import PrefixCache
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.decode import Request, Stepper, Steps
@@ -21,13 +21,13 @@ from lightning_jax.engine.grammar import GrammarCompiler, GrammarError
 from lightning_jax.engine.grammar_process import GrammarLimits, GrammarProcessLost, wait_readable
 from lightning_jax.engine.logits import LogitAdjuster, moves_logits
 from lightning_jax.engine.prefill import Prompts
-from lightning_jax.engine.response import Response, SampledToken
+from lightning_jax.engine.response import SampledToken
 from lightning_jax.engine.scheduler import Admission, Scheduler
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.lora import frozen_part, overlay
-from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
+from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import FinishReason
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class _Inbox:
         return bool(self.submitted or self.cancelled or self.version is not None)
 
 
-class EngineLoop:
+class EngineLoop(SlotLoop[Request]):
     """One replica of an engine: `start` it, `submit` from an event loop, then `close` it.
 
     Copies `params`, here and in `load_weights`, so the caller may donate them to the next train
@@ -65,12 +65,11 @@ class EngineLoop:
         tokenizer: Tokenizer,
         serve: ServeConfig,
     ) -> None:
-        self._programs, self._tokenizer = programs, tokenizer
+        super().__init__(programs, params, tokenizer, serve)
         limits = GrammarLimits(
             serve.grammar_timeout_s, serve.grammar_memory_mib, serve.max_grammar_kib
         )
         self._grammars = GrammarCompiler.shared(tokenizer, programs.config.vocab_size, limits)
-        self._params = programs.put_on_mesh(params)
         self._version = self._published = version
         self._base = frozen_part(self._params)  # None: each update replaces all weights
         self._state = programs.init_state()
@@ -85,12 +84,6 @@ class EngineLoop:
         # Shared between threads, under the lock:
         self._changed = threading.Condition()
         self._inbox = _Inbox()
-        self._intake: Intake[Request] = Intake(
-            slots=programs.num_slots,
-            max_queue=serve.max_queue,
-            max_len=programs.max_len,
-            vocab_size=programs.config.vocab_size,
-        )
         self._thread: threading.Thread | None = None
 
     # Public methods, for any thread.
@@ -99,24 +92,6 @@ class EngineLoop:
     def version(self) -> int:
         """Weights version that will answer the next request."""
         return self._published
-
-    @property
-    def status(self) -> LoopStatus:
-        """Status, which is "ok" if new requests are accepted, regardless of a full queue.
-
-        Requests submitted before `start` wait for it.
-        """
-        return self._intake.status
-
-    @property
-    def num_slots(self) -> int:
-        """Number of requests decoded at once."""
-        return self._programs.num_slots
-
-    @property
-    def num_open(self) -> int:
-        """Number of requests running or waiting."""
-        return len(self._intake)
 
     def warmup(self) -> None:
         """Compile all programs. Call before `start`."""
@@ -160,14 +135,11 @@ class EngineLoop:
         ends as "error". Call `prepare` first to catch that.
         """
         prompt = tuple(prompt_ids)
-        self._intake.check_prompt(prompt)
+        response = self._respond(prompt, sampling)
         self._check_adapter(adapter)
         adjuster = self._adjuster(sampling)
         generation = Generation(self._cancel)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        limit = min(sampling.max_tokens, self._programs.max_len - len(prompt))
-        decoder = StreamDecoder(self._tokenizer)
-        response = Response(decoder, self._tokenizer.eos_ids, sampling, limit)
         request = Request(generation, prompt, sampling, seed, response, adjuster, adapter, tenant)
         with self._changed:
             self._intake.add(generation, request, tenant)
@@ -196,10 +168,6 @@ class EngineLoop:
             if served is not None:
                 self._inbox.weights = served
             self._changed.notify()
-
-    async def drain(self) -> None:
-        """Refuse new requests, and return when none is open."""
-        await self._intake.drain()
 
     def close(self) -> None:
         """Stop the thread. Unfinished requests fail with EngineError."""

@@ -22,13 +22,13 @@ from lightning_jax.models.formats.param_names import (
 )
 from lightning_jax.models.transformer import DecoderConfig, Params
 
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
+_REQUIRED = {  # our name of a field -> its name in config.json
+    "vocab_size": "vocab_size",
+    "embed_dim": "hidden_size",
+    "mlp_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -59,7 +59,7 @@ def read_config(directory: Path) -> DecoderConfig:
             reason="unsupported",
             key="model_type",
         )
-    missing = [name for name in _REQUIRED if name not in fields]
+    missing = [name for name in _REQUIRED.values() if name not in fields]
     if missing:
         raise ModelError(
             f"{path} lacks {missing}; download it again",
@@ -71,11 +71,7 @@ def read_config(directory: Path) -> DecoderConfig:
     theta, scaling = _read_rope(path, fields)
     default_head_dim = 128 if family == "qwen3" else fields["hidden_size"] // heads
     return DecoderConfig(
-        vocab_size=fields["vocab_size"],
-        embed_dim=fields["hidden_size"],
-        mlp_dim=fields["intermediate_size"],
-        num_layers=fields["num_hidden_layers"],
-        num_heads=heads,
+        **{ours: fields[theirs] for ours, theirs in _REQUIRED.items()},
         num_kv_heads=fields.get("num_key_value_heads") or heads,
         head_dim=fields.get("head_dim") or default_head_dim,
         rope_theta=float(theta),
@@ -190,11 +186,7 @@ def _config_fields(config: DecoderConfig) -> dict[str, Any]:
     fields = {
         "architectures": [_ARCHITECTURES[config.family]],
         "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.embed_dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+        **{theirs: getattr(config, ours) for ours, theirs in _REQUIRED.items()},
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
