@@ -180,6 +180,12 @@ class Store:
             ).fetchall()
         return [_rollout(row) for row in rows]
 
+    def next_step(self, phase: str) -> int:
+        """Return the first step of which no rollout of the phase is stored, nor of a later one."""
+        with self._transaction() as db:
+            query = "SELECT coalesce(max(step), -1) + 1 FROM rollouts WHERE phase = ?"
+            return db.execute(query, (phase,)).fetchone()[0]
+
     def abandon_running(self) -> int:
         """Mark queued and running rollouts as infrastructure failures, and return their number.
 
