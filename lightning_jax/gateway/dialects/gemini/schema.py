@@ -35,7 +35,7 @@ MAX_PROPERTIES = 10_000  # of one object
 def _bounded(properties: Any) -> Any:
     # Unlike a list, a dictionary is read to its end before its first error is raised.
     if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
-        raise PydanticCustomError("too_many", f"expected at most {MAX_PROPERTIES}")
+        raise PydanticCustomError("too_many", "expected at most {most}", {"most": MAX_PROPERTIES})
     return properties
 
 
