@@ -27,6 +27,7 @@ setup(
         "aiohttp>=3.12",
         "prometheus-client>=0.21",
         "omegaconf>=2.3",
+        "pydantic>=2.11",
         "jaxtyping>=0.3.3",
         "matplotlib>=3.10",
         "rich>=14.0",

@@ -106,8 +106,9 @@ def _add_new(parser: argparse.ArgumentParser) -> None:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Train the agent that the settings name on the tasks of data.root: a file with one JSON "
-        "object per line, or a directory with train.jsonl and dev.jsonl."
+        "Train the agent that the settings name on the tasks of data.root (a file with one JSON "
+        "object per line, or a directory with train.jsonl and dev.jsonl) or of data.load "
+        "(FILE:FUNCTION)."
     )
     add_settings(parser)
     parser.set_defaults(run=_train, stopped=STOPPED)
@@ -217,14 +218,14 @@ def _new(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from lightning_jax.cli.train import load_splits, train_and_report
+    from lightning_jax.cli.train import train_and_report
     from lightning_jax.settings import load_config
     from lightning_jax.train.config import Config
-    from lightning_jax.train.task_files import load_task_files
+    from lightning_jax.train.data import load_tasks
 
     stop_on_sigterm()
     config = load_config(Config, [arguments.config, *arguments.settings])
-    train_and_report(config, *load_splits(config, load_task_files))
+    train_and_report(config, *load_tasks(config))
     return 0
 
 

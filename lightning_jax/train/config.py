@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue, require
@@ -14,21 +15,22 @@ from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
 
 @dataclass(frozen=True)
 class DataConfig:
-    # Folder of the data set, in the published or the compact layout. None: generate a data set.
+    # FILE:FUNCTION that makes the tasks; see docs/howto/bring_your_own_tasks.md. None: read the
+    # files at `root`.
+    load: str | None = None
+    # Argument of the loader, or a file of tasks, or a folder with train.jsonl and dev.jsonl.
     root: str | None = None
     max_train_tasks: int | None = None  # None: all
-    # Tasks that the next settings leave out are counted.
-    max_schema_chars: int | None = None  # leave out databases with a longer schema text
-    require_rows: bool = True  # leave out tasks whose gold query returns no row
-    sources: tuple[str, ...] | None = None  # for Calc-X: keep only tasks from these sources
-    max_question_chars: int | None = None  # for Calc-X: leave out longer questions
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the loader
 
     def __post_init__(self) -> None:
-        limits = ("max_train_tasks", "max_schema_chars", "max_question_chars")
-        given = {name: getattr(self, name) for name in limits}
         require(
             self,
-            **{n: (v is None or v >= 1, "at least 1, or none") for n, v in given.items()},
+            load=(self.load is None or ":" in self.load, "FILE:FUNCTION, or none"),
+            max_train_tasks=(
+                self.max_train_tasks is None or self.max_train_tasks >= 1,
+                "at least 1, or none",
+            ),
         )
 
 
@@ -44,27 +46,6 @@ class EvalConfig:
             self,
             every=(self.every >= 0, "0 (only at the end) or more"),
             num_tasks=(self.num_tasks >= 0, "0 (no evaluation) or more"),
-        )
-
-
-@dataclass(frozen=True)
-class SearchConfig:
-    """Search service for agents that search paragraphs."""
-
-    retriever: str = "bm25"  # bm25, or dense
-    encoder: str = "all-MiniLM-L6-v2"  # for dense: this name, a directory or a hub id
-    index: str | None = None  # folder with an index of this corpus; None: build and keep one
-    top_k: int = 3  # paragraphs per query
-    max_chars: int = 500  # length limit of a paragraph
-    start_timeout_s: float = 3600.0  # a large dense index takes long to build
-
-    def __post_init__(self) -> None:
-        require(
-            self,
-            retriever=(self.retriever in ("bm25", "dense"), "bm25 or dense"),
-            top_k=(self.top_k >= 1, "at least 1"),
-            max_chars=(self.max_chars >= 1, "at least 1"),
-            start_timeout_s=(self.start_timeout_s > 0, "a positive number of seconds"),
         )
 
 
@@ -253,7 +234,6 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    search: SearchConfig = field(default_factory=SearchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

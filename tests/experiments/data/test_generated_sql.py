@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data.generated_sql import generated_root, write_generated
-from data.spider import load_spider
-
-from lightning_jax.train.config import DataConfig
+from generated_sql import generated_root, write_generated
+from spider import load_spider
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +22,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def splits(cache: Path) -> dict[str, list[dict[str, Any]]]:
-    loaded = {split: load_spider(None, split, DataConfig(), cache) for split in ("train", "dev")}
+    loaded = {split: load_spider(None, split, cache) for split in ("train", "dev")}
     assert all(dropped == {} for _, dropped in loaded.values())
     return {split: tasks for split, (tasks, _) in loaded.items()}
 
