@@ -11,7 +11,6 @@ from log_events import records
 
 from lightning_jax.cli.main import main
 from lightning_jax.cli.runtime import STOPPED
-from lightning_jax.cli.train import failure_table
 from lightning_jax.loading import load_function
 from lightning_jax.models.formats.load import load_model, save_hf
 from lightning_jax.models.formats.param_names import ModelError
@@ -21,6 +20,7 @@ from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config, DataConfig
 from lightning_jax.train.data import load_tasks
 from lightning_jax.train.memory.plan import GIB, MemoryItem, Plan, one_line
+from lightning_jax.train.report import failure_table
 
 TOY = Path(__file__).with_name("toy_agent.py")
 PROMISES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("promises.yaml").read_text())

@@ -13,6 +13,7 @@ from typing import Any
 from dataset_files import require_text
 from generated_problems import generated_problems
 
+from lightning_jax.schema import Count
 from lightning_jax.train.task_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
 
@@ -26,7 +27,7 @@ def load_calcx(
     cache_dir: str | Path,
     *,
     sources: tuple[str, ...] | None = None,
-    max_question_chars: int | None = None,
+    max_question_chars: Count | None = None,
 ) -> tuple[list[Task], dict[str, int]]:
     """Return the split's tasks in file order, and the number left out for each reason.
 

@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 from dataset_files import make_directory, require_text, wrong_field
 from musique_generated import generated_root
-from pydantic import ConfigDict, PositiveFloat, PositiveInt
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 from side_process import side_process
 
+from lightning_jax.schema import Count, Positive
 from lightning_jax.train.task_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
 
@@ -39,9 +40,9 @@ class Search:
     retriever: Literal["bm25", "dense"] = "bm25"
     encoder: str = "all-MiniLM-L6-v2"  # for dense: this name, a directory or a hub id
     index: str | None = None  # folder with an index of this corpus; None: build and keep one
-    top_k: PositiveInt = 3  # paragraphs per query
-    max_chars: PositiveInt = 500  # length limit of a paragraph
-    start_timeout_s: PositiveFloat = 3600.0  # a large dense index takes long to build
+    top_k: Count = 3  # paragraphs per query
+    max_chars: Count = 500  # length limit of a paragraph
+    start_timeout_s: Positive = 3600.0  # a large dense index takes long to build
 
 
 def load_with_search(

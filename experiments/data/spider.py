@@ -16,6 +16,7 @@ from pathlib import Path
 from dataset_files import require_text, unpack, wrong_field
 from generated_sql import generated_root
 
+from lightning_jax.schema import Count
 from lightning_jax.train.task_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
 
@@ -37,7 +38,7 @@ def load_spider(
     split: str,
     cache_dir: str | Path,
     *,
-    max_schema_chars: int | None = None,
+    max_schema_chars: Count | None = None,
     require_rows: bool = True,
 ) -> tuple[list[Task], dict[str, int]]:
     """Return the split's tasks in file order, and the number left out for each reason.

@@ -143,13 +143,12 @@ class CallHandler:
     ) -> RunningCall:
         """Return the running call that the request repeats, or start a new one."""
         if rollout and is_repetition(request.headers) and (found := rollout.calls.find(identity)):
-            rollout.num_joined += 1
-            self._meters.joined_calls.inc()
+            self._meters.count("joined_calls")
             return found
         route = self._routing.route_of(traits)
         responder = self._responders[self._routing.role_of(traits)[1].served_by]
-        parent = self._reports.parent_of(request.headers, rollout)
-        running = responder.start(prepared, rollout, parent, route)
+        span = self._reports.begin(request.headers, rollout)
+        running = responder.start(prepared, rollout, span, route)
         self.working.add(running.task)
         running.task.add_done_callback(self.working.discard)
         if rollout:
@@ -182,10 +181,10 @@ class CallHandler:
             role,
             rollout.settings.rollout_id if rollout else None,
             rollout.settings.call_timeout_s if rollout else None,
-            parent=self._reports.parent_of(request.headers, rollout),
+            span=self._reports.begin(request.headers, rollout),
             model_in_path=model_in_path,
         )
-        return await pass_on(request, call, self._callers.responder.recorder, on_failure)
+        return await pass_on(request, call, self._callers.responder.store, on_failure)
 
 
 @contextlib.contextmanager

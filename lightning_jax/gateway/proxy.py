@@ -5,7 +5,6 @@ Their spans hold the request and the answer but no tokens, so these calls cannot
 
 import asyncio
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +12,18 @@ from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
-from opentelemetry.context import Context
-from opentelemetry.trace import SpanKind
 from yarl import URL
 
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.fields import Body, brief
+from lightning_jax.gateway.record import write
 from lightning_jax.gateway.request import named_agent
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RoleConfig
+from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.otlp import clip
-from lightning_jax.traces.tracer import Recorder, end_with_error, known
+from lightning_jax.traces.store import Store
+from lightning_jax.types import Span
 
 # Headers of the agent's request that are forwarded. Credentials and hop-by-hop headers are not.
 PASSED_ON = ("accept", "anthropic-version", "anthropic-beta", "openai-beta")
@@ -58,48 +58,54 @@ class ProxiedCall:
     role: RoleConfig
     rollout_id: str | None
     timeout_s: float | None
-    parent: Context  # context of the parent span
+    span: OpenSpan
     model_in_path: bool = False  # as Gemini's clients send it, instead of in the body
 
+    def ended(self, answer: str, status: int) -> Span:
+        """Return the call's span with the other server's answer."""
+        values = self._values | {attributes.OUTPUT: clip(answer)}
+        if status < 400:
+            return self.span.end(self._name, values)
+        return self.span.fail(self._name, values, f"upstream_{status}", answer[:500])
+
+    def failed(self, reason: str, message: str) -> Span:
+        """Return the call's span. `reason` is a short code, and `message` is one sentence."""
+        return self.span.fail(self._name, self._values, reason, message)
+
     @property
-    def attributes(self) -> dict[str, Any]:
-        return known(
-            {
-                attributes.OPERATION_NAME: attributes.CHAT,
-                attributes.ROLLOUT_ID: self.rollout_id,
-                attributes.REQUEST_MODEL: self.role.served_model or self.traits["model"] or None,
-                attributes.POLICY: self.traits["model"],
-                attributes.AGENT: self.traits["agent"],
-                attributes.ROLE: self.role_name,
-                attributes.SERVED_BY: self.role.served_by,
-                attributes.INPUT: clip(self.sent),
-            }
-        )
+    def _name(self) -> str:
+        return f"{attributes.CHAT} {self.traits['model']}"
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {
+            attributes.OPERATION_NAME: attributes.CHAT,
+            attributes.ROLLOUT_ID: self.rollout_id,
+            attributes.REQUEST_MODEL: self.role.served_model or self.traits["model"] or None,
+            attributes.POLICY: self.traits["model"],
+            attributes.AGENT: self.traits["agent"],
+            attributes.ROLE: self.role_name,
+            attributes.SERVED_BY: self.role.served_by,
+            attributes.INPUT: clip(self.sent),
+        }
 
 
 async def pass_on(
-    request: web.Request, call: ProxiedCall, recorder: Recorder, on_failure: Callable[[], None]
+    request: web.Request, call: ProxiedCall, store: Store | None, on_failure: Callable[[], None]
 ) -> web.StreamResponse:
     """Forward a call, and return the other server's answer as it streams.
 
     `on_failure` runs before an answer with status 429 or 5xx. Raise ApiError if there is no answer.
     """
-    span = recorder.tracer.start_span(
-        f"{attributes.CHAT} {call.traits['model']}",
-        context=call.parent,
-        kind=SpanKind.CLIENT,
-        attributes=call.attributes,
-        start_time=time.time_ns(),
-    )
     try:
         url = _url(request, call)
         response, answer = await _exchange(request, url, call, on_failure)
     except ApiError as error:
-        await recorder.write(end_with_error, span, error.code, error.message)
+        await write(store, call.rollout_id, call.failed(error.code, error.message))
         raise
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         reason = f"{call.role.served_by} did not respond ({type(error).__name__}: {error})"
-        await recorder.write(end_with_error, span, "upstream_error", reason)
+        await write(store, call.rollout_id, call.failed("upstream_error", reason))
         if isinstance(error, _Torn):
             raise
         expected = (
@@ -111,13 +117,9 @@ async def pass_on(
         ) from error
     except (Exception, asyncio.CancelledError):
         words = "the client disconnected before the response was complete"
-        await recorder.write(end_with_error, span, "call_cancelled", words)
+        await write(store, call.rollout_id, call.failed("call_cancelled", words))
         raise
-    span.set_attribute(attributes.OUTPUT, clip(answer))
-    if response.status >= 400:
-        await recorder.write(end_with_error, span, f"upstream_{response.status}", answer[:500])
-    else:
-        await recorder.write(span.end)
+    await write(store, call.rollout_id, call.ended(answer, response.status))
     await response.write_eof()  # now that the call is recorded
     return response
 

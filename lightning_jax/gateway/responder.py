@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from opentelemetry.context import Context
-from opentelemetry.trace import Span, format_span_id, format_trace_id
-
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import PromptTooLong
 from lightning_jax.engine.response import Chunk
@@ -29,7 +26,8 @@ from lightning_jax.gateway.sampling import sampling_params
 from lightning_jax.gateway.sessions import AnsweredCall, OpenRollout
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.traces import attributes
-from lightning_jax.traces.tracer import Recorder
+from lightning_jax.traces.context import OpenSpan
+from lightning_jax.traces.store import Store
 
 NO_ROUTE = Route()
 MAX_RECORDED = 4  # times serve.max_len; a longer prompt is refused and its ids are not recorded
@@ -46,11 +44,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Responder:
-    """Model that answers requests, with its tokenizer, settings and recorder."""
+    """Model that answers requests, with its tokenizer, settings and store."""
 
     loop: PolicyLoop
     tokenizer: Tokenizer
-    recorder: Recorder
+    store: Store | None
     served_model: str
     serve: ServeConfig
     tool_format: ToolFormat
@@ -79,19 +77,17 @@ class Responder:
         self,
         prepared: Prepared,
         rollout: OpenRollout | None,
-        parent: Context,
+        span: OpenSpan,
         route: Route = NO_ROUTE,
     ) -> RunningCall:
-        """Start to answer a request, with the call's span below `parent`.
+        """Start to answer a request, and record it in `span`.
 
         Raise ApiError if the request is invalid.
         """
         request, rendered = prepared.request, prepared.prompts
         self._check_room(request, rollout)
         breaks = sum(prompt.breaks for prompt in rendered)
-        self.meters.prefix_breaks.inc(breaks)
-        if rollout:
-            rollout.prefix_breaks += breaks
+        self.meters.count("prefix_breaks", breaks)
         check_size(request, self.serve.max_grammar_kib)
         grammar = grammar_of(request, self.tool_format, self.tokenizer)
         rooms = tuple(self.serve.max_len - len(prompt.token_ids) for prompt in rendered)
@@ -119,7 +115,7 @@ class Responder:
             rollout_id=rollout.settings.rollout_id if rollout else None,
             timeout_s=rollout.settings.call_timeout_s if rollout else None,
             prefix_breaks=breaks,
-            parent=parent,
+            span=span,
             role=route.role,
             answered_by=route.answered_by,
             adapter=route.adapter,
@@ -193,29 +189,26 @@ class Responder:
             malformed = sum(parser.malformed for parser in parsers)
             return {attributes.MALFORMED_TOOL_CALLS: malformed} if malformed else {}
 
-        def on_recorded(span: Span) -> None:
-            if rollout:
-                rollout.answered[call.call_id] = _answered(call, span)
-
         with _blame(rollout, self.loop.num_slots):
             completions = await complete(
                 call,
                 self.loop,
-                self.recorder,
+                self.store,
                 on_accept=on_accept,
                 on_chunk=on_chunk,
                 on_done=on_done,
-                on_recorded=on_recorded,
             )
+        if rollout:
+            where = call.span.trace_id, call.span.span_id
+            rollout.answered[call.call_id] = AnsweredCall(call.call_id, *where, len(call.choices))
         answers = tuple(
             builder.answer(choice.prompt_ids, completion)
             for builder, choice, completion in zip(builders, call.choices, completions, strict=True)
         )
         malformed = sum(parser.malformed for parser in parsers)
-        self.meters.malformed_tool_calls.inc(malformed)
+        self.meters.count("malformed_tool_calls", malformed)
         self.meters.answered(call.dialect, answers)
         if rollout:
-            rollout.malformed_tool_calls += malformed
             rollout.num_tokens += _num_tokens(answers)
             if request.messages is not None:
                 _remember(rollout, rendered, answers)
@@ -295,12 +288,6 @@ def _blame(rollout: OpenRollout | None, num_slots: int) -> Iterator[None]:
         if rollout and error.code == "call_timeout":
             error.infrastructure = rollout.most_choices <= num_slots
         raise
-
-
-def _answered(call: Call, span: Span) -> AnsweredCall:
-    where = span.get_span_context()
-    ids = format_trace_id(where.trace_id), format_span_id(where.span_id)
-    return AnsweredCall(call.call_id, *ids, len(call.choices))
 
 
 def _num_tokens(answers: Sequence[Answer]) -> int:

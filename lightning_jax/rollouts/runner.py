@@ -31,8 +31,9 @@ from lightning_jax.rollouts.outcome import (
     outcome_of,
     outcome_of_error,
 )
+from lightning_jax.traces import attributes
+from lightning_jax.traces.context import OpenSpan, below
 from lightning_jax.traces.store import CRASH, Store
-from lightning_jax.traces.tracer import Root, below_root
 from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task
 
 log = logging.getLogger(__name__)
@@ -193,7 +194,6 @@ class Runner:
         clock, root = _Clock(), self.gateway.root_of(rollout.rollout_id)
         try:
             await self.store.in_order(self.store.set_status, rollout.rollout_id, "running")
-            start_ns = time.time_ns()
             outcome = await self._outcome(root, rollout.rollout_id, request.task, llm, clock)
         except BaseException:
             self.gateway.close_rollout(rollout.rollout_id)
@@ -202,9 +202,13 @@ class Runner:
         outcome = _blamed(outcome, traffic, clock)
         if outcome.status == "agent_failure":
             outcome = replace(outcome, reward=self.config.agent_failure_reward)
-        attributes = {"lightning.status": outcome.status, "lightning.task_id": rollout.task_id}
-        error = outcome.detail or outcome.reason
-        span = root.span(rollout.rollout_id, start_ns, time.time_ns(), attributes, error)
+        values = {
+            attributes.OPERATION_NAME: attributes.INVOKE_AGENT,
+            attributes.ROLLOUT_ID: rollout.rollout_id,
+            "lightning.status": outcome.status,
+            "lightning.task_id": rollout.task_id,
+        }
+        span = root.end("rollout", values, outcome.detail or outcome.reason)
         await self.store.in_order(self._record, rollout.rollout_id, span, outcome)
         return replace(rollout, **outcome.fields)
 
@@ -214,13 +218,13 @@ class Runner:
         self.store.set_status(rollout_id, **outcome.fields)
 
     async def _outcome(
-        self, root: Root, rollout_id: str, task: Task, llm: LLM, clock: "_Clock"
+        self, root: OpenSpan, rollout_id: str, task: Task, llm: LLM, clock: "_Clock"
     ) -> Outcome:
         """Return the outcome according to the agent, whose spans become children of `root`.
 
         The agent runs in its own task. Even if it exits or cancels itself, only its rollout ends.
         """
-        with below_root(root):
+        with below(root):
             running = asyncio.create_task(self._agent_outcome(rollout_id, task, llm))
         try:
             late = not await clock.wait(running, self.config.timeout_s)

@@ -58,4 +58,3 @@ PREFIX_BREAKS = "lightning.prefix_breaks"  # 1 if a replayed response is not a p
 REQUEST_MIN_P = "lightning.min_p"
 CHOICE_INDEX = "lightning.choice_index"
 DROPPED_ATTRIBUTES = "lightning.dropped_attributes"  # of a posted span: number that were too long
-SEQUENCE = "lightning.sequence"  # of an open span; the record has it as a field

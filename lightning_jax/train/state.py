@@ -120,7 +120,7 @@ class Replica:
         return self._trained_by(self.step - 1)
 
     def publish(self) -> None:
-        """Do the other processes' share of `Engine.place` for the weights just trained."""
+        """Do the other processes' share of `Engine.publish` for the weights just trained."""
         for name in self.changed:
             self._publish(self.states[name].params)
 

@@ -162,7 +162,7 @@ async def test_a_models_name_does_not_lead_out_of_its_path(
             assert asked == []
             (span,) = bench.store.spans("r1")
             assert span.attributes["error.type"] == "invalid_value"
-            assert bench.gateway.close_rollout("r1").num_refused == {"invalid_value": 1}
+            assert bench.gateway.close_rollout("r1").unanswered == ()
 
 
 async def test_honest_names_of_models_are_passed_on(make_bench: MakeBench) -> None:
@@ -188,7 +188,7 @@ async def test_redirects_are_not_followed(make_bench: MakeBench) -> None:
             assert (status, reply["error"]["code"]) == (502, "upstream_error")
             assert "roles.judge.served_by" in reply["error"]["message"]
             assert [path for path, *_ in asked] == ["/v1/chat/completions"]
-            assert bench.gateway.close_rollout("r1").num_errors == {"upstream_error": 1}
+            assert bench.gateway.close_rollout("r1").unanswered == ("upstream_error",)
 
 
 @pytest.mark.parametrize("asked_for", ["long", "long and told"])
@@ -219,7 +219,7 @@ async def test_a_server_that_fails_is_infrastructure(make_bench: MakeBench) -> N
         base = bench.rollout().base_url
         status, reply, _ = await bench.post(BODY | {"model": "far"}, base=base)
         assert status == 503 and reply["error"]["message"] == "later"
-        assert bench.gateway.close_rollout("r1").num_errors == {"upstream_error": 1}
+        assert bench.gateway.close_rollout("r1").unanswered == ("upstream_error",)
         (span,) = bench.store.spans("r1")
         assert span.attributes["error.type"] == "upstream_503"
     async with make_bench(roles=_far(url)) as bench:  # the server no longer listens
@@ -227,7 +227,7 @@ async def test_a_server_that_fails_is_infrastructure(make_bench: MakeBench) -> N
         status, reply, _ = await bench.post(BODY | {"model": "far"}, base=base)
         assert (status, reply["error"]["code"]) == (502, "upstream_error")
         assert "'judge'" in reply["error"]["message"]
-        assert bench.gateway.close_rollout("r2").num_errors == {"upstream_error": 1}
+        assert bench.gateway.close_rollout("r2").unanswered == ("upstream_error",)
 
 
 async def test_an_answer_that_breaks_off_breaks_off(

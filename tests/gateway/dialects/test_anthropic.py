@@ -188,7 +188,6 @@ async def test_a_tools_result_extends_token_for_token(bench: Bench) -> None:
     path = one.prompt_token_ids + one.response_token_ids
     assert two.prompt_token_ids[: len(path)] == path
     assert counted == {"input_tokens": second["usage"]["input_tokens"]}
-    assert bench.gateway.close_rollout("r1").num_calls == 2
 
 
 async def test_a_stream_says_what_a_whole_answer_says(bench: Bench) -> None:

@@ -171,7 +171,7 @@ async def test_a_tools_result_extends_token_for_token(bench: Bench) -> None:
     for earlier, later in ((one, two), (two, three)):
         path = earlier.prompt_token_ids + earlier.response_token_ids
         assert later.prompt_token_ids[: len(path)] == path
-    assert bench.gateway.close_rollout("r1").prefix_breaks == 0
+    assert bench.gateway.stats()["serve/prefix_breaks"] == 0
 
 
 async def test_nothing_to_say_loads_the_model(bench: Bench) -> None:

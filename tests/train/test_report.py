@@ -1,21 +1,13 @@
-"""Tests of the tables that a training run ends with, and of the configs of the experiments."""
+"""Tests of the tables that a run prints at its end."""
 
 import re
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from lightning_jax.cli.train import failure_table, result_table
-from lightning_jax.loading import load_function
-from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import Config
+from lightning_jax.train.report import failure_table, result_table
 from lightning_jax.types import Rollout, RolloutStatus, Span
-
-CONFIGS = Path(__file__).parents[2] / "experiments" / "configs"
 
 
 def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
@@ -46,23 +38,6 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
         ["hops", "2", "0.750", "0.200", "4"],
     ]
     assert len(result_table(rows).splitlines()) == 3
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_the_configs_load_and_name_their_run(path: Path) -> None:
-    argv = [str(path)]
-    if path.stem.endswith("_real"):
-        with pytest.raises(ConfigError) as caught:
-            load_config(Config, argv)
-        assert "data.root=VALUE" in str(caught.value)
-        argv = [*argv, "data.root=DIR"]
-    config = load_config(Config, argv)
-    assert config.run_dir == f"runs/{path.stem}"
-    assert config.agent.function.startswith("agents/")
-    assert config.data.load is not None
-    assert (
-        signature(load_function(config.data.load)).parameters.keys() >= config.data.options.keys()
-    )
 
 
 def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
