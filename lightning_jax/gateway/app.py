@@ -24,9 +24,8 @@ from lightning_jax.gateway.http import Bodies, listen, openai_errors, reachable_
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.prompt.tool_formats import format_of
-from lightning_jax.gateway.record import PolicyLoop
 from lightning_jax.gateway.request import POLICY
-from lightning_jax.gateway.responder import Responder
+from lightning_jax.gateway.responder import PolicyLoop, Responder
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
 from lightning_jax.traces import otlp
@@ -64,7 +63,7 @@ class Gateway:
             store = self._at_close.enter_context(temporary_store())
         self.store, self.model_name = store, engine.model_name
         serve, tokenizer = serve or engine.serve, engine.tokenizer
-        self._engine = engine
+        self.engine = engine
         self._meters = Meters(engine.stats)
         self._offload = Offload()
         self._bodies = Bodies(serve, self._offload)
@@ -146,7 +145,7 @@ class Gateway:
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start, including the engine's."""
-        return self._engine.stats() | self._meters.totals()
+        return self.engine.stats() | self._meters.totals()
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[openai_errors], client_max_size=self._bodies.max_bytes)
@@ -216,8 +215,8 @@ class Gateway:
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer a load balancer: 200 only while new calls would be answered."""
-        state = {"status": self._engine.status, "engine": self._engine.stats()}
-        return web.json_response(state, status=200 if self._engine.status == "ok" else 503)
+        state = {"status": self.engine.status, "engine": self.engine.stats()}
+        return web.json_response(state, status=200 if self.engine.status == "ok" else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import Body, brief, integer, text
+from lightning_jax.gateway.fields import Body, Fields, Integer, brief, read
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.owners import Owner, Owners
 from lightning_jax.gateway.sessions import AnsweredCall, OpenRollout
@@ -27,6 +27,13 @@ TOO_MANY_SENT = (
     "smaller ones"
 )
 TOO_MANY_KEPT = "their rollout has reached rollout.max_spans or rollout.max_spans_mib"
+
+
+class RewardFields(Fields):
+    """Rewarded call of a rollout, and the choice of it. Without a call, it is the whole rollout."""
+
+    call: str | None = None
+    choice: Integer | None = None
 
 
 class Reports:
@@ -105,7 +112,8 @@ class Reports:
         """
         reward, limit = _finite(body), rollout.settings.max_abs_reward
         _check_size("reward", reward, limit)
-        call_id, choice = text(body, "call"), integer(body, "choice", 0) or 0
+        rewarded = read(RewardFields, body)
+        call_id, choice = rewarded.call, rewarded.choice or 0
         rollout_id = rollout.settings.rollout_id
         if not call_id:
             rollout.reward = reward

@@ -1,7 +1,6 @@
 """Rollouts that are open at the gateway: their sampling settings and their traffic."""
 
 import asyncio
-import contextlib
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from lightning_jax.gateway.owners import Owner, Owners
 from lightning_jax.gateway.prompt.render import ConversationMemory
 from lightning_jax.gateway.retries import RunningCall, RunningCalls
 from lightning_jax.gateway.saved_responses import SavedConversations
-from lightning_jax.traces._sqlite import StoreError
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.store import Store
 
@@ -191,7 +189,7 @@ def _too_many(code: str, limit: str, setting: str) -> ApiError:
 
 
 class OpenRollouts:
-    """Open rollouts by id. The store, if there is one, has the status of the others."""
+    """Open rollouts by id."""
 
     def __init__(self, store: Store | None, limits: ServeConfig) -> None:
         self._store, self._limits = store, limits
@@ -240,12 +238,10 @@ class OpenRollouts:
         rollout = self._by_id.get(rollout_id)
         if rollout and rollout.owner.has_token(token):
             return rollout
-        ended, owner = None, self.owners.of_id(rollout_id)
-        with contextlib.suppress(StoreError):
-            # Only the rollout's own agent may learn how it ended.
-            if self._store and rollout is None and owner and owner.has_token(token):
-                ended = self._store.status_at_once(rollout_id)
-        state = f"has ended ({ended})" if ended else "is unknown"
+        owner = self.owners.of_id(rollout_id)
+        # Only the rollout's own agent may learn that there was one.
+        has_ended = rollout is None and owner is not None and owner.has_token(token)
+        state = "has ended" if has_ended else "is unknown"
         raise ApiError(
             404,
             "rollout_not_found",

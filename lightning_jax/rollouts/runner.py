@@ -31,6 +31,7 @@ from lightning_jax.rollouts.outcome import (
     outcome_of,
     outcome_of_error,
 )
+from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import OpenSpan, below
 from lightning_jax.traces.store import CRASH, Store
@@ -45,6 +46,7 @@ STANDSTILL_S = 1.0  # clients may give up on a server that stalled for this long
 # A reward, or a mapping with "reward" and other numbers, which are stored and averaged.
 Result = float | Mapping[str, float] | None
 Agent = Callable[[Task, LLM], Awaitable[Result]]
+AgentFunction = Callable[[Task, LLM], Any]  # plain or a coroutine function
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,31 @@ def make_requests(
 
 
 def load_agent(reference: str) -> Agent:
-    """Return the agent that `FILE:FUNCTION` names. Raises ConfigError if there is none.
+    """Return the agent that `FILE:FUNCTION` names. Raises ConfigError if there is none."""
+    return as_agent(load_function(reference))
 
-    A plain function becomes a coroutine function that calls it in a thread.
+
+def as_agent(function: Any) -> Agent:
+    """Return a coroutine function; a plain function is called in a thread.
+
+    Raises ConfigError if it cannot be called with a task and an LLM.
     """
-    function = load_function(reference)
+    if not callable(function):
+        raise ConfigError(
+            f"the agent is {function!r}; pass a function (task, llm) that returns the reward",
+            reason="not_callable",
+            key="agent",
+        )
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"the agent {function!r} cannot be called with (task, llm): {error}",
+            reason="wrong_signature",
+            key="agent",
+        ) from error
+    except ValueError:  # a builtin may have no signature
+        pass
     if inspect.iscoroutinefunction(function):
         return function
 
@@ -110,7 +132,7 @@ def load_agent(reference: str) -> Agent:
     return agent
 
 
-async def run_rollouts(
+async def run_requests(
     requests: Sequence[RolloutRequest],
     runner: "Runner",
     *,
@@ -154,13 +176,17 @@ class TooManyFailures(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Runner:
-    """Executor of single rollouts against the gateway, with retries. Results go to the store."""
+    """Executor of single rollouts against the gateway, with retries. Results go to its store."""
 
     agent: Agent
     gateway: Gateway
-    store: Store
     config: RolloutConfig
     seed: int
+
+    @property
+    def store(self) -> Store:
+        assert self.gateway.store is not None, "rollouts are recorded"
+        return self.gateway.store
 
     async def run(self, request: RolloutRequest) -> Rollout:
         """Return the request's finished rollout: stored before a crash, or else a new one."""

@@ -52,6 +52,7 @@ REWARD = "lightning.reward"  # the call's own reward; in a reward span, the post
 REWARD_CALL = "lightning.reward_call"  # response id of the call that earned it
 REWARD_CHOICE = "lightning.reward_choice"  # index of the call's choice
 ROLE = "lightning.role"  # first of the config's roles that the call matched
+TRAINS = "lightning.trains"  # False if the call's role or policy is part of the environment
 SERVED_BY = "lightning.served_by"  # server that answered instead of the policy
 MALFORMED_TOOL_CALLS = "lightning.malformed_tool_calls"  # in the response; set if not 0
 PREFIX_BREAKS = "lightning.prefix_breaks"  # 1 if a replayed response is not a prefix of this prompt

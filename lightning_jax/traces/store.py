@@ -103,19 +103,6 @@ class Store:
             ) from error
         return await asyncio.shield(asyncio.wrap_future(running))
 
-    def status_at_once(self, rollout_id: str) -> RolloutStatus | None:
-        """Return a rollout's status, or None if it is unknown or the store is busy. Do not wait."""
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            with one_sentence(self.path):
-                row = self._db.execute(
-                    "SELECT status FROM rollouts WHERE rollout_id = ?", (rollout_id,)
-                ).fetchone()
-        finally:
-            self._lock.release()
-        return row and row[0]
-
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Yield the locked connection. Commit at the end, or roll back after an exception."""
@@ -192,6 +179,12 @@ class Store:
                 values,
             ).fetchall()
         return [_rollout(row) for row in rows]
+
+    def next_step(self, phase: str) -> int:
+        """Return the first step of which no rollout of the phase is stored, nor of a later one."""
+        with self._transaction() as db:
+            query = "SELECT coalesce(max(step), -1) + 1 FROM rollouts WHERE phase = ?"
+            return db.execute(query, (phase,)).fetchone()[0]
 
     def abandon_running(self) -> int:
         """Mark queued and running rollouts as infrastructure failures, and return their number.

@@ -26,17 +26,17 @@ from lightning_jax.rl.advantages import equal_groups
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.credit import assign_credit
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
+from lightning_jax.rollouts.collect import read_trajectories
+from lightning_jax.rollouts.failures import FailureWatch
 from lightning_jax.rollouts.metrics import (
     TraceReader,
     eval_change,
     eval_metrics,
     eval_metrics_by,
-    to_trajectories,
 )
-from lightning_jax.rollouts.runner import Runner, make_requests, run_rollouts
+from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.system.files import write_whole
 from lightning_jax.system.threads import run_in_thread
-from lightning_jax.traces.context import flush_process_tracer
 from lightning_jax.traces.store import Store
 from lightning_jax.train import multihost
 from lightning_jax.train.config import Config
@@ -44,7 +44,6 @@ from lightning_jax.train.export import EXPORTED, export
 from lightning_jax.train.metrics import MetricsLog, plot_curves
 from lightning_jax.train.monitors import (
     DropWatch,
-    FailureWatch,
     FiniteWatch,
     PackingWatch,
     serve_metrics,
@@ -236,14 +235,8 @@ class Run:
             tasks = self._next_tasks(wanted - num_useful)
             rollouts += await self._collect(tasks, "train", size, first_index=num_tasks)
             num_rounds, num_tasks = num_rounds + 1, num_tasks + len(tasks)
-            await asyncio.to_thread(flush_process_tracer)
-            await self.store.in_order(lambda: None)  # wait for pending writes
-            trajectories, metrics = await run_in_thread(
-                to_trajectories,
-                self.store,
-                rollouts,
-                policy_version=self.step,
-                reader=self.reader,
+            trajectories, metrics = await read_trajectories(
+                self.store, rollouts, policy_version=self.step, reader=self.reader
             )
             if algorithm.max_sampling_rounds == 1:
                 return trajectories, metrics
@@ -282,7 +275,7 @@ class Run:
             def on_done(rollout: Rollout) -> None:
                 bar.update()
 
-            rollouts = await run_rollouts(requests, self.runner, on_done=on_done)
+            rollouts = await run_requests(requests, self.runner, on_done=on_done)
         await run_in_thread(self.failures.observe, rollouts, f"{phase} {self.step}")
         return rollouts
 

@@ -40,9 +40,11 @@ from lightning_jax.models.formats.load import LoadedModel, load_model
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.rl.choices import load_choices
+from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.program import make_agent
-from lightning_jax.rollouts.runner import Runner
+from lightning_jax.rollouts.runner import AgentFunction, Runner, as_agent
 from lightning_jax.settings import ConfigError, changed_keys, load_config, save_config
 from lightning_jax.system.descriptors import limit_of_files, number_free
 from lightning_jax.system.files import make_private, warn_if_open
@@ -77,11 +79,16 @@ LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "model.remat")
 
 
 async def train(
-    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+    config: Config,
+    train_tasks: Sequence[Task],
+    dev_tasks: Sequence[Task],
+    *,
+    agent: AgentFunction | None = None,
 ) -> list[dict[str, float | int]]:
     """Run or resume a run to its end and return the rows of its metrics file.
 
-    In a run of several processes all of them call this, and only process 0 returns rows.
+    `agent` is a function (task, llm) that returns the reward, by default the one that `config`
+    names. In a run of several processes all of them call this, and only process 0 returns rows.
     """
     multihost.join(config.distributed)
     if not multihost.is_leader():
@@ -89,7 +96,10 @@ async def train(
         return []
     _check_files(config)
     _tell_of_bias(config)
-    async with multihost.cancel_on_stop(), open_run(config, train_tasks, dev_tasks) as run:
+    async with (
+        multihost.cancel_on_stop(),
+        open_run(config, train_tasks, dev_tasks, agent=agent) as run,
+    ):
         with (
             logging_redirect_tqdm(),
             tqdm(
@@ -136,19 +146,25 @@ async def _follow(config: Config) -> None:
 
 @asynccontextmanager
 async def open_run(
-    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+    config: Config,
+    train_tasks: Sequence[Task],
+    dev_tasks: Sequence[Task],
+    *,
+    agent: AgentFunction | None = None,
 ) -> AsyncIterator["Run"]:
     """Yield a run at the current step of its directory, with its server running.
 
     Everything is closed at the end.
     """
     _check_orchestrator(config)
-    agent = make_agent(config.agent)
+    made = make_agent(config.agent) if agent is None else as_agent(agent)
+    algorithm = load_choices(config.algorithm)
+    train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
     directory = Path(config.run_dir)
     async with AsyncExitStack() as at_end:  # last in, first out
         at_end.enter_context(_alone_in(directory))  # before loading the model, which takes long
         config = _with_dtypes(config)
-        source_digests = digests(config, train_tasks, dev_tasks)
+        source_digests = digests(config, train_tasks, dev_tasks, agent)
         changed = _changed_settings(config) + changed_sources(directory, source_digests)
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
@@ -158,7 +174,7 @@ async def open_run(
         initial = None
         if any(role.served_by == "initial" for role in config.roles.values()):
             initial = make_engine(model)  # before the run takes ownership of the weights
-        run = Run(config, model, store, train_tasks, dev_tasks)
+        run = Run(replace(config, algorithm=algorithm), model, store, train_tasks, dev_tasks)
         at_end.push_async_callback(run.close)
         at_end.callback(run.leader.stop_followers)
         _supersede_stored(store, changed, run.step)
@@ -188,13 +204,13 @@ async def open_run(
             initial=None if initial is None else _responders(config, [initial] * len(engines)),
         )
         at_end.push_async_callback(gateway.close)
-        agent = await at_end.enter_async_context(isolate_agent(agent))
+        isolated = await at_end.enter_async_context(isolate_agent(made))
         await gateway.start()
         for engine in running:
             await run_in_thread(engine.warmup)
             engine.start()
         at_end.enter_context(freeze_objects())
-        run.connect(engines, Runner(agent, gateway, store, config.rollout, config.seed))
+        run.connect(engines, Runner(isolated, gateway, config.rollout, config.seed))
         yield run
 
 

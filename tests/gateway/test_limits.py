@@ -124,7 +124,7 @@ async def test_a_bug_that_the_request_alone_meets_is_not_infrastructure(
 ) -> None:
     """The engine never saw the call, so every attempt with this request would fail too."""
     base = bench.rollout().base_url
-    monkeypatch.setattr(openai_chat, "sampling_fields", Mock(side_effect=KeyError("a bug")))
+    monkeypatch.setattr(openai_chat, "to_request", Mock(side_effect=KeyError("a bug")))
     status, reply, headers = await bench.post(BODY, base=base)
     assert (status, reply["error"]["code"]) == (500, "internal_error")
     assert headers["x-should-retry"] == "false"

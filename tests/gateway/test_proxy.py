@@ -12,7 +12,6 @@ from aiohttp import web
 from gateway_bench import Bench, Connect, MakeBench
 from yarl import URL
 
-from lightning_jax.gateway.proxy import read_traits
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RoleConfig
@@ -264,31 +263,3 @@ async def test_a_role_gives_a_models_name_a_meaning(bench: Bench, make_bench: Ma
     async with make_bench(roles={"small": RoleConfig(model="gpt-*")}) as with_role:
         status, reply, _ = await with_role.post(BODY | {"model": "gpt-4o"})
         assert status == 200 and reply["model"] == "gpt-4o"
-
-
-TEXT = [{"type": "text", "text": "b"}]
-
-
-@pytest.mark.parametrize(
-    ("body", "system"),
-    [
-        (
-            {
-                "messages": [
-                    {"role": "system", "content": "a"},
-                    {"role": "developer", "content": TEXT},
-                    {"role": "user", "content": "x"},
-                ]
-            },
-            "a\nb",
-        ),
-        ({"system": TEXT, "messages": [{"role": "user", "content": "x"}]}, "b"),
-        ({"instructions": "a", "input": [{"role": "system", "content": "b"}]}, "a\nb"),
-        ({"systemInstruction": {"parts": [{"text": "a"}, {"text": "b"}]}}, "a\nb"),
-        ({"messages": "odd", "system": 3}, ""),
-    ],
-)
-def test_system_prompt_is_found_in_every_dialect(body: dict[str, Any], system: str) -> None:
-    traits = read_traits(body | {"model": "policy:w"}, {}, {})
-    assert traits == {"agent": "w", "model": "policy:w", "system": system}
-    assert read_traits({}, {"model": "m"}, {"x-agent-name": "a"})["agent"] == "a"
