@@ -59,7 +59,7 @@ def test_published_layouts(tmp_path: Path, name: str) -> None:
     assert [task["id"] for task in load(tmp_path, "dev")[0]] == ["a"]
 
 
-def test_several_parquet_files_follow_each_other(tmp_path: Path) -> None:
+def test_parquet_parts_are_read_in_order(tmp_path: Path) -> None:
     for part in (0, 1):
         write_parquet(
             tmp_path / "data" / f"train-0000{part}-of-00002.parquet", ROWS[part : part + 1]
@@ -167,7 +167,7 @@ def test_generated_problems_are_right_and_always_the_same(split: str) -> None:
             assert eval(f"Fraction('{left}') {sign} Fraction('{right}')") == Fraction(output)
 
 
-def test_dev_problems_have_people_and_things_of_their_own() -> None:
+def test_dev_problems_share_no_people_or_things_with_train() -> None:
     words = {
         split: {
             w for t in generated_problems(split) for w in re.findall(r"[A-Z]\w+", t["question"])

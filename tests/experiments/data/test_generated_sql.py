@@ -56,7 +56,7 @@ def test_questions_are_distinct_and_short(splits: dict[str, list[dict[str, Any]]
     assert max(len(task["query"]) for task in everything) <= 100
 
 
-def test_every_answer_has_rows_and_tells_queries_apart(
+def test_answers_have_rows_and_differ_between_queries(
     splits: dict[str, list[dict[str, Any]]],
 ) -> None:
     same = pairs = 0

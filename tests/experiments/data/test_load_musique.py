@@ -142,7 +142,7 @@ def test_the_released_files(released: Path, tmp_path: Path) -> None:
     assert [task["supporting"] for task in dev] == [["p000000", "p000001"]] and none == {}
 
 
-def test_the_corpus_is_made_once_for_each_content(released: Path, tmp_path: Path) -> None:
+def test_the_corpus_is_made_once_per_content(released: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = corpus_of(released, cache)
     before = first.stat().st_mtime_ns

@@ -190,7 +190,7 @@ def test_a_broken_archive_leaves_nothing(compact: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_an_archive_cannot_write_elsewhere(compact: Path, tmp_path: Path) -> None:
+def test_an_archive_cannot_write_outside_its_directory(compact: Path, tmp_path: Path) -> None:
     with tarfile.open(compact / "databases_train.tar.gz", "w:gz") as tar:
         tar.addfile(tarfile.TarInfo("../../escaped"), io.BytesIO())
     with raises_coded(DatasetError, "malformed", f"{compact}/databases_train.tar.gz"):
