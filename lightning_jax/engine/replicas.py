@@ -5,7 +5,6 @@ and thread, so none waits for another's prompts. Their caches are separate, too,
 to the replica that has read the start of its prompt before.
 """
 
-import asyncio
 import logging
 import threading
 from collections import OrderedDict
@@ -16,9 +15,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from lightning_jax.engine.admission import LoopStatus, join_statuses
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.loop_group import LoopGroup
 from lightning_jax.engine.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -97,45 +96,17 @@ def _beginnings(prompt: Sequence[int]) -> list[int]:
     return found
 
 
-class ReplicatedLoop:
+class ReplicatedLoop(LoopGroup):
     """Loops with the same weights behind the methods of one `EngineLoop`."""
 
     def __init__(self, loops: Sequence[EngineLoop], slots: int) -> None:
-        self._loops, self._router = tuple(loops), Router(len(loops), slots)
-
-    @property
-    def version(self) -> int:
-        """Weights version that will answer the next request."""
-        return self._loops[-1].version
-
-    @property
-    def status(self) -> LoopStatus:
-        """Status like `EngineLoop.status`: the first loop status that is not ok, if any."""
-        return join_statuses(loop.status for loop in self._loops)
-
-    @property
-    def num_slots(self) -> int:
-        """Number of requests that all loops together decode at once."""
-        return sum(loop.num_slots for loop in self._loops)
-
-    @property
-    def num_open(self) -> int:
-        """Number of requests running or waiting."""
-        return sum(loop.num_open for loop in self._loops)
+        super().__init__(loops)
+        self._router = Router(len(loops), slots)
 
     def warmup(self) -> None:
         """Compile all programs, for all replicas in parallel. Call before `start`."""
         with ThreadPoolExecutor(len(self._loops)) as pool:
             list(pool.map(lambda loop: loop.warmup(), self._loops))
-
-    def start(self) -> None:
-        """Start the threads."""
-        for loop in self._loops:
-            loop.start()
-
-    async def prepare(self, grammar: str, owner: str = "") -> None:
-        """Compile a grammar for all loops. See `EngineLoop.prepare`."""
-        await self._loops[0].prepare(grammar, owner)
 
     def submit(
         self,
@@ -158,17 +129,3 @@ class ReplicatedLoop:
             loop.load_weights(params, version)
         if params is not None:
             self._router.forget()
-
-    async def drain(self) -> None:
-        """Refuse new requests, and return when none is open."""
-        await asyncio.gather(*(loop.drain() for loop in self._loops))
-
-    def close(self) -> None:
-        """Stop the threads. Unfinished requests fail with EngineError."""
-        for loop in self._loops:
-            loop.close()
-
-    def stats(self) -> dict[str, float]:
-        """Return the counters, summed over all loops."""
-        found = [loop.stats() for loop in self._loops]
-        return {name: sum(stats[name] for stats in found) for name in found[0]}
