@@ -24,7 +24,8 @@ class LoopGroup:
     @property
     def status(self) -> LoopStatus:
         """Status like `EngineLoop.status`: the first one that is not "ok", if any."""
-        return next((loop.status for loop in self._loops if loop.status != "ok"), "ok")
+        others: list[LoopStatus] = [loop.status for loop in self._loops if loop.status != "ok"]
+        return others[0] if others else "ok"
 
     @property
     def num_slots(self) -> int:

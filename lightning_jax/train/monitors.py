@@ -15,6 +15,8 @@ from lightning_jax.types import Metrics, Rollout
 log = logging.getLogger(__name__)
 
 MANY_FEWER = 0.75  # share of the rows
+# Nats. Sampler and trainer share one forward function, so more is a bug. bfloat16 rounds by 1e-3.
+MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 1e-2}
 FULL = 0.75  # share of used targets; the last row is rarely full, and calls are not split
 
 
@@ -103,6 +105,17 @@ class DropWatch:
                         "count": number,
                     },
                 )
+
+
+def warn_of_mismatch(metrics: Metrics, step: int, dtype: str) -> None:
+    """Warn if the trainer's log-probabilities differ from those of the sampler by a bug."""
+    mismatch = metrics.get("train/mismatch_kl", 0.0)
+    if mismatch > MISMATCH_ALARM[dtype]:
+        log.warning(
+            "train/mismatch_kl is %.2g at step %d, above %g; the rollouts were not sampled from "
+            "these weights",
+            *(mismatch, step, MISMATCH_ALARM[dtype]),
+        )
 
 
 class BrokenAgent(UserError, RuntimeError):

@@ -126,7 +126,7 @@ class Leader:
     """Caller of `target`'s methods in all processes at once, used by process 0."""
 
     def __init__(self, target: Any) -> None:
-        self._target = target
+        self.target = target
         self._sent = 0
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -135,7 +135,7 @@ class Leader:
         The arguments must be picklable.
         """
         self.tell(method, *arguments)
-        return getattr(self._target, method)(*arguments)
+        return getattr(self.target, method)(*arguments)
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Call the method in the other processes only.

@@ -1,7 +1,7 @@
 """State that every process of a run holds: train states, references and checkpoints.
 
 All processes call the same methods in the same order, because programs and checkpoints span all of
-them. `distributed.Leader` ensures that. A run of one process has only the leader's replica.
+them. `multihost.Leader` ensures that. A run of one process has only the leader's replica.
 """
 
 import contextlib
