@@ -30,6 +30,7 @@ from lightning_jax.train.monitors import (
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.runtime import return_freed_memory
+from lightning_jax.train.state import Replica
 from lightning_jax.types import Metrics
 
 
@@ -45,7 +46,7 @@ class Run:
         config: Config,
         model: LoadedModel,
         pipelines: Pipelines,
-        leader: Leader,
+        leader: Leader[Replica],
         loops: Sequence[Any],
         runner: Runner,
     ) -> None:
@@ -110,7 +111,7 @@ class Run:
         metrics["time/rollout_s"] = time.monotonic() - started
         values = None
         if self.config.algorithm.has_critic:  # else sending trajectories everywhere is useless
-            values, of_values = await run_in_thread(self.leader.call, "values", trajectories)
+            values, of_values = await run_in_thread(self.leader.call, Replica.values, trajectories)
             metrics |= of_values
         prepared = time.monotonic()
         sequences, of_data = await run_in_thread(
@@ -132,7 +133,7 @@ class Run:
         If no sequence has a gradient, the weights stay the same.
         """
         of_save, started = await self.saved(), time.monotonic()
-        metrics = await run_in_thread(self.leader.call, "update", sequences)
+        metrics = await run_in_thread(self.leader.call, Replica.update, sequences)
         for watch in self.watches:
             watch.observe(metrics, self.step)
         return of_save | metrics | {"time/train_s": time.monotonic() - started}
@@ -142,9 +143,9 @@ class Run:
 
         Weights that the step did not train only get the new version.
         """
-        self.leader.call("advance")
+        self.leader.call(Replica.advance)
         started = time.monotonic()
-        self.leader.tell("publish")
+        self.leader.tell(Replica.publish)
         params = {name: self.replica.states[name].params for name in self.replica.changed}
         for loop, name in zip(self.loops, self.config.weights, strict=True):
             loop.load_weights(params.get(name), self.step)
@@ -163,7 +164,7 @@ class Run:
 
         def save() -> float:
             started = time.monotonic()
-            self.leader.call("save", progress)
+            self.leader.call(Replica.save, progress)
             return time.monotonic() - started
 
         self.saving = asyncio.create_task(run_in_thread(save))
@@ -192,7 +193,7 @@ class Run:
         """Export the policies. See `export.export`."""
         (self.directory / EXPORTED).unlink(missing_ok=True)
         for name in self.config.weights:
-            params = self.leader.call("whole_params", name)
+            params = self.leader.call(Replica.whole_params, name)
             export(self.directory, self.model, name, params, self.config.adapters)
         write_whole(self.directory / EXPORTED, f'{{"step": {self.step}}}\n')
 

@@ -77,7 +77,7 @@ async def open_run(
                 "%d rollouts were interrupted when the last process ended; running them again",
                 abandoned,
             )
-        leader.tell("publish_all")
+        leader.tell(Replica.publish_all)
         loops = [
             make_loop(replica.states[name].policy, replica.step, share_base=True)
             for name in config.weights
