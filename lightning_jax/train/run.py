@@ -38,7 +38,7 @@ class Run:
     """One run between steps, and the operations that change it.
 
     `leader` changes the train state in all processes. `loops` serve its weights, one loop per
-    weight set in order, to the agents of `runner`.
+    state in order, to the agents of `runner`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Run:
         self.loops, self.gateway, self.store = loops, runner.gateway, runner.store
         self.collector = Collector(config, pipelines, runner, model.tokenizer)
         self.watches = (
-            FiniteWatch(config.weights, config.algorithm.max_nonfinite_steps),
+            FiniteWatch(config.weight_scopes, config.algorithm.max_nonfinite_steps),
             PackingWatch(config.batch),
             DropWatch(config.batch),
         )
@@ -146,9 +146,12 @@ class Run:
         self.leader.call(Replica.advance)
         started = time.monotonic()
         self.leader.tell(Replica.publish)
-        params = {name: self.replica.states[name].params for name in self.replica.changed}
-        for loop, name in zip(self.loops, self.config.weights, strict=True):
-            loop.load_weights(params.get(name), self.step)
+        params = [
+            state.params if scope in self.replica.changed else None
+            for scope, state in zip(self.replica.scopes, self.replica.states, strict=True)
+        ]
+        for loop, changed in zip(self.loops, params, strict=True):
+            loop.load_weights(changed, self.step)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -192,9 +195,9 @@ class Run:
     def export(self) -> None:
         """Export the policies. See `export.export`."""
         (self.directory / EXPORTED).unlink(missing_ok=True)
-        for name in self.config.weights:
-            params = self.leader.call(Replica.whole_params, name)
-            export(self.directory, self.model, name, params, self.config.adapters)
+        for scope in self.replica.scopes:
+            params = self.leader.call(Replica.whole_params, scope)
+            export(self.directory, self.model, scope.policy, params, self.config.adapters)
         write_whole(self.directory / EXPORTED, f'{{"step": {self.step}}}\n')
 
     async def close(self) -> None:

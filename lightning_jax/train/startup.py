@@ -23,6 +23,7 @@ from lightning_jax.models.formats.load import LoadedModel, load_model
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.rl.multi_policy.scope import ALL
 from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.program import make_agent
 from lightning_jax.rollouts.runner import Runner
@@ -78,10 +79,7 @@ async def open_run(
                 abandoned,
             )
         leader.tell(Replica.publish_all)
-        loops = [
-            make_loop(replica.states[name].policy, replica.step, share_base=True)
-            for name in config.weights
-        ]
+        loops = [make_loop(state.policy, replica.step, share_base=True) for state in replica.states]
         running = loops if initial is None else [*loops, initial]
         for loop in running:
             at_end.callback(loop.close)
@@ -210,5 +208,5 @@ def _loop_maker(
 
 
 def _responders(config: Config, loops: Sequence[Any]) -> Any:
-    """Return the gateway's view of the loops, of which there is one per set of weights."""
-    return loops[0] if config.weights == ("",) else LoopsByPolicy(loops)
+    """Return the gateway's view of the loops, of which there is one per weight scope."""
+    return loops[0] if config.weight_scopes == (ALL,) else LoopsByPolicy(loops)

@@ -217,7 +217,8 @@ def _state_items(
         for optimizer in optimizers
     )
     half = ", or set optimizer.mu_dtype to bfloat16" if first == weights else ""
-    number, num_trained = len(config.weights), len(config.trained_weights)
+    number = len(config.weight_scopes)
+    num_trained = sum(scope.trains for scope in config.weight_scopes)
     num_moments = number if config.warmup.num_steps else num_trained
     items = [
         _times(number, MemoryItem("weights in float32", weights, _MORE_DEVICES)),
@@ -273,7 +274,7 @@ def _serving_items(
         ),
     ]
     initial = whole + sum(item.num_bytes for item in items[1:])
-    items = [_times(len(config.weights), item) for item in items]
+    items = [_times(len(config.weight_scopes), item) for item in items]
     frozen = [name for name, role in config.roles.items() if role.served_by == "initial"]
     if frozen:
         setting = f"Set roles.{frozen[0]}.served_by to policy"
