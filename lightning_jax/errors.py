@@ -31,14 +31,3 @@ class FieldError(InvalidValue):
     The message begins with the field's name, which is also the error's key. A caller that knows the
     section's path prepends it to both.
     """
-
-
-def require(section: object, **conditions: tuple[bool, str] | tuple[bool, str, str]) -> None:
-    """Raise FieldError for the first field whose condition is false.
-
-    The text says what is expected. An optional third item is the error's reason.
-    """
-    for name, (holds, expected, *reason) in conditions.items():
-        if not holds:
-            message = f"{name} is {getattr(section, name)!r}; expected {expected}."
-            raise FieldError(message, reason=reason[0] if reason else "invalid", key=name)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, LiteralNode, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -211,7 +211,8 @@ def _fields(error: OmegaConfBaseException) -> dict[str, str]:
         return key | {"reason": "moved"}
     if isinstance(error, InterpolationResolutionError):
         return key | {"reason": "unresolved"}
-    return key | {"reason": "unknown" if isinstance(error, KeyError) else "wrong_type"}
+    is_unknown = isinstance(error, KeyError) or isinstance(error.child_node, LiteralNode)
+    return key | {"reason": "unknown" if is_unknown else "wrong_type"}
 
 
 def _one_sentence(error: Exception) -> str:

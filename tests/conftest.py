@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import sys
 import time
 
@@ -120,6 +121,14 @@ def undrawn() -> Iterator[None]:
         if "lightning_jax.train.metrics" in sys.modules:
             patch.setattr("lightning_jax.train.metrics.plot_curves", lambda *_: None)
         yield
+
+
+@pytest.fixture
+def restored_sigterm() -> Iterator[None]:
+    """Restore the SIGTERM handler that `train` replaces."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture

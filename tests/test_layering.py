@@ -10,6 +10,7 @@ ROOMS = (
     *(
         "errors",
         "types",
+        "schema",
         "system",
         "settings",
         "loading",

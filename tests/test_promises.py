@@ -10,7 +10,7 @@ import yaml
 
 from lightning_jax.cli.main import main
 from lightning_jax.cli.runtime import STOPPED
-from lightning_jax.cli.train import failure_table, load_splits
+from lightning_jax.cli.train import load_splits
 from lightning_jax.loading import load_function
 from lightning_jax.models.formats.load import load_model, save_hf
 from lightning_jax.models.formats.param_names import ModelError
@@ -19,6 +19,7 @@ from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.memory.plan import GIB, MemoryItem, Plan, one_line
+from lightning_jax.train.report import failure_table
 
 TOY = Path(__file__).with_name("toy_agent.py")
 PROMISES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("promises.yaml").read_text())

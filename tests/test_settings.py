@@ -92,8 +92,8 @@ def test_a_mistake_is_one_sentence(argument: str, reason: str, key: str) -> None
 @pytest.mark.parametrize(
     ("setting", "reason", "key"),
     [
-        ("optimizer.mu_dtype=float16", "invalid", "optimizer.mu_dtype"),
-        ("warmup.optimizer.mu_dtype=float16", "invalid", "warmup.optimizer.mu_dtype"),
+        ("optimizer.mu_dtype=float16", "unknown", "optimizer.mu_dtype"),
+        ("warmup.optimizer.mu_dtype=float16", "unknown", "warmup.optimizer.mu_dtype"),
         ("warmup.num_steps=-1", "invalid", "warmup.num_steps"),
         ("num_steps=-3", "invalid", "num_steps"),
         ("seed=-1", "invalid", "seed"),
@@ -105,10 +105,10 @@ def test_a_mistake_is_one_sentence(argument: str, reason: str, key: str) -> None
         ("rollout.top_p=0", "invalid", "rollout.top_p"),
         ("rollout.max_tokens=0", "invalid", "rollout.max_tokens"),
         ("rollout.agent_failure_reward=nan", "invalid", "rollout.agent_failure_reward"),
-        ("model.activation_dtype=float16", "invalid", "model.activation_dtype"),
+        ("model.activation_dtype=float16", "unknown", "model.activation_dtype"),
         ("model.lora.alpha=0", "invalid", "model.lora.alpha"),
         ("roles.writer={trains: true}", "invalid", "roles.writer.agent"),
-        ("reward_rules.slip={fact: slip, reward: 1}", "invalid", "reward_rules.slip.fact"),
+        ("reward_rules.slip={fact: slip, reward: 1}", "unknown", "reward_rules.slip.fact"),
     ],
 )
 def test_a_wrong_value_is_named_by_its_whole_key(setting: str, reason: str, key: str) -> None:

@@ -18,11 +18,13 @@ from lightning_jax.cli.runtime import (
     STOPPED,
     add_settings,
     is_unwritable,
+    keep_compiled,
     log_plainly,
     parse,
     stop_on_sigterm,
 )
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
 
@@ -68,9 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.run is _new:  # only copies files, without JAX
         return _new(arguments)
-    from lightning_jax.cli.compiled import keep_compiled
-    from lightning_jax.errors import UserError
-
     log_plainly()
     keep_compiled()
     try:
@@ -116,20 +115,16 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.description = "Serve a model over OpenAI's API and others. Stop with Ctrl-C."
     model = "Hugging Face directory or hub id, .gguf file, or smollm2-135m-instruct"
-    dtype = (
-        "dtype of weights and activations: float32, bfloat16, or auto (the fastest on this machine)"
-    )
+    dtype = "dtype of weights and activations; auto: the fastest on this machine"
     parser.add_argument("--model", default=ModelConfig.name, help=f"{model} (default: %(default)s)")
     parser.add_argument(
-        "--dtype", default=ModelConfig.dtype, help=f"{dtype} (default: %(default)s)"
+        "--dtype",
+        choices=("float32", "bfloat16", "auto"),
+        default=ModelConfig.dtype,
+        help=f"{dtype} (default: %(default)s)",
     )
-    parser.add_argument(
-        "--activation-dtype",
-        metavar="float32",
-        help=(
-            "dtype of activations with bfloat16 weights, for a CPU (default: that of the weights)"
-        ),
-    )
+    activation = "dtype of activations with bfloat16 weights, for a CPU (default: same as --dtype)"
+    parser.add_argument("--activation-dtype", choices=("float32",), help=activation)
     defaults = {field.name: field.default for field in fields(ServeConfig)}
     for name, text in SERVE_FLAGS.items():
         parser.add_argument(

@@ -1,4 +1,4 @@
-"""Shared parts of the scripts in experiments/: startup, splits and result tables.
+"""Shared parts of the scripts in experiments/: startup, splits and the report of a run.
 
 A script's `main` takes the settings, does its own setup (such as a server for all rollouts) and
 ends with `train_and_report`. `run_main` calls it.
@@ -7,26 +7,25 @@ ends with `train_and_report`. `run_main` calls it.
 import argparse
 import asyncio
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from lightning_jax.cli.compiled import keep_compiled
 from lightning_jax.cli.runtime import (
     STOPPED,
     add_settings,
     is_unwritable,
+    keep_compiled,
     log_plainly,
     parse,
     stop_on_sigterm,
 )
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.metrics import failures
 from lightning_jax.settings import load_config
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config, DataConfig
 from lightning_jax.train.multihost import is_leader
+from lightning_jax.train.report import failure_table, result_table
 from lightning_jax.train.trainer import train
 from lightning_jax.types import Task
 
@@ -97,60 +96,3 @@ def train_and_report(
     with closing(Store(directory / "store.sqlite")) as store:
         print("\n" + failure_table(store))
     print(f"\ncurves: {directory / 'curves.png'}   policy: {directory / 'policy'}")
-
-
-def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> str:
-    """Return a table with a line per evaluation, and one below it per value of the task field `by`.
-
-    Changes are per task, relative to the start of the phase (the warm-up or the steps after it).
-    """
-    lines = ["step  greedy reward on dev tasks"]
-    for row in rows:
-        if "eval/reward_mean" in row:
-            lines.append(f"{row['step']:4.0f}  {_result(row, '')}{_change(row)}")
-            start = f"eval/reward_mean/{by}="
-            values = [name.removeprefix(start) for name in row if name.startswith(start)]
-            lines += [f"      {by}={value}: {_result(row, f'/{by}={value}')}" for value in values]
-    return "\n".join(lines)
-
-
-def failure_table(store: Store) -> str:
-    """Return how a run's rollouts and calls ended, with a line per failure reason."""
-    rollouts, failed_calls = store.rollouts(), store.failed_calls()
-    counts = Counter(rollout.status for rollout in rollouts)
-    num_failed = sum(number for _, number, _ in failed_calls)
-    found = [
-        (
-            failure.status.removesuffix("_failure"),
-            failure.count,
-            failure.reason,
-            failure.example,
-            failure.detail,
-        )
-        for failure in failures(rollouts)
-    ]
-    found += [("call", number, reason, example, "") for reason, number, example in failed_calls]
-    lines = [
-        f"rollouts: {counts['scored']} scored, {counts['agent_failure']} failed by the agent, "
-        f"{counts['infrastructure_failure']} by the infrastructure; "
-        f"calls: {store.num_calls() - num_failed} answered, {num_failed} failed"
-    ]
-    for what, number, reason, example, detail in found:
-        such_as = f", such as in {example}" if example else ""
-        lines.append(f"  {what}: {number} {reason}{such_as}" + (f": {detail}" if detail else ""))
-    return "\n".join(lines)
-
-
-def _change(row: Mapping[str, float | int]) -> str:
-    if "eval/change_mean" not in row:
-        return ""
-    return (
-        f"   {row['eval/change_mean']:+.3f} ± {row['eval/change_stderr']:.3f} since step "
-        f"{row['eval/change_since_step']:.0f}: {row['eval/num_better']:.0f} better, "
-        f"{row['eval/num_worse']:.0f} worse"
-    )
-
-
-def _result(row: Mapping[str, float | int], part: str) -> str:
-    mean, error = row[f"eval/reward_mean{part}"], row[f"eval/reward_stderr{part}"]
-    return f"{mean:.3f} ± {error:.3f} (n={row[f'eval/num_tasks{part}']:.0f})"

@@ -21,6 +21,14 @@ Request = TypeVar("Request")
 LoopStatus = Literal["ok", "draining", "failed"]  # a closed loop is "failed", too
 
 
+def join_statuses(statuses: Iterable[LoopStatus]) -> LoopStatus:
+    """Return "ok" if all statuses are, else the first other one: then some requests are refused."""
+    for status in statuses:
+        if status != "ok":
+            return status
+    return "ok"
+
+
 class Intake(Generic[Request]):
     """Open requests by generation. Every method may be called from any thread."""
 

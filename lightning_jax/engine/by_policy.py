@@ -2,18 +2,39 @@
 
 from collections.abc import Sequence
 
+from lightning_jax.engine.admission import LoopStatus, join_statuses
+from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Generation
-from lightning_jax.engine.loop_group import LoopGroup
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 
+SHARED = ("serve/compiles",)  # counted by the engine, which all loops share
 
-class LoopsByPolicy(LoopGroup):
+
+class LoopsByPolicy:
     """Router from each request to the loop of its policy.
 
     Each loop has its own slots, prefix cache and weights, so no cached state crosses policies. The
-    caller loads their weights.
+    caller starts and closes the loops and loads their weights.
     """
+
+    def __init__(self, loops: Sequence[Engine]) -> None:
+        self._loops, first = tuple(loops), loops[0]
+        self.model_name, self.tokenizer, self.serve = first.model_name, first.tokenizer, first.serve
+
+    @property
+    def status(self) -> LoopStatus:
+        """Status like `EngineLoop.status`: the first loop status that is not ok, if any."""
+        return join_statuses(loop.status for loop in self._loops)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of requests that all loops together decode at once."""
+        return sum(loop.num_slots for loop in self._loops)
+
+    async def prepare(self, grammar: str, owner: str = "") -> None:
+        """Compile a grammar for all loops. See `EngineLoop.prepare`."""
+        await self._loops[0].prepare(grammar, owner)
 
     def submit(
         self,
@@ -36,5 +57,6 @@ class LoopsByPolicy(LoopGroup):
 
     def stats(self) -> dict[str, float]:
         """Return the counters, summed over all loops."""
-        shared = self._loops[0].stats()["serve/compiles"]  # counted by the engine of all loops
-        return super().stats() | {"serve/compiles": shared}
+        found = [loop.stats() for loop in self._loops]
+        totals = {name: sum(stats[name] for stats in found) for name in found[0]}
+        return totals | {name: found[0][name] for name in SHARED}

@@ -349,10 +349,5 @@ def grammar(expression: str) -> str:
     return f"start: {expression}"
 
 
-def json_grammar(schema: Mapping[str, Any] | None = None) -> str:
-    """Return a grammar that accepts exactly the JSON of `json_schema`."""
-    return grammar(json_schema(schema))
-
-
 def _quoted(text: str) -> str:
     return json.dumps(text)  # Lark strings use JSON's escapes

@@ -1,36 +1,28 @@
 """Settings of the model, its adapters and its devices."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
-from lightning_jax.errors import require
+from lightning_jax.schema import FinitePositive, Natural, Section, require
 
 AUTO = "auto"  # dtype: the fastest one on the devices here
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # in each layer of a model
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Section):
     """Low-rank adapters, trained instead of the model's weights."""
 
-    rank: int = 0  # rank of each adapter; 0: no adapters, all weights are trained
-    alpha: float = 16.0  # an adapter's output is scaled by alpha / rank
+    rank: Natural = 0  # rank of each adapter; 0: no adapters, all weights are trained
+    alpha: FinitePositive = 16.0  # an adapter's output is scaled by alpha / rank
     targets: tuple[str, ...] = KERNELS  # kernels of each layer that have an adapter
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
-        require(
-            self,
-            rank=(self.rank >= 0, "0 (no adapters) or more"),
-            alpha=(0 < self.alpha < math.inf, "a positive number"),
-            targets=(
-                bool(self.targets)
-                and set(self.targets) <= set(KERNELS)
-                and len(set(self.targets)) == len(self.targets),
-                f"some of {', '.join(KERNELS)}, each once",
-            ),
-        )
+        super().__post_init__()
+        is_subset = 0 < len(self.targets) == len(set(self.targets) & set(KERNELS))
+        require(self, targets=(is_subset, f"some of {', '.join(KERNELS)}, each once"))
 
     @property
     def scale(self) -> float:
@@ -38,30 +30,22 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section):
     name: str = "smollm2-135m-instruct"  # name, Hugging Face directory or hub id, or .gguf file
-    # Weights and activations: float32, bfloat16 or auto. auto takes the fastest dtype on the
-    # devices here; on a CPU it is measured (models/precision.py). A run keeps its first choice.
-    dtype: str = "float32"
+    # Dtype of weights and activations. auto takes the fastest on the devices here; on a CPU it is
+    # measured (models/precision.py). A run keeps its first choice.
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     # None: same as `dtype`. float32 with bfloat16 weights: activations are rounded only for
     # products with weights and in the KV cache. On a CPU this is as fast as pure bfloat16.
-    activation_dtype: str | None = None
+    activation_dtype: Literal["float32"] | None = None
     # Recompute activations in the backward pass: less memory, a third more time.
     remat: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            dtype=(self.dtype in ("float32", "bfloat16", AUTO), "float32, bfloat16 or auto"),
-            activation_dtype=(
-                self.activation_dtype is None
-                or (self.activation_dtype == "float32" and self.dtype != AUTO),
-                "none, because dtype=auto chooses it as well"
-                if self.dtype == AUTO
-                else "float32, or none for those of the weights",
-            ),
-        )
+        super().__post_init__()
+        is_unset = self.dtype != AUTO or self.activation_dtype is None
+        require(self, activation_dtype=(is_unset, "none, because dtype=auto chooses it as well"))
 
 
 @dataclass(frozen=True)

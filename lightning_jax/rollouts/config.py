@@ -1,16 +1,27 @@
 """Settings of agents and their rollouts."""
 
-import math
 import re
 import shlex
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from lightning_jax.errors import FieldError, InvalidValue, require
+from annotated_types import Ge, Gt, Le
+
+from lightning_jax.errors import FieldError, InvalidValue
+from lightning_jax.schema import (
+    Count,
+    Finite,
+    FiniteNonNegative,
+    Natural,
+    Positive,
+    Section,
+    Share,
+    require,
+)
 
 
 @dataclass(frozen=True)
-class AgentConfig:
+class AgentConfig(Section):
     """Program to train. docs/agents.md describes its input and output."""
 
     # FILE:FUNCTION, (task, llm) -> reward. The function may be a coroutine function.
@@ -25,8 +36,8 @@ class AgentConfig:
     # trainer's value, or NAME=value.
     env: tuple[str, ...] = field(default=(), repr=False)
     # Limits of one program, including all processes it starts. A program above a limit is killed.
-    max_processes: int = 1024
-    memory_mib: float | None = None  # total resident memory; None: no limit
+    max_processes: Count = 1024
+    memory_mib: Positive | None = None  # total resident memory; None: no limit
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "env", tuple(self.env))
@@ -43,6 +54,7 @@ class AgentConfig:
             object.__setattr__(self, "command", _words(command))
         elif isinstance(command, list):
             object.__setattr__(self, "command", tuple(str(word) for word in command))
+        super().__post_init__()
         require(
             self,
             function=(":" in self.function, "FILE:FUNCTION, such as agents/spider_sql.py:run"),
@@ -59,8 +71,6 @@ class AgentConfig:
                 self.reward is None or (":" in self.reward and command is not None),
                 "FILE:FUNCTION with agent.command only; agent.function returns its own reward",
             ),
-            max_processes=(self.max_processes >= 1, "at least 1"),
-            memory_mib=(self.memory_mib is None or self.memory_mib > 0, "above 0, or none"),
         )
 
 
@@ -80,63 +90,33 @@ def _words(line: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
-    tasks_per_step: int = 8
-    group_size: int = 4  # rollouts of one task in one step
-    concurrency: int = 16  # rollouts running at once
-    timeout_s: float = 120.0  # limit of a rollout; beyond it the agent has failed
-    call_timeout_s: float = 60.0  # limit of an LLM call; beyond it the infrastructure has failed
-    max_attempts: int = 3  # attempts per rollout when the infrastructure fails
+class RolloutConfig(Section):
+    tasks_per_step: Count = 8
+    group_size: Count = 4  # rollouts of one task in one step
+    concurrency: Count = 16  # rollouts running at once
+    timeout_s: Positive = 120.0  # limit of a rollout; beyond it the agent has failed
+    call_timeout_s: Positive = 60.0  # limit of an LLM call; beyond it the infrastructure has failed
+    max_attempts: Count = 3  # attempts per rollout when the infrastructure fails
     # Seconds before the second attempt. The wait doubles up to the maximum. Up to half of it is
     # added at random, so that rollouts do not all retry at once.
-    retry_delay_s: float = 2.0
-    max_retry_delay_s: float = 60.0
-    agent_failure_reward: float | None = 0.0  # None: do not train on rollouts of failed agents
+    retry_delay_s: FiniteNonNegative = 2.0
+    max_retry_delay_s: FiniteNonNegative = 60.0
+    agent_failure_reward: Finite | None = 0.0  # None: do not train on rollouts of failed agents
     # Maximum magnitude of a rollout's reward, and of the total reward of one call. More fails the
     # agent.
-    max_abs_reward: float = 1e6
+    max_abs_reward: Annotated[float, Gt(0), Le(1e30)] = 1e6
     # Numbers to keep per rollout in addition to the reward, and distinct ones in a metrics row.
-    max_metrics: int = 100
-    max_infrastructure_failures: float = 0.2  # the run stops if a larger share of a step fails
+    max_metrics: Natural = 100
+    max_infrastructure_failures: Share = 0.2  # the run stops if a larger share of a step fails
     # Sampling in training rollouts, overriding the agent's request. None: as the agent asks.
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
-    top_k: int | None = 0
-    max_tokens: int | None = None  # upper limit, not an override
-    max_spans: int = 10_000  # spans an agent may post per rollout, including rewards of calls
-    max_spans_mib: float = 64.0  # size of posted spans in the store
+    temperature: Annotated[float, Ge(0), Le(10)] | None = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] | None = 1.0
+    top_k: Natural | None = 0
+    max_tokens: Count | None = None  # upper limit, not an override
+    max_spans: Natural = 10_000  # spans an agent may post per rollout, including rewards of calls
+    max_spans_mib: FiniteNonNegative = 64.0  # size of posted spans in the store
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            max_spans=(self.max_spans >= 0, "at least 0"),
-            max_spans_mib=(0 <= self.max_spans_mib < math.inf, "a number of MiB, 0 or more"),
-            tasks_per_step=(self.tasks_per_step >= 1, "at least 1"),
-            group_size=(self.group_size >= 1, "at least 1"),
-            concurrency=(self.concurrency >= 1, "at least 1"),
-            max_attempts=(self.max_attempts >= 1, "at least 1"),
-            retry_delay_s=(0 <= self.retry_delay_s < math.inf, "0 or more seconds"),
-            max_retry_delay_s=(
-                self.retry_delay_s <= self.max_retry_delay_s < math.inf,
-                "at least rollout.retry_delay_s",
-            ),
-            max_abs_reward=(0 < self.max_abs_reward <= 1e30, "above 0 and at most 1e30"),
-            max_metrics=(self.max_metrics >= 0, "0 or more"),
-            timeout_s=(self.timeout_s > 0, "a positive number of seconds"),
-            call_timeout_s=(self.call_timeout_s > 0, "a positive number of seconds"),
-            agent_failure_reward=(
-                self.agent_failure_reward is None or math.isfinite(self.agent_failure_reward),
-                "a finite number, or none",
-            ),
-            max_infrastructure_failures=(
-                0 <= self.max_infrastructure_failures <= 1,
-                "a share from 0 to 1",
-            ),
-            temperature=(
-                self.temperature is None or 0 <= self.temperature <= 10,
-                "0 to 10, or none",
-            ),
-            top_p=(self.top_p is None or 0 < self.top_p <= 1, "above 0 and up to 1, or none"),
-            top_k=(self.top_k is None or self.top_k >= 0, "0 (all) or more, or none"),
-            max_tokens=(self.max_tokens is None or self.max_tokens >= 1, "at least 1, or none"),
-        )
+        super().__post_init__()
+        is_above = self.max_retry_delay_s >= self.retry_delay_s
+        require(self, max_retry_delay_s=(is_above, "at least rollout.retry_delay_s"))

@@ -55,7 +55,7 @@ def step_credit(
     by_call: dict[str, CallCredit] = {}
     notes = []
     if algorithm.max_sampling_rounds > 1:
-        equal = equal_groups(trajectories, algorithm)
+        equal = equal_groups(assign_credit(trajectories, algorithm))
         left_out = [trajectory for trajectory in trajectories if trajectory.group_id in equal]
         for scope in credit_scopes(algorithm, policies or {}):
             part = scope.calls(left_out)
@@ -103,16 +103,16 @@ def _of_calls(
     otherwise: str,
 ) -> dict[str, CallCredit]:
     """Return credit by call id. `otherwise` is the note for calls that are not in `trained`."""
+    credit = assign_credit(trajectories, algorithm)
     if algorithm.loss == "dpo":
-        pairs, _ = make_pairs(trajectories, algorithm, policy_version=step)
+        pairs, _ = make_pairs(credit, algorithm, policy_version=step)
         advantages = pair_signs(trajectories, pairs)
     else:
-        advantages, _ = step_advantages(trajectories, algorithm)
+        advantages, _ = step_advantages(credit, algorithm)
     found = {}
-    for trajectory, of_calls in zip(trajectories, advantages, strict=True):
-        credits = assign_credit(trajectory, scheme=algorithm.credit, discount=algorithm.discount)
-        for call, credit, advantage in zip(trajectory.transitions, credits, of_calls, strict=True):
-            assert not isinstance(credit, tuple) and not isinstance(advantage, tuple), "no critic"
+    for trajectory, *of_calls in zip(trajectories, credit.calls, advantages, strict=True):
+        for call, earned, advantage in zip(trajectory.transitions, *of_calls, strict=True):
+            assert not isinstance(earned, tuple) and not isinstance(advantage, tuple), "no critic"
             note = "" if call.call_id in trained else otherwise
-            found[call.call_id] = CallCredit(float(credit), float(advantage), note)
+            found[call.call_id] = CallCredit(float(earned), float(advantage), note)
     return found

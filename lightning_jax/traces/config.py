@@ -1,23 +1,28 @@
 """Settings of roles and of rewards by rule."""
 
-import math
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 from urllib.parse import urlsplit
 
-from lightning_jax.errors import require
+from lightning_jax.schema import Finite, FinitePositive, Section, require
 
-FACTS = (
-    "tool_error", "tool_timeout", "tool_output", "observation", "response", "malformed_call",
-    "cut_short"
-)  # fmt: skip
+Fact = Literal[
+    "tool_error",
+    "tool_timeout",
+    "tool_output",
+    "observation",
+    "response",
+    "malformed_call",
+    "cut_short",
+]
 TEXTS = ("tool_output", "observation", "response")  # facts that always have a text
 SERVED_BY = ("policy", "initial")
 RESERVED = ("policy", "initial", "latest")  # model names with another meaning for the gateway
 
 
 @dataclass(frozen=True)
-class RoleConfig:
+class RoleConfig(Section):
     """Role that some calls of a run play.
 
     A call gets the first role whose patterns all match. A call without a role trains.
@@ -33,10 +38,13 @@ class RoleConfig:
     served_by: str = "policy"
     served_model: str | None = None  # for a URL: model to request; None: as the agent asks
     api_key: str | None = field(default=None, repr=False)  # for a URL; sent only to its host
-    timeout_s: float = 600.0  # for a URL: limit of a call outside rollouts, which have their own
-    max_response_mib: float = 32.0  # for a URL: a longer response fails the call
+    timeout_s: FinitePositive = (
+        600.0  # for a URL: limit of a call outside rollouts, which have their own
+    )
+    max_response_mib: FinitePositive = 32.0  # for a URL: a longer response fails the call
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         url = urlsplit(self.served_by)
         is_url = url.scheme in ("http", "https")
         is_plain = not (url.username or url.password or url.query or url.fragment)
@@ -51,8 +59,6 @@ class RoleConfig:
                 self.served_by in SERVED_BY or (is_url and is_plain),
                 "policy, initial or the http(s) URL of a server, without a user, query or fragment",
             ),
-            timeout_s=(0 < self.timeout_s < math.inf, "a positive number of seconds"),
-            max_response_mib=(0 < self.max_response_mib < math.inf, "a positive number of MiB"),
             policy=(
                 self.policy is None or self.served_by == "policy",
                 f"none, because served_by is {self.served_by} and no policy of the run answers",
@@ -73,19 +79,18 @@ class RoleConfig:
 
 
 @dataclass(frozen=True)
-class RewardRule:
+class RewardRule(Section):
     """Reward that a call earns each time it causes `fact`."""
 
-    fact: str
-    reward: float
+    fact: Fact
+    reward: Finite
     pattern: str | None = None  # regular expression to find in the fact's text; None: any
     agent: str | None = None  # pattern for the sub-agent's name, with * and ?; None: any
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self,
-            fact=(self.fact in FACTS, f"one of {', '.join(FACTS)}"),
-            reward=(math.isfinite(self.reward), "a finite number"),
             pattern=(
                 _compiles(self.pattern) and (self.pattern is not None or self.fact not in TEXTS),
                 "a regular expression"

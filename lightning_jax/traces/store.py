@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import sqlite3
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -330,6 +331,16 @@ class Store:
                 "SELECT version, step, time FROM weights_versions ORDER BY version"
             ).fetchall()
         return [WeightsVersion(*row) for row in rows]
+
+
+@contextlib.contextmanager
+def temporary_store() -> Iterator[Store]:
+    """Yield a new store, which is deleted at the end."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lightning_jax-") as directory,
+        contextlib.closing(Store(Path(directory) / "store.sqlite")) as store,
+    ):
+        yield store
 
 
 def _check_transition(rollout_id: str, old: RolloutStatus | None, new: RolloutStatus) -> None:

@@ -8,6 +8,7 @@ from tqdm.auto import tqdm
 
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.advantages import equal_groups
+from lightning_jax.rl.credit import assign_credit
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
 from lightning_jax.rollouts.runner import Runner, make_requests, run_rollouts
 from lightning_jax.system.threads import run_in_thread
@@ -52,7 +53,7 @@ class Collector:
             )
             if algorithm.max_sampling_rounds == 1:
                 return trajectories, metrics
-            equal = equal_groups(trajectories, algorithm)
+            equal = equal_groups(assign_credit(trajectories, algorithm))
             useful = [trajectory for trajectory in trajectories if trajectory.group_id not in equal]
             num_useful = len({trajectory.group_id for trajectory in useful})
             if num_useful == wanted or num_rounds == algorithm.max_sampling_rounds:

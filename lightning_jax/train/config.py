@@ -3,101 +3,76 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.errors import InvalidValue, require
+from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, policy_indices
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, scopes_of
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
+from lightning_jax.schema import Count, Natural, Positive, Section, require
 from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section):
     # Folder of the data set, in the published or the compact layout. None: generate a data set.
     root: str | None = None
-    max_train_tasks: int | None = None  # None: all
+    max_train_tasks: Count | None = None  # None: all
     # Tasks that the next settings leave out are counted.
-    max_schema_chars: int | None = None  # leave out databases with a longer schema text
+    max_schema_chars: Count | None = None  # leave out databases with a longer schema text
     require_rows: bool = True  # leave out tasks whose gold query returns no row
     sources: tuple[str, ...] | None = None  # for Calc-X: keep only tasks from these sources
-    max_question_chars: int | None = None  # for Calc-X: leave out longer questions
-
-    def __post_init__(self) -> None:
-        limits = ("max_train_tasks", "max_schema_chars", "max_question_chars")
-        given = {name: getattr(self, name) for name in limits}
-        require(
-            self,
-            **{n: (v is None or v >= 1, "at least 1, or none") for n, v in given.items()},
-        )
+    max_question_chars: Count | None = None  # for Calc-X: leave out longer questions
 
 
 @dataclass(frozen=True)
-class EvalConfig:
-    every: int = 10  # in trainer steps; 0: only at the end
-    num_tasks: int = 64  # from the dev split, always the same tasks
+class EvalConfig(Section):
+    every: Natural = 10  # in trainer steps; 0: only at the end
+    num_tasks: Natural = 64  # from the dev split, always the same tasks
     at_start: bool = True  # also before the first step and after the warm-up
     by: str | None = None  # task field; also report a result for each of its values
 
-    def __post_init__(self) -> None:
-        require(
-            self,
-            every=(self.every >= 0, "0 (only at the end) or more"),
-            num_tasks=(self.num_tasks >= 0, "0 (no evaluation) or more"),
-        )
-
 
 @dataclass(frozen=True)
-class SearchConfig:
+class SearchConfig(Section):
     """Search service for agents that search paragraphs."""
 
-    retriever: str = "bm25"  # bm25, or dense
+    retriever: Literal["bm25", "dense"] = "bm25"
     encoder: str = "all-MiniLM-L6-v2"  # for dense: this name, a directory or a hub id
     index: str | None = None  # folder with an index of this corpus; None: build and keep one
-    top_k: int = 3  # paragraphs per query
-    max_chars: int = 500  # length limit of a paragraph
-    start_timeout_s: float = 3600.0  # a large dense index takes long to build
-
-    def __post_init__(self) -> None:
-        require(
-            self,
-            retriever=(self.retriever in ("bm25", "dense"), "bm25 or dense"),
-            top_k=(self.top_k >= 1, "at least 1"),
-            max_chars=(self.max_chars >= 1, "at least 1"),
-            start_timeout_s=(self.start_timeout_s > 0, "a positive number of seconds"),
-        )
+    top_k: Count = 3  # paragraphs per query
+    max_chars: Count = 500  # length limit of a paragraph
+    start_timeout_s: Positive = 3600.0  # a large dense index takes long to build
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
-    every: int = 10  # in trainer steps; the last step is always saved
-    keep: int = 1  # number of newest checkpoints to keep
-
-    def __post_init__(self) -> None:
-        require(self, every=(self.every >= 1, "at least 1"), keep=(self.keep >= 1, "at least 1"))
+class CheckpointConfig(Section):
+    every: Count = 10  # in trainer steps; the last step is always saved
+    keep: Count = 1  # number of newest checkpoints to keep
 
 
 @dataclass(frozen=True)
-class DistributedConfig:
+class DistributedConfig(Section):
     """Processes of one run, each with its own devices.
 
     Process 0 runs the agents and the gateway.
     """
 
     # none: one process; auto: JAX asks the TPU pod, Slurm or MPI; manual: use the fields below.
-    mode: str = "none"
+    mode: Literal["none", "auto", "manual"] = "none"
     coordinator: str | None = None  # HOST:PORT at which the others reach process 0
     num_processes: int | None = None
     process_id: int | None = None  # 0, 1, ..., different in each process
-    timeout_s: int = 300  # wait for all processes to connect
+    timeout_s: Count = 300  # wait for all processes to connect
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         manual = self.mode == "manual"
         number, process_id = self.num_processes, self.process_id
         require(
             self,
-            mode=(self.mode in ("none", "auto", "manual"), "none, auto or manual"),
             coordinator=(
                 not manual or ":" in (self.coordinator or ""),
                 "HOST:PORT of process 0 with distributed.mode manual",
@@ -110,33 +85,25 @@ class DistributedConfig:
                 not manual or (process_id is not None and 0 <= process_id < (number or 0)),
                 "0 to num_processes - 1 with distributed.mode manual",
             ),
-            timeout_s=(self.timeout_s >= 1, "at least 1 second"),
         )
 
 
 @dataclass(frozen=True)
-class WarmupConfig:
+class WarmupConfig(Section):
     """Supervised steps on demonstrations before the first rollout."""
 
-    num_steps: int = 0
+    num_steps: Natural = 0
     demonstrations: str | None = None  # FILE:FUNCTION: list of tasks -> list of conversations
     # Task field. Tasks with the same value share a long prefix and are trained together.
     group_by: str | None = None
-    group_size: int = 8  # maximum tasks per group; a step computes a group's prefix once
-    groups_per_step: int = 4
+    group_size: Count = 8  # maximum tasks per group; a step computes a group's prefix once
+    groups_per_step: Count = 4
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-4))
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            group_size=(self.group_size >= 1, "at least 1"),
-            groups_per_step=(self.groups_per_step >= 1, "at least 1"),
-            num_steps=(self.num_steps >= 0, "0 or more"),
-            demonstrations=(
-                self.num_steps == 0 or self.demonstrations is not None,
-                "FILE:FUNCTION when warmup.num_steps is above 0",
-            ),
-        )
+        super().__post_init__()
+        is_set = self.num_steps == 0 or self.demonstrations is not None
+        require(self, demonstrations=(is_set, "FILE:FUNCTION when warmup.num_steps is above 0"))
 
 
 def check_policies(
@@ -231,15 +198,15 @@ def _listed(names: Iterable[str | None]) -> str:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section):
     """Settings of one run.
 
     `run_dir` holds all its outputs and all it needs to resume after a crash.
     """
 
     run_dir: str = "runs/default"
-    seed: int = 0
-    num_steps: int = 20  # policy steps, after the warm-up
+    seed: Natural = 0
+    num_steps: Natural = 20  # policy steps, after the warm-up
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
@@ -260,11 +227,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            seed=(self.seed >= 0, "0 or more"),
-            num_steps=(self.num_steps >= 0, "0 or more"),
-        )
+        super().__post_init__()
         check_policies(self.policies, self.roles, self.model, self.algorithm)
         if self.policies and self.serve.orchestrator != "native":
             raise InvalidValue(

@@ -58,8 +58,10 @@ class Pipelines:
             "demonstrations": self._groups.state(),
         }
 
-    def restore(self, progress: dict[str, Any]) -> None:
-        """Continue at the positions of `progress`."""
+    def restore(self, progress: dict[str, Any] | None) -> None:
+        """Continue at the positions of `progress`. Without it, stay at the beginning."""
+        if progress is None:
+            return
         self._tasks.restore(progress["tasks"])
         # Use the tasks as they are now: a path or a URL in a task may have changed.
         present = {task["id"]: task for task in self._train_tasks}

@@ -44,13 +44,13 @@ def find_changes(config: Config, sources: dict[str, str]) -> list[str]:
     return harmful + changed_sources(directory, sources)
 
 
-def save_changes(
+def resume(
     store: Store, config: Config, sources: dict[str, str], changed: Sequence[str], step: int
 ) -> None:
-    """Save the settings and the digests for the next start.
+    """Prepare a run's directory for going on at `step`, and save its settings and digests.
 
     If they changed, first mark the stored rollouts of coming steps as those of another run, so that
-    a crash in between does no harm.
+    a crash in between does no harm. Rollouts that a crash interrupted will run again.
     """
     if changed:
         first = step + all(key.startswith(LEARNING) for key in changed)
@@ -66,6 +66,11 @@ def save_changes(
     directory = Path(config.run_dir)
     save_config(config, directory / SETTINGS)
     write_whole(directory / NAME, json.dumps(sources, indent=1) + "\n")
+    if abandoned := store.abandon_running():
+        log.info(
+            "%d rollouts were interrupted when the last process ended; running them again",
+            abandoned,
+        )
 
 
 def digests(

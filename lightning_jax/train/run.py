@@ -4,11 +4,11 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from lightning_jax.engine.engine import Engine
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
@@ -37,7 +37,7 @@ from lightning_jax.types import Metrics
 class Run:
     """One run between steps, and the operations that change it.
 
-    `leader` changes the train state in all processes. `loops` serve its weights, one loop per
+    `leader` changes the train state in all processes. `engines` serve its weights, one per
     state in order, to the agents of `runner`.
     """
 
@@ -47,12 +47,12 @@ class Run:
         model: LoadedModel,
         pipelines: Pipelines,
         leader: Leader[Replica],
-        loops: Sequence[Any],
+        engines: Sequence[Engine],
         runner: Runner,
     ) -> None:
         self.config, self.directory, self.model = config, Path(config.run_dir), model
         self.pipelines, self.leader, self.replica = pipelines, leader, leader.target
-        self.loops, self.gateway, self.store = loops, runner.gateway, runner.store
+        self.engines, self.gateway, self.store = engines, runner.gateway, runner.store
         self.collector = Collector(config, pipelines, runner, model.tokenizer)
         self.watches = (
             FiniteWatch(config.weight_scopes, config.algorithm.max_nonfinite_steps),
@@ -139,7 +139,7 @@ class Run:
         return of_save | metrics | {"time/train_s": time.monotonic() - started}
 
     def _publish(self) -> Metrics:
-        """Go to the next step, load its weights into the loops, and return timing metrics.
+        """Go to the next step, load its weights into the engines, and return timing metrics.
 
         Weights that the step did not train only get the new version.
         """
@@ -150,8 +150,8 @@ class Run:
             state.params if scope in self.replica.changed else None
             for scope, state in zip(self.replica.scopes, self.replica.states, strict=True)
         ]
-        for loop, changed in zip(self.loops, params, strict=True):
-            loop.load_weights(changed, self.step)
+        for engine, changed in zip(self.engines, params, strict=True):
+            engine.publish(changed, self.step)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -3,19 +3,17 @@ gateway, runner.
 """
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 from filelock import FileLock, Timeout
 
 from lightning_jax.engine.by_policy import LoopsByPolicy
-from lightning_jax.engine.engine import Engine
-from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.replicas import replicate, split_by_data
+from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.config import AUTO
@@ -35,7 +33,7 @@ from lightning_jax.train.config import Config
 from lightning_jax.train.memory import plan
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
-from lightning_jax.train.resume import SETTINGS, digests, find_changes, save_changes
+from lightning_jax.train.resume import SETTINGS, digests, find_changes, resume
 from lightning_jax.train.run import Run
 from lightning_jax.train.runtime import freeze_objects
 from lightning_jax.train.state import Replica
@@ -52,7 +50,8 @@ async def open_run(
 
     Everything is closed at the end.
     """
-    agent, loop_class = make_agent(config.agent), _loop_class(config)
+    _check_orchestrator(config)
+    agent = make_agent(config.agent)
     directory = Path(config.run_dir)
     async with AsyncExitStack() as at_end:  # last in, first out
         at_end.enter_context(_locked(directory))  # before loading the model, which takes long
@@ -62,45 +61,41 @@ async def open_run(
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
         pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks)
-        make_loop = _loop_maker(config, model, loop_class)
+        mesh = serving_mesh(config.serve.mesh, config.mesh)
+        programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
+        make_engine = partial(Engine, serve=config.serve, programs=programs)
         initial = None
         if any(role.served_by == "initial" for role in config.roles.values()):
-            initial = make_loop(model.params, 0)  # before the state takes ownership of the weights
+            initial = make_engine(model)  # before the state takes ownership of the weights
         replica = Replica(config, model)
         at_end.callback(replica.close)
         leader = Leader(replica)
         at_end.callback(leader.stop_followers)
-        if replica.progress:
-            pipelines.restore(replica.progress)
-        save_changes(store, config, sources, changed, replica.step)
-        if abandoned := store.abandon_running():
-            log.info(
-                "%d rollouts were interrupted when the last process ended; running them again",
-                abandoned,
-            )
+        pipelines.restore(replica.progress)
+        resume(store, config, sources, changed, replica.step)
         leader.tell(Replica.publish_all)
-        loops = [make_loop(state.policy, replica.step, share_base=True) for state in replica.states]
-        running = loops if initial is None else [*loops, initial]
-        for loop in running:
-            at_end.callback(loop.close)
+        engines = [
+            make_engine(replace(model, params=params), version=replica.step, share_base=True)
+            for params in [state.policy for state in replica.states]
+        ]
+        running = engines if initial is None else [*engines, initial]
+        for engine in running:
+            at_end.callback(engine.close)
         gateway = Gateway(
-            _responders(config, loops),
-            model.tokenizer,
+            _responders(config, engines),
             store,
-            model_name=model.name,
-            serve=config.serve,
             routing=Routing(config.roles, config.policies),
-            initial=None if initial is None else _responders(config, [initial] * len(loops)),
+            initial=None if initial is None else _responders(config, [initial] * len(engines)),
         )
         at_end.push_async_callback(gateway.close)
         agent = await at_end.enter_async_context(isolate_agent(agent))
         await gateway.start()
-        for loop in running:
-            await run_in_thread(loop.warmup)
-            loop.start()
+        for engine in running:
+            await run_in_thread(engine.warmup)
+            engine.start()
         at_end.enter_context(freeze_objects())
         runner = Runner(agent, gateway, store, config.rollout, config.seed)
-        run = Run(config, model, pipelines, leader, loops, runner)
+        run = Run(config, model, pipelines, leader, engines, runner)
         at_end.push_async_callback(run.close)
         yield run
 
@@ -163,14 +158,9 @@ def _model_that_fits(config: Config) -> LoadedModel:
     return model
 
 
-def _loop_class(config: Config) -> Callable[..., Any]:
-    """Return the class that drives the engine.
-
-    JetStream's cannot swap weights, so it only evaluates.
-    """
-    if config.serve.orchestrator == "native":
-        return EngineLoop
-    if config.total_steps > 0:
+def _check_orchestrator(config: Config) -> None:
+    """Raise ConfigError for a run that trains with JetStream, which cannot swap weights."""
+    if config.serve.orchestrator != "native" and config.total_steps > 0:
         raise ConfigError(
             f"serve.orchestrator is {config.serve.orchestrator!r}, which cannot take new weights, "
             f"and {config.total_steps} steps are to be trained; set it to native, or set num_steps "
@@ -178,35 +168,8 @@ def _loop_class(config: Config) -> Callable[..., Any]:
             reason="conflict",
             key="serve.orchestrator",
         )
-    from lightning_jax.engine.jetstream.loop import JetStreamLoop  # an optional dependency
-
-    return JetStreamLoop
 
 
-def _loop_maker(
-    config: Config, model: LoadedModel, loop_class: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return a function that makes the loop for one set of weights.
-
-    All loops share the programs of the same engines.
-    """
-    serve, tokenizer = config.serve, model.tokenizer
-    engines = [
-        Engine(model.config, serve, dtype=config.model.dtype, mesh=mesh)
-        for mesh in split_by_data(serving_mesh(serve.mesh, config.mesh))
-    ]
-
-    def make_loop(params: Any, version: int, *, share_base: bool = False) -> Any:
-        params = engines[0].spread(params, share_base=share_base)
-
-        def make_replica(engine: Engine) -> Any:
-            return loop_class(engine, params, version, tokenizer, serve)
-
-        return replicate(make_replica, engines, serve.slots)
-
-    return make_loop
-
-
-def _responders(config: Config, loops: Sequence[Any]) -> Any:
-    """Return the gateway's view of the loops, of which there is one per weight scope."""
-    return loops[0] if config.weight_scopes == (ALL,) else LoopsByPolicy(loops)
+def _responders(config: Config, engines: Sequence[Engine]) -> Engine | LoopsByPolicy:
+    """Return the gateway's view of the engines, of which there is one per weight scope."""
+    return engines[0] if config.weight_scopes == (ALL,) else LoopsByPolicy(engines)

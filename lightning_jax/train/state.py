@@ -89,8 +89,9 @@ class Replica:
         return join_metrics(self._learning, [self._update(s, sequences) for s in self._learning])
 
     def _update(self, scope: PolicyScope, sequences: Sequence[TrainingSequence]) -> Metrics:
-        at, own = scope.index, scope.sequences(sequences)
-        self.states[at], metrics = self.learner.update(self.states[at], own, self.reference[at])
+        index, mine = scope.index, scope.sequences(sequences)
+        state, metrics = self.learner.update(self.states[index], mine, self.reference[index])
+        self.states[index] = state
         return metrics
 
     def advance(self) -> None:
@@ -113,7 +114,7 @@ class Replica:
         return self._trained_by(self.step - 1)
 
     def publish(self) -> None:
-        """Do the other processes' share of `Engine.place` for the weights just trained."""
+        """Do the other processes' share of `Engine.publish` for the weights just trained."""
         for scope in self.changed:
             self._publish(self.states[scope.index].params)
 

@@ -19,7 +19,6 @@ import openai
 import pytest
 
 from lightning_jax.cli.main import main
-from lightning_jax.cli.runtime import stop_on_sigterm
 from lightning_jax.models.formats.load import save_hf
 from lightning_jax.testing.tiny import TINY_RUN, tiny_model
 from lightning_jax.traces.convert import spans_to_transitions
@@ -39,38 +38,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
     save_hf(path, tiny_model(num_layers=1))
     return path
-
-
-@pytest.fixture
-def restored_sigterm() -> Iterator[None]:
-    """Restore the SIGTERM handler that `train` replaces."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
-
-
-@pytest.mark.parametrize("interrupts", [signal.default_int_handler, signal.SIG_IGN])
-def test_sigterm_interrupts_where_nothing_else_was_asked_for(
-    restored_sigterm: None, interrupts: Any
-) -> None:
-    handler = signal.signal(signal.SIGINT, interrupts)
-    try:
-        stop_on_sigterm()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def test_sigterm_goes_to_the_present_handler_of_sigint(restored_sigterm: None) -> None:
-    stop_on_sigterm()
-    seen: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    try:
-        signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert seen == [signal.SIGINT]
 
 
 @contextmanager
@@ -172,7 +139,7 @@ def test_stopped_while_it_compiles_it_says_so(model_dir: Path) -> None:
         (["serve", "--tensor", "3"], 1, ("tensor", "3", "8")),
         (["serve", "--drain-s", "nan"], 2, ("drain_s", "nan")),
         (["serve", "--record", ""], 2, ("record", "''")),
-        (["serve", "--dtype", "int4"], 2, ("dtype", "'int4'", "float32", "bfloat16", "auto")),
+        (["serve", "--dtype", "int4"], 2, ("--dtype", "'int4'", "float32", "bfloat16", "auto")),
         (["serve", "--model", "./none"], 1, ("model", "'./none'")),
         (["serve", "--max-len", "9999"], 1, ("serve.max_len", "9999", "2048")),
         (["serve", "--record", "no/such/place"], 1, ("no/such/place", "no/such")),

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 
 from lightning_jax.cli.runtime import STOPPED
-from lightning_jax.cli.train import failure_table, load_splits, result_table, run_main
+from lightning_jax.cli.train import load_splits, run_main
 from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError, load_config
-from lightning_jax.traces import attributes
-from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
-from lightning_jax.types import Rollout, RolloutStatus, Span
 
 CONFIGS = Path(__file__).parents[2] / "experiments" / "configs"
 
@@ -89,36 +86,6 @@ def test_both_splits_are_loaded_and_counted(
     assert re.findall(r"\d+|too_long|broken", printed) == ["2", "2", "too_long", "1", "broken", "3"]
 
 
-def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
-    rows = [
-        {"step": 0, "eval/reward_mean": 0.25, "eval/reward_stderr": 0.125, "eval/num_tasks": 12.0},
-        {"step": 1, "rollout/reward_mean": 0.5},
-        {
-            "step": 2,
-            "eval/reward_mean": 0.5,
-            "eval/reward_stderr": 0.1,
-            "eval/num_tasks": 12.0,
-            "eval/change_mean": 0.25,
-            "eval/change_stderr": 0.0625,
-            "eval/num_better": 4.0,
-            "eval/num_worse": 1.0,
-            "eval/change_since_step": 0.0,
-            "eval/reward_mean/hops=2": 0.75,
-            "eval/reward_stderr/hops=2": 0.2,
-            "eval/num_tasks/hops=2": 4.0,
-        },
-    ]
-    assert [
-        re.findall(r"[-+]?\d+\.?\d*|hops", line) for line in result_table(rows, "hops").splitlines()
-    ] == [
-        [],
-        ["0", "0.250", "0.125", "12"],
-        ["2", "0.500", "0.100", "12", "+0.250", "0.062", "0", "4", "1"],
-        ["hops", "2", "0.750", "0.200", "4"],
-    ]
-    assert len(result_table(rows).splitlines()) == 3
-
-
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configs_load_and_name_their_run(path: Path) -> None:
     argv = [str(path)]
@@ -135,33 +102,3 @@ def test_the_configs_load_and_name_their_run(path: Path) -> None:
 def test_the_scripts_are_short() -> None:
     for path in CONFIGS.parent.glob("*.py"):
         assert len(path.read_text().splitlines()) < 120, path
-
-
-def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store.sqlite")
-    ends: list[tuple[RolloutStatus, str | None]] = [
-        ("scored", None),
-        ("agent_failure", "deadline"),
-        ("agent_failure", "deadline"),
-    ]
-    for number, (status, reason) in enumerate(ends):
-        rollout = Rollout(f"r{number}", "t", "g", "train", 0, number, 1, "queued")
-        store.add_rollout(rollout)
-        store.set_status(rollout.rollout_id, "running")
-        detail = reason and f"it took\nlong {number}"
-        store.set_status(rollout.rollout_id, status, reward=1.0, reason=reason, detail=detail)
-    call: dict[str, Any] = {attributes.POLICY: "policy"}
-    spans = [
-        Span("t", "1", None, "chat", 0, 1, call),
-        Span("t", "2", None, "chat", 1, 2, call | {attributes.ERROR_TYPE: "call_timeout"}, "slow"),
-        Span("t", "3", None, "choice", 1, 2, call | {attributes.CHOICE_INDEX: 0}),
-        Span("t", "4", None, "tool", 1, 2, {attributes.ERROR_TYPE: "KeyError"}, "no call of ours"),
-    ]
-    for span in spans:
-        store.add_span("r0", span)
-    totals, agent, call_ = failure_table(store).splitlines()
-    # Scored, failed by the agent, by the infrastructure; calls answered, failed.
-    assert re.findall(r"\d+", totals) == ["1", "2", "0", "1", "1"]
-    assert re.fullmatch(r"\W*agent\W*2 deadline\b.*\br1: it took long 1", agent)
-    assert re.fullmatch(r"\W*call\W*1 call_timeout\b.*\br0", call_)
-    store.close()

@@ -12,13 +12,11 @@ import tokenizers
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.grammar import (
     GrammarCompiler,
     GrammarError,
     Matcher,
     grammar,
-    json_grammar,
     json_schema,
     literal,
     one_of,
@@ -26,6 +24,7 @@ from lightning_jax.engine.grammar import (
     sequence,
 )
 from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.testing.tiny import tiny_tokenizer
@@ -104,7 +103,7 @@ def test_an_added_token_in_a_literal_comes_as_that_token():
 
 def test_the_text_of_a_special_token_in_a_schema_is_ordinary_characters():
     spelled = TINY.encode('"<|im_end|>"', special=False)
-    matcher = COMPILER.matcher(json_grammar({"const": "<|im_end|>"}))
+    matcher = COMPILER.matcher(grammar(json_schema({"const": "<|im_end|>"})))
     for token_id in spelled:
         assert matcher.forced == token_id
         matcher.push(token_id)
@@ -165,10 +164,10 @@ def test_repetitions_keep_their_bounds():
     [
         ("start: nothing", '"nothing"'),
         ('start: "a', ""),
-        (json_grammar({"type": "objct"}), "objct"),
-        (json_grammar({"type": "array", "uniqueItems": True}), "uniqueItems"),
-        (json_grammar({"type": "string", "pattern": "(?=a)b"}), "regex"),
-        (json_grammar({"$ref": "#/$defs/none"}), "none"),
+        (grammar(json_schema({"type": "objct"})), "objct"),
+        (grammar(json_schema({"type": "array", "uniqueItems": True})), "uniqueItems"),
+        (grammar(json_schema({"type": "string", "pattern": "(?=a)b"})), "regex"),
+        (grammar(json_schema({"$ref": "#/$defs/none"})), "none"),
     ],
 )
 def test_a_grammar_that_does_not_compile_gets_one_sentence(text, name):
@@ -232,7 +231,7 @@ class Tree(BaseModel):
 @pytest.fixture(scope="module")
 def loop(model) -> Iterator[EngineLoop]:
     serve = ServeConfig(slots=10, max_len=256, prefill_buckets=(8,), max_queue=64)
-    loop = EngineLoop(Engine(model.config, serve), model.params, 0, model.tokenizer, serve)
+    loop = EngineLoop(SlotPrograms(model.config, serve), model.params, 0, model.tokenizer, serve)
     loop.start()
     yield loop
     loop.close()
@@ -245,7 +244,7 @@ async def test_thirty_seeds_give_valid_json_of_a_nested_schema(loop: EngineLoop)
         *(
             loop.submit(
                 TINY.encode("json:"),
-                SamplingParams(max_tokens=240, grammar=json_grammar(schema), seed=seed),
+                SamplingParams(max_tokens=240, grammar=grammar(json_schema(schema)), seed=seed),
             ).result()
             for seed in range(30)
         )
@@ -269,7 +268,9 @@ async def test_any_object_is_json(loop: EngineLoop):
         *(
             loop.submit(
                 [1],
-                SamplingParams(max_tokens=200, grammar=json_grammar(), seed=seed, logit_bias=bias),
+                SamplingParams(
+                    max_tokens=200, grammar=grammar(json_schema()), seed=seed, logit_bias=bias
+                ),
             ).result()
             for seed in range(10)
         )

@@ -379,13 +379,7 @@ def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
 async def test_an_address_that_cannot_be_had_is_one_sentence(bench: Bench) -> None:
     taken = int(bench.gateway.url.rsplit(":", 1)[1])
     for host, port in (("127.0.0.1", taken), ("no-such-host.invalid", 0)):
-        other = Gateway(
-            bench.loop,
-            bench.model.tokenizer,
-            bench.store,
-            model_name="tiny",
-            serve=ServeConfig(host=host, port=port),
-        )
+        other = Gateway(bench.loop, bench.store, serve=ServeConfig(host=host, port=port))
         with pytest.raises(GatewayError) as caught:
             await other.start()
         assert (caught.value.key, caught.value.reason) == ("serve.port", "address_unavailable")

@@ -13,7 +13,7 @@ import pytest
 from gateway_bench import Bench
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.routing import Routing
@@ -43,12 +43,12 @@ BODY: dict[str, Any] = {"model": "writer", "messages": ASK, "max_tokens": 5, "te
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine(MODEL.config, SERVE)
+def engine() -> SlotPrograms:
+    return SlotPrograms(MODEL.config, SERVE)
 
 
 @pytest.fixture
-async def bench(engine: Engine, tmp_path: Path) -> AsyncIterator[Bench]:
+async def bench(engine: SlotPrograms, tmp_path: Path) -> AsyncIterator[Bench]:
     arguments = (tmp_path, MODEL, engine, SERVE)
     async with (
         run_service(*arguments, routing=ROUTING, initial=MODEL) as service,

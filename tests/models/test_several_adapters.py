@@ -11,8 +11,8 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine, Fill
 from lightning_jax.engine.programs import start_of
+from lightning_jax.engine.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import LoraConfig, MeshConfig
@@ -105,7 +105,7 @@ def test_a_step_on_both_gives_each_what_a_step_of_its_own_gives(sizes) -> None:
 
 def test_slots_decode_each_with_its_own_adapter() -> None:
     serve = ServeConfig(slots=4, max_len=64, prefill_buckets=(16,), prefix_cache_mib=0.0)
-    engine = Engine(MODEL.config, serve)
+    engine = SlotPrograms(MODEL.config, serve)
     params, state = engine.put_on_mesh(MODEL.params), engine.init_state()
     ids, greedy = list(range(40, 60)), SamplingParams(temperature=0.0)
     chosen = (1, 0, 0, 1)
@@ -118,7 +118,7 @@ def test_slots_decode_each_with_its_own_adapter() -> None:
     for _ in range(5):
         state, sampled = engine.generate(params, state)
         found.append((np.asarray(sampled.tokens), np.asarray(sampled.behavior_logprobs)))
-    single = Engine(ALONE[0].config, serve)
+    single = SlotPrograms(ALONE[0].config, serve)
     assert ALONE[1].config == ALONE[0].config
     for adapter, slots in ((1, (0, 3)), (0, (1, 2))):
         alone = ALONE[adapter]

@@ -14,7 +14,7 @@ from coded import raises_coded
 from jax.sharding import PartitionSpec
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
 from lightning_jax.models.sharding import (
     batch_sharding,
@@ -296,7 +296,7 @@ def test_everything_lies_where_the_table_says():
             leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
             for leaf, sharding in zip(leaves, shardings, strict=True)
         )
-    engine = Engine(SHAPED, ServeConfig(slots=2, max_len=32), mesh=learner.mesh)
+    engine = SlotPrograms(SHAPED, ServeConfig(slots=2, max_len=32), mesh=learner.mesh)
     cache = engine.init_state().cache
     want = cache_sharding(SHAPED, learner.mesh)
     assert want.spec == PartitionSpec(None, "tensor", None, None)

@@ -18,6 +18,7 @@ import pytest
 from lightning_jax.rl.advantages import step_advantages
 from lightning_jax.rl.batching import make_batches, make_sequences
 from lightning_jax.rl.config import BatchConfig
+from lightning_jax.rl.credit import assign_credit
 from lightning_jax.rl.dpo import weigh_pairs
 from lightning_jax.rl.losses.policy import policy_loss
 from lightning_jax.rl.prepare import prepare_step
@@ -81,7 +82,8 @@ def test_the_table_is_read_whole():
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_algorithm_by_hand(name):
     algorithm = load_config(Config, rows()[name]).algorithm
-    advantages, _ = step_advantages(STEP, algorithm, VALUES.get(algorithm.credit))
+    credit = assign_credit(STEP, algorithm, VALUES.get(algorithm.credit))
+    advantages, _ = step_advantages(credit, algorithm)
     sequences = make_sequences(
         STEP,
         advantages,

@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from coded import raises_coded
 
-from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.config import OptimizerConfig
 from lightning_jax.rl.optimizer import make_optimizer, make_schedule
 
@@ -62,5 +60,3 @@ def test_first_moments_may_be_bfloat16():
         weights[dtype] = np.asarray(moved["matrix"])
     np.testing.assert_allclose(weights["bfloat16"], weights["float32"], atol=1e-4)
     assert not np.array_equal(weights["bfloat16"], weights["float32"])
-    with raises_coded(InvalidValue, "invalid", "mu_dtype"):
-        OptimizerConfig(mu_dtype="float16")

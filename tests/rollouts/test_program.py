@@ -17,7 +17,7 @@ from coded import raises_coded
 from log_events import records
 from test_runner import SERVE, TASKS, TOY, _model_and_engine
 
-from lightning_jax.rollouts import process
+from lightning_jax.rollouts import process, program
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.rollouts.process import MAX_OUTPUT, run_program
 from lightning_jax.rollouts.program import MAX_VARIABLE, inherited, make_agent, program_environment
@@ -569,6 +569,23 @@ def test_what_cannot_be_loaded_there_is_told_at_the_start(
     with raises_coded(ConfigError, "not_loaded", "agent.python") as caught:
         there(path, function)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@linux
+def test_loading_that_takes_too_long_ends_with_all_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "LOAD_TIMEOUT_S", 1.0)
+    path, pids = tmp_path / "agent.py", tmp_path / "pids"
+    path.write_text(
+        "import subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        f"open({str(pids)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    with raises_coded(ConfigError, "timeout", "agent.python"):
+        there(path, "run")
+    assert not is_running(int(pids.read_text()))
 
 
 def test_an_interpreter_that_is_not_there_is_told_at_the_start(other_agents: Path) -> None:

@@ -22,7 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.event_loop import isolate_agent
@@ -43,9 +43,9 @@ SERVE = ServeConfig(slots=4, max_len=128, prefill_buckets=(16, 64))
 
 
 @functools.cache  # built and compiled once for all tests
-def _model_and_engine() -> tuple[LoadedModel, Engine]:
+def _model_and_engine() -> tuple[LoadedModel, SlotPrograms]:
     model = tiny_model()
-    return model, Engine(model.config, SERVE)
+    return model, SlotPrograms(model.config, SERVE)
 
 
 @asynccontextmanager

@@ -167,7 +167,8 @@ def rollouts() -> list:
     ],
 )
 def test_value_heads_of_several_policies(kind: str) -> None:
-    updates, _, heads = kind.partition(", ")
+    updates: Any = kind.partition(", ")[0]
+    heads: Any = kind.partition(", ")[2]
     algorithm = AlgorithmConfig(
         credit="learned",
         policy_updates=updates,

@@ -20,7 +20,7 @@ from lightning_jax.models.formats.load import load_model, save_hf
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.settings import ConfigError
-from lightning_jax.testing.ports import free_port
+from lightning_jax.testing.machine import free_port
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.store import Store
@@ -39,6 +39,7 @@ from lightning_jax.train.trainer import train
 from lightning_jax.types import Task
 
 TOY = Path(__file__).parents[1] / "toy_agent.py"
+PATH = [str(TOY.parent), str(Path(__file__).parent)]
 TASKS: list[Task] = [{"id": f"t{i}", "question": "ab"[i]} for i in range(2)]
 
 
@@ -88,7 +89,7 @@ def run_process(model_dir: str, run_dir: str, port: str, process_id: str, kind: 
 
 
 def _start(*arguments: str) -> "subprocess.Popen[str]":
-    code = f"import sys; sys.path.insert(0, {str(TOY.parent)!r}); import test_multihost as t; "
+    code = f"import sys; sys.path[:0] = {PATH!r}; import test_multihost as t; "
     code += "t.run_process(*sys.argv[1:])"
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     return subprocess.Popen(

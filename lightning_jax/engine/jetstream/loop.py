@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning_jax.engine.admission import Intake, LoopStatus
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Delivery, EngineError, Generation, deliver
 from lightning_jax.engine.jetstream.engine import (
     JetStreamEngine,
@@ -20,6 +19,7 @@ from lightning_jax.engine.jetstream.engine import (
 )
 from lightning_jax.engine.logits import needs_adjusting
 from lightning_jax.engine.response import Response, SampledToken
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
@@ -70,18 +70,23 @@ class JetStreamLoop:
     """JetStream's Driver with the interface of `EngineLoop`. Serves only: `load_weights` raises."""
 
     def __init__(
-        self, engine: Engine, params: Any, version: int, tokenizer: Tokenizer, serve: ServeConfig
+        self,
+        programs: SlotPrograms,
+        params: Any,
+        version: int,
+        tokenizer: Tokenizer,
+        serve: ServeConfig,
     ) -> None:
-        self._engine, self._tokenizer, self.version = engine, tokenizer, version
-        self._params = engine.put_on_mesh(params)
-        self._adapter = JetStreamEngine(engine, self._params)
+        self._programs, self._tokenizer, self.version = programs, tokenizer, version
+        self._params = programs.put_on_mesh(params)
+        self._adapter = JetStreamEngine(programs, self._params)
         self._driver: Any = None
         self._num_requests = self._num_tokens = 0
         self._intake: Intake[_Channel] = Intake(
-            slots=engine.num_slots,
+            slots=programs.num_slots,
             max_queue=serve.max_queue,
-            max_len=engine.max_len,
-            vocab_size=engine.config.vocab_size,
+            max_len=programs.max_len,
+            vocab_size=programs.config.vocab_size,
         )
         self._adapter.on_failure = self._intake.fail
 
@@ -93,7 +98,7 @@ class JetStreamLoop:
     @property
     def num_slots(self) -> int:
         """Number of requests decoded at once."""
-        return self._engine.num_slots
+        return self._programs.num_slots
 
     @property
     def num_open(self) -> int:
@@ -102,7 +107,7 @@ class JetStreamLoop:
 
     def warmup(self) -> None:
         """Compile all programs. Call before `start`."""
-        self._engine.warmup(self._params, self._engine.init_state())
+        self._programs.warmup(self._params, self._programs.init_state())
 
     def start(self) -> None:
         """Start the Driver's threads."""
@@ -149,7 +154,7 @@ class JetStreamLoop:
             )
         ids = tuple(prompt_ids)
         self._intake.check_prompt(ids)
-        limit = min(sampling.max_tokens, self._engine.max_len - len(ids))
+        limit = min(sampling.max_tokens, self._programs.max_len - len(ids))
         decoder = StreamDecoder(self._tokenizer)
         response = Response(decoder, self._tokenizer.eos_ids, sampling, limit)
         generation = Generation(self._cancel)
@@ -195,7 +200,7 @@ class JetStreamLoop:
             "serve/requests": float(self._num_requests),
             "serve/tokens_generated": float(self._num_tokens),
             "serve/open": float(len(self._intake)),
-            "serve/compiles": float(self._engine.compiles),
+            "serve/compiles": float(self._programs.compiles),
         }
 
     def _cancel(self, generation: Generation) -> None:

@@ -1,7 +1,9 @@
 """Pallas kernels for GPU and TPU that attend from new tokens to the KV cache.
 
+Not yet run on hardware: interpreted on a CPU, and compiled for both.
+
 A row reads blocks of keys and values only up to its own last token, even if other rows are much
-longer. This is the goal of arXiv 2309.06180, reached here with contiguous rows (cache.py). The
+longer. This is the goal of arXiv 2309.06180, reached here with contiguous rows (kv_cache.py). The
 recurrence over blocks is in flash.py. The kernels take any number of new tokens of any rows, so
 they serve both decode and prefill.
 """

@@ -1,5 +1,7 @@
 """Pallas attention kernels for a CUDA GPU, with one program for each of flash.py's blocks.
 
+Not yet run on hardware: interpreted on a CPU, and compiled for GPUs.
+
 A program keeps a block of queries (or of keys) and loops over the list of blocks that it meets.
 Triton compiles the same kernels for every CUDA GPU. JAX deprecates Triton from 0.11 on in favour
 of Mosaic GPU, whose kernels must be written for each GPU generation.

@@ -1,5 +1,7 @@
 """Pallas attention kernels for TPU, which process one pair of flash.py's blocks per step.
 
+Not yet run on hardware: interpreted on a CPU, and compiled for TPUs.
+
 The pairs that meet are listed in scalar memory before a kernel starts. The kernel can then fetch
 the blocks of the next pair while it computes with the current pair. A pair that does not meet is
 not listed, so it costs no fetch and no step.

@@ -19,7 +19,7 @@ from lightning_jax.models.attention import attention, flash, flash_gpu, flash_tp
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.known_shapes import SHAPES
 from lightning_jax.models.sharding import batch_sharding, make_mesh
-from lightning_jax.testing.platforms import mesh_for
+from lightning_jax.testing.machine import mesh_for
 
 KERNELS = {"tpu": flash_tpu, "gpu": flash_gpu}
 TARGETS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}

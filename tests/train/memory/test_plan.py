@@ -17,7 +17,8 @@ from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, Pol
 from lightning_jax.models.formats.known_shapes import SHAPES
 from lightning_jax.models.formats.load import load_shape, save_hf
 from lightning_jax.models.lora import adapted_shape
-from lightning_jax.models.sharding import num_params
+from lightning_jax.models.sharding import param_shapes
+from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.testing.tiny import tiny_model
@@ -35,6 +36,10 @@ CONFIG = Config(
     batch=BatchConfig(rows=8, row_len=32, max_targets=8, head_chunk=4),
     mesh=MeshConfig(fsdp=1),
 )
+
+
+def num_params(config: DecoderConfig) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
 
 
 def sizes(made: plan.Plan) -> dict[str, int]:
@@ -56,14 +61,14 @@ def test_one_device_by_hand() -> None:
 
 
 def test_float32_activations_beside_bfloat16_weights_by_hand() -> None:
-    def found(dtype: str, activation_dtype: str | None = None) -> dict[str, int]:
-        model = ModelConfig(dtype=dtype, activation_dtype=activation_dtype)
+    def found(model: ModelConfig) -> dict[str, int]:
         return sizes(plan.make_plan(MODEL.config, dataclasses.replace(CONFIG, model=model)))
 
-    wide, narrow = found("bfloat16", "float32"), found("bfloat16")
+    wide = found(ModelConfig(dtype="bfloat16", activation_dtype="float32"))
+    narrow, full = found(ModelConfig(dtype="bfloat16")), found(ModelConfig())
     for name in ("serving weights", "KV cache of the slots"):
-        assert 2 * wide[name] == 2 * narrow[name] == found("float32")[name]
-    assert wide["activations"] == 2 * narrow["activations"] == found("float32")["activations"]
+        assert 2 * wide[name] == 2 * narrow[name] == full[name]
+    assert wide["activations"] == 2 * narrow["activations"] == full["activations"]
 
 
 def test_frozen_roles_of_the_initial_weights_are_served_beside_the_policy() -> None:

@@ -1,18 +1,24 @@
-"""Tests of the compilation cache: reuse in the next process, and precedence of settings."""
+"""Tests of what commands share: signals and the compilation cache."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_jax.cli.runtime import stop_on_sigterm
 
 PROGRAM = """
 import jax, logging
-from lightning_jax.cli import compiled
-compiled.MIN_COMPILE_S = 0.0
+from lightning_jax.cli import runtime
+runtime.MIN_COMPILE_S = 0.0
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 found = []
 jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
-compiled.keep_compiled()
+runtime.keep_compiled()
 jax.jit(lambda x: x * 3 + 1)(jax.numpy.ones(5)).block_until_ready()
 print(jax.config.jax_compilation_cache_dir, "/jax/compilation_cache/cache_hits" in found)
 """
@@ -43,3 +49,27 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "a file").write_text("in the way")
     directory, _, errors = start(tmp_path / "a file")
     assert directory == "None" and str(tmp_path / "a file") in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("interrupts", [signal.default_int_handler, signal.SIG_IGN])
+def test_sigterm_interrupts_where_nothing_else_was_asked_for(
+    restored_sigterm: None, interrupts: Any
+) -> None:
+    handler = signal.signal(signal.SIGINT, interrupts)
+    try:
+        stop_on_sigterm()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_sigterm_goes_to_the_present_handler_of_sigint(restored_sigterm: None) -> None:
+    stop_on_sigterm()
+    seen: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert seen == [signal.SIGINT]

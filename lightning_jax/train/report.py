@@ -1,0 +1,64 @@
+"""Tables that a run prints at its end: results of evaluations, and failures."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from lightning_jax.rollouts.metrics import failures
+from lightning_jax.traces.store import Store
+
+
+def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> str:
+    """Return a table with a line per evaluation, and one below it per value of the task field `by`.
+
+    Changes are per task, relative to the start of the phase (the warm-up or the steps after it).
+    """
+    lines = ["step  greedy reward on dev tasks"]
+    for row in rows:
+        if "eval/reward_mean" in row:
+            lines.append(f"{row['step']:4.0f}  {_result(row, '')}{_change(row)}")
+            start = f"eval/reward_mean/{by}="
+            values = [name.removeprefix(start) for name in row if name.startswith(start)]
+            lines += [f"      {by}={value}: {_result(row, f'/{by}={value}')}" for value in values]
+    return "\n".join(lines)
+
+
+def failure_table(store: Store) -> str:
+    """Return how a run's rollouts and calls ended, with a line per failure reason."""
+    rollouts, failed_calls = store.rollouts(), store.failed_calls()
+    counts = Counter(rollout.status for rollout in rollouts)
+    num_failed = sum(number for _, number, _ in failed_calls)
+    found = [
+        (
+            failure.status.removesuffix("_failure"),
+            failure.count,
+            failure.reason,
+            failure.example,
+            failure.detail,
+        )
+        for failure in failures(rollouts)
+    ]
+    found += [("call", number, reason, example, "") for reason, number, example in failed_calls]
+    lines = [
+        f"rollouts: {counts['scored']} scored, {counts['agent_failure']} failed by the agent, "
+        f"{counts['infrastructure_failure']} by the infrastructure; "
+        f"calls: {store.num_calls() - num_failed} answered, {num_failed} failed"
+    ]
+    for what, number, reason, example, detail in found:
+        such_as = f", such as in {example}" if example else ""
+        lines.append(f"  {what}: {number} {reason}{such_as}" + (f": {detail}" if detail else ""))
+    return "\n".join(lines)
+
+
+def _change(row: Mapping[str, float | int]) -> str:
+    if "eval/change_mean" not in row:
+        return ""
+    return (
+        f"   {row['eval/change_mean']:+.3f} ± {row['eval/change_stderr']:.3f} since step "
+        f"{row['eval/change_since_step']:.0f}: {row['eval/num_better']:.0f} better, "
+        f"{row['eval/num_worse']:.0f} worse"
+    )
+
+
+def _result(row: Mapping[str, float | int], part: str) -> str:
+    mean, error = row[f"eval/reward_mean{part}"], row[f"eval/reward_stderr{part}"]
+    return f"{mean:.3f} ± {error:.3f} (n={row[f'eval/num_tasks{part}']:.0f})"

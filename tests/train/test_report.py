@@ -1,0 +1,70 @@
+"""Tests of the tables that a run prints at its end."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from lightning_jax.traces import attributes
+from lightning_jax.traces.store import Store
+from lightning_jax.train.report import failure_table, result_table
+from lightning_jax.types import Rollout, RolloutStatus, Span
+
+
+def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
+    rows = [
+        {"step": 0, "eval/reward_mean": 0.25, "eval/reward_stderr": 0.125, "eval/num_tasks": 12.0},
+        {"step": 1, "rollout/reward_mean": 0.5},
+        {
+            "step": 2,
+            "eval/reward_mean": 0.5,
+            "eval/reward_stderr": 0.1,
+            "eval/num_tasks": 12.0,
+            "eval/change_mean": 0.25,
+            "eval/change_stderr": 0.0625,
+            "eval/num_better": 4.0,
+            "eval/num_worse": 1.0,
+            "eval/change_since_step": 0.0,
+            "eval/reward_mean/hops=2": 0.75,
+            "eval/reward_stderr/hops=2": 0.2,
+            "eval/num_tasks/hops=2": 4.0,
+        },
+    ]
+    assert [
+        re.findall(r"[-+]?\d+\.?\d*|hops", line) for line in result_table(rows, "hops").splitlines()
+    ] == [
+        [],
+        ["0", "0.250", "0.125", "12"],
+        ["2", "0.500", "0.100", "12", "+0.250", "0.062", "0", "4", "1"],
+        ["hops", "2", "0.750", "0.200", "4"],
+    ]
+    assert len(result_table(rows).splitlines()) == 3
+
+
+def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.sqlite")
+    ends: list[tuple[RolloutStatus, str | None]] = [
+        ("scored", None),
+        ("agent_failure", "deadline"),
+        ("agent_failure", "deadline"),
+    ]
+    for number, (status, reason) in enumerate(ends):
+        rollout = Rollout(f"r{number}", "t", "g", "train", 0, number, 1, "queued")
+        store.add_rollout(rollout)
+        store.set_status(rollout.rollout_id, "running")
+        detail = reason and f"it took\nlong {number}"
+        store.set_status(rollout.rollout_id, status, reward=1.0, reason=reason, detail=detail)
+    call: dict[str, Any] = {attributes.POLICY: "policy"}
+    spans = [
+        Span("t", "1", None, "chat", 0, 1, call),
+        Span("t", "2", None, "chat", 1, 2, call | {attributes.ERROR_TYPE: "call_timeout"}, "slow"),
+        Span("t", "3", None, "choice", 1, 2, call | {attributes.CHOICE_INDEX: 0}),
+        Span("t", "4", None, "tool", 1, 2, {attributes.ERROR_TYPE: "KeyError"}, "no call of ours"),
+    ]
+    for span in spans:
+        store.add_span("r0", span)
+    totals, agent, call_ = failure_table(store).splitlines()
+    # Scored, failed by the agent, by the infrastructure; calls answered, failed.
+    assert re.findall(r"\d+", totals) == ["1", "2", "0", "1", "1"]
+    assert re.fullmatch(r"\W*agent\W*2 deadline\b.*\br1: it took long 1", agent)
+    assert re.fullmatch(r"\W*call\W*1 call_timeout\b.*\br0", call_)
+    store.close()
