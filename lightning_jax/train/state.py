@@ -186,9 +186,9 @@ class Replica:
                     reason="mismatch",
                     key=name,
                 )
-        saved = self.checkpointer.restore(pack(self.scopes, self._first_states()))
+        packed = self.checkpointer.restore(pack(self.scopes, self._first_states()))
         log.info("resuming from the checkpoint of step %d in %s", self.step, self.config.run_dir)
-        return unpack(self.scopes, saved.state)
+        return unpack(self.scopes, packed)
 
     def _first_reference(self) -> list[Params | None]:
         """Return frozen copies of the weights that learn, if the loss needs them.

@@ -167,7 +167,7 @@ def _compare_weights(settings: Config, one: Path, two: Path) -> None:
     saved = checkpointer.restore(learner.init(jax.tree.map(jax.numpy.copy, model.params)))
     checkpointer.close()
     initial = load_model(settings.model.name).params
-    triples = (model.params, alone.params, saved.state.params, initial)
+    triples = (model.params, alone.params, saved.params, initial)
     for got, want, kept, before in zip(*map(jax.tree.leaves, triples), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
         np.testing.assert_array_equal(got, kept)
