@@ -43,15 +43,16 @@ def compare_all(
     measure = jax.jit(
         partial(response_logprobs, config=model.config, remat=False, head_chunk=HEAD_CHUNK)
     )
-    by_weights: defaultdict[tuple[int, str], list[StoredCall]] = defaultdict(list)
-    scopes = {scope.policy: scope for scope in (ALL, *config.weight_scopes)}
+    by_weights: defaultdict[tuple[int, PolicyScope], list[StoredCall]] = defaultdict(list)
     for call in calls:
-        scope = scopes.get(call.transition.answered_by, ALL)
-        by_weights[call.version, scope.policy].append(call)
+        policy = call.transition.answered_by
+        scope = next((scope for scope in config.weight_scopes if scope.policy == policy), ALL)
+        by_weights[call.version, scope].append(call)
     reports = []
     with tqdm(total=len(calls), desc="calls", unit="call", disable=None) as bar:
-        for (version, policy), group in sorted(by_weights.items(), key=lambda item: item[0]):
-            source = weights_sources[scopes[policy]][version]
+        order = sorted(by_weights, key=lambda which: (which[0], which[1].policy))
+        for version, scope in order:
+            group, source = by_weights[version, scope], weights_sources[scope][version]
             params = jax.device_put(source.load(initial), shardings)
             comparisons: list[Comparison] = []
             for some, shape in _batches(group, num_row_shards(mesh)):
