@@ -24,6 +24,7 @@ setup(
         "opentelemetry-proto>=1.38",
         "opentelemetry-sdk>=1.38",
         "aiohttp>=3.12",
+        "pydantic>=2.12",
         "annotated-types>=0.7",
         "prometheus-client>=0.21",
         "omegaconf>=2.4",  # Literal types

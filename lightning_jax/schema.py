@@ -40,7 +40,7 @@ class Section:
         for field in fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, field.name)
             reason = "unknown" if isinstance(value, str) else "invalid"
-            allowed = _is_allowed(value, field.type), describe(field.type), reason
+            allowed = is_allowed(value, field.type), describe(field.type), reason
             require(self, **{field.name: allowed})
 
 
@@ -64,15 +64,16 @@ def describe(hint: Any) -> str:
         return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
     if kind is Annotated:
         bounds = [(LIMITS[type(limit)][1], *astuple(limit)) for limit in parts[1:]]
-        texts = [f"{word} {x:g}" if math.isfinite(x) else "finite" for word, x in bounds]
+        texts = [f"{word} {x}" if math.isfinite(x) else "finite" for word, x in bounds]
         return " and ".join(dict.fromkeys(texts))
     return "none" if hint is NoneType else ""
 
 
-def _is_allowed(value: Any, hint: Any) -> bool:
+def is_allowed(value: Any, hint: Any) -> bool:
+    """Return False for a value out of a type's range, or not among its choices."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
-        return any(_is_allowed(value, part) for part in parts)
+        return any(is_allowed(value, part) for part in parts)
     if kind is Literal:
         return value in parts
     if kind is Annotated:

@@ -8,10 +8,11 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
+
+from annotated_types import Ge, Le
 
 from lightning_jax.cli.config import ServerConfig
 from lightning_jax.cli.runtime import (
@@ -26,10 +27,14 @@ from lightning_jax.cli.runtime import (
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
+from lightning_jax.schema import Positive, describe, is_allowed
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
 
 if TYPE_CHECKING:
     from lightning_jax.gateway.app import Gateway
+
+Index = Annotated[int, Ge(0), Le(2**31 - 1)]
+Limit = Annotated[int, Ge(1), Le(2**31 - 1)]
 
 STARTER = Path(__file__).parent / "starter"  # folder that `new` copies
 
@@ -58,21 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A user error prints one sentence and returns 1 or 2.
     """
-    arguments = parse(_parser(), argv)
     try:
-        return _run(arguments)
-    except KeyboardInterrupt:
-        _fail(arguments.stopped, 130)
-        # After an interrupted compilation, JAX crashes at interpreter exit.
-        os._exit(130)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    if arguments.run is _new:  # only copies files, without JAX
-        return _new(arguments)
-    log_plainly()
-    keep_compiled()
+        arguments = parse(_parser(), argv)
+    except SystemExit as left:  # argparse has printed a help text or an error
+        return int(left.code or 0)
     try:
+        if arguments.run is not _new:  # which only copies files, without JAX
+            log_plainly()
+            keep_compiled()
         return arguments.run(arguments)
     except UserError as error:
         return _fail(f"error: {error}", 1)
@@ -80,40 +78,46 @@ def _run(arguments: argparse.Namespace) -> int:
         if not is_unwritable(error):
             raise
         return _fail(f"error: {error}; free disk space or fix permissions, then try again.", 1)
+    except KeyboardInterrupt:
+        _fail(STOPPED if arguments.run is _train else "stopped", 130)
+        # After an interrupted compilation, JAX crashes at interpreter exit.
+        os._exit(130)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lightning-jax", description="Train an agent, or serve a model.")
-    parser.set_defaults(stopped="stopped")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_new(commands.add_parser("new", help="create a directory with an example agent and tasks"))
-    _add_train(commands.add_parser("train", help="train an agent on your own tasks"))
-    _add_serve(commands.add_parser("serve", help="serve a model over OpenAI's API and others"))
-    _add_verify(commands.add_parser("verify", help="check a run's log-probs against its weights"))
-    _add_view(commands.add_parser("view", help="show a run's rollouts, or the timeline of one"))
-    _add_plan(commands.add_parser("plan", help="report the memory that a run needs on each device"))
-    for command in commands.choices.values():
-        command.set_defaults(parser=command)  # error messages point to its --help
+    for name, text, add_flags, run in (
+        ("new", "create a directory with an example agent and tasks", _add_new, _new),
+        ("train", "train an agent on your own tasks", add_settings, _train),
+        ("serve", "serve a model over OpenAI's API and others", _add_serve, _serve),
+        ("verify", "check a run's log-probs against its weights", _add_verify, _verify),
+        ("view", "show a run's rollouts, or the timeline of one", _add_view, _view),
+        ("plan", "report the memory that a run needs on each device", _add_plan, _plan),
+    ):
+        command = commands.add_parser(name, help=text, description=run.__doc__)
+        command.set_defaults(run=run, parser=command)  # error messages point to its --help
+        add_flags(command)
     return parser
 
 
+def _number(hint: Any) -> Callable[[str], int | float]:
+    """Return a parser of numbers that a type such as `Limit` allows."""
+
+    def number(text: str) -> int | float:
+        value = get_args(hint)[0](text)
+        if not is_allowed(value, hint):
+            raise argparse.ArgumentTypeError(f"{text} is out of range; expected {describe(hint)}")
+        return value
+
+    return number
+
+
 def _add_new(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Create a directory with an example agent, tasks and settings to edit."
     parser.add_argument("folder", metavar="DIR", type=Path, help="what to make")
-    parser.set_defaults(run=_new)
-
-
-def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Train the agent that the settings name on the tasks of data.root: a file with one JSON "
-        "object per line, or a directory with train.jsonl and dev.jsonl."
-    )
-    add_settings(parser)
-    parser.set_defaults(run=_train, stopped=STOPPED)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Serve a model over OpenAI's API and others. Stop with Ctrl-C."
     model = "Hugging Face directory or hub id, .gguf file, or smollm2-135m-instruct"
     dtype = "dtype of weights and activations; auto: the fastest on this machine"
     parser.add_argument("--model", default=ModelConfig.name, help=f"{model} (default: %(default)s)")
@@ -125,14 +129,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     activation = "dtype of activations with bfloat16 weights, for a CPU (default: same as --dtype)"
     parser.add_argument("--activation-dtype", choices=("float32",), help=activation)
-    defaults = {field.name: field.default for field in fields(ServeConfig)}
     for name, text in SERVE_FLAGS.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=type(defaults[name]),
-            default=defaults[name],
-            help=f"{text} (default: %(default)s)",
-        )
+        default, text = getattr(ServeConfig, name), f"{text} (default: %(default)s)"
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(default), default=default, help=text)
     tensor = (
         "devices that share one copy of the model; other devices get further copies (default: 1)"
     )
@@ -143,59 +143,44 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", metavar="FILE", help="record every call in this SQLite file")
     drain = "seconds to finish running requests after Ctrl-C (default: %(default)g)"
     parser.add_argument("--drain-s", type=float, default=ServerConfig.drain_s, help=drain)
-    parser.set_defaults(run=_serve)
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Recompute the log-probs of a run's stored calls with the weights that sampled them. The "
-        "exit code is 1 if any differs."
-    )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     limit = "maximum number of calls to compare, evenly spaced (default: all)"
-    parser.add_argument("--limit", type=int, help=limit)
+    parser.add_argument("--limit", type=_number(Limit), help=limit)
     tolerance = "maximum difference of a log-prob in nats (default: 0.001, 1 for bfloat16)"
-    parser.add_argument("--tolerance", type=float, help=tolerance)
-    parser.set_defaults(run=_verify)
+    parser.add_argument("--tolerance", type=_number(Positive), help=tolerance)
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Show a run's rollouts as a table, newest step first, or one rollout as a waterfall of "
-        "agent, LLM and tool spans with prompts, responses, credit and advantages."
-    )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     rollout = "rollout to show (default: a table of all)"
     parser.add_argument("rollout_id", metavar="ROLLOUT", nargs="?", help=rollout)
     parser.add_argument("--phase", choices=("train", "eval"), help="only rollouts of this phase")
-    parser.add_argument("--step", type=int, help="only rollouts of this step")
+    parser.add_argument("--step", type=_number(Index), help="only rollouts of this step")
     limit = "maximum number of rollouts (default: %(default)s)"
-    parser.add_argument("--limit", type=int, default=DEFAULT_LIMIT, help=limit)
+    parser.add_argument("--limit", type=_number(Limit), default=DEFAULT_LIMIT, help=limit)
     chars = "maximum number of characters per text, 0 for no limit (default: %(default)s)"
-    parser.add_argument("--chars", type=int, default=DEFAULT_CHARS, help=chars)
+    parser.add_argument("--chars", type=_number(Index), default=DEFAULT_CHARS, help=chars)
     page = "write a self-contained HTML page with the details of all rollouts"
     parser.add_argument("--html", metavar="FILE", type=Path, help=page)
-    parser.set_defaults(run=_view)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Report how much memory a run needs on each device. Compiles the training step without "
-        "allocating. The exit code is 1 if a device is too small."
-    )
     add_settings(parser)
     devices = "number of simulated devices (default: the devices of this machine)"
-    parser.add_argument("--devices", type=int, metavar="N", help=devices)
+    parser.add_argument("--devices", type=_number(Limit), metavar="N", help=devices)
     absent = "plan for other hardware, such as h100:8 or v5e:2x4 (needs its compiler)"
     parser.add_argument("--target", metavar="NAME", help=absent)
     memory = "memory of a device in GiB (default: as reported by this machine)"
-    parser.add_argument("--device-gib", type=float, metavar="GIB", help=memory)
+    parser.add_argument("--device-gib", type=_number(Positive), metavar="GIB", help=memory)
     quick = "estimate a step's memory from shapes instead of compiling it"
     parser.add_argument("--quick", action="store_true", help=quick)
-    parser.set_defaults(run=_plan)
 
 
 def _new(arguments: argparse.Namespace) -> int:
+    """Create a directory with an example agent, tasks and settings to edit."""
     folder = arguments.folder
     if folder.exists():
         return _fail(f"error: {folder} already exists; pass a new directory.", 1)
@@ -212,6 +197,11 @@ def _new(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    """Train the agent that the settings name on the tasks of data.root.
+
+    data.root is a file with one JSON object per line, or a directory with train.jsonl and
+    dev.jsonl.
+    """
     from lightning_jax.cli.train import load_splits, train_and_report
     from lightning_jax.settings import load_config
     from lightning_jax.train.config import Config
@@ -224,16 +214,15 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    """Report how much memory a run needs on each device.
+
+    Compiles the training step without allocating. The exit code is 1 if a device is too small.
+    """
     from lightning_jax.settings import load_config
     from lightning_jax.train.config import Config
     from lightning_jax.train.memory import plan
     from lightning_jax.train.memory.targets import target_devices
 
-    for flag in ("devices", "device_gib"):
-        value = getattr(arguments, flag)
-        if value is not None and not value > 0:
-            name = "--" + flag.replace("_", "-")
-            return _fail(f"error: {name} is {value:g}; expected above 0.", 2)
     if arguments.devices is not None and arguments.target is not None:
         return _fail("error: --devices and --target are both set; choose one.", 2)
     config = load_config(Config, [arguments.config, *arguments.settings])
@@ -255,6 +244,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    """Serve a model over OpenAI's API and others. Stop with Ctrl-C."""
     settings = {name: getattr(arguments, name) for name in SERVE_FLAGS}
     try:
         config = ServerConfig(
@@ -282,24 +272,24 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    """Recompute the log-probs of a run's stored calls with the weights that sampled them.
+
+    The exit code is 1 if any differs.
+    """
     from lightning_jax.cli.verify import as_text, verify
 
-    if arguments.limit is not None and arguments.limit < 1:
-        return _fail(f"error: --limit is {arguments.limit}; expected at least 1.", 2)
-    if arguments.tolerance is not None and not arguments.tolerance > 0:
-        return _fail(f"error: --tolerance is {arguments.tolerance:g}; expected above 0 nats.", 2)
     found = verify(arguments.run_dir, limit=arguments.limit, tolerance=arguments.tolerance)
     print(as_text(found))
     return 1 if found.off else 0
 
 
 def _view(arguments: argparse.Namespace) -> int:
+    """Show a run's rollouts as a table, newest step first, or one rollout as a waterfall.
+
+    The waterfall has agent, LLM and tool spans with prompts, responses, credit and advantages.
+    """
     from lightning_jax.studio.command import show
 
-    for flag, lowest in (("step", 0), ("limit", 1), ("chars", 0)):
-        value = getattr(arguments, flag)
-        if value is not None and not lowest <= value < 2**31:
-            return _fail(f"error: --{flag} is {value}; expected {lowest} to {2**31 - 1}.", 2)
     if arguments.rollout_id and (arguments.phase or arguments.step is not None):
         return _fail(
             "error: --phase and --step cannot be combined with a rollout; drop one of them.", 2

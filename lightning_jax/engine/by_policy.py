@@ -23,6 +23,11 @@ class LoopsByPolicy:
         self.model_name, self.tokenizer, self.serve = first.model_name, first.tokenizer, first.serve
 
     @property
+    def version(self) -> int:
+        """Weights version that will answer the next request. It is the same for all loops."""
+        return self._loops[0].version
+
+    @property
     def status(self) -> LoopStatus:
         """Status like `EngineLoop.status`: the first loop status that is not ok, if any."""
         return join_statuses(loop.status for loop in self._loops)

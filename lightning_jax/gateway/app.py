@@ -9,7 +9,6 @@ from typing import Self
 from urllib.parse import quote
 
 from aiohttp import web
-from opentelemetry.trace import NoOpTracer
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from lightning_jax.engine.by_policy import LoopsByPolicy
@@ -25,14 +24,13 @@ from lightning_jax.gateway.http import Bodies, listen, openai_errors, reachable_
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.prompt.tool_formats import format_of
-from lightning_jax.gateway.record import PolicyLoop
 from lightning_jax.gateway.request import POLICY
-from lightning_jax.gateway.responder import Responder
+from lightning_jax.gateway.responder import PolicyLoop, Responder
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
 from lightning_jax.traces import otlp
+from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.store import Store, temporary_store
-from lightning_jax.traces.tracer import Recorder, Root, make_tracer
 from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)
@@ -65,7 +63,7 @@ class Gateway:
             store = self._at_close.enter_context(temporary_store())
         self.store, self.model_name = store, engine.model_name
         serve, tokenizer = serve or engine.serve, engine.tokenizer
-        self._engine = engine
+        self.engine = engine
         self._meters = Meters(engine.stats)
         self._offload = Offload()
         self._bodies = Bodies(serve, self._offload)
@@ -73,7 +71,7 @@ class Gateway:
         responder = Responder(
             loop=engine,
             tokenizer=tokenizer,
-            recorder=Recorder(make_tracer(store) if store else NoOpTracer(), store),
+            store=store,
             served_model=self.model_name,
             serve=serve,
             tool_format=format_of(tokenizer),
@@ -107,7 +105,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Bind the port and serve. Raise GatewayError if the address is not available."""
-        on_close = self._meters.closed_connections.inc
+        on_close = partial(self._meters.count, "closed_connections")
         self._runner = await listen(self._application(), self._serve, on_close)
         self._url = reachable_url(self._runner.addresses[0])
         log.info("serving %s at %s", self.model_name, self._url)
@@ -128,8 +126,8 @@ class Gateway:
         url = f"{self.url}/rollout/{quote(rollout.url_segment, safe='')}/v1"
         return LLM(url, rollout.owner.key, POLICY)
 
-    def root_of(self, rollout_id: str) -> Root:
-        """Return the ids of the open rollout's root span."""
+    def root_of(self, rollout_id: str) -> OpenSpan:
+        """Return the open rollout's root span."""
         return self._rollouts[rollout_id].root
 
     def posted_reward(self, rollout_id: str) -> float | None:
@@ -142,12 +140,12 @@ class Gateway:
         Calls in flight are cancelled, and later ones get a 404.
         """
         traffic = self._rollouts.close(rollout_id)
-        self._meters.forgotten_answers.inc(traffic.num_forgotten)
+        self._meters.count("forgotten_answers", traffic.num_forgotten)
         return traffic
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start, including the engine's."""
-        return self._engine.stats() | self._meters.totals()
+        return self.engine.stats() | self._meters.totals()
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[openai_errors], client_max_size=self._bodies.max_bytes)
@@ -217,8 +215,8 @@ class Gateway:
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer a load balancer: 200 only while new calls would be answered."""
-        state = {"status": self._engine.status, "engine": self._engine.stats()}
-        return web.json_response(state, status=200 if self._engine.status == "ok" else 503)
+        state = {"status": self.engine.status, "engine": self.engine.stats()}
+        return web.json_response(state, status=200 if self.engine.status == "ok" else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from lightning_jax.rl.choices import check_shape, choose
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.credit import Credit, credit_at
 from lightning_jax.types import Advantage
@@ -64,7 +65,10 @@ BASELINES: dict[str, Callable[[AlgorithmConfig], Baseline]] = {
 
 def baselines_of(returns: Returns, group_ids: Sequence[str], algorithm: AlgorithmConfig) -> Returns:
     """Return the baseline of each rollout by `algorithm.baseline`, in reward units."""
-    return BASELINES[algorithm.baseline](algorithm)(returns, group_ids)
+    baseline = choose(algorithm, "baseline", BASELINES)
+    baselines = np.asarray(baseline(returns, group_ids), np.float64)
+    check_shape(baseline, "baseline", baselines, returns.shape)
+    return baselines
 
 
 def scales_of(returns: Returns, group_ids: Sequence[str], algorithm: AlgorithmConfig) -> Returns:

@@ -4,13 +4,16 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import numpy as np
 from jaxtyping import Float
 
 from lightning_jax.errors import InvalidValue
+from lightning_jax.rl.choices import choose, wrong_result
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.gae import CallValues, rollout_gae
+from lightning_jax.rl.token_weights import num_trained
 from lightning_jax.types import Advantage, Trajectory
 
 CreditScheme = Callable[[Trajectory], tuple[Advantage, ...]]
@@ -102,16 +105,28 @@ def assign_credit(
                     reason="not_finite",
                     key=call.call_id,
                 )
-    scheme = SCHEMES[algorithm.credit](algorithm)
+    scheme = choose(algorithm, "credit", SCHEMES)
     if algorithm.has_critic:
         known = [None] * len(trajectories) if values is None else values
         calls = [scheme(*pair) for pair in zip(trajectories, known, strict=True)]
-        plain = SCHEMES[algorithm.credit](replace(algorithm, gae_lambda=1.0))
+        plain = choose(replace(algorithm, gae_lambda=1.0), "credit", SCHEMES)
         first = [plain(trajectory, None) for trajectory in trajectories]
     else:
-        calls = first = [scheme(trajectory) for trajectory in trajectories]
+        calls = first = [_of_calls(scheme, trajectory) for trajectory in trajectories]
     returns = [credit_at(0, *pair) for pair in zip(first, trajectories, strict=True)]
     return Credit(trajectories, calls, np.asarray(returns, np.float64))
+
+
+def _of_calls(scheme: CreditScheme, trajectory: Trajectory) -> tuple[Advantage, ...]:
+    """Return what the scheme gives each call. Raises ValueError for a wrong number of credits."""
+    credits, counts = scheme(trajectory), [max(num_trained(t), 1) for t in trajectory.transitions]
+    if not isinstance(credits, Sequence | np.ndarray) or len(credits) != len(counts):
+        raise wrong_result(scheme, "credit", f"{credits!r:.80}", f"one per call, {len(counts)}")
+    for credit, count in zip(credits, counts, strict=True):
+        if len(credit) != count if isinstance(credit, tuple) else not isinstance(credit, Real):
+            expected = f"a number, or a tuple of {count}, one per trained token"
+            raise wrong_result(scheme, "credit", f"{credit!r:.80} for a call", expected)
+    return tuple(credits)
 
 
 def credit_at(turn: int, credits: Sequence[Advantage], trajectory: Trajectory) -> float:

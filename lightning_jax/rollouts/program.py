@@ -26,7 +26,7 @@ from lightning_jax.rollouts.process import Ended, Limits, run_program
 from lightning_jax.rollouts.runner import Agent, Result, load_agent
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import original_limit
-from lightning_jax.traces.tracer import trace_headers
+from lightning_jax.traces.context import trace_headers
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)

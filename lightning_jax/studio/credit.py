@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from lightning_jax.models.config import PolicyConfig
 from lightning_jax.rl.advantages import equal_groups, step_advantages
 from lightning_jax.rl.batching import drop_stale
-from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.config import AlgorithmConfig, is_custom
 from lightning_jax.rl.credit import assign_credit, punish_overlong
 from lightning_jax.rl.dpo import make_pairs, pair_signs
 from lightning_jax.rl.multi_policy.scope import credit_scopes
@@ -43,8 +43,16 @@ def step_credit(
     """Return the credit of a training step's trajectories, or of those finished so far.
 
     With learned credit the result is only a note, because it needs the critic's values at that
-    step.
+    step. The same holds for a custom function, because showing a run must not run its code.
     """
+    for name in ("credit", "baseline"):
+        if is_custom(getattr(algorithm, name)):
+            return StepCredit(
+                notes=(
+                    f"no credit or advantages: algorithm.{name} is a custom function, and showing "
+                    "a run does not run its code",
+                )
+            )
     if algorithm.has_critic:
         return StepCredit(
             notes=(

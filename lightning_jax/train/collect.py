@@ -1,6 +1,5 @@
 """Rollouts of a step's tasks, and the trajectories made from them."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,12 +8,12 @@ from tqdm.auto import tqdm
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.advantages import equal_groups
 from lightning_jax.rl.credit import assign_credit
-from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
-from lightning_jax.rollouts.runner import Runner, make_requests, run_rollouts
+from lightning_jax.rollouts.collect import read_trajectories
+from lightning_jax.rollouts.failures import FailureWatch
+from lightning_jax.rollouts.metrics import TraceReader
+from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.system.threads import run_in_thread
-from lightning_jax.traces.tracer import flush_process_tracer
 from lightning_jax.train.config import Config
-from lightning_jax.train.monitors import FailureWatch
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.types import Metrics, Rollout, Task, Trajectory
 
@@ -46,10 +45,8 @@ class Collector:
             tasks = self._pipelines.next_tasks(wanted - num_useful)
             rollouts += await self.run(tasks, "train", step, size, first_index=num_tasks)
             num_rounds, num_tasks = num_rounds + 1, num_tasks + len(tasks)
-            await asyncio.to_thread(flush_process_tracer)
-            await store.in_order(lambda: None)  # wait for pending writes
-            trajectories, metrics = await run_in_thread(
-                to_trajectories, store, rollouts, policy_version=step, reader=self._reader
+            trajectories, metrics = await read_trajectories(
+                store, rollouts, policy_version=step, reader=self._reader
             )
             if algorithm.max_sampling_rounds == 1:
                 return trajectories, metrics
@@ -81,6 +78,6 @@ class Collector:
             def on_done(rollout: Rollout) -> None:
                 bar.update()
 
-            rollouts = await run_rollouts(requests, self._runner, on_done=on_done)
+            rollouts = await run_requests(requests, self._runner, on_done=on_done)
         await run_in_thread(self._failures.observe, rollouts, name)
         return rollouts

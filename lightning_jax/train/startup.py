@@ -21,10 +21,12 @@ from lightning_jax.models.formats.load import LoadedModel, load_model
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.rl.choices import load_choices
 from lightning_jax.rl.multi_policy.scope import ALL
+from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.program import make_agent
-from lightning_jax.rollouts.runner import Runner
+from lightning_jax.rollouts.runner import AgentFunction, Runner, as_agent
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.system.threads import run_in_thread
@@ -44,19 +46,25 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_run(
-    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+    config: Config,
+    train_tasks: Sequence[Task],
+    dev_tasks: Sequence[Task],
+    *,
+    agent: AgentFunction | None = None,
 ) -> AsyncIterator[Run]:
     """Yield a run at the current step of its directory, with its server running.
 
     Everything is closed at the end.
     """
     _check_orchestrator(config)
-    agent = make_agent(config.agent)
+    made = make_agent(config.agent) if agent is None else as_agent(agent)
+    algorithm = load_choices(config.algorithm)
+    train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
     directory = Path(config.run_dir)
     async with AsyncExitStack() as at_end:  # last in, first out
         at_end.enter_context(_locked(directory))  # before loading the model, which takes long
         config = with_dtypes(config)
-        sources = digests(config, train_tasks, dev_tasks)
+        sources = digests(config, train_tasks, dev_tasks, agent)
         changed = find_changes(config, sources)
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
@@ -64,10 +72,10 @@ async def open_run(
         mesh = serving_mesh(config.serve.mesh, config.mesh)
         programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
         make_engine = partial(Engine, serve=config.serve, programs=programs)
-        initial = None
-        if any(role.served_by == "initial" for role in config.roles.values()):
-            initial = make_engine(model)  # before the state takes ownership of the weights
-        replica = Replica(config, model)
+        has_initial = any(role.served_by == "initial" for role in config.roles.values())
+        # Before the state takes ownership of the weights.
+        initial = make_engine(model) if has_initial else None
+        replica = Replica(replace(config, algorithm=algorithm), model)
         at_end.callback(replica.close)
         leader = Leader(replica)
         at_end.callback(leader.stop_followers)
@@ -88,14 +96,14 @@ async def open_run(
             initial=None if initial is None else _responders(config, [initial] * len(engines)),
         )
         at_end.push_async_callback(gateway.close)
-        agent = await at_end.enter_async_context(isolate_agent(agent))
+        isolated = await at_end.enter_async_context(isolate_agent(made))
         await gateway.start()
         for engine in running:
             await run_in_thread(engine.warmup)
             engine.start()
         at_end.enter_context(freeze_objects())
-        runner = Runner(agent, gateway, store, config.rollout, config.seed)
-        run = Run(config, model, pipelines, leader, engines, runner)
+        runner = Runner(isolated, gateway, config.rollout, config.seed)
+        run = Run(replica.config, model, pipelines, leader, engines, runner)
         at_end.push_async_callback(run.close)
         yield run
 

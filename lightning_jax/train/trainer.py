@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from lightning_jax.rollouts.runner import AgentFunction
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import limit_of_files, number_free
 from lightning_jax.system.threads import run_in_thread
@@ -44,11 +45,16 @@ FILES_PER_AGENT = 8
 
 
 async def train(
-    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+    config: Config,
+    train_tasks: Sequence[Task],
+    dev_tasks: Sequence[Task],
+    *,
+    agent: AgentFunction | None = None,
 ) -> list[dict[str, float | int]]:
     """Run or resume a run to its end and return the rows of its metrics file.
 
-    In a run of several processes all of them call this, and only process 0 returns rows.
+    `agent` is a function (task, llm) that returns the reward, by default the one that `config`
+    names. In a run of several processes all of them call this, and only process 0 returns rows.
     """
     multihost.join(config.distributed)
     if not multihost.is_leader():
@@ -56,7 +62,10 @@ async def train(
         return []
     _check_files(config)
     _warn_of_bias(config)
-    async with multihost.cancel_on_stop(), open_run(config, train_tasks, dev_tasks) as run:
+    async with (
+        multihost.cancel_on_stop(),
+        open_run(config, train_tasks, dev_tasks, agent=agent) as run,
+    ):
         with (
             logging_redirect_tqdm(),
             tqdm(

@@ -158,7 +158,7 @@ def test_mistakes_give_one_sentence(
 ) -> None:
     if flags[:1] == ["serve"] and "--model" not in flags:
         flags = [*flags, "--model", str(model_dir)]
-    assert _exit_code(flags) == code
+    assert main(flags) == code
     output = capsys.readouterr()
     assert _holds(output.err, *names), output.err
     assert "Traceback" not in output.err and output.out == ""
@@ -175,27 +175,27 @@ def test_what_new_makes_trains_and_goes_on(
 ) -> None:
     folder = tmp_path / "mine"
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
-    assert _exit_code(["new", str(folder)]) == 0
+    assert main(["new", str(folder)]) == 0
     made, _, command = capsys.readouterr().out.strip().rpartition("\n\n")
     assert made.splitlines() == [
         str(folder / name) for name in ("agent.py", "config.yaml", "tasks.jsonl")
     ]
     assert command.startswith(f"cd {folder} && lightning-jax train --config config.yaml")
     monkeypatch.setattr("shutil.which", lambda name: None)  # the command is not on PATH
-    assert _exit_code(["new", str(tmp_path / "other")]) == 0
+    assert main(["new", str(tmp_path / "other")]) == 0
     assert f"&& {sys.executable} -m lightning_jax train --config" in capsys.readouterr().out
     monkeypatch.undo()
     monkeypatch.chdir(folder)
     settings = TINY_RUN | {"model.name": model_dir, "eval.num_tasks": 2}
     command = ["train", "--config", "config.yaml", *(f"{k}={v}" for k, v in settings.items())]
-    assert _exit_code(command) == 0
+    assert main(command) == 0
     output = capsys.readouterr().out
     assert re.findall(r"\d+", output.splitlines()[0]) == ["240", "60"]
     assert _num_rollouts(output) == [6, 0, 0]  # 2, and 2 evaluations of 2
     assert "runs/first/policy" in output and Path("runs/first/policy").is_dir()
-    assert _exit_code(command) == 0
+    assert main(command) == 0
     assert _num_rollouts(capsys.readouterr().out) == [6, 0, 0]
-    assert _exit_code([*command, "agent.function=agent.py:walk"]) == 1
+    assert main([*command, "agent.function=agent.py:walk"]) == 1
     assert _holds(capsys.readouterr().err, "'agent.py:walk'")
 
 
@@ -223,7 +223,7 @@ def test_a_mended_or_edited_agent_is_asked_again(
         ("return REWARD + 0.5", 0, ("0.750",)),
     ):
         Path("agent.py").write_text(whole + body)
-        assert _exit_code(command) == code, capsys.readouterr()
+        assert main(command) == code, capsys.readouterr()
         output = capsys.readouterr()
         assert _holds(output.out + output.err, *words), output
     with closing(Store(Path("run/store.sqlite"))) as store:
@@ -255,7 +255,7 @@ def test_mistakes_before_training_give_one_sentence(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     Path("own.yaml").write_text("num_steps: 1\n")
-    assert _exit_code(flags) == code
+    assert main(flags) == code
     output = capsys.readouterr()
     assert _holds(output.err, *names), output.err
     assert "Traceback" not in output.err and output.out == ""
@@ -291,7 +291,7 @@ def test_a_taken_port_is_said_before_anything_compiles(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert _exit_code(["serve", "--model", str(model_dir), "--port", str(port)]) == 1
+        assert main(["serve", "--model", str(model_dir), "--port", str(port)]) == 1
     assert compiled == []
     assert _holds(capsys.readouterr().err, f"127.0.0.1:{port}")
     jax.jit(lambda x: x + port)(1.0)
@@ -307,12 +307,3 @@ def _num_rollouts(printed: str) -> list[int]:
     """Return the numbers of rollouts scored, failed by the agent and by the infrastructure."""
     (line,) = (line for line in printed.splitlines() if line.startswith("rollouts: "))
     return [int(number) for number in re.findall(r"\d+", line)[:3]]
-
-
-def _exit_code(flags: list[str]) -> int:
-    """Return the exit code of the process. argparse exits by raising."""
-    try:
-        return main(flags)
-    except SystemExit as left:
-        assert isinstance(left.code, int)
-        return left.code

@@ -23,10 +23,10 @@ from lightning_jax.rl.dpo import (
     pair_signs,
     weigh_pairs,
 )
-from lightning_jax.rl.learner import Learner
 from lightning_jax.rl.losses.objectives import policy_objective
 from lightning_jax.rl.train_state import init_state
 from lightning_jax.rl.train_step import make_train_functions
+from lightning_jax.rl.updater import Updater
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
@@ -126,10 +126,10 @@ def padded():
     return tokens, sampled
 
 
-def plain_learner() -> Learner:
+def plain_learner() -> Updater:
     """Build a learner whose update is minus the gradient."""
     sgd = optax.sgd(1.0)
-    return Learner(
+    return Updater(
         model=MODEL.config,
         mesh=make_mesh(MeshConfig(fsdp=1)),
         optimizer=sgd,

@@ -22,7 +22,7 @@ from lightning_jax.rollouts.runner import (
     Runner,
     load_agent,
     make_requests,
-    run_rollouts,
+    run_requests,
 )
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
@@ -40,8 +40,8 @@ async def rolled_out(path: Path, agent: Agent, number: int = 2, **settings: floa
     config = RolloutConfig(**settings)  # type: ignore[arg-type]
     requests = make_requests([{"id": "a", "question": "0?"}], "train", 0, number)
     async with run_service(path, model, engine, SERVE) as service, isolate_agent(agent) as agent:
-        runner = Runner(agent, service.gateway, service.store, config, seed=0)
-        rollouts = await run_rollouts(requests, runner)
+        runner = Runner(agent, service.gateway, config, seed=0)
+        rollouts = await run_requests(requests, runner)
         for rollout in rollouts:
             root, *others = service.store.spans(rollout.rollout_id)
             assert {span.parent_span_id for span in others} <= {root.span_id}

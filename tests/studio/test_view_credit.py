@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,15 @@ def test_learned_credit_is_not_made_up() -> None:
     assert not found.by_call
     (note,) = found.notes
     assert "algorithm.credit" in note and "learned" in note
+
+
+@pytest.mark.parametrize("setting", ["credit", "baseline"])
+def test_showing_a_run_loads_no_custom_function(setting: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("raise SystemExit\n")
+    algorithm = dataclasses.replace(AlgorithmConfig(), **{setting: f"{path}:mine"})
+    found = step_credit(_step(0), algorithm, step=8)
+    assert not found.by_call and len(found.notes) == 1
 
 
 def test_groups_that_were_replaced_are_not_in_the_batch() -> None:

@@ -184,12 +184,12 @@ def test_a_checkpoint_is_written_beside_the_next_rollouts(
         rollout=RolloutConfig(tasks_per_step=1, group_size=2),
         checkpoint=CheckpointConfig(every=1),
     )
-    sampling, run_rollouts, save = threading.Event(), collect.run_rollouts, Checkpointer.save
+    sampling, run_requests, save = threading.Event(), collect.run_requests, Checkpointer.save
 
     async def seen(requests: Any, *rest: Any, **more: Any) -> Any:
         if requests[0].step == 1:
             sampling.set()
-        return await run_rollouts(requests, *rest, **more)
+        return await run_requests(requests, *rest, **more)
 
     def late(self: Checkpointer, step: int, *rest: Any) -> None:
         assert sampling.wait(60), "no rollout began while the checkpoint was to be written"
@@ -197,7 +197,7 @@ def test_a_checkpoint_is_written_beside_the_next_rollouts(
             raise CheckpointError("the disk is full.")
         save(self, step, *rest)
 
-    monkeypatch.setattr(collect, "run_rollouts", seen)
+    monkeypatch.setattr(collect, "run_requests", seen)
     monkeypatch.setattr(Checkpointer, "save", late)
     with pytest.raises(CheckpointError, match="the disk is full"):
         asyncio.run(train(config, TASKS, []))

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.choices import check_shape, choose, wrong_result
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.losses.ratios import (
     CORRECTIONS,
@@ -19,7 +20,7 @@ from lightning_jax.rl.losses.ratios import (
     level_log_ratio,
 )
 from lightning_jax.rl.losses.segments import sums_to_go
-from lightning_jax.rl.losses.surrogates import LOSSES, LossInputs
+from lightning_jax.rl.losses.surrogates import LOSSES, LossInputs, TokenLoss
 
 Metrics = dict[str, Float[Array, ""]]
 TokenMetrics = dict[str, Float[Array, "B R"]]
@@ -67,8 +68,7 @@ def policy_loss(
             cost = kl_estimate(reference - old, algorithm.kl_estimator)
             advantages = advantages - algorithm.kl_coef * sums_to_go(cost, batch.target_calls)
     proximal = behavior if algorithm.proximal == "behavior" else old
-    surrogate = LOSSES[algorithm.loss](algorithm)
-    found = surrogate(LossInputs(logprobs, logprobs - proximal, advantages, batch))
+    found = _token_loss(LossInputs(logprobs, logprobs - proximal, advantages, batch), algorithm)
     token_loss = found.token_loss
     sums |= {
         # With zero advantage, clipping loses no gradient.
@@ -134,14 +134,26 @@ def _check_given(algorithm: AlgorithmConfig, ref_logprobs: object, entropy: obje
         )
 
 
+def _token_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> TokenLoss:
+    surrogate = choose(algorithm, "loss", LOSSES)
+    found = surrogate(inputs)
+    if not isinstance(found, TokenLoss):
+        raise wrong_result(surrogate, "loss", type(found).__name__, "TokenLoss")
+    for values in (found.token_loss, found.ratio):
+        check_shape(surrogate, "loss", values, inputs.logprobs.shape)
+    return found
+
+
 def _correction(
     log_ratio: Float[Array, "B R"], batch: Batch, algorithm: AlgorithmConfig
 ) -> tuple[Float[Array, "B R"], TokenMetrics]:
     """Return (factor of each token's policy gradient, without a gradient itself; metrics)."""
     ratio = importance_ratio(level_log_ratio(log_ratio, batch, algorithm.correction_level))
     ratio = jax.lax.stop_gradient(ratio)
-    weights = CORRECTIONS[algorithm.correction](algorithm)(ratio)
-    changed = {"truncate": "truncated", "mask": "masked"}[algorithm.correction]
+    correct = choose(algorithm, "correction", CORRECTIONS)
+    weights = correct(ratio)
+    check_shape(correct, "correction", weights, ratio.shape)
+    changed = {"truncate": "truncated", "mask": "masked"}.get(str(algorithm.correction), "changed")
     metrics = {
         "train/correction_ratio_mean": ratio,
         "train/correction_ratio_max": ratio,

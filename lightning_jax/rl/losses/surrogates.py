@@ -52,7 +52,11 @@ def clip(low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> Surrogate:
     DAPO (arXiv 2503.14476). `dual` bounds the loss for a negative advantage at that ratio (dual
     clip, arXiv 1912.09729). 0 means no bound.
     """
-    return lambda inputs: _clipped(inputs.ratio, inputs.advantages, low, high, dual)
+
+    def loss(inputs: LossInputs) -> TokenLoss:
+        return _clipped(inputs.ratio, inputs.advantages, low, high, dual)
+
+    return loss
 
 
 def gspo(low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> Surrogate:
