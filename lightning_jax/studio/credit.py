@@ -61,12 +61,11 @@ def step_credit(
             )
         )
     by_call: dict[str, CallCredit] = {}
-    notes = []
+    notes, scopes = [], credit_scopes(algorithm, policies or {})
     if algorithm.max_sampling_rounds > 1:
         equal = equal_groups(assign_credit(trajectories, algorithm))
         left_out = [trajectory for trajectory in trajectories if trajectory.group_id in equal]
-        for scope in credit_scopes(algorithm, policies or {}):
-            part = scope.calls(left_out)
+        for part in [scope.calls(left_out) for scope in scopes]:
             by_call |= _of_calls(_punished(part, algorithm), algorithm, step, set(), EQUAL_GROUP)
         trajectories = [
             trajectory for trajectory in trajectories if trajectory.group_id not in equal
@@ -79,8 +78,7 @@ def step_credit(
     )
     trained = {call.call_id for trajectory in fresh for call in trajectory.transitions}
     stale = f"not trained: more than {algorithm.max_staleness} steps old"
-    for scope in credit_scopes(algorithm, policies or {}):
-        part = scope.calls(trajectories)
+    for part in [scope.calls(trajectories) for scope in scopes]:
         by_call |= _of_calls(_punished(part, algorithm), algorithm, step, trained, stale)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         notes.append("advantages are shown without each token's KL penalty")

@@ -8,7 +8,7 @@ from lightning_jax.models.config import PolicyConfig
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.gae import CallValues
-from lightning_jax.types import Trajectory, keep_calls
+from lightning_jax.types import Trajectory, Transition, keep_calls
 
 Item = TypeVar("Item")
 
@@ -27,33 +27,28 @@ class PolicyScope:
         """Ending of the names of its metrics."""
         return f"/policy={self.policy}" if self.policy else ""
 
-    def sequences(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-        """Return the scope's sequences. Those of one policy are marked for a learner of one."""
-        if not self.policy:
-            return list(sequences)
-        return [replace(item, adapter=None) for item in sequences if item.adapter == self.index]
+    def has(self, call: Transition) -> bool:
+        """Return True if a policy of the scope answered the call."""
+        return self.policy in ("", call.answered_by)
 
     def calls(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return all trajectories, reduced to the scope's calls."""
-        if not self.policy:
-            return list(trajectories)
-        return [
-            keep_calls(trajectory, lambda call: call.answered_by == self.policy)
-            for trajectory in trajectories
-        ]
+        return [keep_calls(trajectory, self.has) for trajectory in trajectories]
 
     def values(
         self, trajectories: Sequence[Trajectory], values: Sequence[Sequence[CallValues]]
     ) -> list[tuple[CallValues, ...]]:
         """Return the values of the calls that `calls` keeps."""
         return [
-            tuple(
-                value
-                for call, value in zip(trajectory.transitions, of_calls, strict=True)
-                if self.policy in ("", call.answered_by)
-            )
-            for trajectory, of_calls in zip(trajectories, values, strict=True)
+            tuple(v for c, v in zip(trajectory.transitions, found, strict=True) if self.has(c))
+            for trajectory, found in zip(trajectories, values, strict=True)
         ]
+
+    def sequences(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+        """Return the scope's sequences. Those of one policy are marked for a learner of one."""
+        if not self.policy:
+            return list(sequences)
+        return [replace(item, adapter=None) for item in sequences if item.adapter == self.index]
 
 
 ALL = PolicyScope()
