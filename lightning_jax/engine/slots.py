@@ -130,7 +130,7 @@ class SlotPrograms:
         self._insert = jit(programs.insert_row, donate_argnums=0, out_shardings=state)
         self._activate = jit(programs.activate, donate_argnums=0, out_shardings=state)
         self._retire = jit(programs.retire, donate_argnums=0, out_shardings=state)
-        several = partial(
+        many_steps = partial(
             programs.generate_steps, config=self.config, steps=self.steps_per_dispatch
         )
 
@@ -144,7 +144,7 @@ class SlotPrograms:
             return Executables(name, lower, self.compiler)
 
         self._generate = decode("generate", generate)
-        self._generate_steps = decode("generate_steps", several)
+        self._generate_steps = decode("generate_steps", many_steps)
         # Separate programs, because most steps need neither masks nor the likeliest tokens, and few
         # a bias.
         self._generate_adjusted = decode("generate_adjusted", generate)
