@@ -14,7 +14,6 @@ setup(
         "optax>=0.2.5",
         "orbax-checkpoint>=0.11",
         "grain>=0.2.12",
-        "transformers>=5.0",
         "tokenizers>=0.22",
         "safetensors>=0.6",
         "gguf>=0.17",
@@ -25,9 +24,11 @@ setup(
         "opentelemetry-proto>=1.38",
         "opentelemetry-sdk>=1.38",
         "aiohttp>=3.12",
+        "pydantic>=2.12",
         "annotated-types>=0.7",
         "prometheus-client>=0.21",
         "omegaconf>=2.4",  # Literal types
+        "pydantic>=2.11",
         "jaxtyping>=0.3.3",
         "matplotlib>=3.10",
         "rich>=14.0",
@@ -59,6 +60,7 @@ setup(
             "pytest-xdist>=3.8",
             "pyright[nodejs]>=1.1.400",
             "ruff>=0.14",
+            "transformers>=5.0",  # loads what we save, as an independent reference
         ],
     },
 )

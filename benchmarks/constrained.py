@@ -14,10 +14,10 @@ import statistics
 import time
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Generation
-from lightning_jax.engine.grammar import json_grammar
+from lightning_jax.engine.grammar import grammar, json_schema
 from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.testing.tiny import tiny_model
@@ -38,7 +38,7 @@ def rate(arrivals: list[float]) -> float:
 async def measure(loop: EngineLoop, num_plain: int, tokens: int, constrained: bool) -> list[float]:
     """Return the plain requests' steps/s, and the constrained one's tokens/s or 0."""
     plain = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    with_schema = SamplingParams(max_tokens=4 * tokens, grammar=json_grammar(SCHEMA))
+    with_schema = SamplingParams(max_tokens=4 * tokens, grammar=grammar(json_schema(SCHEMA)))
     generation = loop.submit([7] * 32, with_schema) if constrained else None
     beside = asyncio.create_task(follow(generation)) if generation else None
     if beside:
@@ -55,7 +55,7 @@ async def measure(loop: EngineLoop, num_plain: int, tokens: int, constrained: bo
 
 
 async def run(loop: EngineLoop, slots: int, tokens: int, rounds: int) -> None:
-    await loop.prepare(json_grammar(SCHEMA))
+    await loop.prepare(grammar(json_schema(SCHEMA)))
     found: dict[bool, list[list[float]]] = {False: [], True: []}
     for constrained in (False, True) * (rounds + 1):  # the first round is a warm-up
         found[constrained].append(await measure(loop, slots - 1, tokens, constrained))
@@ -83,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     model = tiny_model() if args.model == "tiny" else load_model(args.model)
     serve = ServeConfig(slots=args.slots, max_len=args.max_len)
-    loop = EngineLoop(Engine(model.config, serve), model.params, 0, model.tokenizer, serve)
+    loop = EngineLoop(SlotPrograms(model.config, serve), model.params, 0, model.tokenizer, serve)
     loop.warmup()
     loop.start()
     try:

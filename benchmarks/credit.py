@@ -28,10 +28,10 @@ from matplotlib.figure import Figure
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.transformer import DecoderConfig, Params, forward, init_params, unembed
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rl.learner import Learner
 from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.rl.updater import Updater
 from lightning_jax.train.config import Config
-from lightning_jax.train.learners import make_learner
+from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Trajectory, Transition
 
 NUM_CALLS = 16
@@ -127,7 +127,7 @@ def to_trajectories(
 
 
 def run(
-    learner: Learner, algorithm: AlgorithmConfig, seed: int, *, reward_per_call: bool, steps: int
+    learner: Updater, algorithm: AlgorithmConfig, seed: int, *, reward_per_call: bool, steps: int
 ) -> tuple[list[float], list[float]]:
     """Return (share of successful rollouts, explained variance) for each step.
 
@@ -154,7 +154,7 @@ def run(
 
 def make(
     scheme: str, learning_rate: float, value_learning_rate: float
-) -> tuple[Learner, AlgorithmConfig]:
+) -> tuple[Updater, AlgorithmConfig]:
     algorithm = AlgorithmConfig(
         num_epochs=NUM_EPOCHS, value_learning_rate=value_learning_rate, **SCHEMES[scheme]
     )
@@ -164,7 +164,7 @@ def make(
         optimizer=OptimizerConfig(learning_rate=learning_rate),
         mesh=MeshConfig(fsdp=1),
     )
-    return make_learner(MODEL, config, supervised=False), algorithm
+    return phase_updater(MODEL, config, supervised=False), algorithm
 
 
 def bootstrap(

@@ -24,7 +24,7 @@ from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.response import Chunk
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.app import Gateway, RolloutSettings
-from lightning_jax.models.formats.load import load_model
+from lightning_jax.models.formats.load import LoadedModel, load_model
 from lightning_jax.traces.store import Store
 from lightning_jax.train.runtime import freeze_objects
 
@@ -50,13 +50,15 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] ==
 
 
 class ReadyMade:
-    """Loop that answers every request with the same tokens, one per turn of the event loop."""
+    """Engine that answers every request with the same tokens, one per turn of the event loop."""
 
     status = "ok"
     version = 0
     num_slots = 16
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, model: LoadedModel, chunks: Sequence[Chunk]) -> None:
+        self.model_name, self.tokenizer = model.name, model.tokenizer
+        self.serve = ServeConfig(api_key="bench")
         self._chunks = chunks
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -120,14 +122,7 @@ async def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder) / "store.sqlite")
-        serve = ServeConfig(api_key="bench")
-        gateway = Gateway(
-            ReadyMade(chunks),  # pyright: ignore[reportArgumentType]
-            model.tokenizer,
-            store,
-            model_name=model.name,
-            serve=serve,
-        )
+        gateway = Gateway(ReadyMade(model, chunks), store)  # pyright: ignore[reportArgumentType]
         await gateway.start()
         try:
             with freeze_objects():

@@ -30,11 +30,11 @@ from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, Pol
 from lightning_jax.models.lora import adapted_shape
 from lightning_jax.models.transformer import DecoderConfig, Params, forward, init_params, unembed
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rl.learner import Learner
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
+from lightning_jax.rl.updater import Updater
 from lightning_jax.traces.roles import only_trained
 from lightning_jax.train.config import Config
-from lightning_jax.train.learners import make_learner
+from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Trajectory, Transition
 
 ROLES = ("speaker", "listener")
@@ -148,7 +148,7 @@ def to_trajectories(
     return trajectories
 
 
-def make(frozen: str, algorithm: AlgorithmConfig, learning_rate: float) -> tuple[Learner, Config]:
+def make(frozen: str, algorithm: AlgorithmConfig, learning_rate: float) -> tuple[Updater, Config]:
     config = Config(
         model=ModelConfig(lora=LORA),
         policies={role: PolicyConfig(trains=role != frozen) for role in ROLES},
@@ -157,10 +157,10 @@ def make(frozen: str, algorithm: AlgorithmConfig, learning_rate: float) -> tuple
         optimizer=OptimizerConfig(learning_rate=learning_rate),
         mesh=MeshConfig(fsdp=1),
     )
-    return make_learner(MODEL, config, supervised=False), config
+    return phase_updater(MODEL, config, supervised=False), config
 
 
-def run(learner: Learner, config: Config, frozen: str, seed: int, steps: int) -> list[float]:
+def run(learner: Updater, config: Config, frozen: str, seed: int, steps: int) -> list[float]:
     """Return the mean return of each step."""
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
     state, returns = learner.init(first_params(key)), []

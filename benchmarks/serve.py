@@ -58,7 +58,7 @@ from workloads import (
 )
 
 from lightning_jax.models.formats.load import load_model, save_hf
-from lightning_jax.testing.environments import environment
+from lightning_jax.testing.machine import environment
 
 HERE = Path(__file__).parent
 # Arguments of our server: the types of its weights and activations.

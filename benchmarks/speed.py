@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import optax
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine, Fill
 from lightning_jax.engine.programs import start_of
+from lightning_jax.engine.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.rl.batch import TrainingSequence
@@ -70,7 +70,7 @@ def main() -> None:
     rate = flops_per_s(jnp.dtype(args.dtype))
     print(f"{args.model} {args.dtype} on {jax.devices()[0].device_kind}: {rate / 1e9:.0f} GFLOP/s")
     serve = ServeConfig(slots=args.slots, max_len=2 * args.context, prefill_buckets=(args.context,))
-    engine = Engine(model.config, serve, dtype=args.dtype)
+    engine = SlotPrograms(model.config, serve, dtype=args.dtype)
     params, ids = engine.put_on_mesh(model.params), list(range(5, 5 + args.context))
     fills = [Fill(0, 0, ids)]
     seconds = median_s(lambda: engine.prefill(params, engine.init_row(), fills), 5)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import jax
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.formats.load import load_model
 
@@ -103,7 +103,11 @@ def main() -> None:
     model = load_model(args.model)
     serve = ServeConfig(slots=args.slots, max_len=512)
     loop = EngineLoop(
-        Engine(model.config, serve), model.params, version=0, tokenizer=model.tokenizer, serve=serve
+        SlotPrograms(model.config, serve),
+        model.params,
+        version=0,
+        tokenizer=model.tokenizer,
+        serve=serve,
     )
     loop.warmup()
     loop.start()

@@ -32,7 +32,7 @@ from pathlib import Path
 from serve import HERE, PeerError, as_words, events, hf_directory, print_line, print_machine
 from updates import WORKLOADS, Result, num_tokens
 
-from lightning_jax.testing.environments import environment
+from lightning_jax.testing.machine import environment
 from lightning_jax.train.metrics import Row, read_metrics
 
 COLUMNS = ("seconds", "ratio", "tokens/s", "computed", "cpu s", "first s", "MiB", "x MiB", "norm")

@@ -13,7 +13,7 @@ from lightning_jax.models.formats.load import load_model
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.train.config import Config
-from lightning_jax.train.learners import make_learner
+from lightning_jax.train.updaters import phase_updater
 
 # Row sizes chosen for the known lengths of the calls.
 BATCHES = {
@@ -45,7 +45,7 @@ def measure(args: argparse.Namespace, calls: Sequence[Call]) -> Result:
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM),
         mesh=MeshConfig(fsdp=1),
     )
-    learner = make_learner(model.config, config, supervised=False)
+    learner = phase_updater(model.config, config, supervised=False)
     shapes = jax.tree.map(lambda leaf: leaf.size, model.params)
     embedding, total = shapes["embed"]["embedding"], sum(jax.tree.leaves(shapes))
     state = learner.init(model.params)

@@ -1,6 +1,7 @@
-"""Loading of functions that settings name as FILE:FUNCTION."""
+"""Loading of functions that settings name as FILE:FUNCTION, or saved ones as MODULE:FUNCTION."""
 
 import hashlib
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -14,9 +15,14 @@ _loaded: dict[str, ModuleType] = {}  # modules by path and modification time
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """Return the function that `FILE:FUNCTION` names. Raises ConfigError if there is none."""
+    """Return the function that `FILE:FUNCTION` names. Raises ConfigError if there is none.
+
+    MODULE:FUNCTION is what `save_config` writes for a function that came from Python.
+    """
     path, _, name = reference.rpartition(":")
     file = Path(path)
+    if file.suffix != ".py" and all(map(str.isidentifier, path.split("."))):
+        return _import_function(reference, path, name)
     if not file.is_file():
         raise ConfigError(
             f"{reference!r} names the file {path!r}, which does not exist; use FILE:FUNCTION with "
@@ -34,6 +40,19 @@ def load_function(reference: str) -> Callable[..., Any]:
             reason="no_such_function",
             key=name,
         )
+    return function
+
+
+def _import_function(reference: str, module: str, name: str) -> Callable[..., Any]:
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{reference!r} cannot be loaded ({error}); use FILE:FUNCTION, or pass the function "
+            "from Python again if a script, a notebook or another function defines it.",
+            reason="not_loaded",
+            key=reference,
+        ) from error
     return function
 
 

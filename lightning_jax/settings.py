@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,14 @@ T = TypeVar("T")
 # Placeholder for a secret in a saved file. Loading such a file requires the value to be set.
 HIDDEN = "???"
 SECRET = "api_key"  # field that is never saved, in any section
-MOVED = {"rollout.agent": "agent.function"}  # old keys and their new names
+MOVED = {  # old keys and their new names
+    "rollout.agent": "agent.function",
+    "search": "data.options.search",
+    **{
+        f"data.{name}": f"data.options.{name}"
+        for name in ("max_schema_chars", "require_rows", "sources", "max_question_chars")
+    },
+}
 
 
 class ConfigError(UserError, ValueError):
@@ -60,12 +68,28 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
 
 
 def save_config(config: Any, path: Path) -> None:
-    """Write the resolved settings as YAML, with HIDDEN in place of secrets."""
+    """Write the resolved settings as YAML, with HIDDEN in place of secrets.
+
+    A function is written as MODULE:FUNCTION.
+    """
     write_whole(path, OmegaConf.to_yaml(OmegaConf.create(_hide(_as_container(config)))))
 
 
 def _as_container(config: Any) -> Any:
-    return OmegaConf.to_container(OmegaConf.structured(config))
+    return OmegaConf.to_container(OmegaConf.structured(_with_references(config)))
+
+
+def _with_references(section: Any) -> Any:
+    """Return the settings with MODULE:FUNCTION in place of each function."""
+    changed = {}
+    for name in (field.name for field in fields(section)):
+        value = getattr(section, name)
+        if callable(value):
+            qualname = getattr(value, "__qualname__", type(value).__qualname__)
+            changed[name] = f"{value.__module__}:{qualname}"
+        elif is_dataclass(value):
+            changed[name] = _with_references(value)
+    return replace(section, **changed)
 
 
 def _is_secret(key: str) -> bool:

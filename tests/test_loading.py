@@ -20,11 +20,18 @@ TOY = Path(__file__).with_name("toy_agent.py")
     [
         ("nowhere.py:run", "not_found", "nowhere.py"),
         (f"{TOY}:walk", "no_such_function", "walk"),
+        ("no_such_module:run", "not_loaded", "no_such_module:run"),
+        ("json:no_such_function", "not_loaded", "json:no_such_function"),
+        ("__main__:<lambda>", "not_loaded", "__main__:<lambda>"),
     ],
 )
 def test_a_wrong_reference_is_explained(reference: str, reason: str, key: str) -> None:
     with raises_coded(ConfigError, reason, key):
         load_function(reference)
+
+
+def test_a_function_of_a_module_is_loaded() -> None:
+    assert load_function("os.path:join") is os.path.join
 
 
 def test_a_file_is_loaded_once() -> None:

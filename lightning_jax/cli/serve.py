@@ -12,15 +12,12 @@ import jax
 
 from lightning_jax.cli.config import ServerConfig
 from lightning_jax.engine.engine import Engine
-from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.replicas import ReplicatedLoop, replicate, split_by_data
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http import check_address
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import serving_mesh
-from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.store import Store
 from lightning_jax.train.runtime import freeze_objects
@@ -36,32 +33,28 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
     the record file is not available.
     """
     asyncio.run(check_address(config.serve))  # report a port in use before minutes of compiling
-    loop, tokenizer = _load(config)
+    engine = _load(config)
     with ExitStack() as at_end:
         store = None
         if config.record:
             store = at_end.enter_context(contextlib.closing(Store(config.record)))
         runner = at_end.enter_context(asyncio.Runner())
-        name = config.model.name
-        gateway = Gateway(loop, tokenizer, store, model_name=name, serve=config.serve)
+        gateway = Gateway(engine, store, records=store is not None)
         # Last in, first out: running requests get an error from the engine, and time to send it.
         at_end.callback(lambda: runner.run(gateway.close()))
-        at_end.callback(loop.close)
-        _compile(loop)
+        at_end.callback(engine.close)
+        _compile(engine)
         at_end.enter_context(freeze_objects())
-        loop.start()
+        engine.start()
         # Only now, because an earlier client would wait for minutes without an answer.
         runner.run(gateway.start())
         announce(gateway)
-        runner.run(_until_stopped(loop, config.drain_s))
+        runner.run(_until_stopped(engine, config.drain_s))
 
 
-def _load(config: ServerConfig) -> tuple[EngineLoop | ReplicatedLoop, Tokenizer]:
-    """Return the engine loop and the tokenizer.
-
-    The engine has its own copy of the weights, and the loaded model is freed here.
-    """
-    named, serve = resolve_dtype(config.model), config.serve
+def _load(config: ServerConfig) -> Engine:
+    """Return the engine. It has its own copy of the weights, and the loaded model is freed here."""
+    named = resolve_dtype(config.model)
     if (number := len(jax.devices())) % config.tensor:
         raise ConfigError(
             f"tensor is {config.tensor}; expected a divisor of {number}, the number of devices "
@@ -69,27 +62,20 @@ def _load(config: ServerConfig) -> tuple[EngineLoop | ReplicatedLoop, Tokenizer]
         )
     mesh = serving_mesh(None, MeshConfig(tensor=config.tensor))
     model = load_model(named.name, named.dtype, named.activation_dtype)
-
-    def make_loop(engine: Engine) -> EngineLoop:
-        return EngineLoop(engine, model.params, 0, model.tokenizer, serve)
-
-    engines = [
-        Engine(model.config, serve, dtype=named.dtype, mesh=part) for part in split_by_data(mesh)
-    ]
-    return replicate(make_loop, engines, serve.slots), model.tokenizer
+    return Engine(model, config.serve, dtype=named.dtype, mesh=mesh)
 
 
-def _compile(loop: EngineLoop | ReplicatedLoop) -> None:
+def _compile(engine: Engine) -> None:
     log.info("compiling: takes minutes at the first start of a model on a machine, less afterwards")
     started = time.monotonic()
-    loop.warmup()
+    engine.warmup()
     log.info("compiled in %.0f s", time.monotonic() - started)
 
 
-async def _until_stopped(loop: EngineLoop | ReplicatedLoop, drain_s: float) -> None:
+async def _until_stopped(engine: Engine, drain_s: float) -> None:
     with _signals() as stop:
         await stop.wait()
-        if not (open_requests := loop.num_open):
+        if not (open_requests := engine.num_open):
             return
         log.info(
             "shutting down: waiting up to %g s for %d requests (Ctrl-C again to stop now)",
@@ -97,14 +83,14 @@ async def _until_stopped(loop: EngineLoop | ReplicatedLoop, drain_s: float) -> N
             open_requests,
         )
         stop.clear()
-        drained, again = asyncio.create_task(loop.drain()), asyncio.create_task(stop.wait())
+        drained, again = asyncio.create_task(engine.drain()), asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait(
             (drained, again), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED
         )
         for task in (drained, again):
             task.cancel()
         if drained not in done:
-            log.warning("%d requests were cancelled", loop.num_open)
+            log.warning("%d requests were cancelled", engine.num_open)
 
 
 @contextmanager

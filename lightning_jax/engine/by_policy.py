@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from lightning_jax.engine.admission import LoopStatus, join_statuses
+from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Generation
-from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 
@@ -18,8 +18,14 @@ class LoopsByPolicy:
     caller starts and closes the loops and loads their weights.
     """
 
-    def __init__(self, loops: Sequence[EngineLoop]) -> None:
-        self._loops = tuple(loops)
+    def __init__(self, loops: Sequence[Engine]) -> None:
+        self._loops, first = tuple(loops), loops[0]
+        self.model_name, self.tokenizer, self.serve = first.model_name, first.tokenizer, first.serve
+
+    @property
+    def version(self) -> int:
+        """Weights version that will answer the next request. It is the same for all loops."""
+        return self._loops[0].version
 
     @property
     def status(self) -> LoopStatus:

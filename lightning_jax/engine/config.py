@@ -19,6 +19,8 @@ from lightning_jax.schema import (
 
 @dataclass(frozen=True)
 class ServeConfig(Section):
+    """Settings of an engine and its gateway."""
+
     host: str = "127.0.0.1"
     port: Annotated[int, Ge(0), Le(65535)] = 0  # 0: any free port
     # Key of the owner; each rollout has its own key. None: a random key.

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from lightning_jax.engine.cache.radix import Node
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.logits import LogitAdjuster
 from lightning_jax.engine.programs import DecodeState
 from lightning_jax.engine.response import Response, SampledToken
 from lightning_jax.engine.sampling import Adjustment, Sampled
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams, TopLogprobs
 
 _COUNTERS = ("steps", "adjusted_steps", "tokens_generated", "tokens_past_end")
@@ -68,9 +68,9 @@ class Steps:
 class Stepper:
     """Runner that starts decode steps and reads their tokens. The caller holds the decode state."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._positions = np.zeros(engine.num_slots, np.int64)  # of the next token
+    def __init__(self, programs: SlotPrograms) -> None:
+        self._programs = programs
+        self._positions = np.zeros(programs.num_slots, np.int64)  # of the next token
         self.counts = dict.fromkeys(_COUNTERS, 0)
 
     def begin(self, request: Request, position: int) -> None:
@@ -94,10 +94,10 @@ class Stepper:
         adjustment = self._adjustment(requests)
         number = min(request.num_due for request in requests.values())
         is_single = adjustment is not None or any(r.is_sequential for r in running.values())
-        most = self._engine.steps_per_dispatch
+        most = self._programs.steps_per_dispatch
         number = 1 if is_single or number < most else most
         longest = int(self._positions[slots].max()) + number
-        state, sampled = self._engine.generate(
+        state, sampled = self._programs.generate(
             params, state, longest, adjustment, slots=list(requests), steps=number
         )
         self._positions[slots] += number
@@ -149,7 +149,7 @@ class Stepper:
         has_likeliest = any(request.sampling.top_logprobs for request in requests.values())
         if not (biases or masks or has_likeliest):
             return None
-        adjustment = self._engine.adjustment(bool(biases), has_likeliest)
+        adjustment = self._programs.adjustment(bool(biases), has_likeliest)
         for slot, adjuster in biases.items():
             adjuster.add_to(adjustment.bias[slot])
         for slot, matcher in masks.items():

@@ -1,337 +1,177 @@
-"""Prefill, activate and generate over the slots of a KV cache.
+"""Model that answers requests on one or more groups of devices, while its weights change."""
 
-A slot is one row of the decode batch. `prefill` writes the keys and values of all but the last
-token of each prompt, several prompts at once. The next `generate` step feeds that last token, like
-any other token. So there is one place that samples, and requests with the same prompt share all of
-its prefill. A row lasts as long as its slot is in use. Anything kept longer is copied to `pages`.
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
 
-All functions take the state and return the new one. Donated arguments may not be used again. The
-compiled programs are in programs.py.
-"""
+from jax.sharding import Mesh
 
-import bisect
-import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Int32
-
-from lightning_jax.engine import programs
-from lightning_jax.engine.cache.pages import PageCopier
+from lightning_jax.engine.admission import LoopStatus, join_statuses
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.programs import DecodeState, Start, start_of
-from lightning_jax.engine.sampling import Adjustment, Sampled
-from lightning_jax.engine.scheduler import plan_prefill, row_counts
+from lightning_jax.engine.generation import Generation
+from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.replicas import FAILED, Router, split_by_data
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
-from lightning_jax.errors import InvalidValue
-from lightning_jax.models.attention.kv_cache import KVCache, is_whole, row_length, segment_lengths
-from lightning_jax.models.formats.param_names import flatten
-from lightning_jax.models.lora import frozen_part, pick
-from lightning_jax.models.matmul import turn_kernels
-from lightning_jax.models.reshard import Spread, reshard, spread, take
-from lightning_jax.models.sharding import cache_sharding, param_shardings, platform_of
-from lightning_jax.models.transformer import DecoderConfig, init_cache
-from lightning_jax.settings import ConfigError
+from lightning_jax.models.config import MeshConfig
+from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.models.transformer import DecoderConfig, Params
+from lightning_jax.system.threads import run_in_thread
 
-Params = Any
-
-
-PREFILL_TOKENS = 512  # per program; larger matrices are hardly faster on two CPU cores
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Tokens to write to a row of the cache, after the tokens that it already holds."""
-
-    row: int
-    start: int  # position of the first token
-    ids: Sequence[int]
-    adapter: int | None = None  # index, for a model with several adapters
+log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Compiled functions for one model shape and slot layout. Holds no weights and no state."""
+    """Model that answers requests with the newest weights published to it.
+
+    `async with` compiles all programs in a thread and starts the engine. The weights are copied,
+    here and in `publish`, so the caller may donate them to the next train step. `dtype` is that of
+    the copy, by default the model's. The mesh is by default `serve.mesh`, or all devices.
+
+    The mesh's `data` axis gives the number of replicas of the weights. They share nothing: each has
+    its own slots, prefix cache and thread, so none waits for another's prompts. A request goes to
+    the replica that has read the start of its prompt before. Engines of models with equal shapes
+    may share `programs`, which are compiled once. With `share_base` the caller promises never to
+    donate the frozen weights of a model with adapters, and the engine uses them in place.
+    """
 
     def __init__(
         self,
-        config: DecoderConfig,
-        serve: ServeConfig,
+        model: LoadedModel,
+        serve: ServeConfig | None = None,
         *,
-        dtype: str = "float32",
-        mesh: jax.sharding.Mesh | None = None,
+        dtype: str | None = None,
+        mesh: Mesh | None = None,
+        version: int = 0,
+        programs: Sequence[SlotPrograms] = (),
+        share_base: bool = False,
     ) -> None:
-        if serve.max_len > config.max_positions:
-            raise ConfigError(
-                f"serve.max_len is {serve.max_len}; the model has {config.max_positions} "
-                "positions. Lower serve.max_len.",
-                reason="out_of_range",
-                key="serve.max_len",
+        self.model_name, self.tokenizer = model.name, model.tokenizer
+        self.serve = serve or ServeConfig()
+        if not programs:
+            dtype = dtype or str(model.params["embed"]["embedding"].dtype)
+            programs = make_programs(model.config, self.serve, dtype=dtype, mesh=mesh)
+        self._programs = programs[0]
+        params = self._programs.spread(model.params, share_base=share_base)
+        loop = _loop_type(self.serve)
+        self._loops = [loop(p, params, version, model.tokenizer, self.serve) for p in programs]
+        self._router = Router(len(self._loops), self.serve.slots)
+        if len(self._loops) > 1:
+            log.info(
+                "serving the same weights on %d engines with %d slots each",
+                len(self._loops),
+                self.serve.slots,
             )
-        self._plain, self._cache = _shardings(mesh, config)
-        on_one_cpu = _on_one_cpu(self._plain)
-        turned = dtype == "float32" and on_one_cpu
-        self.config, self.mesh = replace(config, turned=turned), mesh
-        self.num_slots, self.max_len = serve.slots, serve.max_len
-        self.steps_per_dispatch = serve.steps_per_dispatch
-        lengths = {min(bucket, serve.max_len) for bucket in serve.prefill_buckets}
-        self.buckets = tuple(sorted(lengths))
-        tokens = max(PREFILL_TOKENS, self.buckets[-1])
-        self._chunks_at_once = {b: row_counts(b, tokens, serve.slots) for b in self.buckets}
-        self._platform = platform_of(self._plain)
-        # Kernels read only the used part of a row, so one program serves all lengths.
-        whole = is_whole(self._platform)
-        segments = (serve.max_len,) if whole else segment_lengths(serve.max_len)
-        self.capacities = tuple(itertools.accumulate(segments))
-        self.slot_counts = _slot_counts(serve.slots, fewest=8 if self._platform == "tpu" else 1)
-        self._dtype = jnp.dtype(dtype)
-        self.compiler_options = _compiler_options(self._dtype) if on_one_cpu else None
-        self._jit = partial(jax.jit, compiler_options=self.compiler_options)
-        self.pages = PageCopier(config, serve, self._dtype, self._cache, self._jit)
-        self._compile_later()
 
-    def _compile_later(self) -> None:
-        jit, plain, cache = self._jit, self._plain, self._cache
-        state = DecodeState(cache, plain, plain, plain)
-        length = row_length(self.max_len, self._platform)
-        sizes = {"config": self.config, "dtype": self._dtype, "platform": self._platform}
-        init = partial(programs.init_state, slots=self.num_slots, length=length, **sizes)
-        prefill = partial(programs.prefill, config=self.config)
-        generate = partial(programs.generate, config=self.config)
-        self._init = jit(init, out_shardings=state)
-        row = partial(init_cache, slots=1, length=length, **sizes)
-        self._init_row = jit(row, out_shardings=cache)
-        self._prefill = jit(prefill, donate_argnums=1, out_shardings=cache)
-        self._insert = jit(programs.insert_row, donate_argnums=0, out_shardings=state)
-        self._activate = jit(programs.activate, donate_argnums=0, out_shardings=state)
-        self._retire = jit(programs.retire, donate_argnums=0, out_shardings=state)
-        self._generate = jit(
-            generate,
-            static_argnames=("segments", "rows"),
-            donate_argnums=1,
-            out_shardings=(state, plain),
-        )
-        generate_steps = partial(
-            programs.generate_steps, config=self.config, steps=self.steps_per_dispatch
-        )
-        self._generate_steps = jit(
-            generate_steps,
-            static_argnames=("segments", "rows"),
-            donate_argnums=1,
-            out_shardings=(state, plain),
-        )
-        # A separate program, because most steps need neither masks nor the likeliest tokens.
-        self._generate_adjusted = jit(
-            partial(generate, rows=self.num_slots),
-            static_argnames="segments",
-            donate_argnums=1,
-            out_shardings=(state, plain),
-        )
+    async def __aenter__(self) -> Self:
+        try:
+            await run_in_thread(self.warmup)
+        except BaseException:
+            self.close()
+            raise
+        self.start()
+        return self
 
-    def put_on_mesh(self, params: Params | Spread) -> Params:
-        """Return a copy of the weights, or of some of them, in the engine's layout and dtype.
-
-        Blocks until the copy is complete. The originals may be donated. Weights from `spread` are
-        shared where possible.
-        """
-        if isinstance(params, Spread):
-            served = take(params, self._targets(params.params))
-        else:
-            served = reshard(params, self._targets(params), self._dtype)
-        return jax.block_until_ready(turn_kernels(served)) if self.config.turned else served
-
-    def spread(self, params: Params, *, share_base: bool = False) -> Params | Spread:
-        """Gather the weights once for `put_on_mesh` of all engines like this one.
-
-        With `share_base` the caller promises never to donate the frozen weights of a model with
-        adapters. Engines then use those weights in place, if layout and dtype match.
-        """
-        if jax.process_count() > 1:  # there is one engine, and `put_on_mesh` runs in all processes
-            return params
-        frozen = frozen_part(params) if share_base else None
-        shared = () if frozen is None else flatten(frozen)
-        return spread(params, self._targets(params), self._dtype, shared=shared)
-
-    def _targets(self, params: Params) -> Any:
-        if self.mesh is None:
-            return self._plain
-        return pick(param_shardings(replace(self.config, turned=False), self.mesh), params)
-
-    def init_state(self) -> DecodeState:
-        """Return a state with all slots empty and inactive."""
-        return self._init()
-
-    def init_row(self) -> KVCache:
-        """Return an empty one-row cache, for a prompt that is prefilled before it has a slot."""
-        return self._init_row()
-
-    def prefill(self, params: Params, cache: KVCache, fills: Sequence[Fill]) -> KVCache:
-        """Return the cache with the tokens of all `fills` in their rows. Donates `cache`.
-
-        The rest of each row is garbage. Prompts are cut into chunks of bucket lengths, and chunks
-        of different rows run together, so `fills` may name a row only once. Raises ValueError if a
-        row would be longer than `max_len`.
-        """
-        for fill in fills:
-            if (total := fill.start + len(fill.ids)) > self.max_len:
-                raise InvalidValue(
-                    f"a sequence of {total} tokens exceeds serve.max_len={self.max_len}; shorten "
-                    "the prompt or raise serve.max_len",
-                    reason="too_long",
-                    key="prompt",
-                )
-        lengths = [len(fill.ids) for fill in fills]
-        for batch in plan_prefill(lengths, self.buckets, self._chunks_at_once):
-            chosen = [fills[index] for index, _, _ in batch.chunks]
-            tokens = np.zeros((len(chosen), batch.bucket), np.int32)
-            for row, fill, (_, first, end) in zip(tokens, chosen, batch.chunks, strict=True):
-                row[: end - first] = fill.ids[first:end]
-            _, firsts, ends = np.array(batch.chunks, np.int32).T
-            cache = self._prefill(
-                params,
-                cache,
-                np.array([fill.row for fill in chosen], np.int32),
-                tokens,
-                firsts + np.array([fill.start for fill in chosen], np.int32),
-                ends - firsts,
-                self._adapters([fill.adapter for fill in chosen]),
-            )
-        return cache
-
-    def _adapters(self, chosen: Sequence[int | None]) -> Int32[np.ndarray, " B"] | None:
-        has_adapters = self.config.num_adapters is not None
-        return np.array(chosen, np.int32) if has_adapters else None
-
-    def insert(self, row: KVCache, state: DecodeState, slot: int, start: Start) -> DecodeState:
-        """Return the state with a one-row cache in the slot, and the slot active.
-
-        Donates `state`.
-        """
-        return self._insert(state, row, np.int32(slot), start)
-
-    def activate(self, state: DecodeState, slot: int, start: Start) -> DecodeState:
-        """Return the state with the slot active. Donates `state`.
-
-        The slot's row holds the tokens before `start`.
-        """
-        return self._activate(state, np.int32(slot), start)
-
-    def generate(
-        self,
-        params: Params,
-        state: DecodeState,
-        longest: int | None = None,
-        adjustment: Adjustment | None = None,
-        slots: Sequence[int] | None = None,
-        steps: int = 1,
-    ) -> tuple[DecodeState, Sampled]:
-        """Sample one token for each active slot, or for each one among `slots`. Donates `state`.
-
-        Other rows do not change. `steps` is 1 or `steps_per_dispatch`. If it is above 1, each array
-        of the result has a leading axis for the steps. Then `adjustment` must be None, and every
-        row must have room for all steps.
-
-        `longest` bounds the tokens in any row of `slots`, including the new ones, so that less of
-        the cache is read. The result covers rows up to the last of `slots`, or more. With an
-        `adjustment`, every step runs all rows, and with a bias it also reads the whole cache. The
-        arrays of an `adjustment` must not change before the step is done.
-        """
-        length = self.max_len if longest is None else longest
-        segments = 1 + bisect.bisect_left(self.capacities, length)
-        chosen = range(self.num_slots) if slots is None else slots
-        slot_mask = np.zeros(self.num_slots, bool)
-        slot_mask[list(chosen)] = True
-        if adjustment is not None:
-            if adjustment.bias is not None:
-                segments = len(self.capacities)
-            return self._generate_adjusted(params, state, slot_mask, adjustment, segments=segments)
-        rows = next(n for n in self.slot_counts if n > max(chosen))
-        program = self._generate if steps == 1 else self._generate_steps
-        return program(params, state, slot_mask, segments=segments, rows=rows)
-
-    def adjustment(self, has_bias: bool = False, has_likeliest: bool = False) -> Adjustment:
-        """Return a new adjustment that changes no logits: mask bits all 1, bias (if any) all 0."""
-        shape = self.num_slots, self.config.vocab_size
-        return Adjustment(
-            allowed=np.full((shape[0], (shape[1] + 7) // 8), 0xFF, np.uint8),
-            has_likeliest=np.bool_(has_likeliest),
-            bias=np.zeros(shape, np.float32) if has_bias else None,
-        )
-
-    def retire(self, state: DecodeState, slots: Iterable[int]) -> DecodeState:
-        """Return the state with these slots inactive. Their rows stay readable. Donates `state`."""
-        keep = np.ones(self.num_slots, bool)
-        keep[list(slots)] = False
-        return self._retire(state, keep)
+    async def __aexit__(self, *error: object) -> None:
+        self.close()
 
     @property
-    def compiles(self) -> int:
-        """Number of programs compiled so far."""
-        functions = (self._init, self._init_row, self._prefill, self._insert, self._activate)
-        functions += (self._retire, self._generate, self._generate_steps, self._generate_adjusted)
-        compiled: Any = functions
-        return self.pages.compiles + sum(function._cache_size() for function in compiled)
+    def version(self) -> int:
+        """Weights version that will answer the next request."""
+        return self._loops[-1].version
 
-    def warmup(self, params: Params, state: DecodeState) -> DecodeState:
-        """Compile every program that serves slots, except those of `pages`, by running it.
+    @property
+    def status(self) -> LoopStatus:
+        """Status like `EngineLoop.status`: the first loop status that is not ok, if any."""
+        return join_statuses(loop.status for loop in self._loops)
 
-        No slot is active afterwards. Donates `state`.
+    @property
+    def num_slots(self) -> int:
+        """Number of requests that all replicas together decode at once."""
+        return sum(loop.num_slots for loop in self._loops)
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests running or waiting."""
+        return sum(loop.num_open for loop in self._loops)
+
+    def warmup(self) -> None:
+        """Compile all programs, for all replicas in parallel. Call before `start`.
+
+        Blocks for minutes when a model of this shape is new to the machine.
         """
-        adapter = None if self.config.num_adapters is None else 0
-        cache = state.cache
-        for bucket, counts in self._chunks_at_once.items():
-            for count in counts:
-                fills = [Fill(row, 0, [0] * bucket, adapter) for row in range(count)]
-                cache = self.prefill(params, cache, fills)
-        state = replace(state, cache=cache)
-        state = self.activate(state, 0, start_of(0, 0, SamplingParams(), 0, adapter))
-        for capacity, count, steps in itertools.product(
-            self.capacities, self.slot_counts, {1, self.steps_per_dispatch}
-        ):
-            state, _ = self.generate(params, state, capacity, slots=range(count), steps=steps)
-        for capacity in self.capacities:
-            state, _ = self.generate(params, state, capacity, self.adjustment())
-        state, _ = self.generate(params, state, adjustment=self.adjustment(has_bias=True))
-        return jax.block_until_ready(self.retire(state, range(self.num_slots)))
+        with ThreadPoolExecutor(len(self._loops)) as pool:
+            list(pool.map(lambda loop: loop.warmup(), self._loops))
+
+    def start(self) -> None:
+        """Start the threads."""
+        for loop in self._loops:
+            loop.start()
+
+    async def prepare(self, grammar: str, owner: str = "") -> None:
+        """Compile a grammar for all replicas. See `EngineLoop.prepare`."""
+        await self._loops[0].prepare(grammar, owner)
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        adapter: int | None = None,
+        tenant: str | None = None,
+    ) -> Generation:
+        """Queue a request on one replica. See `EngineLoop.submit`."""
+        # A failed loop is idle, so without this it would get every request.
+        loads = [loop.num_open if loop.status != "failed" else FAILED for loop in self._loops]
+        chosen = self._loops[self._router.select(prompt_ids, loads) if len(loads) > 1 else 0]
+        return chosen.submit(prompt_ids, sampling, adapter, tenant)
+
+    def publish(self, params: Params | None, version: int | None = None) -> None:
+        """Use these weights for new requests, and for running ones from their next token on.
+
+        `version` is by default the next one. With `params=None` the weights stay the same under a
+        new version. Any thread may call this. It blocks until the weights are copied, and meanwhile
+        the replicas go on decoding. See `EngineLoop.load_weights`.
+        """
+        version = self.version + 1 if version is None else version
+        spread = None if params is None else self._programs.spread(params)
+        for loop in self._loops:
+            loop.load_weights(spread, version)
+        if params is not None:
+            self._router.forget()
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when none is open."""
+        await asyncio.gather(*(loop.drain() for loop in self._loops))
+
+    def close(self) -> None:
+        """Stop the threads. Unfinished requests fail with EngineError."""
+        for loop in self._loops:
+            loop.close()
+
+    def stats(self) -> dict[str, float]:
+        """Return the counters, summed over all replicas."""
+        found = [loop.stats() for loop in self._loops]
+        return {name: sum(stats[name] for stats in found) for name in found[0]}
 
 
-def _slot_counts(slots: int, fewest: int) -> tuple[int, ...]:
-    """Return the slot counts that decode programs are compiled for: 16 gives 1, 4, 8, 16.
+def make_programs(
+    model: DecoderConfig, serve: ServeConfig, *, dtype: str, mesh: Mesh | None = None
+) -> list[SlotPrograms]:
+    """Return the programs of each replica, which are compiled when they first run.
 
-    Up to four slots, or eight on a TPU, a step is bound by reading the weights, so one program
-    serves all of them. A TPU's compiler also does not use the matrix units for a single row, hence
-    `fewest`.
+    The mesh is by default `serve.mesh`, or all devices. Raises ConfigError if the settings do not
+    fit the model or the devices.
     """
-    counts = [1, *(2**power for power in range(2, slots.bit_length()))]
-    return (*(count for count in counts if fewest <= count < slots), slots)
+    mesh = mesh or serving_mesh(serve.mesh, MeshConfig())
+    return [SlotPrograms(model, serve, dtype=dtype, mesh=part) for part in split_by_data(mesh)]
 
 
-def _on_one_cpu(sharding: jax.sharding.Sharding) -> bool:
-    return len(sharding.device_set) == 1 and platform_of(sharding) == "cpu"
+def _loop_type(serve: ServeConfig) -> Any:
+    if serve.orchestrator == "native":
+        return EngineLoop
+    from lightning_jax.engine.jetstream.loop import JetStreamLoop  # an optional dependency
 
-
-def _compiler_options(dtype: jnp.dtype) -> dict[str, str] | None:
-    """Return options that keep a bfloat16 cache in bfloat16 on a CPU.
-
-    To write one token, XLA in JAX 0.10 converts the whole cache to float32 and back unless this
-    pass is disabled. Later versions do not need it.
-    """
-    if dtype != jnp.bfloat16:
-        return None
-    return {"xla_disable_hlo_passes": "float-normalization-bf16"}
-
-
-def _shardings(mesh: jax.sharding.Mesh | None, config: DecoderConfig) -> tuple[Any, Any]:
-    """Return the shardings of small arrays and of the cache.
-
-    Every array is committed to one, because an uncommitted array makes JAX compile a program again.
-    """
-    if mesh is None:
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return device, device
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return replicated, cache_sharding(config, mesh)
+    return JetStreamLoop

@@ -7,7 +7,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -18,9 +17,9 @@ from pathlib import Path
 from lightning_jax.engine.grammar_child import LENGTH, WALL_FACTOR
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.system.child_process import END_S, ChildProcess
 
 CHILD = Path(__file__).with_name("grammar_child.py")
-END_TIMEOUT_S = 5.0
 
 
 class GrammarError(InvalidValue):
@@ -79,7 +78,7 @@ class GrammarProcess:
             return self._why
 
     def _ask(self) -> GrammarError | GrammarProcessLost:
-        self._connection.settimeout(END_TIMEOUT_S)
+        self._connection.settimeout(END_S)
         report = b""
         with contextlib.suppress(OSError):
             report = self._connection.recv(1)
@@ -106,15 +105,12 @@ class GrammarServer:
         self._limits = limits
         self._tokenizer, self._end_of_turn_id = tokenizer, end_of_turn_id
         self._lock = threading.Lock()
-        self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize | None = None
-        self.starts = 0
+        self._child: ChildProcess | None = None  # None: not started, or lost
 
     @property
     def pid(self) -> int | None:
         """Process id of the fork server, or None before the first grammar."""
-        return self._process.pid if self._process else None
+        return self._child.popen.pid if self._child else None
 
     def start(self, grammar: str) -> GrammarProcess:
         """Start a process for the grammar. Raises GrammarProcessLost if that fails twice."""
@@ -122,30 +118,20 @@ class GrammarServer:
         for _ in range(2):
             ours, theirs = socket.socketpair()
             with theirs, self._lock:
-                control = self._control or self._launch()
+                child = self._child = self._child or self._launch()
                 try:
-                    _send(control, message, theirs)
+                    _send(child.socket, message, theirs)
                     return GrammarProcess(ours, self._limits)
                 except ConnectionError:
                     ours.close()
-                    self._control = None
-                    if self._end:
-                        self._end()
+                    self._child = None
+                    child.end()
         raise GrammarProcessLost("the grammar processes do not start; see the server's log")
 
-    def _launch(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # -P: modules next to the script must not shadow others of the same name.
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(CHILD)],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C goes to the server, which then ends it
-            )
-        self._control, self._process = ours, process
-        self._end = weakref.finalize(self, _end, process, ours)
-        self.starts += 1
+    def _launch(self) -> ChildProcess:
+        # -P: modules next to the script must not shadow others of the same name.
+        child = ChildProcess(["-P", str(CHILD)], stdout=subprocess.DEVNULL)
+        weakref.finalize(self, child.end)
         settings = {
             "tokenizer": self._tokenizer.to_json(),
             "end_of_turn_id": self._end_of_turn_id,
@@ -154,8 +140,8 @@ class GrammarServer:
             "memory_mib": self._limits.memory_mib,
         }
         with contextlib.suppress(ConnectionError):  # sending the grammar then fails, too
-            _send(ours, json.dumps(settings).encode())
-        return ours
+            _send(child.socket, json.dumps(settings).encode())
+        return child
 
 
 def _send(control: socket.socket, message: bytes, passed: socket.socket | None = None) -> None:
@@ -165,16 +151,6 @@ def _send(control: socket.socket, message: bytes, passed: socket.socket | None =
     else:
         socket.send_fds(control, [header], [passed.fileno()])
     control.sendall(message)
-
-
-def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """Close the control socket, and kill the process if it does not exit then."""
-    control.close()
-    try:
-        process.wait(END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 class Replies:
@@ -237,4 +213,4 @@ def wait_readable(descriptors: Sequence[int], timeout_s: float) -> bool:
 
 def patience_s(limits: GrammarLimits) -> float:
     """Return the number of seconds to wait for a process before it counts as lost."""
-    return WALL_FACTOR * limits.timeout_s + END_TIMEOUT_S
+    return WALL_FACTOR * limits.timeout_s + END_S

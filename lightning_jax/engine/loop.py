@@ -12,22 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_jax.engine.admission import Intake, LoopStatus
+from lightning_jax.engine.admission import SlotLoop
 from lightning_jax.engine.cache.prefix_cache import PrefixCache
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.decode import Request, Stepper, Steps
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Delivery, EngineError, Generation, deliver
 from lightning_jax.engine.grammar import GrammarCompiler, GrammarError
 from lightning_jax.engine.grammar_process import GrammarLimits, GrammarProcessLost, wait_readable
 from lightning_jax.engine.logits import LogitAdjuster, moves_logits
 from lightning_jax.engine.prefill import Prompts
-from lightning_jax.engine.response import Response, SampledToken
+from lightning_jax.engine.response import SampledToken
 from lightning_jax.engine.scheduler import Admission, Scheduler
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.lora import frozen_part, overlay
-from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
+from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import FinishReason
 
 log = logging.getLogger(__name__)
@@ -49,29 +49,34 @@ class _Inbox:
         return bool(self.submitted or self.cancelled or self.version is not None)
 
 
-class EngineLoop:
-    """Running engine: `start` it, `submit` from an event loop, then `close` it.
+class EngineLoop(SlotLoop[Request]):
+    """One replica of an engine: `start` it, `submit` from an event loop, then `close` it.
 
     Copies `params`, here and in `load_weights`, so the caller may donate them to the next train
-    step. Params from `Engine.spread` are shared instead. For a model with adapters, `load_weights`
-    takes only the adapters.
+    step. Params from `SlotPrograms.spread` are shared instead. For a model with adapters,
+    `load_weights` takes only the adapters.
     """
 
     def __init__(
-        self, engine: Engine, params: Any, version: int, tokenizer: Tokenizer, serve: ServeConfig
+        self,
+        programs: SlotPrograms,
+        params: Any,
+        version: int,
+        tokenizer: Tokenizer,
+        serve: ServeConfig,
     ) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
+        super().__init__(programs, params, tokenizer, serve)
         limits = GrammarLimits(
             serve.grammar_timeout_s, serve.grammar_memory_mib, serve.max_grammar_kib
         )
-        self._grammars = GrammarCompiler.shared(tokenizer, engine.config.vocab_size, limits)
-        self._params, self._version, self._published = engine.put_on_mesh(params), version, version
+        self._grammars = GrammarCompiler.shared(tokenizer, programs.config.vocab_size, limits)
+        self._version = self._published = version
         self._base = frozen_part(self._params)  # None: each update replaces all weights
-        self._state = engine.init_state()
-        self._prefixes = PrefixCache(engine, version)
-        self._prompts = Prompts(engine, self._prefixes)
-        self._scheduler: Scheduler[Request] = Scheduler(engine.num_slots)
-        self._stepper = Stepper(engine)
+        self._state = programs.init_state()
+        self._prefixes = PrefixCache(programs, version)
+        self._prompts = Prompts(programs, self._prefixes)
+        self._scheduler: Scheduler[Request] = Scheduler(programs.num_slots)
+        self._stepper = Stepper(programs)
         self._ahead: Steps | None = None  # started, but its tokens are not handed out yet
         self._retiring: list[Request] = []
         self._outgoing: list[Delivery] = []
@@ -79,12 +84,6 @@ class EngineLoop:
         # Shared between threads, under the lock:
         self._changed = threading.Condition()
         self._inbox = _Inbox()
-        self._intake: Intake[Request] = Intake(
-            slots=engine.num_slots,
-            max_queue=serve.max_queue,
-            max_len=engine.max_len,
-            vocab_size=engine.config.vocab_size,
-        )
         self._thread: threading.Thread | None = None
 
     # Public methods, for any thread.
@@ -94,31 +93,13 @@ class EngineLoop:
         """Weights version that will answer the next request."""
         return self._published
 
-    @property
-    def status(self) -> LoopStatus:
-        """Status, which is "ok" if new requests are accepted, regardless of a full queue.
-
-        Requests submitted before `start` wait for it.
-        """
-        return self._intake.status
-
-    @property
-    def num_slots(self) -> int:
-        """Number of requests decoded at once."""
-        return self._engine.num_slots
-
-    @property
-    def num_open(self) -> int:
-        """Number of requests running or waiting."""
-        return len(self._intake)
-
     def warmup(self) -> None:
         """Compile all programs. Call before `start`."""
         if self._thread is not None:
             raise EngineError(
                 "the engine loop is already running; call warmup() before start()", reason="running"
             )
-        self._state = self._prefixes.warmup(self._engine.warmup(self._params, self._state))
+        self._state = self._prefixes.warmup(self._programs.warmup(self._params, self._state))
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -154,24 +135,17 @@ class EngineLoop:
         ends as "error". Call `prepare` first to catch that.
         """
         prompt = tuple(prompt_ids)
-        self._intake.check_prompt(prompt)
+        response = self._respond(prompt, sampling)
         self._check_adapter(adapter)
         adjuster = self._adjuster(sampling)
         generation = Generation(self._cancel)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        limit = min(sampling.max_tokens, self._engine.max_len - len(prompt))
-        decoder = StreamDecoder(self._tokenizer)
-        response = Response(decoder, self._tokenizer.eos_ids, sampling, limit)
         request = Request(generation, prompt, sampling, seed, response, adjuster, adapter, tenant)
         with self._changed:
             self._intake.add(generation, request, tenant)
             self._inbox.submitted.append(request)
             self._changed.notify()
         return generation
-
-    def spread(self, params: Any) -> Any:
-        """Gather trained weights once for all loops like this one. See `Engine.spread`."""
-        return self._engine.spread(params)
 
     def load_weights(self, params: Any | None, version: int) -> None:
         """Use these weights for new requests, and for running ones from their next token on.
@@ -180,7 +154,7 @@ class EngineLoop:
         valid. Raises ValueError unless `version` is above the last one, and EngineError after a
         failure.
         """
-        served = None if params is None else overlay(self._base, self._engine.put_on_mesh(params))
+        served = None if params is None else overlay(self._base, self._programs.put_on_mesh(params))
         with self._changed:
             if version <= self._published:
                 raise InvalidValue(
@@ -194,10 +168,6 @@ class EngineLoop:
             if served is not None:
                 self._inbox.weights = served
             self._changed.notify()
-
-    async def drain(self) -> None:
-        """Refuse new requests, and return when none is open."""
-        await self._intake.drain()
 
     def close(self) -> None:
         """Stop the thread. Unfinished requests fail with EngineError."""
@@ -215,13 +185,13 @@ class EngineLoop:
         return counts | {
             "serve/running": float(running),
             "serve/queue_depth": float(max(len(self._intake) - running, 0)),
-            "serve/compiles": float(self._engine.compiles),
+            "serve/compiles": float(self._programs.compiles),
             "serve/prefix_cache_pages_used": float(self._prefixes.pages_used),
             "serve/prefix_cache_evicted_pages": float(self._prefixes.evicted_pages),
         }
 
     def _check_adapter(self, adapter: int | None) -> None:
-        number = self._engine.config.num_adapters
+        number = self._programs.config.num_adapters
         if (adapter is None) != (number is None) or not 0 <= (adapter or 0) < (number or 1):
             raise InvalidValue(
                 f"adapter is {adapter}; the model has {number or 0} adapters",
@@ -232,7 +202,7 @@ class EngineLoop:
     def _adjuster(self, sampling: SamplingParams) -> LogitAdjuster | None:
         if not moves_logits(sampling):
             return None
-        return LogitAdjuster(sampling, self._engine.config.vocab_size)
+        return LogitAdjuster(sampling, self._programs.config.vocab_size)
 
     def _cancel(self, generation: Generation) -> None:
         with self._changed:
@@ -406,7 +376,7 @@ class EngineLoop:
             ids = [*request.prompt, *(token.token_id for token in request.response.tokens)][:-1]
             self._prefixes.keep(self._state, slot, ids, request.version, request.adapter)
         if slots:
-            self._state = self._engine.retire(self._state, slots)
+            self._state = self._programs.retire(self._state, slots)
 
     def _send(self) -> None:
         deliveries, self._outgoing = self._outgoing, []

@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning_jax.engine.cache.prefix_cache import MIN_REUSE, PrefixCache
 from lightning_jax.engine.decode import Request
-from lightning_jax.engine.engine import Engine, Fill
 from lightning_jax.engine.programs import DecodeState, start_of
 from lightning_jax.engine.scheduler import Admission
 from lightning_jax.engine.score import Scorer
+from lightning_jax.engine.slots import Fill, SlotPrograms
 
 _COUNTERS = ("requests", "prefill_tokens", "prefix_hit_tokens")
 
@@ -24,9 +24,9 @@ class Prompts:
     The caller holds the decode state.
     """
 
-    def __init__(self, engine: Engine, prefixes: PrefixCache) -> None:
-        self._engine, self._prefixes = engine, prefixes
-        self._scorer = Scorer(engine.config, engine.capacities)
+    def __init__(self, programs: SlotPrograms, prefixes: PrefixCache) -> None:
+        self._programs, self._prefixes = programs, prefixes
+        self._scorer = Scorer(programs.config, programs.capacities)
         self.counts = dict.fromkeys(_COUNTERS, 0)
 
     def hold(self, request: Request) -> None:
@@ -59,7 +59,7 @@ class Prompts:
             for admission in now:
                 state, fill = self._restore(state, admission)
                 fills.append(fill)
-            state = replace(state, cache=self._engine.prefill(params, state.cache, fills))
+            state = replace(state, cache=self._programs.prefill(params, state.cache, fills))
             for admission in now:
                 state = self._start(params, version, state, admission)
             admissions = later
@@ -104,4 +104,4 @@ class Prompts:
             request.response.prompt_scores = scores
         request.slot, request.version = slot, version
         start = start_of(last, len(context), request.sampling, request.seed, request.adapter)
-        return self._engine.activate(state, slot, start)
+        return self._programs.activate(state, slot, start)

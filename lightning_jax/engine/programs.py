@@ -1,6 +1,6 @@
 """Pure functions that the engine compiles, and the decode state.
 
-`engine.Engine` decides how each one is jitted and which arguments it donates.
+`slots.SlotPrograms` decides how each one is jitted and which arguments it donates.
 """
 
 from dataclasses import dataclass, replace

@@ -1,27 +1,15 @@
-"""Engine replicas: the same weights on separate devices, behind the interface of one loop.
+"""Choice between replicas of one engine's weights on separate devices.
 
-A mesh's `data` axis gives their number. They share nothing: each has its own slots, prefix cache
-and thread, so none waits for another's prompts. Their caches are separate, too, so a request goes
-to the replica that has read the start of its prompt before.
+The replicas' prefix caches are separate, so a request goes to the replica that has read the start
+of its prompt before.
 """
 
-import asyncio
-import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
-
-from lightning_jax.engine.admission import LoopStatus, join_statuses
-from lightning_jax.engine.generation import Generation
-from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.types import SamplingParams
-
-log = logging.getLogger(__name__)
 
 BLOCK = 64  # tokens; prefixes are remembered in multiples of it
 FAILED = 2**31  # load reported for a failed engine
@@ -40,15 +28,6 @@ def split_by_data(mesh: Mesh) -> list[Mesh]:
         Mesh(mesh.devices[i : i + 1], mesh.axis_names, axis_types=mesh.axis_types)
         for i in range(mesh.shape["data"])
     ]
-
-
-def replicate(make: Callable[[Any], Any], engines: Sequence[Any], slots: int) -> Any:
-    """Make a loop for each engine, and return one loop over all of them."""
-    loops = [make(engine) for engine in engines]
-    if len(loops) == 1:
-        return loops[0]
-    log.info("serving the same weights on %d engines with %d slots each", len(loops), slots)
-    return ReplicatedLoop(loops, slots)
 
 
 class Router:
@@ -95,80 +74,3 @@ def _beginnings(prompt: Sequence[int]) -> list[int]:
         last = hash((last, *prompt[start : start + BLOCK]))
         found.append(last)
     return found
-
-
-class ReplicatedLoop:
-    """Loops with the same weights behind the methods of one `EngineLoop`."""
-
-    def __init__(self, loops: Sequence[EngineLoop], slots: int) -> None:
-        self._loops, self._router = tuple(loops), Router(len(loops), slots)
-
-    @property
-    def version(self) -> int:
-        """Weights version that will answer the next request."""
-        return self._loops[-1].version
-
-    @property
-    def status(self) -> LoopStatus:
-        """Status like `EngineLoop.status`: the first loop status that is not ok, if any."""
-        return join_statuses(loop.status for loop in self._loops)
-
-    @property
-    def num_slots(self) -> int:
-        """Number of requests that all loops together decode at once."""
-        return sum(loop.num_slots for loop in self._loops)
-
-    @property
-    def num_open(self) -> int:
-        """Number of requests running or waiting."""
-        return sum(loop.num_open for loop in self._loops)
-
-    def warmup(self) -> None:
-        """Compile all programs, for all replicas in parallel. Call before `start`."""
-        with ThreadPoolExecutor(len(self._loops)) as pool:
-            list(pool.map(lambda loop: loop.warmup(), self._loops))
-
-    def start(self) -> None:
-        """Start the threads."""
-        for loop in self._loops:
-            loop.start()
-
-    async def prepare(self, grammar: str, owner: str = "") -> None:
-        """Compile a grammar for all loops. See `EngineLoop.prepare`."""
-        await self._loops[0].prepare(grammar, owner)
-
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        adapter: int | None = None,
-        tenant: str | None = None,
-    ) -> Generation:
-        """Queue a request on one replica. See `EngineLoop.submit`."""
-        # A failed loop is idle, so without this it would get every request.
-        loads = [loop.num_open if loop.status != "failed" else FAILED for loop in self._loops]
-        chosen = self._loops[self._router.select(prompt_ids, loads)]
-        return chosen.submit(prompt_ids, sampling, adapter, tenant)
-
-    def load_weights(self, params: Any | None, version: int) -> None:
-        """Gather the weights once, and load them into one loop after another. See `EngineLoop`."""
-        if params is not None:
-            params = self._loops[0].spread(params)
-        for loop in self._loops:
-            loop.load_weights(params, version)
-        if params is not None:
-            self._router.forget()
-
-    async def drain(self) -> None:
-        """Refuse new requests, and return when none is open."""
-        await asyncio.gather(*(loop.drain() for loop in self._loops))
-
-    def close(self) -> None:
-        """Stop the threads. Unfinished requests fail with EngineError."""
-        for loop in self._loops:
-            loop.close()
-
-    def stats(self) -> dict[str, float]:
-        """Return the counters, summed over all loops."""
-        found = [loop.stats() for loop in self._loops]
-        return {name: sum(stats[name] for stats in found) for name in found[0]}

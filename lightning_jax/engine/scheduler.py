@@ -38,10 +38,6 @@ class Scheduler(Generic[Request]):
         self._tenants: dict[int, str | None] = {}  # by slot
         self.running: dict[int, Request] = {}
 
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(len, self._queues.values()))
-
     def enqueue(self, request: Request, tenant: str | None = None) -> None:
         """Add a request to the end of its tenant's queue."""
         self._queues.setdefault(tenant, deque()).append(request)
@@ -84,15 +80,6 @@ class Scheduler(Generic[Request]):
         self._held[self._tenants.pop(slot)] -= 1
         self._held += Counter()  # drops tenants that hold none
         self._free.add(slot)
-
-    def clear(self) -> list[Request]:
-        """Remove and return every waiting or running request, after a failure."""
-        requests = [item for queue in self._queues.values() for item in queue]
-        requests += self.running.values()
-        self._queues.clear()
-        for slot in list(self.running):
-            self.release(slot)
-        return requests
 
 
 @lru_cache(maxsize=4096)

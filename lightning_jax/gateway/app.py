@@ -2,16 +2,18 @@
 
 import logging
 import secrets
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Self
 from urllib.parse import quote
 
 from aiohttp import web
-from opentelemetry.trace import NoOpTracer, Tracer
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.auth import Callers
 from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Dialect, Listing
@@ -22,15 +24,13 @@ from lightning_jax.gateway.http import Bodies, listen, openai_errors, reachable_
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.prompt.tool_formats import format_of
-from lightning_jax.gateway.record import PolicyLoop
 from lightning_jax.gateway.request import POLICY
-from lightning_jax.gateway.responder import Responder
+from lightning_jax.gateway.responder import PolicyLoop, Responder
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
-from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.traces import otlp
-from lightning_jax.traces.store import Store
-from lightning_jax.traces.tracer import Recorder, Root, make_tracer
+from lightning_jax.traces.context import OpenSpan
+from lightning_jax.traces.store import Store, temporary_store
 from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)
@@ -39,35 +39,40 @@ __all__ = ["Gateway", "GatewayError", "RolloutSettings", "Traffic"]
 
 
 class Gateway:
-    """Server that answers every dialect with the policy and records every call in the store.
+    """Server that answers every dialect with the engine and records every call in the store.
 
-    Without a store or a tracer, calls leave no record. `routing` selects the calls that the loop
-    `initial` or another server answers instead of `loop`, and the policy for each call. Call all
-    methods in the event loop's thread that ran `start`.
+    Open it with `async with`, or call `start` and `close`. Without a store, calls go to a temporary
+    one, which `close` deletes, or with `records=False` nowhere. `routing` selects the calls that
+    the engine `initial` or another server answers instead of `engine`, and the policy for each
+    call. `serve` is by default the engine's. Call all methods in the event loop's thread that ran
+    `start`.
     """
 
     def __init__(
         self,
-        loop: PolicyLoop,
-        tokenizer: Tokenizer,
-        store: Store | None,
+        engine: Engine | LoopsByPolicy,
+        store: Store | None = None,
         *,
-        model_name: str,
-        serve: ServeConfig,
-        tracer: Tracer | None = None,
+        records: bool = True,
+        serve: ServeConfig | None = None,
         routing: Routing | None = None,
         initial: PolicyLoop | None = None,
     ) -> None:
-        self._loop = loop
-        self._meters = Meters(loop.stats)
+        self._at_close = ExitStack()
+        if store is None and records:
+            store = self._at_close.enter_context(temporary_store())
+        self.store, self.model_name = store, engine.model_name
+        serve, tokenizer = serve or engine.serve, engine.tokenizer
+        self.engine = engine
+        self._meters = Meters(engine.stats)
         self._offload = Offload()
         self._bodies = Bodies(serve, self._offload)
         _ = tokenizer.max_token_bytes  # computed before the first call has to wait for it
         responder = Responder(
-            loop=loop,
+            loop=engine,
             tokenizer=tokenizer,
-            recorder=Recorder(tracer or (make_tracer(store) if store else NoOpTracer()), store),
-            served_model=model_name,
+            store=store,
+            served_model=self.model_name,
             serve=serve,
             tool_format=format_of(tokenizer),
             meters=self._meters,
@@ -76,7 +81,6 @@ class Gateway:
         responders = {"policy": responder}
         if initial is not None:
             responders["initial"] = replace(responder, loop=initial)
-        self.model_name = model_name
         self.api_key = serve.api_key or secrets.token_urlsafe(24)
         self._rollouts = OpenRollouts(store, serve)
         self._reports = Reports(store, self._rollouts.owners, self._meters)
@@ -86,6 +90,13 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self._url = ""
 
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
     @property
     def url(self) -> str:
         """Address of the server, such as http://127.0.0.1:8000. Known once it has started."""
@@ -94,7 +105,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Bind the port and serve. Raise GatewayError if the address is not available."""
-        on_close = self._meters.closed_connections.inc
+        on_close = partial(self._meters.count, "closed_connections")
         self._runner = await listen(self._application(), self._serve, on_close)
         self._url = reachable_url(self._runner.addresses[0])
         log.info("serving %s at %s", self.model_name, self._url)
@@ -107,6 +118,7 @@ class Gateway:
             self._runner = None
         await self._calls.close()
         self._offload.close()
+        self._at_close.close()
 
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """Return what the rollout's agent needs to call the policy. Raise ValueError if open."""
@@ -114,8 +126,8 @@ class Gateway:
         url = f"{self.url}/rollout/{quote(rollout.url_segment, safe='')}/v1"
         return LLM(url, rollout.owner.key, POLICY)
 
-    def root_of(self, rollout_id: str) -> Root:
-        """Return the ids of the open rollout's root span."""
+    def root_of(self, rollout_id: str) -> OpenSpan:
+        """Return the open rollout's root span."""
         return self._rollouts[rollout_id].root
 
     def posted_reward(self, rollout_id: str) -> float | None:
@@ -128,12 +140,12 @@ class Gateway:
         Calls in flight are cancelled, and later ones get a 404.
         """
         traffic = self._rollouts.close(rollout_id)
-        self._meters.forgotten_answers.inc(traffic.num_forgotten)
+        self._meters.count("forgotten_answers", traffic.num_forgotten)
         return traffic
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start, including the engine's."""
-        return self._loop.stats() | self._meters.totals()
+        return self.engine.stats() | self._meters.totals()
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[openai_errors], client_max_size=self._bodies.max_bytes)
@@ -203,8 +215,8 @@ class Gateway:
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer a load balancer: 200 only while new calls would be answered."""
-        state = {"status": self._loop.status, "engine": self._loop.stats()}
-        return web.json_response(state, status=200 if self._loop.status == "ok" else 503)
+        state = {"status": self.engine.status, "engine": self.engine.stats()}
+        return web.json_response(state, status=200 if self.engine.status == "ok" else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}

@@ -2,23 +2,19 @@
 
 import contextlib
 import math
-import secrets
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from opentelemetry.context import Context
-
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import Body, brief, integer, text
+from lightning_jax.gateway.fields import Body, Fields, Integer, brief, read
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.owners import Owner, Owners
 from lightning_jax.gateway.sessions import AnsweredCall, OpenRollout
 from lightning_jax.traces import attributes
+from lightning_jax.traces.context import OpenSpan, parent_in
 from lightning_jax.traces.otlp import MAX_SPAN_BYTES, MAX_SPANS, Export, stored_size
 from lightning_jax.traces.store import Store
-from lightning_jax.traces.tracer import context_of
 from lightning_jax.types import Span
 
 LAST = "last"
@@ -33,6 +29,13 @@ TOO_MANY_SENT = (
 TOO_MANY_KEPT = "their rollout has reached rollout.max_spans or rollout.max_spans_mib"
 
 
+class RewardFields(Fields):
+    """Rewarded call of a rollout, and the choice of it. Without a call, it is the whole rollout."""
+
+    call: str | None = None
+    choice: Integer | None = None
+
+
 class Reports:
     """Writer of rewards and spans into the store, each for its own rollout."""
 
@@ -41,20 +44,18 @@ class Reports:
         self._owners = owners
         self._meters = meters
 
-    def parent_of(self, headers: Mapping[str, str], rollout: OpenRollout | None) -> Context:
-        """Return the parent context of a call's span.
+    def begin(self, headers: Mapping[str, str], rollout: OpenRollout | None) -> OpenSpan:
+        """Begin the span of a call.
 
-        It is the span that the traceparent names, else the rollout's root, else a new trace. A
+        Its parent is the span that the traceparent names, else the rollout's root, else none. A
         traceparent of another rollout is ignored and counted.
         """
-        context, trace_id = context_of(headers)
-        if rollout is None:
-            return context
-        if trace_id is not None:
-            if self._owners.claim(rollout.owner, trace_id):
-                return context
-            self._meters.ignored_traceparents.inc()
-        return rollout.root.context
+        parent = parent_in(headers)
+        if rollout and (parent is None or not self._owners.claim(rollout.owner, parent[0])):
+            self._meters.count("ignored_traceparents", int(parent is not None))
+            parent = rollout.root.trace_id, rollout.root.span_id
+        sequence = self._store.next_sequence() if self._store else None
+        return OpenSpan(*parent, sequence) if parent else OpenSpan(sequence=sequence)
 
     async def add_spans(self, export: Export, owner: Owner | None) -> Counter[str]:
         """Record spans for `owner`, or if it is None, for the owners of the spans' traces.
@@ -74,11 +75,11 @@ class Reports:
                 theirs.setdefault(whose, []).append((span, size))
         for whose, sized in theirs.items():
             await self._record(whose, sized, refused)
-        self._meters.spans.inc(len(export.spans) + export.num_excess - refused.total())
-        self._meters.unknown_spans.inc(refused[UNKNOWN])
-        self._meters.foreign_spans.inc(refused[FOREIGN])
-        self._meters.excess_spans.inc(refused[TOO_MANY_SENT] + refused[TOO_MANY_KEPT])
-        self._meters.dropped_attributes.inc(export.num_dropped_attributes)
+        self._meters.count("spans", len(export.spans) + export.num_excess - refused.total())
+        self._meters.count("unknown_spans", refused[UNKNOWN])
+        self._meters.count("foreign_spans", refused[FOREIGN])
+        self._meters.count("excess_spans", refused[TOO_MANY_SENT] + refused[TOO_MANY_KEPT])
+        self._meters.count("dropped_attributes", export.num_dropped_attributes)
         return +refused
 
     async def _record(
@@ -111,7 +112,8 @@ class Reports:
         """
         reward, limit = _finite(body), rollout.settings.max_abs_reward
         _check_size("reward", reward, limit)
-        call_id, choice = text(body, "call"), integer(body, "choice", 0) or 0
+        rewarded = read(RewardFields, body)
+        call_id, choice = rewarded.call, rewarded.choice or 0
         rollout_id = rollout.settings.rollout_id
         if not call_id:
             rollout.reward = reward
@@ -124,7 +126,7 @@ class Reports:
                 "choice",
                 reason="out_of_range",
             )
-        now, known_id = time.time_ns(), call.call_id
+        known_id = call.call_id
         total = rollout.call_rewards.get((known_id, choice), 0.0) + reward
         _check_size("reward of the call", total, limit)
         values = {
@@ -133,8 +135,7 @@ class Reports:
             attributes.REWARD_CALL: known_id,
             attributes.REWARD_CHOICE: choice,
         }
-        span_id = secrets.token_hex(8)
-        span = Span(call.trace_id, span_id, call.span_id, "reward", now, now, values)
+        span = OpenSpan(call.span.trace_id, call.span.span_id).end("reward", values)
         size = stored_size(span)
         if not rollout.owner.has_room(1, size):
             raise ApiError(

@@ -1,16 +1,27 @@
-"""Typed access to the fields of a JSON body, with errors that name the field."""
+"""Limits and fields of JSON bodies, with errors that name the invalid field."""
 
 import logging
-import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
-from lightning_jax.gateway.errors import ApiError, invalid
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+from lightning_jax.engine.types import MAX_TOP_LOGPROBS
+from lightning_jax.gateway.errors import invalid
 
 log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
+F = TypeVar("F", bound="Fields")
 MAX_INT32 = 2**31 - 1
 MAX_NAMED = 5  # unknown fields logged for one body
 MAX_WARNINGS = 100  # unknown fields logged for one dialect
@@ -80,110 +91,135 @@ def has_surrogates(value: Any) -> bool:
     return False
 
 
-def field(body: Mapping[str, Any], name: str, kind: type, default: Any, expected: str) -> Any:
-    """Return `body[name]`, or the default if missing or null. Raise ApiError for other types."""
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind):
-        raise _wrong_type(name, value, expected)
-    return value
+class Fields(BaseModel):
+    """Known fields of a JSON object. Null counts as missing.
 
-
-def text(body: Mapping[str, Any], name: str, default: str = "") -> str:
-    return field(body, name, str, default, "a string")
-
-
-def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    return field(body, name, bool, default, "true or false")
-
-
-def integer(body: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
-    value = body.get(name)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # JSON has one kind of number, and some clients write 16.0
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _wrong_type(name, value, "an integer")
-    return value
-
-
-def number(
-    body: Mapping[str, Any],
-    name: str,
-    default: float,
-    low: float = -math.inf,
-    high: float = math.inf,
-) -> float:
-    """Return a number. Raise ApiError if it is not one or is out of bounds."""
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _wrong_type(name, value, "a number")
-    value = float(min(max(value, -MAX_INT32), MAX_INT32))  # an integer may be too large for a float
-    if not low <= value <= high:
-        raise invalid(
-            f"{name} is {value:g}; expected {low:g} to {high:g}.", name, reason="out_of_range"
-        )
-    return value
-
-
-def bounded(body: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
-    """Return an integer. Raise ApiError if it is not one or is not within `low` to `high`."""
-    value = integer(body, name, default)
-    assert value is not None, "there is a default"
-    if not low <= value <= high:
-        raise invalid(
-            f"{name} is {brief(value)}; expected {low} to {high}.", name, reason="out_of_range"
-        )
-    return value
-
-
-def top_k(body: Mapping[str, Any], name: str = "top_k") -> int:
-    """Return the number of tokens to choose from. 0 is no limit, and so is -1 for some clients."""
-    return min(max(0, integer(body, name) or 0), MAX_INT32)
-
-
-def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return a string or a list of strings as a tuple."""
-    value = body.get(name)
-    found = [value] if isinstance(value, str) else value or []
-    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
-        raise _wrong_type(name, value, "a string or a list of strings")
-    return tuple(found)
-
-
-def objects(body: Mapping[str, Any], name: str) -> list[Body]:
-    """Return a list of objects, empty if it is missing or null."""
-    value = field(body, name, list, [], "a list of objects")
-    if not all(isinstance(item, dict) for item in value):
-        raise invalid(
-            f"{name} is {brief(value)}; expected a list of objects.", name, reason="wrong_type"
-        )
-    return value
-
-
-def refuse_unsupported(body: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ApiError for a field that no text policy can support.
-
-    `harmless` maps each such field to the values that ask for nothing.
+    A class made with `extra="allow"` has the other fields in `model_extra`.
     """
-    for name, values in harmless.items():
-        if body.get(name) not in (None, *values):
-            raise invalid(
-                f"{name} is {brief(body[name])}, which is not supported; leave it out.",
-                name,
-                "unsupported_parameter",
-                reason="unsupported",
-            )
+
+    model_config = ConfigDict(strict=True)
 
 
-def _wrong_type(name: str, value: Any, expected: str) -> ApiError:
-    return invalid(
-        f"{name} is {brief(value)}; expected {expected}.", name, "invalid_type", reason="wrong_type"
-    )
+def read(kind: type[F], body: Any) -> F:
+    """Return the fields of a JSON object. Raise ApiError that names the first invalid field."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        first = min(found, key=lambda error: error["type"] != "unsupported")
+        path, value, context = first["loc"], first["input"], first.get("ctx", {})
+        if "tag" in context:  # unknown type of one of several objects
+            path, value = (*path, context["discriminator"].strip("'")), context["tag"]
+        reason, expected = first["type"], first["msg"]
+        if reason in _ERRORS:
+            reason, expected = _ERRORS[reason][0], _ERRORS[reason][1].format(**context)
+        where = _written(path, body)
+        raise invalid(
+            f"{where} is {'missing' if reason == 'missing' else brief(value)}; {expected}.",
+            str(path[0]),
+            _CODES.get((reason, len(path) == 1), "invalid_value"),
+            reason=reason,
+            key=where,
+        ) from error
+
+
+def _written(path: Sequence[int | str], value: Any) -> str:
+    """Return the path of a field in a body, such as `tools[0].name`.
+
+    Pydantic also puts the type of an object that may have several types into a path.
+    """
+    written = ""
+    for index, part in enumerate(path):
+        if isinstance(part, int):
+            written += f"[{part}]"
+            value = value[part] if isinstance(value, list) else None
+        elif isinstance(value, dict) and (part in value or index == len(path) - 1):
+            written += f".{part[:50]}"
+            value = value.get(part)
+    return written.removeprefix(".")
+
+
+# Reason and expectation for pydantic's types of errors. The types of our own are reasons.
+_ERRORS = {
+    "missing": ("missing", "add it"),
+    "union_tag_not_found": ("wrong_type", "add its {discriminator}"),
+    "union_tag_invalid": ("unknown", "expected one of {expected_tags}"),
+    "literal_error": ("unknown", "expected {expected}"),
+    "finite_number": ("out_of_range", "expected a finite number"),
+    "greater_than_equal": ("out_of_range", "expected at least {ge}"),
+    "less_than_equal": ("out_of_range", "expected at most {le}"),
+    "too_short": ("wrong_type", "expected at least {min_length}"),
+    "too_long": ("too_many", "expected at most {max_length} entries"),
+    "string_too_short": ("wrong_type", "expected a name"),
+    "string_unicode": ("wrong_type", "expected valid UTF-8"),
+    "string_type": ("wrong_type", "expected a string"),
+    "bool_type": ("wrong_type", "expected true or false"),
+    "int_type": ("wrong_type", "expected an integer"),
+    "float_type": ("wrong_type", "expected a number"),
+    "list_type": ("wrong_type", "expected a list"),
+    "tuple_type": ("wrong_type", "expected a string or a list of strings"),
+    **dict.fromkeys(
+        ("dict_type", "model_type", "model_attributes_type"), ("wrong_type", "expected an object")
+    ),
+}
+# Codes by reason, and by whether the field is at the top of the body.
+_CODES = {
+    ("wrong_type", True): "invalid_type",
+    ("unsupported", True): "unsupported_parameter",
+    ("unsupported", False): "unsupported_parameter",
+}
+
+
+def _clamped(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return float(min(max(value, -MAX_INT32), MAX_INT32))  # an integer may be too large for a float
+
+
+def _whole(value: Any) -> Any:
+    # JSON has one kind of number, and some clients write 16.0.
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _strings(value: Any) -> Any:
+    """Return a string, or a list of strings, as a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value or ()) if isinstance(value, list) or not value else value
+
+
+def harmless(*values: Any) -> AfterValidator:
+    """Return a check of a field that no text policy can support: these values ask for nothing."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in values:
+            raise PydanticCustomError("unsupported", "leave it out, because it is not supported")
+        return value
+
+    return AfterValidator(check)
+
+
+T = TypeVar("T")
+Listed = Annotated[list[T], Field(fail_fast=True)]
+Integer = Annotated[int, BeforeValidator(_whole)]
+Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_clamped)]
+TopLogprobs = Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+Name = Annotated[str, Field(min_length=1)]
+Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: value or {})]
+# Number of tokens to choose from. 0 is no limit, and so is -1 for some clients.
+TopK = Annotated[Integer, AfterValidator(lambda value: min(max(0, value), MAX_INT32))]
+Strings = Annotated[tuple[str, ...], Field(fail_fast=True), BeforeValidator(_strings)]
+
+
+class SamplingFields(Fields):
+    """Fields that most dialects name alike."""
+
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: TopK | None = None
+    seed: Integer | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
 
 
 def brief(value: Any) -> str:
@@ -199,13 +235,17 @@ def _is_huge(value: Any) -> bool:
     return isinstance(value, int) and value.bit_length() > 256
 
 
-def warn_unknown(dialect: str, body: Mapping[str, Any], known: Collection[str]) -> None:
+def warn_unknown(
+    dialect: str, extra: Mapping[str, Any] | None, ignored: Collection[str] = ()
+) -> None:
     """Log the fields that this server does not know.
 
     Each field is named once. Only the first few of a body are named, and the others are counted. A
     dialect gets at most `MAX_WARNINGS` such lines.
     """
-    unknown = [name for name in body if name not in known]
+    if not extra:
+        return
+    unknown = [name for name in extra if name not in ignored]
     warned = _warned[dialect]
     fresh = [name for name in (name[:100] for name in unknown[:MAX_NAMED]) if name not in warned]
     if not fresh or len(warned) >= MAX_WARNINGS:

@@ -16,6 +16,32 @@ HUNG_UP = 499  # the client disconnected before the answer; nginx's status for i
 PRESENT = ("serve/running", "serve/queue_depth", "serve/open")  # gauges: these stats also go down
 CALL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+# Counters that the trainer logs, too.
+COUNTERS = {
+    "prefix_breaks": "Prompts that repeat an earlier response but not its token ids.",
+    "malformed_tool_calls": "Tool calls that could not be parsed and were returned as text.",
+    "joined_calls": "Retries that joined the call of an earlier request.",
+    "forgotten_answers": (
+        "Answers dropped because their rollout exceeded serve.max_kept_mib_per_rollout."
+    ),
+    "spans": "Spans that agents sent over OTLP.",
+    "unknown_spans": "OTLP spans rejected because they belong to no rollout.",
+    "foreign_spans": (
+        "OTLP spans rejected because of another rollout's trace id or a recorded span's ids."
+    ),
+    "excess_spans": (
+        "OTLP spans rejected because they exceed a limit of the request or the rollout."
+    ),
+    "dropped_attributes": (
+        "Attributes dropped from OTLP spans because they were too long or too many."
+    ),
+    "ignored_traceparents": (
+        "Calls whose traceparent was ignored: another rollout's, or above the limit of traces."
+    ),
+    "closed_connections": (
+        "Connections closed because of the connection limit, idleness or slow requests."
+    ),
+}
 
 
 @dataclass
@@ -52,60 +78,15 @@ class Meters:
             buckets=FIRST_TOKEN_BUCKETS_S,
             registry=registry,
         )
-        self.prefix_breaks = Counter(
-            "lightning_prefix_breaks",
-            "Prompts that repeat an earlier response but not its token ids.",
-            registry=registry,
-        )
-        self.malformed_tool_calls = Counter(
-            "lightning_malformed_tool_calls",
-            "Tool calls that could not be parsed and were returned as text.",
-            registry=registry,
-        )
-        self.joined_calls = Counter(
-            "lightning_joined_calls",
-            "Retries that joined the call of an earlier request.",
-            registry=registry,
-        )
-        self.forgotten_answers = Counter(
-            "lightning_forgotten_answers",
-            "Answers dropped because their rollout exceeded serve.max_kept_mib_per_rollout.",
-            registry=registry,
-        )
-        self.spans = Counter(
-            "lightning_spans", "Spans that agents sent over OTLP.", registry=registry
-        )
-        self.unknown_spans = Counter(
-            "lightning_unknown_spans",
-            "OTLP spans rejected because they belong to no rollout.",
-            registry=registry,
-        )
-        self.foreign_spans = Counter(
-            "lightning_foreign_spans",
-            "OTLP spans rejected because of another rollout's trace id or a recorded span's ids.",
-            registry=registry,
-        )
-        self.excess_spans = Counter(
-            "lightning_excess_spans",
-            "OTLP spans rejected because they exceed a limit of the request or the rollout.",
-            registry=registry,
-        )
-        self.dropped_attributes = Counter(
-            "lightning_dropped_attributes",
-            "Attributes dropped from OTLP spans because they were too long or too many.",
-            registry=registry,
-        )
-        self.ignored_traceparents = Counter(
-            "lightning_ignored_traceparents",
-            "Calls whose traceparent was ignored: another rollout's, or above the limit of traces.",
-            registry=registry,
-        )
-        self.closed_connections = Counter(
-            "lightning_closed_connections",
-            "Connections closed because of the connection limit, idleness or slow requests.",
-            registry=registry,
-        )
+        self._counters = {
+            name: Counter(f"lightning_{name}", text, registry=registry)
+            for name, text in COUNTERS.items()
+        }
         registry.register(_EngineCollector(engine_stats))
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to one of COUNTERS."""
+        self._counters[name].inc(number)
 
     @contextmanager
     def call(self, dialect: str) -> Iterator[CallOutcome]:
@@ -128,13 +109,8 @@ class Meters:
 
     def totals(self) -> dict[str, float]:
         """Return the counters that the trainer logs, as totals since the start."""
-        names = (
-            "prefix_breaks", "malformed_tool_calls", "joined_calls", "forgotten_answers", "spans",
-            "unknown_spans", "foreign_spans", "excess_spans", "dropped_attributes",
-            "ignored_traceparents", "closed_connections",
-        )  # fmt: skip
         read = self._registry.get_sample_value
-        return {f"serve/{name}": read(f"lightning_{name}_total") or 0.0 for name in names}
+        return {f"serve/{name}": read(f"lightning_{name}_total") or 0.0 for name in COUNTERS}
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus's text format."""

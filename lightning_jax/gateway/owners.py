@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.traces.tracer import Root
+from lightning_jax.traces.context import OpenSpan
 
 MAX_TRACES = 1_000  # that one rollout's calls may bring, in addition to its own trace
 MAX_EXPORTS = 8  # requests with spans that one rollout may have in flight
@@ -25,7 +25,7 @@ class Owner:
     """
 
     rollout_id: str
-    root: Root
+    root: OpenSpan
     max_spans: int
     max_bytes: float
     token: str = field(default_factory=lambda: secrets.token_hex(8))

@@ -5,25 +5,24 @@ Their spans hold the request and the answer but no tokens, so these calls cannot
 
 import asyncio
 import re
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
-from opentelemetry.context import Context
-from opentelemetry.trace import SpanKind
 from yarl import URL
 
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import Body, brief
-from lightning_jax.gateway.request import named_agent
+from lightning_jax.gateway.fields import brief
+from lightning_jax.gateway.record import write
+from lightning_jax.gateway.routing import Route
+from lightning_jax.gateway.sessions import HandledCall
 from lightning_jax.traces import attributes
-from lightning_jax.traces.config import RoleConfig
+from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.otlp import clip
-from lightning_jax.traces.tracer import Recorder, end_with_error, known
+from lightning_jax.traces.store import Store
+from lightning_jax.types import Span
 
 # Headers of the agent's request that are forwarded. Credentials and hop-by-hop headers are not.
 PASSED_ON = ("accept", "anthropic-version", "anthropic-beta", "openai-beta")
@@ -40,101 +39,93 @@ class _Torn(_Unusable):
     """Response that broke off after its beginning had been forwarded."""
 
 
-def read_traits(body: Body, path: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the `agent`, `model` and `system` prompt of a call in any dialect."""
-    model = body.get("model") or path.get("model") or ""
-    metadata = body.get("metadata")
-    agent = named_agent(str(model), headers, metadata if isinstance(metadata, Mapping) else None)
-    return {"agent": agent, "model": str(model), "system": _system(body)}
-
-
 @dataclass(frozen=True)
 class ProxiedCall:
     """Call that another server answers."""
 
     sent: str  # JSON
-    traits: Mapping[str, str]
-    role_name: str
-    role: RoleConfig
+    route: Route
     rollout_id: str | None
     timeout_s: float | None
-    parent: Context  # context of the parent span
+    span: OpenSpan
     model_in_path: bool = False  # as Gemini's clients send it, instead of in the body
 
+    def ended(self, answer: str, status: int) -> Span:
+        """Return the call's span with the other server's answer."""
+        values = self._values | {attributes.OUTPUT: clip(answer)}
+        if status < 400:
+            return self.span.end(self._name, values)
+        return self.span.fail(self._name, values, f"upstream_{status}", answer[:500])
+
+    def failed(self, reason: str, message: str) -> Span:
+        """Return the call's span. `reason` is a short code, and `message` is one sentence."""
+        return self.span.fail(self._name, self._values, reason, message)
+
     @property
-    def attributes(self) -> dict[str, Any]:
-        return known(
-            {
-                attributes.OPERATION_NAME: attributes.CHAT,
-                attributes.ROLLOUT_ID: self.rollout_id,
-                attributes.REQUEST_MODEL: self.role.served_model or self.traits["model"] or None,
-                attributes.POLICY: self.traits["model"],
-                attributes.AGENT: self.traits["agent"],
-                attributes.ROLE: self.role_name,
-                attributes.SERVED_BY: self.role.served_by,
-                attributes.INPUT: clip(self.sent),
-            }
-        )
+    def _name(self) -> str:
+        return f"{attributes.CHAT} {self.route.model}"
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {
+            attributes.OPERATION_NAME: attributes.CHAT,
+            attributes.ROLLOUT_ID: self.rollout_id,
+            attributes.REQUEST_MODEL: self.route.role.served_model or self.route.model or None,
+            attributes.POLICY: self.route.model,
+            attributes.AGENT: self.route.agent,
+            **self.route.attributes,
+            attributes.SERVED_BY: self.route.role.served_by,
+            attributes.INPUT: clip(self.sent),
+        }
 
 
 async def pass_on(
-    request: web.Request, call: ProxiedCall, recorder: Recorder, on_failure: Callable[[], None]
+    handled: HandledCall, call: ProxiedCall, store: Store | None
 ) -> web.StreamResponse:
     """Forward a call, and return the other server's answer as it streams.
 
-    `on_failure` runs before an answer with status 429 or 5xx. Raise ApiError if there is no answer.
+    Mark the call as failed if the answer has status 429 or 5xx. Raise ApiError if there is none.
     """
-    span = recorder.tracer.start_span(
-        f"{attributes.CHAT} {call.traits['model']}",
-        context=call.parent,
-        kind=SpanKind.CLIENT,
-        attributes=call.attributes,
-        start_time=time.time_ns(),
-    )
     try:
-        url = _url(request, call)
-        response, answer = await _exchange(request, url, call, on_failure)
+        response, answer = await _exchange(handled, _url(handled.request, call), call)
     except ApiError as error:
-        await recorder.write(end_with_error, span, error.code, error.message)
+        await write(store, call.rollout_id, call.failed(error.code, error.message))
         raise
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
-        reason = f"{call.role.served_by} did not respond ({type(error).__name__}: {error})"
-        await recorder.write(end_with_error, span, "upstream_error", reason)
+        reason = f"{call.route.role.served_by} did not respond ({type(error).__name__}: {error})"
+        await write(store, call.rollout_id, call.failed("upstream_error", reason))
         if isinstance(error, _Torn):
             raise
         expected = (
-            f"start the server of role {call.role_name!r} or correct "
-            f"roles.{call.role_name}.served_by."
+            f"start the server of role {call.route.role_name!r} or correct "
+            f"roles.{call.route.role_name}.served_by."
         )
         raise ApiError(
             502, "upstream_error", f"{reason}; {expected}", infrastructure=True
         ) from error
     except (Exception, asyncio.CancelledError):
         words = "the client disconnected before the response was complete"
-        await recorder.write(end_with_error, span, "call_cancelled", words)
+        await write(store, call.rollout_id, call.failed("call_cancelled", words))
         raise
-    span.set_attribute(attributes.OUTPUT, clip(answer))
-    if response.status >= 400:
-        await recorder.write(end_with_error, span, f"upstream_{response.status}", answer[:500])
-    else:
-        await recorder.write(span.end)
+    await write(store, call.rollout_id, call.ended(answer, response.status))
     await response.write_eof()  # now that the call is recorded
     return response
 
 
 async def _exchange(
-    request: web.Request, url: URL, call: ProxiedCall, on_failure: Callable[[], None]
+    handled: HandledCall, url: URL, call: ProxiedCall
 ) -> tuple[web.StreamResponse, str]:
     """Return the forwarded response, still open, and its text.
 
     Redirects are not followed, because they could send our key and the agent's text anywhere.
     """
-    headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+    sent = handled.request.headers
+    headers = {name: sent[name] for name in PASSED_ON if name in sent}
     headers["Content-Type"] = "application/json"
-    if key := call.role.api_key:
+    if key := call.route.role.api_key:
         headers |= {"Authorization": f"Bearer {key}", "x-api-key": key, "x-goog-api-key": key}
-    limit = aiohttp.ClientTimeout(total=call.timeout_s or call.role.timeout_s)
-    max_bytes = int(call.role.max_response_mib * 2**20)
+    limit = aiohttp.ClientTimeout(total=call.timeout_s or call.route.role.timeout_s)
+    max_bytes = int(call.route.role.max_response_mib * 2**20)
     pieces: list[bytes] = []
     num_bytes = 0
     async with (
@@ -145,16 +136,16 @@ async def _exchange(
     ):
         if 300 <= answer.status < 400:
             raise _Unusable(
-                f"it redirects with status {answer.status}; set roles.{call.role_name}.served_by "
-                "to the final URL"
+                f"it redirects with status {answer.status}; set "
+                f"roles.{call.route.role_name}.served_by to the final URL"
             )
         if (answer.content_length or 0) > max_bytes:
             raise _Unusable(_too_long(call))
         if answer.status == 429 or answer.status >= 500:
-            on_failure()
+            handled.failure = "upstream_error"
         kind = answer.headers.get("Content-Type", "application/json")
         response = web.StreamResponse(status=answer.status, headers={"Content-Type": kind})
-        await response.prepare(request)
+        await response.prepare(handled.request)
         try:
             async for piece in answer.content.iter_any():
                 num_bytes += len(piece)
@@ -169,8 +160,8 @@ async def _exchange(
 
 def _too_long(call: ProxiedCall) -> str:
     return (
-        f"its response is larger than roles.{call.role_name}.max_response_mib, "
-        f"{call.role.max_response_mib:g}"
+        f"its response is larger than roles.{call.route.role_name}.max_response_mib, "
+        f"{call.route.role.max_response_mib:g}"
     )
 
 
@@ -185,11 +176,11 @@ def _url(request: web.Request, call: ProxiedCall) -> URL:
     assert route is not None, "calls come by routes"
     path = route.canonical.removeprefix("/rollout/{rollout_url}")
     if call.model_in_path:
-        name = call.role.served_model
+        name = call.route.role.served_model
         model = quote(name, safe="") if name else _checked(request.match_info["model"])
         method = request.match_info["method"]  # the route allows only a few
         path = f"{path.partition('{')[0]}{model}:{method}"
-    base = URL(call.role.served_by)
+    base = URL(call.route.role.served_by)
     root = base.raw_path.rstrip("/")
     if path.startswith("/v1/"):
         root = root.removesuffix("/v1")
@@ -207,27 +198,3 @@ def _checked(model: str) -> str:
         "no segment of only dots.",
         "model",
     )
-
-
-def _system(body: Body) -> str:
-    """Return the text of the system prompt, wherever the dialect puts it."""
-    parts = [body.get("system"), body.get("instructions"), body.get("systemInstruction")]
-    for field in ("messages", "input"):
-        messages = body.get(field)
-        if isinstance(messages, list):
-            parts += [
-                message.get("content")
-                for message in messages
-                if isinstance(message, Mapping) and message.get("role") in ("system", "developer")
-            ]
-    return "\n".join(text for part in parts if (text := _text(part)))
-
-
-def _text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, list):
-        return "\n".join(map(_text, part))
-    if isinstance(part, Mapping):
-        return _text(part.get("text") or part.get("parts") or part.get("content"))
-    return ""

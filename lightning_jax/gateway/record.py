@@ -1,64 +1,35 @@
-"""Path of every call, in any dialect, to the engine and into a span."""
+"""Record of a call: its spans, or the error that ended it."""
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Tracer
-
-from lightning_jax.engine.admission import LoopStatus
 from lightning_jax.engine.generation import (
     Draining,
     EngineError,
-    Generation,
     PromptTooLong,
     QueueFull,
 )
 from lightning_jax.engine.grammar import GrammarError
 from lightning_jax.engine.grammar_process import GrammarProcessLost
 from lightning_jax.engine.logits import moves_logits
-from lightning_jax.engine.response import Chunk
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.prompt.grammar import guarantees_call
+from lightning_jax.gateway.request import PolicyRequest
+from lightning_jax.gateway.routing import Route
 from lightning_jax.traces import attributes
 from lightning_jax.traces._sqlite import StoreError
-from lightning_jax.traces.tracer import JsonFloats, Recorder, child_context, end_with_error, known
+from lightning_jax.traces.context import OpenSpan
+from lightning_jax.traces.store import Store
+from lightning_jax.types import Span
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-OnAccept = Callable[[], Awaitable[None]]
-OnChunk = Callable[[int, Chunk], Awaitable[None]]
-OnDone = Callable[[], Mapping[str, Any]]
-OnRecorded = Callable[[Span], None]
 
 
-class _Unfit(ValueError):
+class Unfit(ValueError):
     """Request that the engine cannot serve, such as a token id outside its vocabulary."""
-
-
-@runtime_checkable
-class PolicyLoop(Protocol):
-    """Interface of an engine loop for the gateway, implemented by EngineLoop and JetStreamLoop."""
-
-    @property
-    def status(self) -> LoopStatus: ...
-
-    @property
-    def num_slots(self) -> int: ...
-
-    async def prepare(self, grammar: str, owner: str = "") -> None: ...
-
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        adapter: int | None = None,
-        tenant: str | None = None,
-    ) -> Generation: ...
-
-    def stats(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -74,145 +45,114 @@ class Call:
     """Request to the policy for one or more responses."""
 
     call_id: str
-    dialect: str
-    operation: str  # name in OpenTelemetry's GenAI conventions
+    request: PolicyRequest
     choices: tuple[Choice, ...]
-    policy: str  # the requested model name
     served_model: str
-    agent: str
     rollout_id: str | None
     timeout_s: float | None
     prefix_breaks: int
-    parent: Context  # context of the parent span
-    role: str = ""  # one of the config's roles
-    answered_by: str = ""  # the policy that answers; "": there is only one
-    adapter: int | None = None  # index of that policy's adapter
-    guarantees_call: bool = False  # the grammar is for its tools, else for its answer
+    span: OpenSpan
+    route: Route
     refusal: PromptTooLong | None = None  # if set, the call is recorded but not run
 
+    def ended(self, completions: Sequence[Completion], num_malformed: int) -> tuple[Span, ...]:
+        """Return the call's spans: its own, and one for each of several choices."""
+        values = self._values | {attributes.MALFORMED_TOOL_CALLS: num_malformed or None}
+        if len(completions) == 1:
+            values |= _response_attributes(self.choices[0], completions[0])
+            return (self.span.end(self._name, values),)
+        values |= {
+            attributes.RESPONSE_FINISH_REASONS: tuple(c.finish_reason for c in completions),
+            attributes.USAGE_OUTPUT_TOKENS: sum(len(c.token_ids) for c in completions),
+        }
+        results = zip(self.choices, completions, strict=True)
+        children = (
+            self.span.child().end(
+                "choice",
+                {attributes.OPERATION_NAME: self._operation, attributes.CHOICE_INDEX: index}
+                | self._identity(choice)
+                | _response_attributes(choice, completion),
+            )
+            for index, (choice, completion) in enumerate(results)
+        )
+        return (*children, self.span.end(self._name, values))
 
-async def complete(
-    call: Call,
-    loop: PolicyLoop,
-    recorder: Recorder,
-    *,
-    on_accept: OnAccept | None = None,
-    on_chunk: OnChunk | None = None,
-    on_done: OnDone = dict,
-    on_recorded: OnRecorded | None = None,
-) -> tuple[Completion, ...]:
-    """Return one completion per choice. Write one span for the call, however it ends.
+    def failed(self, error: BaseException, answer: ApiError | None) -> Span:
+        """Return the call's span. `answer` is the error that its client gets, if it gets one."""
+        hung_up = isinstance(error, asyncio.CancelledError | ConnectionError)
+        reason = "call_cancelled" if hung_up else "call_error"
+        message = str(error) or "the client disconnected before the response was complete"
+        if answer:
+            reason, message = answer.code, answer.message
+        return self.span.fail(self._name, self._values, reason, message)
 
-    If a call has several choices, their tokens go into one child span each. `on_accept` runs once
-    the engine has accepted the call. `on_chunk` runs for each piece of text, with the index of its
-    choice. `on_done` runs after the last piece, and its result goes into the span. `on_recorded`
-    gets the span of an answered call once the store has it. Raise ApiError if the call fails.
-    """
+    @property
+    def _operation(self) -> str:
+        return attributes.TEXT_COMPLETION if self.request.messages is None else attributes.CHAT
+
+    @property
+    def _name(self) -> str:
+        return f"{self._operation} {self.request.model}"
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        first, count = self.choices[0].sampling, len(self.choices)
+        prompts = dict.fromkeys(choice.prompt_ids for choice in self.choices)
+        return {
+            attributes.OPERATION_NAME: self._operation,
+            attributes.DIALECT: self.request.dialect,
+            attributes.PROVIDER_NAME: "lightning_jax",
+            attributes.REQUEST_MODEL: self.request.model,
+            attributes.RESPONSE_MODEL: self.served_model,
+            attributes.RESPONSE_ID: self.call_id,
+            attributes.REQUEST_CHOICE_COUNT: count if count > 1 else None,
+            attributes.REQUEST_MAX_TOKENS: first.max_tokens,
+            attributes.REQUEST_TOP_P: first.top_p,
+            attributes.REQUEST_TOP_K: first.top_k,
+            attributes.REQUEST_MIN_P: first.min_p,
+            attributes.REQUEST_SEED: first.seed,
+            attributes.REQUEST_STOP_SEQUENCES: first.stop or None,
+            attributes.AGENT_NAME: self.request.agent or None,
+            attributes.USAGE_INPUT_TOKENS: sum(map(len, prompts)),
+            attributes.PREFIX_BREAKS: self.prefix_breaks,
+            attributes.ADJUSTED: any(moves_logits(choice.sampling) for choice in self.choices)
+            or None,
+            **self._identity(self.choices[0]),
+        }
+
+    def _identity(self, choice: Choice) -> dict[str, Any]:
+        """Return the attributes that a call's span and the spans of its choices share."""
+        return {
+            attributes.ROLLOUT_ID: self.rollout_id,
+            attributes.AGENT: self.request.agent,
+            attributes.POLICY: self.request.model,
+            attributes.PROMPT_TOKEN_IDS: choice.prompt_ids,
+            attributes.REQUEST_TEMPERATURE: choice.sampling.temperature,
+            **self.route.attributes,
+        }
+
+
+async def write(store: Store | None, rollout_id: str | None, *spans: Span) -> None:
+    """Return once the spans are stored. Raise ApiError if they cannot be written."""
+    if store is None:
+        return
     try:
-        span, completions = await _traced(call, loop, recorder, on_accept, on_chunk, on_done)
+        await store.in_order(store.add_span, rollout_id, *spans)
     except StoreError as error:
         raise _server_error(
             500, "store_error", f"the call could not be recorded: {error}"
         ) from error
-    if on_recorded:
-        on_recorded(span)
-    return completions
 
 
-async def _traced(
-    call: Call,
-    loop: PolicyLoop,
-    recorder: Recorder,
-    on_accept: OnAccept | None,
-    on_chunk: OnChunk | None,
-    on_done: OnDone,
-) -> tuple[Span, tuple[Completion, ...]]:
-    start_ns = time.time_ns()
-    span = recorder.tracer.start_span(
-        f"{call.operation} {call.policy}",
-        context=call.parent,
-        kind=SpanKind.SERVER,
-        attributes=_request_attributes(call),
-        start_time=start_ns,
-    )
-    try:
-        completions = await _generate(call, loop, on_accept, on_chunk)
-    except (Exception, asyncio.CancelledError) as error:
-        failure = _api_error(error, call)
-        if failure is None:
-            hung_up = isinstance(error, asyncio.CancelledError | ConnectionError)
-            reason = "call_cancelled" if hung_up else "call_error"
-            words = str(error) or "the client disconnected before the response was complete"
-            await recorder.write(end_with_error, span, reason, words)
-            raise
-        await recorder.write(end_with_error, span, failure.code, failure.message)
-        raise failure from error
-    span.set_attributes(on_done())
-    await recorder.write(_record, call, completions, recorder.tracer, span, start_ns)
-    return span, completions
-
-
-async def _generate(
-    call: Call, loop: PolicyLoop, on_accept: OnAccept | None, on_chunk: OnChunk | None
-) -> tuple[Completion, ...]:
-    """Return the engine's completions. Cancel all generations if anything fails."""
-    generations: list[Generation] = []
-    try:
-        if call.refusal:
-            raise call.refusal
-        async with asyncio.timeout(call.timeout_s):
-            for grammar in {choice.sampling.grammar for choice in call.choices}:
-                if grammar is not None:
-                    await loop.prepare(grammar, call.rollout_id or "")
-            for choice in call.choices:
-                generations.append(_submit(loop, choice, call))
-            if on_accept:
-                await on_accept()
-            return tuple(
-                await asyncio.gather(
-                    *(_follow(i, generation, on_chunk) for i, generation in enumerate(generations))
-                )
-            )
-    except BaseException:
-        for generation in generations:
-            generation.cancel()
-        raise
-
-
-def _submit(loop: PolicyLoop, choice: Choice, call: Call) -> Generation:
-    try:
-        return loop.submit(choice.prompt_ids, choice.sampling, call.adapter, call.rollout_id)
-    except (PromptTooLong, GrammarError):
-        raise
-    except ValueError as error:
-        raise _Unfit(str(error)) from error
-
-
-async def _follow(index: int, generation: Generation, on_chunk: OnChunk | None) -> Completion:
-    if on_chunk:
-        async for chunk in generation:
-            await on_chunk(index, chunk)
-    completion = await generation.result()
-    if completion.finish_reason == "error":
-        raise GrammarError(
-            "the schema cannot be satisfied (see the server log); pass a smaller schema or remove "
-            "its contradictions.",
-            "unfinished",
-        )
-    if completion.finish_reason == "cancelled":
-        raise EngineError("the generation was cancelled; send the call again.")
-    return completion
-
-
-def _api_error(error: BaseException, call: Call) -> ApiError | None:
+def error_of(error: BaseException, call: Call) -> ApiError | None:
     """Return the error for a failed call, or None if the client is gone or it is our bug."""
     match error:
         case PromptTooLong():
             return ApiError(400, CONTEXT_LENGTH_EXCEEDED, str(error), param="messages")
         case GrammarError():
-            param = "tools" if call.guarantees_call else "response_format"
+            param = "tools" if guarantees_call(call.request) else "response_format"
             return ApiError(400, "invalid_schema", str(error), param=param)
-        case _Unfit():
+        case Unfit():
             return ApiError(400, "invalid_value", str(error))
         case QueueFull():
             # Not infrastructure: only a caller that already fills its share of the queue gets this.
@@ -239,85 +179,15 @@ def _server_error(
     return ApiError(status, code, message, retry_after_s=retry_after_s, infrastructure=True)
 
 
-def _request_attributes(call: Call) -> dict[str, Any]:
-    first, count = call.choices[0].sampling, len(call.choices)
-    prompts = dict.fromkeys(choice.prompt_ids for choice in call.choices)
-    return known(
-        {
-            attributes.OPERATION_NAME: call.operation,
-            attributes.DIALECT: call.dialect,
-            attributes.PROVIDER_NAME: "lightning_jax",
-            attributes.REQUEST_MODEL: call.policy,
-            attributes.RESPONSE_MODEL: call.served_model,
-            attributes.RESPONSE_ID: call.call_id,
-            attributes.REQUEST_CHOICE_COUNT: count if count > 1 else None,
-            attributes.REQUEST_MAX_TOKENS: first.max_tokens,
-            attributes.REQUEST_TOP_P: first.top_p,
-            attributes.REQUEST_TOP_K: first.top_k,
-            attributes.REQUEST_MIN_P: first.min_p,
-            attributes.REQUEST_SEED: first.seed,
-            attributes.REQUEST_STOP_SEQUENCES: first.stop or None,
-            attributes.AGENT_NAME: call.agent or None,
-            attributes.USAGE_INPUT_TOKENS: sum(map(len, prompts)),
-            attributes.PREFIX_BREAKS: call.prefix_breaks,
-            attributes.ADJUSTED: any(moves_logits(choice.sampling) for choice in call.choices)
-            or None,
-            **_identity(call, call.choices[0]),
-        }
-    )
-
-
-def _identity(call: Call, choice: Choice) -> dict[str, Any]:
-    """Return the attributes that a call's span and the spans of its choices share."""
-    where_known = {attributes.ROLE: call.role, attributes.ANSWERED_BY: call.answered_by}
-    return {
-        attributes.ROLLOUT_ID: call.rollout_id,
-        attributes.AGENT: call.agent,
-        attributes.POLICY: call.policy,
-        attributes.PROMPT_TOKEN_IDS: JsonFloats(choice.prompt_ids),
-        attributes.REQUEST_TEMPERATURE: choice.sampling.temperature,
-    } | {name: value for name, value in where_known.items() if value}
-
-
-def _record(
-    call: Call,
-    completions: tuple[Completion, ...],
-    tracer: Tracer,
-    span: Span,
-    start_ns: int,
-) -> None:
-    """End the call's span with its results. Write a child span for each of several choices."""
-    if len(completions) == 1:
-        span.set_attributes(_response_attributes(call.choices[0], completions[0]))
-        span.end()
-        return
-    for index, completion in enumerate(completions):
-        identity = {
-            attributes.OPERATION_NAME: call.operation,
-            attributes.CHOICE_INDEX: index,
-            **_identity(call, call.choices[index]),
-        }
-        child = tracer.start_span(
-            "choice",
-            context=child_context(span),
-            attributes=known(identity) | _response_attributes(call.choices[index], completion),
-            start_time=start_ns,
-        )
-        child.end()
-    span.set_attribute(attributes.RESPONSE_FINISH_REASONS, [c.finish_reason for c in completions])
-    span.set_attribute(attributes.USAGE_OUTPUT_TOKENS, sum(len(c.token_ids) for c in completions))
-    span.end()
-
-
 def _response_attributes(choice: Choice, completion: Completion) -> dict[str, Any]:
-    some = {attributes.FORCED: JsonFloats(completion.forced)} if any(completion.forced) else {}
-    if choice.sampling.temperature not in (0.0, 1.0):
-        some |= {attributes.TEMPERED_LOGPROBS: JsonFloats(completion.tempered_logprobs)}
-    return some | {
+    is_tempered = choice.sampling.temperature not in (0.0, 1.0)
+    return {
+        attributes.FORCED: completion.forced if any(completion.forced) else None,
+        attributes.TEMPERED_LOGPROBS: completion.tempered_logprobs if is_tempered else None,
         attributes.RESPONSE_FINISH_REASONS: (completion.finish_reason,),
         attributes.USAGE_OUTPUT_TOKENS: len(completion.token_ids),
-        attributes.RESPONSE_TOKEN_IDS: JsonFloats(completion.token_ids),
-        attributes.BEHAVIOR_LOGPROBS: JsonFloats(completion.behavior_logprobs),
-        attributes.SAMPLING_LOGPROBS: JsonFloats(completion.sampling_logprobs),
-        attributes.POLICY_VERSIONS: JsonFloats(completion.policy_versions),
+        attributes.RESPONSE_TOKEN_IDS: completion.token_ids,
+        attributes.BEHAVIOR_LOGPROBS: completion.behavior_logprobs,
+        attributes.SAMPLING_LOGPROBS: completion.sampling_logprobs,
+        attributes.POLICY_VERSIONS: completion.policy_versions,
     }

@@ -93,33 +93,22 @@ class PolicyRequest:
 
 def _check_tools(functions: tuple[Function, ...], choice: ToolChoice) -> None:
     if len(functions) > MAX_TOOLS:
-        raise invalid(
-            f"tools has {len(functions)} entries; expected at most {MAX_TOOLS}.",
-            "tools",
-            reason="too_many",
-        )
+        message = f"tools has {len(functions)} entries; expected at most {MAX_TOOLS}."
+        raise invalid(message, "tools", reason="too_many")
     names = [function.name for function in functions]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise invalid(
-            f"tools has two functions named {brief(twice[0])}; rename one.",
-            "tools",
-            reason="duplicate",
-        )
-    missing = [name for name in choice.names if name not in names]
-    if missing:
-        raise invalid(
-            f"tool_choice names {brief(missing[0])}, which is not in tools; expected one of "
-            f"{brief(names)}.",
-            "tool_choice",
-            reason="unknown_tool",
-        )
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        message = f"tools has two functions named {brief(twice)}; rename one."
+        raise invalid(message, "tools", reason="duplicate")
     if choice.mode == "required" and not functions:
-        raise invalid(
-            "tool_choice requires a call, but tools is empty; pass tools.",
-            "tools",
-            reason="empty",
+        message = "tool_choice requires a call, but tools is empty; pass tools."
+        raise invalid(message, "tools", reason="empty")
+    if unknown := [name for name in choice.names if name not in names]:
+        message = (
+            f"tool_choice names {brief(unknown[0])}, which is not in tools; expected one of "
+            f"{brief(names)}."
         )
+        raise invalid(message, "tool_choice", reason="unknown_tool")
 
 
 def check_model(model: str, accepted: Sequence[str]) -> str:

@@ -1,17 +1,18 @@
-"""Steps from a PolicyRequest to a running call: prompt ids, sampling, grammar, parser, record."""
+"""Answer to a request: render its prompts, submit them to the engine, follow and record them."""
 
+import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
 
-from opentelemetry.context import Context
-from opentelemetry.trace import Span, format_span_id, format_trace_id
-
+from lightning_jax.engine.admission import LoopStatus
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.generation import PromptTooLong
-from lightning_jax.engine.response import Chunk
+from lightning_jax.engine.generation import EngineError, Generation, PromptTooLong
+from lightning_jax.engine.grammar import GrammarError
+from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.dialects.base import ReplyContext
 from lightning_jax.gateway.errors import ApiError, invalid, to_api_error
@@ -21,18 +22,48 @@ from lightning_jax.gateway.prompt.grammar import check_size, grammar_of, guarant
 from lightning_jax.gateway.prompt.render import Generated, Rendered, check_length, render
 from lightning_jax.gateway.prompt.tool_calls import PlainText, ToolCallParser
 from lightning_jax.gateway.prompt.tool_formats import ToolFormat
-from lightning_jax.gateway.record import CONTEXT_LENGTH_EXCEEDED, Call, Choice, PolicyLoop, complete
+from lightning_jax.gateway.record import (
+    CONTEXT_LENGTH_EXCEEDED,
+    Call,
+    Choice,
+    Unfit,
+    error_of,
+    write,
+)
 from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest
-from lightning_jax.gateway.retries import Emit, RunningCall
+from lightning_jax.gateway.retries import RunningCall
 from lightning_jax.gateway.routing import Route
 from lightning_jax.gateway.sampling import sampling_params
 from lightning_jax.gateway.sessions import AnsweredCall, OpenRollout
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.traces import attributes
-from lightning_jax.traces.tracer import Recorder
+from lightning_jax.traces.context import OpenSpan
+from lightning_jax.traces.store import Store
 
-NO_ROUTE = Route()
+Writer = tuple[ToolCallParser | PlainText, AnswerBuilder]  # of one choice
 MAX_RECORDED = 4  # times serve.max_len; a longer prompt is refused and its ids are not recorded
+
+
+@runtime_checkable
+class PolicyLoop(Protocol):
+    """Interface of an engine loop for the gateway, implemented by EngineLoop and JetStreamLoop."""
+
+    @property
+    def status(self) -> LoopStatus: ...
+
+    @property
+    def num_slots(self) -> int: ...
+
+    async def prepare(self, grammar: str, owner: str = "") -> None: ...
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        adapter: int | None = None,
+        tenant: str | None = None,
+    ) -> Generation: ...
+
+    def stats(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -46,11 +77,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Responder:
-    """Model that answers requests, with its tokenizer, settings and recorder."""
+    """Model that answers requests, with its tokenizer, settings and store."""
 
     loop: PolicyLoop
     tokenizer: Tokenizer
-    recorder: Recorder
+    store: Store | None
     served_model: str
     serve: ServeConfig
     tool_format: ToolFormat
@@ -79,19 +110,17 @@ class Responder:
         self,
         prepared: Prepared,
         rollout: OpenRollout | None,
-        parent: Context,
-        route: Route = NO_ROUTE,
+        span: OpenSpan,
+        route: Route,
     ) -> RunningCall:
-        """Start to answer a request, with the call's span below `parent`.
+        """Start to answer a request, and record it in `span`.
 
         Raise ApiError if the request is invalid.
         """
         request, rendered = prepared.request, prepared.prompts
         self._check_room(request, rollout)
         breaks = sum(prompt.breaks for prompt in rendered)
-        self.meters.prefix_breaks.inc(breaks)
-        if rollout:
-            rollout.prefix_breaks += breaks
+        self.meters.count("prefix_breaks", breaks)
         check_size(request, self.serve.max_grammar_kib)
         grammar = grammar_of(request, self.tool_format, self.tokenizer)
         rooms = tuple(self.serve.max_len - len(prompt.token_ids) for prompt in rendered)
@@ -104,32 +133,21 @@ class Responder:
             max_stop_chars=self.serve.max_stop_chars,
         )
         prompts = [prompt for prompt in rendered for _ in range(request.num_choices)]
-        chat = request.messages is not None
         token = secrets.token_hex(12)
         call = Call(
             call_id=request.id_prefix + token,
-            dialect=request.dialect,
-            operation=attributes.CHAT if chat else attributes.TEXT_COMPLETION,
+            request=request,
             choices=tuple(
                 Choice(prompt.token_ids, how) for prompt, how in zip(prompts, sampling, strict=True)
             ),
-            policy=request.model,
             served_model=self.served_model,
-            agent=request.agent,
             rollout_id=rollout.settings.rollout_id if rollout else None,
             timeout_s=rollout.settings.call_timeout_s if rollout else None,
             prefix_breaks=breaks,
-            parent=parent,
-            role=route.role,
-            answered_by=route.answered_by,
-            adapter=route.adapter,
-            guarantees_call=guarantees_call(request),
+            span=span,
+            route=route,
             refusal=prepared.refusal,
         )
-
-        async def work(accept: Callable[[], None], emit: Emit) -> tuple[Answer, ...]:
-            return await self._work(request, rendered[0], call, rollout, accept, emit)
-
         context = ReplyContext(
             token,
             int(time.time()),
@@ -137,7 +155,7 @@ class Responder:
             self.tokenizer,
             request.num_choices,
         )
-        running = RunningCall(work, context)
+        running = RunningCall(partial(self._respond, call, rendered[0], rollout), context)
         if rollout:
             rollout.began(running, len(call.choices))
         return running
@@ -168,58 +186,83 @@ class Responder:
         except PromptTooLong as error:
             raise ApiError(400, CONTEXT_LENGTH_EXCEEDED, str(error), param="messages") from error
 
-    async def _work(
-        self,
-        request: PolicyRequest,
-        rendered: Rendered,
-        call: Call,
-        rollout: OpenRollout | None,
-        accept: Callable[[], None],
-        emit: Emit,
+    async def _respond(
+        self, call: Call, rendered: Rendered, rollout: OpenRollout | None, running: RunningCall
     ) -> tuple[Answer, ...]:
-        parsers = [self._parser(request) for _ in call.choices]
-        builders = [AnswerBuilder(index) for index in range(len(call.choices))]
+        """Return one answer per choice, once the call is recorded.
 
-        async def on_accept() -> None:
-            accept()
-
-        async def on_chunk(index: int, chunk: Chunk) -> None:
-            emit(builders[index].add(parsers[index].push(chunk.text), chunk))
-
-        def on_done() -> dict[str, int]:
-            for parser, builder in zip(parsers, builders, strict=True):
-                if rest := parser.finish():
-                    emit(builder.add(rest, None))
-            malformed = sum(parser.malformed for parser in parsers)
-            return {attributes.MALFORMED_TOOL_CALLS: malformed} if malformed else {}
-
-        def on_recorded(span: Span) -> None:
-            if rollout:
-                rollout.answered[call.call_id] = _answered(call, span)
-
-        with _blame(rollout, self.loop.num_slots):
-            completions = await complete(
-                call,
-                self.loop,
-                self.recorder,
-                on_accept=on_accept,
-                on_chunk=on_chunk,
-                on_done=on_done,
-                on_recorded=on_recorded,
-            )
+        The call is recorded however it ends. Raise ApiError if it fails.
+        """
+        count = len(call.choices)
+        writers = [(self._parser(call.request), AnswerBuilder(i)) for i in range(count)]
+        try:
+            completions = await self._generate(call, writers, running)
+        except (Exception, asyncio.CancelledError) as error:
+            failure = error_of(error, call)
+            await write(self.store, call.rollout_id, call.failed(error, failure))
+            if failure is None:
+                raise
+            if rollout and failure.code == "call_timeout":
+                # Its agent's fault if it had more choices in flight than there are slots.
+                failure.infrastructure = rollout.most_choices <= self.loop.num_slots
+            raise failure from error
+        for parser, builder in writers:
+            if rest := parser.finish():
+                running.emit(builder.add(rest, None))
+        malformed = sum(parser.malformed for parser, _ in writers)
+        await write(self.store, call.rollout_id, *call.ended(completions, malformed))
+        if rollout:
+            rollout.answered[call.call_id] = AnsweredCall(call.call_id, call.span, count)
         answers = tuple(
             builder.answer(choice.prompt_ids, completion)
-            for builder, choice, completion in zip(builders, call.choices, completions, strict=True)
+            for (_, builder), choice, completion in zip(
+                writers, call.choices, completions, strict=True
+            )
         )
-        malformed = sum(parser.malformed for parser in parsers)
-        self.meters.malformed_tool_calls.inc(malformed)
-        self.meters.answered(call.dialect, answers)
+        self.meters.count("malformed_tool_calls", malformed)
+        self.meters.answered(call.request.dialect, answers)
         if rollout:
-            rollout.malformed_tool_calls += malformed
             rollout.num_tokens += _num_tokens(answers)
-            if request.messages is not None:
+            if call.request.messages is not None:
                 _remember(rollout, rendered, answers)
         return answers
+
+    async def _generate(
+        self, call: Call, writers: Sequence[Writer], running: RunningCall
+    ) -> tuple[Completion, ...]:
+        """Return the engine's completions. Cancel all generations if anything fails."""
+
+        async def follow(generation: Generation, writer: Writer) -> Completion:
+            parser, builder = writer
+            async for chunk in generation:
+                running.emit(builder.add(parser.push(chunk.text), chunk))
+            return _checked(await generation.result())
+
+        generations: list[Generation] = []
+        try:
+            if call.refusal:
+                raise call.refusal
+            async with asyncio.timeout(call.timeout_s):
+                for grammar in {choice.sampling.grammar for choice in call.choices}:
+                    if grammar is not None:
+                        await self.loop.prepare(grammar, call.rollout_id or "")
+                for choice in call.choices:
+                    generations.append(self._submit(choice, call))
+                running.accept()
+                return tuple(await asyncio.gather(*map(follow, generations, writers)))
+        except BaseException:
+            for generation in generations:
+                generation.cancel()
+            raise
+
+    def _submit(self, choice: Choice, call: Call) -> Generation:
+        adapter, tenant = call.route.adapter, call.rollout_id
+        try:
+            return self.loop.submit(choice.prompt_ids, choice.sampling, adapter, tenant)
+        except (PromptTooLong, GrammarError):
+            raise
+        except ValueError as error:
+            raise Unfit(str(error)) from error
 
     def _render(self, request: PolicyRequest, rollout: OpenRollout | None) -> list[Rendered]:
         if request.prompts is not None:
@@ -271,6 +314,19 @@ class Responder:
         )
 
 
+def _checked(completion: Completion) -> Completion:
+    """Return the completion. Raise the error that ended it early."""
+    if completion.finish_reason == "error":
+        raise GrammarError(
+            "the schema cannot be satisfied (see the server log); pass a smaller schema or remove "
+            "its contradictions.",
+            "unfinished",
+        )
+    if completion.finish_reason == "cancelled":
+        raise EngineError("the generation was cancelled; send the call again.")
+    return completion
+
+
 def _num_bytes(request: PolicyRequest) -> int:
     """Return roughly how many bytes the messages or prompts have, at least one each."""
     items = request.messages or request.prompts or ()
@@ -284,23 +340,6 @@ def _remember(rollout: OpenRollout, rendered: Rendered, answers: tuple[Answer, .
         sampled = answer.completion.token_ids
         generated = Generated(answer.prompt_ids, sampled, rendered.history, rendered.path)
         rollout.memory.add(answer.as_message(), generated)
-
-
-@contextmanager
-def _blame(rollout: OpenRollout | None, num_slots: int) -> Iterator[None]:
-    """Blame the agent for a timeout if its rollout had more choices in flight than slots exist."""
-    try:
-        yield
-    except ApiError as error:
-        if rollout and error.code == "call_timeout":
-            error.infrastructure = rollout.most_choices <= num_slots
-        raise
-
-
-def _answered(call: Call, span: Span) -> AnsweredCall:
-    where = span.get_span_context()
-    ids = format_trace_id(where.trace_id), format_span_id(where.span_id)
-    return AnsweredCall(call.call_id, *ids, len(call.choices))
 
 
 def _num_tokens(answers: Sequence[Answer]) -> int:

@@ -24,7 +24,6 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_jax.gateway.answer import Answer, Delta
@@ -35,36 +34,45 @@ JOINABLE_S = 60.0
 TOKEN_BYTES = 1000  # memory for one token while its call is kept...
 ALTERNATIVE_BYTES = 110  # ...and for each alternative to it
 
-Emit = Callable[[Delta], None]
-# Runs the call: `accepted` once the engine has it, `emit` for every piece, then the answers.
-Work = Callable[[Callable[[], None], Emit], Coroutine[Any, Any, tuple[Answer, ...]]]
+# Answers a call. Tells the running call when the engine has accepted it, and every piece.
+Work = Callable[["RunningCall"], Coroutine[Any, Any, tuple[Answer, ...]]]
 
 
-@dataclass(eq=False)
 class RunningCall:
     """One call, from its start until no request may join it. Use it in one event loop only."""
 
-    work: Work
-    context: ReplyContext
-    _deltas: list[Delta] = field(default_factory=list)
-    _accepted: bool = False
-    _listeners: int = 0
-    _given_up: bool = False  # its last listener left before it ended
-    num_bytes: int = 0  # approximate memory kept for requests that join
-    _ended: float | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self, work: Work, context: ReplyContext) -> None:
+        self.context = context
+        self.was_accepted = False  # by the engine
+        self.given_up = False  # no request has its answer or waits for it
+        self.num_bytes = 0  # approximate memory kept for requests that join
+        self._deltas: list[Delta] = []
+        self._num_listeners = 0
+        self._ended: float | None = None
         self._changed = asyncio.Event()
-        self._task = asyncio.create_task(self.work(self._accept, self._emit))
-        self._task.add_done_callback(self._on_done)
+        self.task = asyncio.create_task(work(self))
+        self.task.add_done_callback(self._on_done)
+
+    def accept(self) -> None:
+        """Tell the listeners that the engine has accepted the call."""
+        self.was_accepted = True
+        self._changed.set()
+
+    def emit(self, delta: Delta) -> None:
+        """Give the listeners the next piece."""
+        self._deltas.append(delta)
+        if delta.chunk is not None:
+            best = sum(map(len, delta.chunk.top_logprobs))
+            self.num_bytes += TOKEN_BYTES * len(delta.chunk.token_ids) + ALTERNATIVE_BYTES * best
+        self._changed.set()
 
     async def accepted(self) -> None:
         """Wait until the engine has accepted the call. Raise the call's error if it failed before
         that.
         """
-        while not self._accepted and not self._task.done():
+        while not self.was_accepted and not self.task.done():
             await self._wait()
-        if not self._accepted:
+        if not self.was_accepted:
             await self.answers()
 
     async def deltas(self) -> AsyncIterator[Delta]:
@@ -76,14 +84,14 @@ class RunningCall:
             while seen < len(self._deltas):
                 seen += 1
                 yield self._deltas[seen - 1]
-            if self._task.done():
+            if self.task.done():
                 break
             await self._wait()
         await self.answers()
 
     async def answers(self) -> tuple[Answer, ...]:
         """Return one answer per choice when the call ends. Raise the call's error if it fails."""
-        return await asyncio.shield(self._task)
+        return await asyncio.shield(self.task)
 
     def joinable(self) -> bool:
         """Return whether a retry may join this call. A failed call is not joinable, so a retry
@@ -91,44 +99,27 @@ class RunningCall:
         """
         if self._ended is None:
             return True
-        failed = self._task.cancelled() or self._task.exception() is not None
+        failed = self.task.cancelled() or self.task.exception() is not None
         return not failed and time.monotonic() - self._ended < JOINABLE_S
 
     @contextmanager
     def listen(self, keep: Callable[[], bool]) -> Iterator[None]:
         """Register one request as a listener while the body runs.
 
-        If the last listener leaves early, `keep` decides whether the call continues for a while.
+        If the last listener leaves early, the call ends. If `keep` says that a retry may come, it
+        continues for RETRY_GRACE_S.
         """
-        self._listeners, self._given_up = self._listeners + 1, False
+        self._num_listeners, self.given_up = self._num_listeners + 1, False
         try:
             yield
         finally:
-            self._listeners -= 1
-            if not self._listeners and not self._task.done():
-                self._given_up = True
-                self._abandon(keep())
-
-    def cancel(self) -> None:
-        self._task.cancel()
-
-    @property
-    def was_accepted(self) -> bool:
-        """True once the engine has accepted the call."""
-        return self._accepted
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ended is not None
-
-    @property
-    def given_up(self) -> bool:
-        """True if no request has its answer or waits for it."""
-        return self._given_up
-
-    @property
-    def task(self) -> asyncio.Task:
-        return self._task
+            self._num_listeners -= 1
+            if not self._num_listeners and not self.task.done():
+                self.given_up = True
+                if keep():
+                    asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._cancel_if_alone)
+                else:
+                    self.task.cancel()
 
     def _on_done(self, task: asyncio.Task) -> None:
         self._ended = time.monotonic()
@@ -136,31 +127,13 @@ class RunningCall:
         # Mark the error as retrieved: without listeners, only the call's span reports it.
         _ = task.cancelled() or task.exception()
 
-    def _accept(self) -> None:
-        self._accepted = True
-        self._changed.set()
-
-    def _emit(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-        if delta.chunk is not None:
-            best = sum(map(len, delta.chunk.top_logprobs))
-            self.num_bytes += TOKEN_BYTES * len(delta.chunk.token_ids) + ALTERNATIVE_BYTES * best
-        self._changed.set()
-
     async def _wait(self) -> None:
         self._changed.clear()
         await self._changed.wait()
 
-    def _abandon(self, keep: bool) -> None:
-        """End the call, now or after RETRY_GRACE_S if a retry may come."""
-        if keep:
-            asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._cancel_if_alone)
-        else:
-            self.cancel()
-
     def _cancel_if_alone(self) -> None:
-        if not self._listeners and self._ended is None:
-            self.cancel()
+        if not self._num_listeners:
+            self.task.cancel()
 
 
 class RunningCalls:
@@ -193,12 +166,12 @@ class RunningCalls:
     def _forget(self) -> None:
         while self._calls and not self._calls[0][1].joinable():
             self._calls.popleft()
-        kept = sum(call.num_bytes for _, call in self._calls if call.has_ended)
+        kept = sum(call.num_bytes for _, call in self._calls if call.task.done())
         if kept <= self._max_bytes:
             return
         remaining: deque[tuple[str, RunningCall]] = deque()
         for identity, call in self._calls:
-            if call.has_ended and kept > self._max_bytes:
+            if call.task.done() and kept > self._max_bytes:
                 kept -= call.num_bytes
                 self.num_forgotten += 1
             else:
@@ -213,7 +186,7 @@ class RunningCalls:
     def cancel(self) -> None:
         """Cancel the calls that are still running."""
         for _, call in self._calls:
-            call.cancel()
+            call.task.cancel()
 
 
 def identity_of(path: str, body: bytes, headers: Mapping[str, str]) -> str:

@@ -1,24 +1,39 @@
-"""Routing of a call: its role, and the policy or server that answers it."""
+"""Route of a call: its role, who answers it, and whether it trains."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.fields import Body
+from lightning_jax.gateway.request import named_agent
 from lightning_jax.models.config import policy_indices
+from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RoleConfig
-from lightning_jax.traces.roles import Policies, Roles, find_role, select_policy
+from lightning_jax.traces.roles import Policies, Roles, find_role, is_trained, select_policy
 
-NO_TRAITS = {"agent": "", "model": "", "system": ""}
 PLAIN = RoleConfig(agent="*")
 
 
 @dataclass(frozen=True)
 class Route:
-    """Role of a call, and the policy that answers it."""
+    """Decision about one call. It is made when the call comes in, and stored in the call's span."""
 
-    role: str = ""  # "": no role matches
-    answered_by: str = ""  # "": the only policy, or the initial weights
+    agent: str = ""  # sub-agent that makes the call
+    model: str = ""  # model that it requests
+    role_name: str = ""  # "": no role matches
+    role: RoleConfig = PLAIN
+    policy: str = ""  # policy that answers; "": the only one, or none of the run's
     adapter: int | None = None  # index of the policy's adapter; None: there is only one policy
+    trains: bool = True
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return {
+            attributes.ROLE: self.role_name or None,
+            attributes.ANSWERED_BY: self.policy or None,
+            attributes.TRAINS: self.trains,
+        }
 
 
 @dataclass(frozen=True)
@@ -32,32 +47,60 @@ class Routing:
         """Return whether calls have to be inspected to route them."""
         return bool(self.roles or self.policies)
 
-    def role_of(self, traits: Mapping[str, str]) -> tuple[str, RoleConfig]:
-        """Return (name, role) for a call's agent, model and system prompt, or ("", PLAIN) if none
-        matches.
-        """
-        name = find_role(self.roles, **traits)
-        return name, self.roles[name] if name else PLAIN
+    def route(self, *, agent: str, model: str, system: str) -> Route:
+        """Return the route of a call, given its `read_traits`."""
+        name = find_role(self.roles, agent=agent, model=model, system=system)
+        role, policy, adapter = self.roles.get(name, PLAIN), "", None
+        if self.policies and role.served_by == "policy":
+            policy = select_policy(self.policies, role, model)
+            adapter = policy_indices(self.policies).get(policy)
+        elif self.policies:
+            adapter = 0  # for the initial weights: before the first step all policies are equal
+        trains = is_trained(role, self.policies.get(policy))
+        return Route(agent, model, name, role, policy, adapter, trains)
 
-    def route_of(self, traits: Mapping[str, str]) -> Route:
-        """Return the role and policy for a call that this process answers.
-
-        Raise ApiError if there are several policies and nothing selects one.
-        """
-        name, role = self.role_of(traits)
-        if not self.policies:
-            return Route(name)
-        if role.served_by != "policy":
-            return Route(name, adapter=0)  # before the first step all policies are equal
-        policy = select_policy(self.policies, role, traits["model"])
-        if policy:
-            return Route(name, policy, policy_indices(self.policies)[policy])
-        caller = f"agent {traits['agent']!r}" if traits["agent"] else "an unnamed agent"
+    def check(self, route: Route) -> None:
+        """Raise ApiError if there are several policies and the route has none."""
+        if not self.policies or route.adapter is not None:
+            return
+        caller = f"agent {route.agent!r}" if route.agent else "an unnamed agent"
         raise ApiError(
             404,
             "model_not_found",
-            f"model is {traits['model']!r}, requested by {caller}, but there are several "
+            f"model is {route.model!r}, requested by {caller}, but there are several "
             f"policies; request one of {', '.join(self.policies)}, or add a role to the settings "
             "that matches the call and names a policy.",
             param="model",
         )
+
+
+def read_traits(body: Body, path: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the `agent`, `model` and `system` prompt of a call in any dialect."""
+    model = body.get("model") or path.get("model") or ""
+    metadata = body.get("metadata")
+    agent = named_agent(str(model), headers, metadata if isinstance(metadata, Mapping) else None)
+    return {"agent": agent, "model": str(model), "system": _system(body)}
+
+
+def _system(body: Body) -> str:
+    """Return the text of the system prompt, wherever the dialect puts it."""
+    parts = [body.get("system"), body.get("instructions"), body.get("systemInstruction")]
+    for name in ("messages", "input"):
+        messages = body.get(name)
+        if isinstance(messages, list):
+            parts += [
+                message.get("content")
+                for message in messages
+                if isinstance(message, Mapping) and message.get("role") in ("system", "developer")
+            ]
+    return "\n".join(text for part in parts if (text := _text(part)))
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, list):
+        return "\n".join(map(_text, part))
+    if isinstance(part, Mapping):
+        return _text(part.get("text") or part.get("parts") or part.get("content"))
+    return ""

@@ -6,10 +6,14 @@ from typing import Any
 
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
-from lightning_jax.gateway import fields
 from lightning_jax.gateway.errors import invalid
+from lightning_jax.gateway.fields import Fields, Number, brief, read
 from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.gateway.sessions import OpenRollout, derive_seed
+
+
+class LogitBias(Fields):
+    logit_bias: dict[str, Number | None]
 
 
 def sampling_params(
@@ -82,11 +86,12 @@ def _logit_biases(bias: Mapping[str, Any], most: int) -> tuple[tuple[int, float]
     for key in bias:
         if not key.isdecimal() or len(key) > 9:
             raise invalid(
-                f"logit_bias has the key {fields.brief(key)}; expected a token id.",
+                f"logit_bias has the key {brief(key)}; expected a token id.",
                 "logit_bias",
                 reason="unknown",
             )
-    return tuple((int(key), fields.number(bias, key, 0.0)) for key in bias)
+    numbers = read(LogitBias, {"logit_bias": bias}).logit_bias
+    return tuple((int(key), number or 0.0) for key, number in numbers.items())
 
 
 def _first(override: Any, asked: Any) -> Any:

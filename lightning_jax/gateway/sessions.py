@@ -1,23 +1,23 @@
 """Rollouts that are open at the gateway: their sampling settings and their traffic."""
 
 import asyncio
-import contextlib
 import hashlib
-from collections import Counter
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from aiohttp import web
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.owners import Owner, Owners
 from lightning_jax.gateway.prompt.render import ConversationMemory
-from lightning_jax.gateway.retries import RunningCall, RunningCalls
+from lightning_jax.gateway.retries import RunningCall, RunningCalls, declared_timeout_s
 from lightning_jax.gateway.saved_responses import SavedConversations
-from lightning_jax.traces._sqlite import StoreError
+from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.store import Store
-from lightning_jax.traces.tracer import Root
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,21 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Number of calls from one rollout, and of failed ones by reason."""
+    """Calls of one rollout that got no answer."""
 
-    num_calls: int
-    num_errors: dict[str, int]  # infrastructure: engine_error, call_timeout, draining, ...
-    num_refused: dict[str, int]  # caused by the request: context_length_exceeded, ...
+    # Codes of infrastructure errors for calls that no retry answered: engine_error, draining, ...
+    unanswered: tuple[str, ...]
     num_cancelled: int  # the agent disconnected or ended before the answer was ready
-    prefix_breaks: int  # prompts that replay a response but not its token path
-    num_joined: int = 0  # retries that shared the answer of an earlier call
-    malformed_tool_calls: int = 0  # returned as text
-    # Codes of infrastructure errors for calls that no retry answered.
-    unanswered: tuple[str, ...] = ()
-    num_forgotten: int = 0  # answers dropped because of serve.max_kept_mib_per_rollout
+    num_forgotten: int  # answers dropped because of serve.max_kept_mib_per_rollout
 
 
 @dataclass
 class HandledCall:
     """HTTP request for a call, while it is handled."""
 
+    request: web.Request
+    rollout: "OpenRollout | None"  # None: it is outside rollouts
+    started: float = field(default_factory=time.monotonic)
     identity: str = ""  # the same for all tries of one call; "" until the body is read
     running: RunningCall | None = None  # None until the call has begun
     failure: str = ""  # code of an infrastructure failure that was forwarded to the client
@@ -65,14 +62,19 @@ class HandledCall:
         """True once the engine has accepted the call. Until then only the request was read."""
         return self.running is not None and self.running.was_accepted
 
+    @property
+    def will_be_sent_again(self) -> bool:
+        """True if its client would retry a disconnected call, because its own timeout is over."""
+        patience = declared_timeout_s(self.request.headers)
+        return patience is not None and time.monotonic() - self.started >= 0.95 * patience
+
 
 @dataclass(frozen=True)
 class AnsweredCall:
-    """Location of an answered call's span, for rewards that are posted for the call."""
+    """Answered call and its span, for rewards that are posted for the call."""
 
     call_id: str
-    trace_id: str
-    span_id: str
+    span: OpenSpan
     num_choices: int
 
 
@@ -81,23 +83,17 @@ class OpenRollout:
     """Rollout whose agent is running."""
 
     settings: RolloutSettings
-    root: Root = field(default_factory=Root)
+    root: OpenSpan = field(default_factory=OpenSpan)
     limits: ServeConfig = field(default_factory=ServeConfig)
     owner: Owner = field(init=False)
     memory: ConversationMemory = field(default_factory=ConversationMemory)
     # By response id, in order of arrival.
     answered: dict[str, AnsweredCall] = field(default_factory=dict)
     num_sampled: int = 0  # calls that got a seed
-    num_calls: int = 0
-    num_joined: int = 0
-    prefix_breaks: int = 0
-    malformed_tool_calls: int = 0
     reward: float | None = None  # as posted
     # Sums of the rewards posted for calls, by response id and choice.
     call_rewards: dict[tuple[str, int], float] = field(default_factory=dict)
     num_cancelled: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
     in_flight: set[asyncio.Task] = field(default_factory=set)
     choices_in_flight: int = 0
     most_choices: int = 0  # maximum of `choices_in_flight`
@@ -122,29 +118,25 @@ class OpenRollout:
 
     @contextmanager
     def counted(self, call: HandledCall) -> Iterator[None]:
-        """Count one call and its outcome, and let the rollout's end cancel it.
+        """Note a call's failure or cancellation, and let the rollout's end cancel it.
 
         Raise ApiError if too many are in flight, before the call's body is read.
         """
         task = asyncio.current_task()
         assert task is not None, "a call is answered outside of a task"
-        self.num_calls += 1
         limit = self.limits.max_calls_per_rollout
         if len(self.in_flight) >= limit:
-            self.refused["too_many_calls"] += 1
             raise _too_many("too_many_calls", f"{limit} calls", "max_calls_per_rollout")
         self.in_flight.add(task)
         try:
             yield
             if call.failure:
-                self._note_failure(call, call.failure)
+                self.unanswered[call.identity] = call.failure
             else:
                 self.unanswered.pop(call.identity, None)
         except ApiError as error:
             if error.infrastructure:
-                self._note_failure(call, error.code)
-            else:
-                self.refused[error.code] += 1
+                self.unanswered[call.identity] = error.code
             raise
         except (asyncio.CancelledError, ConnectionError):
             if task in self.in_flight:  # else `end` has counted it
@@ -152,10 +144,6 @@ class OpenRollout:
             raise
         finally:
             self.in_flight.discard(task)
-
-    def _note_failure(self, call: HandledCall, code: str) -> None:
-        self.errors[code] += 1
-        self.unanswered[call.identity] = code
 
     def check_room(self, num_choices: int) -> None:
         """Raise ApiError if this many more responses would exceed the rollout's limits."""
@@ -195,14 +183,8 @@ class OpenRollout:
             task.cancel()
         self.calls.cancel()
         return Traffic(
-            num_calls=self.num_calls,
-            num_errors=dict(self.errors),
-            num_refused=dict(self.refused),
-            num_cancelled=self.num_cancelled + len(abandoned),
-            prefix_breaks=self.prefix_breaks,
-            num_joined=self.num_joined,
-            malformed_tool_calls=self.malformed_tool_calls,
             unanswered=tuple(self.unanswered.values()),
+            num_cancelled=self.num_cancelled + len(abandoned),
             num_forgotten=self.calls.num_forgotten + self.conversations.num_forgotten,
         )
 
@@ -218,7 +200,7 @@ def _too_many(code: str, limit: str, setting: str) -> ApiError:
 
 
 class OpenRollouts:
-    """Open rollouts by id. The store, if there is one, has the status of the others."""
+    """Open rollouts by id."""
 
     def __init__(self, store: Store | None, limits: ServeConfig) -> None:
         self._store, self._limits = store, limits
@@ -240,7 +222,7 @@ class OpenRollouts:
                 key=settings.rollout_id,
             )
         sequence = self._store.next_sequence() if self._store else None
-        rollout = OpenRollout(settings, Root(sequence=sequence), self._limits)
+        rollout = OpenRollout(settings, OpenSpan(sequence=sequence), self._limits)
         self.owners.add(rollout.owner)
         self._by_id[settings.rollout_id] = rollout
         return rollout
@@ -267,12 +249,10 @@ class OpenRollouts:
         rollout = self._by_id.get(rollout_id)
         if rollout and rollout.owner.has_token(token):
             return rollout
-        ended, owner = None, self.owners.of_id(rollout_id)
-        with contextlib.suppress(StoreError):
-            # Only the rollout's own agent may learn how it ended.
-            if self._store and rollout is None and owner and owner.has_token(token):
-                ended = self._store.status_at_once(rollout_id)
-        state = f"has ended ({ended})" if ended else "is unknown"
+        owner = self.owners.of_id(rollout_id)
+        # Only the rollout's own agent may learn that there was one.
+        has_ended = rollout is None and owner is not None and owner.has_token(token)
+        state = "has ended" if has_ended else "is unknown"
         raise ApiError(
             404,
             "rollout_not_found",

@@ -31,6 +31,8 @@ class LoraConfig(Section):
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
+    """Settings of the model and its precision."""
+
     name: str = "smollm2-135m-instruct"  # name, Hugging Face directory or hub id, or .gguf file
     # Dtype of weights and activations. auto takes the fastest on the devices here; on a CPU it is
     # measured (models/precision.py). A run keeps its first choice.

@@ -36,7 +36,7 @@ def adapted_shape(
 
 
 def adapted(
-    model: LoadedModel, lora: LoraConfig, seed: int, number: int | None = None
+    model: LoadedModel, lora: LoraConfig, seed: int = 0, number: int | None = None
 ) -> LoadedModel:
     """Return the model with fresh adapters in its weights' dtype, unchanged for rank 0."""
     config = adapted_shape(model.config, lora, number)

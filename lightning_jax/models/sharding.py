@@ -166,11 +166,6 @@ def _gather_leaf(leaf: Any, split: NamedSharding) -> Any:
     return bring(leaf)
 
 
-def num_params(config: DecoderConfig) -> int:
-    """Return the number of parameters."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
-
-
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of an array with batch rows as first axis. They must divide evenly."""
     return NamedSharding(mesh, PartitionSpec(MESH_AXES["rows"]))

@@ -2,16 +2,20 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from lightning_jax.rl.choices import check_shape, choose
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.credit import assign_credit, credit_at, rollout_return
-from lightning_jax.rl.gae import CallValues
-from lightning_jax.types import Advantage, Trajectory
+from lightning_jax.rl.credit import Credit, credit_at
+from lightning_jax.types import Advantage
+
+Returns = Float[np.ndarray, " N"]
+# From the returns of a step's rollouts and the ids of their groups to the baseline of each.
+Baseline = Callable[[Returns, Sequence[str]], Returns]
 
 # Relative difference up to which a group's returns, or a credit and its baseline, count as equal.
 # Such a difference is rounding error. Dividing by the standard deviation of such returns would
@@ -19,46 +23,77 @@ from lightning_jax.types import Advantage, Trajectory
 EQUAL_RETURNS = 1e-6
 
 
-def group_baselines(returns: Float[np.ndarray, " N"], kind: str) -> Float[np.ndarray, " N"]:
-    """Return the baseline of each rollout of one group, in reward units.
+def per_group(of_group: Callable[[Returns], Any]) -> Baseline:
+    """Build a baseline from a function of one group's returns.
 
-    "group_mean": the mean return of the group (GRPO, arXiv 2402.03300). "leave_one_out": the mean
-    of its other rollouts (RLOO, arXiv 2402.14740), or its own return in a group of one.
+    The function returns one number for the group, or one for each of its rollouts.
     """
-    if kind == "leave_one_out" and len(returns) > 1:
-        return (returns.sum() - returns) / (len(returns) - 1)
-    return np.full_like(returns, returns.mean())
+
+    def baseline(returns: Returns, group_ids: Sequence[str]) -> Returns:
+        baselines = np.zeros_like(returns)
+        for members in group_members(group_ids).values():
+            baselines[members] = of_group(returns[members])
+        return baselines
+
+    return baseline
 
 
-def baselines_and_scales(
-    returns: Float[np.ndarray, " N"], group_ids: Sequence[str], *, baseline: str, normalize: str
-) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-    """Return (baseline, scale) of each rollout; the advantage is `(credit - baseline) * scale`.
+group_mean = per_group(np.mean)  # GRPO, arXiv 2402.03300
 
-    The baseline is from `group_baselines`, the mean over the step ("batch_mean", REINFORCE++, arXiv
-    2501.03262) or 0 ("none"). With "group_std" the scale is one over the population standard
-    deviation of the group's returns. With "batch_std" the deviation is that of all returns minus
-    their baselines. With "none" the scale is 1 (as in Dr. GRPO, arXiv 2503.20783).
+
+@per_group
+def leave_one_out(group: Returns) -> Returns:
+    """Return the mean of the group's other rollouts, or a lone rollout's own return.
+
+    From RLOO (arXiv 2402.14740).
+    """
+    return (group.sum() - group) / (len(group) - 1) if len(group) > 1 else group
+
+
+def batch_mean(returns: Returns, group_ids: Sequence[str]) -> Returns:
+    """Return the mean over the step (REINFORCE++, arXiv 2501.03262)."""
+    return np.full_like(returns, returns.sum() / max(len(returns), 1))
+
+
+BASELINES: dict[str, Callable[[AlgorithmConfig], Baseline]] = {
+    "group_mean": lambda _: group_mean,
+    "leave_one_out": lambda _: leave_one_out,
+    "batch_mean": lambda _: batch_mean,
+    "none": lambda _: lambda returns, group_ids: np.zeros_like(returns),
+}
+
+
+def baselines_of(returns: Returns, group_ids: Sequence[str], algorithm: AlgorithmConfig) -> Returns:
+    """Return the baseline of each rollout by `algorithm.baseline`, in reward units."""
+    baseline = choose(algorithm, "baseline", BASELINES)
+    baselines = np.asarray(baseline(returns, group_ids), np.float64)
+    check_shape(baseline, "baseline", baselines, returns.shape)
+    return baselines
+
+
+def scales_of(returns: Returns, group_ids: Sequence[str], algorithm: AlgorithmConfig) -> Returns:
+    """Return the scale of each rollout; the advantage is `(credit - baseline) * scale`.
+
+    With `normalize` "group_std" the scale is one over the population standard deviation of the
+    group's returns. With "batch_std" the deviation is that of all returns minus their baselines.
+    With "none" the scale is 1 (as in Dr. GRPO, arXiv 2503.20783).
 
     The scale is 0 for a single rollout with a group baseline, which cannot show which call was
     better. It is also 0 if the standard deviation is 0. Equal returns alone do not make it 0. With
     per-step and learned credit their calls can differ, and dropping groups whose returns are equal
     by chance would bias the gradient.
     """
-    baselines, scales = np.zeros_like(returns), np.ones_like(returns)
+    scales = np.ones_like(returns)
     for members in group_members(group_ids).values():
         group = returns[members]
-        if baseline in ("group_mean", "leave_one_out"):
-            baselines[members] = group_baselines(group, baseline)
-            scales[members] = 0.0 if len(group) == 1 else 1.0
-        if normalize == "group_std":
+        if len(group) == 1 and algorithm.baseline in ("group_mean", "leave_one_out"):
+            scales[members] = 0.0
+        if algorithm.normalize == "group_std":
             scales[members] = 0.0 if are_equal(group) else 1.0 / group.std()
-    if baseline == "batch_mean" and len(returns):
-        baselines[:] = returns.mean()
-    if normalize == "batch_std" and len(returns):
-        centred = returns - baselines
+    if algorithm.normalize == "batch_std" and len(returns):
+        centred = returns - baselines_of(returns, group_ids, algorithm)
         scales *= 0.0 if are_equal(centred) else 1.0 / centred.std()
-    return baselines, scales
+    return scales
 
 
 def difference(credit: float, baseline: float) -> float:
@@ -67,30 +102,27 @@ def difference(credit: float, baseline: float) -> float:
     return 0.0 if abs(gap) <= EQUAL_RETURNS * max(1.0, abs(credit)) else gap
 
 
-def are_equal(returns: Float[np.ndarray, " N"]) -> bool:
+def are_equal(returns: Returns) -> bool:
     """Return whether all returns are equal up to rounding error."""
     value_range = returns.max() - returns.min()
     return bool(value_range <= EQUAL_RETURNS * max(1.0, float(np.abs(returns).max())))
 
 
-def equal_groups(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> set[str]:
+def equal_groups(credit: Credit) -> set[str]:
     """Return the ids of the groups whose returns are all equal."""
-    returns = returns_of(trajectories, algorithm)
-    groups = group_members([trajectory.group_id for trajectory in trajectories])
-    return {group for group, members in groups.items() if are_equal(returns[members])}
+    groups = group_members([trajectory.group_id for trajectory in credit.trajectories])
+    return {group for group, members in groups.items() if are_equal(credit.returns[members])}
 
 
-def group_metrics(
-    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
-) -> dict[str, float]:
+def group_metrics(credit: Credit) -> dict[str, float]:
     """Return a step's number of groups and the shares of two kinds of group.
 
     One has equal returns. The other has equal rollout rewards but returns that differ through call
     rewards alone.
     """
-    rewards = np.asarray([trajectory.reward for trajectory in trajectories], np.float64)
-    groups = group_members([trajectory.group_id for trajectory in trajectories])
-    equal = equal_groups(trajectories, algorithm)
+    rewards = np.asarray([trajectory.reward for trajectory in credit.trajectories], np.float64)
+    groups = group_members([trajectory.group_id for trajectory in credit.trajectories])
+    equal = equal_groups(credit)
     by_calls = [
         group
         for group, members in groups.items()
@@ -104,9 +136,7 @@ def group_metrics(
 
 
 def step_advantages(
-    trajectories: Sequence[Trajectory],
-    algorithm: AlgorithmConfig,
-    values: Sequence[Sequence[CallValues]] | None = None,
+    credit: Credit, algorithm: AlgorithmConfig
 ) -> tuple[list[tuple[Advantage, ...]], dict[str, float]]:
     """Return (one tuple per trajectory with one advantage per transition, metrics of the step).
 
@@ -116,36 +146,25 @@ def step_advantages(
     which rollouts got that far, and the gradient stays unbiased.
 
     With identical credit, the baseline is the same for all calls of a rollout. With learned credit,
-    it corrects the critic's average error. Standard deviations are those of returns. `values` are
-    the critic's, None for 0. For turn_groups see `turn_advantages`.
+    it corrects the critic's average error. Standard deviations are those of returns. For
+    turn_groups see `turn_advantages`.
     """
-    knobs = {
-        "scheme": algorithm.credit,
-        "discount": algorithm.discount,
-        "gae_lambda": algorithm.gae_lambda,
-    }
-    known = [None] * len(trajectories) if values is None else values
-    credits = [
-        assign_credit(trajectory, values=of_calls, **knobs)
-        for trajectory, of_calls in zip(trajectories, known, strict=True)
-    ]
     if algorithm.credit == "turn_groups":
-        advantages = turn_advantages(trajectories, credits, algorithm)
+        advantages = turn_advantages(credit, algorithm)
     else:
-        advantages = _rollout_advantages(trajectories, credits, algorithm)
+        advantages = _rollout_advantages(credit, algorithm)
     sizes = [
-        abs(advantage) for calls in advantages for call in calls for advantage in _of_tokens(call)
+        abs(value)
+        for calls in advantages
+        for call in calls
+        for value in (call if isinstance(call, tuple) else (call,))
     ]
-    return advantages, group_metrics(trajectories, algorithm) | {
+    return advantages, group_metrics(credit) | {
         "train/advantage_abs_mean": sum(sizes) / max(len(sizes), 1),
     }
 
 
-def turn_advantages(
-    trajectories: Sequence[Trajectory],
-    credits: Sequence[tuple[Advantage, ...]],
-    algorithm: AlgorithmConfig,
-) -> list[tuple[Advantage, ...]]:
+def turn_advantages(credit: Credit, algorithm: AlgorithmConfig) -> list[tuple[Advantage, ...]]:
     """Compare each call with its group's calls at the same turn, as if they were a separate group.
 
     This is biased if agents choose when to stop, even with `leave_one_out` and without `normalize`.
@@ -154,41 +173,33 @@ def turn_advantages(
     rollouts reach a turn, the less of its gradient is left. A baseline that is one number for all
     calls of a rollout shrinks them all equally.
     """
-    flat: list[Any] = [credit for calls in credits for credit in calls]
+    flat: list[Any] = [value for calls in credit.calls for value in calls]
     turns = [
         f"{trajectory.group_id}/{turn}"
-        for trajectory, calls in zip(trajectories, credits, strict=True)
+        for trajectory, calls in zip(credit.trajectories, credit.calls, strict=True)
         for turn in range(len(calls))
     ]
-    baselines, scales = baselines_and_scales(
-        np.asarray(flat, np.float64),
-        turns,
-        baseline=algorithm.baseline,
-        normalize=algorithm.normalize,
-    )
+    returns = np.asarray(flat, np.float64)
+    baselines = baselines_of(returns, turns, algorithm).tolist()
+    scales = scales_of(returns, turns, algorithm).tolist()
     rest = iter(
         [
-            difference(*pair) * scale
-            for *pair, scale in zip(flat, baselines.tolist(), scales.tolist(), strict=True)
+            difference(value, baseline) * scale
+            for value, baseline, scale in zip(flat, baselines, scales, strict=True)
         ]
     )
-    return [tuple(itertools.islice(rest, len(calls))) for calls in credits]
+    return [tuple(itertools.islice(rest, len(calls))) for calls in credit.calls]
 
 
-def _rollout_advantages(
-    trajectories: Sequence[Trajectory],
-    credits: Sequence[tuple[Advantage, ...]],
-    algorithm: AlgorithmConfig,
-) -> list[tuple[Advantage, ...]]:
-    group_ids = [trajectory.group_id for trajectory in trajectories]
-    knobs = {"baseline": algorithm.baseline, "normalize": algorithm.normalize}
-    pairs = list(zip(credits, trajectories, strict=True))
+def _rollout_advantages(credit: Credit, algorithm: AlgorithmConfig) -> list[tuple[Advantage, ...]]:
+    group_ids = [trajectory.group_id for trajectory in credit.trajectories]
+    pairs = list(zip(credit.calls, credit.trajectories, strict=True))
     baselines = []
-    for turn in range(max(map(len, credits), default=0)):
+    for turn in range(max(map(len, credit.calls), default=0)):
         at_turn = np.asarray([credit_at(turn, *pair) for pair in pairs], np.float64)
-        baselines.append(baselines_and_scales(at_turn, group_ids, **knobs)[0].tolist())
+        baselines.append(baselines_of(at_turn, group_ids, algorithm).tolist())
     # Scales come from returns. With lambda below 1, credits hardly differ in a long rollout.
-    _, scales = baselines_and_scales(returns_of(trajectories, algorithm), group_ids, **knobs)
+    scales = scales_of(credit.returns, group_ids, algorithm).tolist()
 
     def advantage(credit: Advantage, baseline: float, scale: float) -> Advantage:
         if isinstance(credit, tuple):
@@ -196,24 +207,9 @@ def _rollout_advantages(
         return difference(credit, baseline) * scale
 
     return [
-        tuple(advantage(credit, baselines[turn][i], scale) for turn, credit in enumerate(calls))
-        for i, (calls, scale) in enumerate(zip(credits, scales.tolist(), strict=True))
+        tuple(advantage(value, baselines[turn][i], scale) for turn, value in enumerate(calls))
+        for i, (calls, scale) in enumerate(zip(credit.calls, scales, strict=True))
     ]
-
-
-def _of_tokens(advantage: Advantage) -> tuple[float, ...]:
-    return advantage if isinstance(advantage, tuple) else (advantage,)
-
-
-def returns_of(
-    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
-) -> Float[np.ndarray, " N"]:
-    """Return each rollout's return in float64, without any critic."""
-    scheme, discount = algorithm.credit, algorithm.discount
-    earned = [
-        rollout_return(trajectory, scheme=scheme, discount=discount) for trajectory in trajectories
-    ]
-    return np.asarray(earned, np.float64)
 
 
 def group_members(group_ids: Sequence[str]) -> dict[str, list[int]]:

@@ -61,7 +61,7 @@ def make_sequences(
     token_divisor: float = 1.0,
     adapters: Mapping[str, int] | None = None,
 ) -> list[TrainingSequence]:
-    """Build one sequence per call, with token weights from `weights.token_weights`.
+    """Build one sequence per call, with token weights from `token_weights`.
 
     All states that a critic learns from have equal weights, which sum to 1. A token that a grammar
     forced is not trained, because the policy did not choose it. With several policies, `adapters`

@@ -1,11 +1,23 @@
 """Settings of the learning algorithm, its batches and its optimizer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from lightning_jax.schema import Count, Natural, NonNegative, Positive, Section, Share, require
+
+# In YAML a name or FILE:FUNCTION, from Python also a function, which OmegaConf knows no type for.
+if TYPE_CHECKING:
+    Choice = str | Callable[..., Any]
+else:
+    Choice = Any
+
+
+def is_custom(choice: Choice) -> bool:
+    """Return whether a setting is a function, or names one as FILE:FUNCTION."""
+    return callable(choice) or (isinstance(choice, str) and ":" in choice)
 
 
 @dataclass(frozen=True)
@@ -13,7 +25,8 @@ class AlgorithmConfig(Section):
     """Settings that turn rewards into a loss. docs/algorithms.md lists them for each algorithm."""
 
     # Rewards and the choice of rollouts.
-    credit: str = "identical"  # identical, per_step, turn_groups, learned or learned_token
+    # Each Choice is also FILE:FUNCTION, or a function from Python; see docs/algorithms.md.
+    credit: Choice = "identical"  # identical, per_step, turn_groups, learned or learned_token
     # Per call, or per token with learned_token; unused by identical.
     discount: Annotated[float, Gt(0), Le(1)] = 1.0
     gae_lambda: Share = 1.0  # for learned and learned_token; 1: unbiased for any values
@@ -26,10 +39,10 @@ class AlgorithmConfig(Section):
     # by other tasks; such groups are never trained on. 1: replace no group.
     max_sampling_rounds: Count = 1
     # Advantages.
-    baseline: str = "group_mean"  # group_mean, leave_one_out, batch_mean or none
+    baseline: Choice = "group_mean"  # group_mean, leave_one_out, batch_mean or none
     normalize: Literal["group_std", "batch_std", "none"] = "group_std"  # divisor of the advantages
     # Loss of a token, and its weight.
-    loss: str = "clip"  # clip (PPO, per token), gspo (per call), cispo, reinforce or dpo
+    loss: Choice = "clip"  # clip (PPO, per token), gspo (per call), cispo, reinforce or dpo
     dpo_beta: Positive = 0.1  # for dpo: strength of the penalty for leaving the reference
     # Distance of the lower bound from ratio 1. 1: no lower bound.
     clip_low: Annotated[float, Gt(0), Le(1)] = 0.2
@@ -41,7 +54,7 @@ class AlgorithmConfig(Section):
     token_divisor: Positive = 1024.0  # for constant: divisor of a rollout's sum, in tokens
     # Off-policy correction.
     proximal: Literal["behavior", "old"] = "behavior"  # policy in the ratio's denominator
-    correction: str = "none"  # none, truncate or mask, by the ratio of old to behavior policy
+    correction: Choice = "none"  # none, truncate or mask, by the ratio of old to behavior policy
     # Scope of one ratio.
     correction_level: Literal["token", "sequence", "sequence_mean"] = "token"
     correction_low: NonNegative = 0.5  # for mask: smallest ratio that is kept
@@ -105,8 +118,9 @@ class AlgorithmConfig(Section):
             "loss": ("clip", "gspo", "cispo", "reinforce", "dpo"),
             "correction": ("none", "truncate", "mask"),
         }.items():
-            expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
-            require(self, **{name: (getattr(self, name) in choices, expected, "unknown")})
+            expected = f"{', '.join(choices)} or FILE:FUNCTION"
+            value = getattr(self, name)
+            require(self, **{name: (value in choices or is_custom(value), expected, "unknown")})
 
     def _check_preferences(self) -> None:
         """Refuse settings that DPO would otherwise ignore."""
@@ -143,8 +157,12 @@ class AlgorithmConfig(Section):
 
     @property
     def has_only_policy_gradient(self) -> bool:
-        """True if a token without an advantage has no gradient: no KL, entropy or value term."""
-        return self.kl_coef == 0 and self.entropy_coef == 0 and not self.has_critic
+        """True if a token without an advantage has no gradient: no KL, entropy or value term.
+
+        A custom loss may have other terms.
+        """
+        has_other_terms = self.kl_coef > 0 or self.entropy_coef > 0 or is_custom(self.loss)
+        return not (has_other_terms or self.has_critic)
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -154,6 +172,8 @@ class AlgorithmConfig(Section):
 
 @dataclass(frozen=True)
 class BatchConfig(Section):
+    """Shape of a batch. A microbatch has `rows` rows."""
+
     rows: Count = 1  # rows of a microbatch; gradients are summed over the microbatches
     row_len: Annotated[int, Ge(16)] = 2048  # nodes per row
     max_targets: Count = 1024  # sampled tokens per row; equal tokens of siblings count separately
@@ -167,6 +187,8 @@ class BatchConfig(Section):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
+    """Settings of AdamW and its learning rate."""
+
     learning_rate: Positive = 1e-6
     warmup_steps: Natural = 0  # updates over which the rate rises linearly from 0
     # Updates of cosine decay to a tenth of the rate, after the warm-up. None: constant.

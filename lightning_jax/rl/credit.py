@@ -1,66 +1,132 @@
 """Credit assignment: the share of a rollout's reward that each LLM call is responsible for."""
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+
+import numpy as np
+from jaxtyping import Float
 
 from lightning_jax.errors import InvalidValue
+from lightning_jax.rl.choices import choose, wrong_result
+from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.gae import CallValues, rollout_gae
+from lightning_jax.rl.token_weights import num_trained
 from lightning_jax.types import Advantage, Trajectory
 
+CreditScheme = Callable[[Trajectory], tuple[Advantage, ...]]
 
-def assign_credit(
-    trajectory: Trajectory,
-    *,
-    scheme: str,
-    discount: float,
-    gae_lambda: float = 1.0,
-    values: Sequence[CallValues] | None = None,
-) -> tuple[Advantage, ...]:
-    """Return one credit per transition, in reward units, or `()` for a rollout without calls.
 
-    "identical": every call gets the whole return, the rollout's reward plus all call rewards
-    (arXiv 2508.03680). "per_step": call t gets `sum_k discount^(k-t) * r_k` over k >= t, with the
-    rollout's reward earned at its last call. "turn_groups": the same, but `advantages` compares
-    calls of the same turn. "learned": generalized advantage estimation over the calls (arXiv
-    1506.02438) with `values` of the prompts, None for 0. "learned_token": the same over trained
-    tokens, with one credit per token. A call without trained tokens has one credit.
+@dataclass(frozen=True)
+class Credit:
+    """Rollouts of a step with their credit, which is assigned once and carried along."""
 
-    With `gae_lambda` 1 and values of 0, "learned" equals "per_step". It also equals "identical" if
-    nothing is discounted and no call has its own reward. Raises ValueError for another scheme or a
-    call reward that is not finite.
-    """
-    for transition in trajectory.transitions:
-        if not math.isfinite(transition.reward):
-            raise InvalidValue(
-                f"call {transition.call_id!r} of rollout {trajectory.rollout_id!r} has reward "
-                f"{transition.reward}; rewards must be finite",
-                reason="not_finite",
-                key=transition.call_id,
-            )
-    if scheme == "identical":
+    trajectories: Sequence[Trajectory]
+    calls: list[tuple[Advantage, ...]]  # of each rollout, one per transition, in reward units
+    returns: Float[np.ndarray, " N"]  # of each rollout, without a critic
+
+
+def identical() -> CreditScheme:
+    """Give every call the rollout's reward plus all call rewards (arXiv 2508.03680)."""
+
+    def credit(trajectory: Trajectory) -> tuple[float, ...]:
         whole = trajectory.reward + math.fsum(t.reward for t in trajectory.transitions)
         return (whole,) * len(trajectory.transitions)
-    if scheme in ("per_step", "turn_groups"):
-        return _discounted_returns(trajectory, discount)
-    if scheme in ("learned", "learned_token"):
-        per_token = scheme == "learned_token"
+
+    return credit
+
+
+def per_step(discount: float = 1.0) -> CreditScheme:
+    """Give call t the sum of `discount^(k-t) * r_k` over k >= t.
+
+    The rollout's reward is earned at its last call.
+    """
+
+    def credit(trajectory: Trajectory) -> tuple[float, ...]:
+        rewards = [t.reward for t in trajectory.transitions]
+        if rewards:
+            rewards[-1] += trajectory.reward
+        # Backwards: G_t = r_t + discount * G_{t+1}.
+        returns = itertools.accumulate(reversed(rewards), lambda later, r: r + discount * later)
+        return tuple(returns)[::-1]
+
+    return credit
+
+
+def learned(
+    discount: float = 1.0, gae_lambda: float = 1.0, *, per_token: bool = False
+) -> Callable[[Trajectory, Sequence[CallValues] | None], tuple[Advantage, ...]]:
+    """Estimate generalized advantages over a rollout's calls or trained tokens (arXiv 1506.02438).
+
+    The scheme also takes the critic's values of the states, None for 0. A call without trained
+    tokens has one credit. With `gae_lambda` 1 and values of 0, the credit of calls equals that of
+    `per_step`. It also equals `identical` if nothing is discounted and no call has its own reward.
+    """
+
+    def credit(
+        trajectory: Trajectory, values: Sequence[CallValues] | None
+    ) -> tuple[Advantage, ...]:
         calls = rollout_gae(
             trajectory, values, per_token=per_token, discount=discount, lam=gae_lambda
         )
         return tuple(advantages if per_token else advantages[0] for advantages, _ in calls)
-    raise InvalidValue(
-        f"credit scheme is {scheme!r}; expected identical, per_step, turn_groups, learned or "
-        "learned_token.",
-        reason="unknown",
-        key="scheme",
-    )
+
+    return credit
 
 
-def rollout_return(trajectory: Trajectory, *, scheme: str, discount: float) -> float:
-    """Return the rollout's return from its first call, or its reward alone if it made no call."""
-    return credit_at(0, assign_credit(trajectory, scheme=scheme, discount=discount), trajectory)
+SCHEMES: dict[str, Callable[[AlgorithmConfig], Callable[..., tuple[Advantage, ...]]]] = {
+    "identical": lambda _: identical(),
+    "per_step": lambda a: per_step(a.discount),
+    "turn_groups": lambda a: per_step(a.discount),  # but `advantages` compares calls of a turn
+    "learned": lambda a: learned(a.discount, a.gae_lambda),
+    "learned_token": lambda a: learned(a.discount, a.gae_lambda, per_token=True),
+}
+
+
+def assign_credit(
+    trajectories: Sequence[Trajectory],
+    algorithm: AlgorithmConfig,
+    values: Sequence[Sequence[CallValues]] | None = None,
+) -> Credit:
+    """Assign the credit of `algorithm.credit`, with the critic's values if there is a critic.
+
+    A rollout's return is the credit of its first call, or its reward alone if it made no call. With
+    a critic, it is the discounted sum of its rewards. Raises ValueError for a call reward that is
+    not finite.
+    """
+    for trajectory in trajectories:
+        for call in trajectory.transitions:
+            if not math.isfinite(call.reward):
+                raise InvalidValue(
+                    f"call {call.call_id!r} of rollout {trajectory.rollout_id!r} has reward "
+                    f"{call.reward}; rewards must be finite",
+                    reason="not_finite",
+                    key=call.call_id,
+                )
+    scheme = choose(algorithm, "credit", SCHEMES)
+    if algorithm.has_critic:
+        known = [None] * len(trajectories) if values is None else values
+        calls = [scheme(*pair) for pair in zip(trajectories, known, strict=True)]
+        plain = choose(replace(algorithm, gae_lambda=1.0), "credit", SCHEMES)
+        first = [plain(trajectory, None) for trajectory in trajectories]
+    else:
+        calls = first = [_of_calls(scheme, trajectory) for trajectory in trajectories]
+    returns = [credit_at(0, *pair) for pair in zip(first, trajectories, strict=True)]
+    return Credit(trajectories, calls, np.asarray(returns, np.float64))
+
+
+def _of_calls(scheme: CreditScheme, trajectory: Trajectory) -> tuple[Advantage, ...]:
+    """Return what the scheme gives each call. Raises ValueError for a wrong number of credits."""
+    credits, counts = scheme(trajectory), [max(num_trained(t), 1) for t in trajectory.transitions]
+    if not isinstance(credits, Sequence | np.ndarray) or len(credits) != len(counts):
+        raise wrong_result(scheme, "credit", f"{credits!r:.80}", f"one per call, {len(counts)}")
+    for credit, count in zip(credits, counts, strict=True):
+        if len(credit) != count if isinstance(credit, tuple) else not isinstance(credit, Real):
+            expected = f"a number, or a tuple of {count}, one per trained token"
+            raise wrong_result(scheme, "credit", f"{credit!r:.80} for a call", expected)
+    return tuple(credits)
 
 
 def credit_at(turn: int, credits: Sequence[Advantage], trajectory: Trajectory) -> float:
@@ -98,17 +164,7 @@ def punish_overlong(
         for call in trajectory.transitions:
             size = len(call.response_token_ids)
             cost = penalty * overlong_penalty(size, max_tokens=max_tokens, buffer=buffer)
-            transitions.append(dataclasses.replace(call, reward=call.reward - cost))
+            transitions.append(replace(call, reward=call.reward - cost))
             costs.append(cost)
-        shaped.append(dataclasses.replace(trajectory, transitions=tuple(transitions)))
+        shaped.append(replace(trajectory, transitions=tuple(transitions)))
     return shaped, {"train/overlong_penalty_mean": sum(costs) / max(len(costs), 1)}
-
-
-def _discounted_returns(trajectory: Trajectory, discount: float) -> tuple[float, ...]:
-    if not trajectory.transitions:
-        return ()
-    rewards = [t.reward for t in trajectory.transitions]
-    rewards[-1] += trajectory.reward
-    # Backwards: G_t = r_t + discount * G_{t+1}.
-    returns = itertools.accumulate(reversed(rewards), lambda later, r: r + discount * later)
-    return tuple(returns)[::-1]

@@ -15,10 +15,11 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Float
 
-from lightning_jax.rl.advantages import are_equal, group_members, returns_of
+from lightning_jax.rl.advantages import are_equal, group_members
 from lightning_jax.rl.batch import Batch, TrainingSequence
 from lightning_jax.rl.batching import TOO_LARGE, drop_stale, make_sequences, why_dropped
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
+from lightning_jax.rl.credit import Credit
 from lightning_jax.rl.token_weights import num_trained
 from lightning_jax.types import Trajectory
 
@@ -26,7 +27,7 @@ Pair = tuple[int, int]  # indices of the chosen and of the rejected rollout
 
 
 def make_pairs(
-    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, *, policy_version: int
+    credit: Credit, algorithm: AlgorithmConfig, *, policy_version: int
 ) -> tuple[list[Pair], int]:
     """Return (the pairs of a step, number of stale calls).
 
@@ -34,13 +35,13 @@ def make_pairs(
     and so on while returns differ. A rollout is in at most one pair. A rollout with a stale call
     or without a trained token is not paired.
     """
+    trajectories, returns = credit.trajectories, credit.returns
     fresh, _, num_stale = drop_stale(
         trajectories,
         [trajectory.transitions for trajectory in trajectories],
         policy_version=policy_version,
         max_staleness=algorithm.max_staleness,
     )
-    returns = returns_of(trajectories, algorithm)
     usable = [
         len(left.transitions) == len(whole.transitions) and any(map(num_trained, left.transitions))
         for left, whole in zip(fresh, trajectories, strict=True)

@@ -6,7 +6,7 @@ returns are in reward units.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from lightning_jax.rl.batch import Batch, StateValues, TrainingSequence
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.token_weights import num_trained
-from lightning_jax.types import Trajectory, Transition
+from lightning_jax.types import Trajectory
 
 # Values of the states of one call in order, or None if they were not computed.
 CallValues = tuple[float, ...] | None
@@ -53,7 +53,7 @@ def rollout_gae(
     A call's reward is earned in its last state, the rollout's reward in the last state of all. A
     call without a trained token is one state without a value.
     """
-    counts = [_num_states(call, per_token) for call in trajectory.transitions]
+    counts = [max(num_trained(t), 1) if per_token else 1 for t in trajectory.transitions]
     known = [(0.0,) * count for count in counts] if values is None else values
     rewards: list[float] = []
     flat: list[float | None] = []
@@ -140,7 +140,8 @@ def learnable_states(
                 calls.append(None)
                 num_missing += 1
                 continue
-            positions = tuple(_trained(call)) if per_token else (0,)
+            trained = tuple(i for i, forced in enumerate(call.forced) if not forced)
+            positions = trained if per_token else (0,)
             calls.append(StateValues(positions, of_call, wanted))
             pairs += zip(of_call, followed, strict=True)
         states.append(tuple(calls))
@@ -157,11 +158,3 @@ def _fit(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
         left = (returns - values).var() / returns.var()
         metrics["train/value_explained_variance"] = float(1.0 - left)
     return metrics
-
-
-def _num_states(call: Transition, per_token: bool) -> int:
-    return max(num_trained(call), 1) if per_token else 1
-
-
-def _trained(call: Transition) -> Iterator[int]:
-    return (i for i, forced in enumerate(call.forced) if not forced)

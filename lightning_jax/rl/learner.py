@@ -1,270 +1,87 @@
-"""Objective and optimizer of one phase, applied to the forest batches of a step."""
+"""Weights in training, for a loop of one's own."""
 
-import dataclasses
-import itertools
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
-import optax
-from jax.sharding import Mesh
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-from lightning_jax.models.config import policy_indices
-from lightning_jax.models.lora import overlay
-from lightning_jax.models.sharding import (
-    batch_sharding,
-    param_shardings,
-    put_on_mesh,
-    to_host,
-)
-from lightning_jax.models.transformer import DecoderConfig, Params
-from lightning_jax.rl import train_step
-from lightning_jax.rl.batch import Batch, TrainingSequence
-from lightning_jax.rl.batching import make_batches, why_dropped
-from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
-from lightning_jax.rl.dpo import drop_broken_pairs, weigh_pairs
-from lightning_jax.rl.gae import CallValues, state_sequences, values_by_call
-from lightning_jax.rl.kl_costs import charge_later_calls, has_later_calls
-from lightning_jax.rl.losses.policy import is_maximum
-from lightning_jax.rl.microbatches import measure
-from lightning_jax.rl.multi_policy.adapters import (
-    AdapterPolicies,
-    find_trained_policies,
-)
-from lightning_jax.rl.token_weights import split_minibatches
-from lightning_jax.rl.train_state import TrainState, init_state
-from lightning_jax.rl.train_step import TrainFunctions
+from lightning_jax.models.config import MeshConfig
+from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.sharding import make_mesh, num_row_shards
+from lightning_jax.models.transformer import Params
+from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.rl.gae import CallValues
+from lightning_jax.rl.updater import make_updater
 from lightning_jax.types import Metrics, Trajectory
 
-NO_MOMENTS = optax.set_to_zero()
 
-
-@dataclass(frozen=True)
 class Learner:
-    """Stateless factory and updater of train states."""
+    """Weights in training: the current ones, the optimizer's state and, if needed, a reference.
 
-    model: DecoderConfig
-    mesh: Mesh
-    optimizer: optax.GradientTransformation
-    functions: TrainFunctions
-    batch: BatchConfig
-    skip_zero_advantage: bool
-    num_epochs: int = 1
-    num_minibatches: int = 1
-    needs_old_logprobs: bool = False  # True if the objective distinguishes them from the sampler's
-    values_per_token: bool = False  # states of the critic: tokens if True, else calls
-    policies: AdapterPolicies | None = None  # policies to train; None: a single policy
-    dpo_beta: float | None = None  # None: the loss is not DPO
-    reward_kl: AlgorithmConfig | None = None  # settings if the KL is in the reward
-    seed: int = 0  # for the order of minibatches
+    Starts from a copy of the model's weights, in float32. Of a model with adapters it trains only
+    the adapters. By default it uses all devices, and a microbatch has one row for each device that
+    shares it. `dtype` is that of the computation, by default the model's own.
+    """
 
-    def init(self, params: Params, *, trains: bool = True) -> TrainState:
-        """Place all weights, `params`, and return a state with fresh moments.
-
-        Takes ownership of `params`. With `trains=False` the state has neither moments nor a critic
-        and must not be updated.
-        """
-        sharded = put_on_mesh(params, param_shardings(self.model, self.mesh), donate=True)
-        return self.fresh(sharded) if trains else init_state(sharded, NO_MOMENTS)
-
-    def fresh(self, sharded: Params) -> TrainState:
-        """Return a state with fresh moments for weights that are already sharded."""
-        return init_state(sharded, self.optimizer, self.functions.critic)
-
-    def values(
-        self, state: TrainState, trajectories: Sequence[Trajectory]
-    ) -> tuple[list[tuple[CallValues, ...]] | None, Metrics]:
-        """Return (the critic's values of the states of each call, metrics).
-
-        Without a critic, return (None, {}). A call that does not fit a row has None. The values
-        come from one forward pass over a forest of the states, in the shape of the training
-        batches.
-        """
-        if state.critic is None:
-            return None, {}
-        started = time.monotonic()
-        sequences = state_sequences(
-            trajectories, per_token=self.values_per_token, adapters=self._adapters
-        )
-        batches, _ = make_batches(sequences, self.batch)
-        sharded = put_on_mesh(batches, batch_sharding(self.mesh))
-        weights = state.policy, state.critic.head
-        measured = measure(self.functions.values_fn, sharded, *weights)
-        values = values_by_call(trajectories, batches, to_host(measured))
-        return values, {"time/values_s": time.monotonic() - started}
-
-    def update(
-        self, state: TrainState, sequences: Sequence[TrainingSequence], reference: Params | None
-    ) -> tuple[TrainState, Metrics]:
-        """Run the optimizer updates of one step and return (the new state, metrics).
-
-        Takes ownership of `state`. There are `num_epochs` passes of up to `num_minibatches`
-        updates, the same in each pass. Sequences without a gradient are left out before the split.
-        Policies that learn separately have their own minibatches, updated side by side.
-
-        If no sequence has a gradient, the state is returned unchanged with `train/num_updates` 0
-        and `train/skipped_updates` 1. Otherwise the latter counts updates with a non-finite
-        gradient.
-        """
-        started, metrics = time.monotonic(), {}
-        if self.dpo_beta is not None:
-            sequences, num_broken = drop_broken_pairs(sequences, self.batch)
-            metrics["train/dropped_pairs"] = float(num_broken)
-        minibatch_sequences = self._minibatches(sequences, state)
-        parts = [
-            make_batches(part, self.batch, skip_zero_advantage=self.skip_zero_advantage)
-            for part in minibatch_sequences
-        ]
-        metrics |= _merge_packing([stats for _, stats in parts])
-        metrics["time/batching_s"] = time.monotonic() - started
-        rows = batch_sharding(self.mesh)
-        minibatches = [put_on_mesh(batches, rows) for batches, _ in parts if batches]
-        if self.reward_kl is not None and has_later_calls(sequences):
-            assert reference is not None, "a KL needs a reference policy"
-            filled = [pair for pair in zip(minibatch_sequences, parts, strict=True) if pair[1][0]]
-            minibatches = [
-                self._charge(self.reward_kl, some, batches, sharded, state, reference)
-                for (some, (batches, _)), sharded in zip(filled, minibatches, strict=True)
-            ]
-        present = [self._find_trained_policies(batches) for batches, _ in parts if batches]
-        metrics["train/num_batches"] = float(sum(map(len, minibatches)))
-        if not minibatches:
-            return state, metrics | {"train/skipped_updates": 1.0, "train/num_updates": 0.0}
-        # With a single update the old log-probabilities equal the current ones.
-        if self.needs_old_logprobs and self.num_epochs * len(minibatches) > 1:
-            minibatches = [
-                train_step.with_old_logprobs(self.functions, state.policy, batches)
-                for batches in minibatches
-            ]
-        known = None
-        if self.dpo_beta is not None:  # one minibatch, whose loss needs no other reference values
-            assert reference is not None, "DPO keeps one"
-            known = self._logprobs(minibatches[0], overlay(state.base, reference))
-            reference = None
-        updates = []
-        for batches, some in list(zip(minibatches, present, strict=True)) * self.num_epochs:
-            measured: Metrics = {}
-            if known is not None:
-                current = self._logprobs(batches, state.policy)
-                batches, measured = self._prefer(
-                    minibatch_sequences[0], parts[0][0], batches, current, known
-                )
-            state, learned = train_step.update(self.functions, state, batches, reference, some)
-            updates.append(learned | measured)
-        seconds = (time.monotonic() - started) / self.num_epochs
-        return state, metrics | merge_updates(updates) | {
-            "train/tokens_per_s": metrics["train/tokens_naive"] / seconds,
-            "train/forest_tokens_per_s": metrics["train/tokens_forest"] / seconds,
-        }
-
-    def _logprobs(self, sharded: Sequence[Batch], weights: Params) -> Any:
-        """Return the log-probabilities of each batch's targets, on the host."""
-        return to_host(measure(self.functions.logprobs_fn, sharded, weights))
-
-    def _prefer(
+    def __init__(
         self,
-        sequences: Sequence[TrainingSequence],
-        batches: Sequence[Batch],
-        sharded: Sequence[Batch],
-        logprobs: Any,
-        ref_logprobs: Any,
-    ) -> tuple[list[Batch], Metrics]:
-        """Return (the sharded batches with DPO advantages, metrics of the pairs).
-
-        `batches` are the same batches on the host, packed from `sequences`.
-        """
-        beta = self.dpo_beta
-        assert beta is not None, "DPO has one"
-        advantages, metrics = weigh_pairs(sequences, batches, logprobs, ref_logprobs, beta=beta)
-        return [
-            dataclasses.replace(batch, advantages=values)
-            for batch, values in zip(
-                sharded, put_on_mesh(advantages, batch_sharding(self.mesh)), strict=True
-            )
-        ], metrics
+        model: LoadedModel,
+        algorithm: AlgorithmConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        batch: BatchConfig | None = None,
+        *,
+        mesh: MeshConfig | None = None,
+        dtype: str | None = None,
+        remat: bool = False,
+        seed: int = 0,
+    ) -> None:
+        algorithm, devices = algorithm or AlgorithmConfig(), make_mesh(mesh or MeshConfig())
+        self.updater = make_updater(
+            model.config,
+            algorithm,
+            optimizer or OptimizerConfig(),
+            batch or BatchConfig(rows=num_row_shards(devices)),
+            mesh=devices,
+            dtype=dtype or str(model.params["embed"]["embedding"].dtype),
+            remat=remat,
+            seed=seed,
+        )
+        self._shell = replace(model, params={})
+        self.state = self.updater.init(jax.tree.map(np.array, model.params))
+        copied = jax.tree.map(jnp.copy, self.state.params) if algorithm.has_reference else None
+        self.reference: Params | None = copied
 
     @property
-    def _adapters(self) -> dict[str, int]:
-        return policy_indices(() if self.policies is None else self.policies.names)
+    def params(self) -> Params:
+        """Trained weights, for `Engine.publish`: all of them or, with adapters, the adapters."""
+        return self.state.params
 
-    def _charge(
-        self,
-        algorithm: AlgorithmConfig,
-        sequences: Sequence[TrainingSequence],
-        batches: Sequence[Batch],
-        sharded: Sequence[Batch],
-        state: TrainState,
-        reference: Params,
-    ) -> list[Batch]:
-        """Return the sharded batches with the KL of later calls subtracted from the advantages."""
-        current = self._logprobs(sharded, state.policy)
-        known = self._logprobs(sharded, overlay(state.base, reference))
-        advantages = charge_later_calls(sequences, batches, current, known, algorithm)
-        return [
-            dataclasses.replace(batch, advantages=values)
-            for batch, values in zip(
-                sharded, put_on_mesh(advantages, batch_sharding(self.mesh)), strict=True
-            )
-        ]
+    @property
+    def model(self) -> LoadedModel:
+        """The model with the current weights, such as for `save_hf`.
 
-    def _minibatches(
-        self, sequences: Sequence[TrainingSequence], state: TrainState
-    ) -> list[list[TrainingSequence]]:
-        """Return the sequences of each update of a pass.
-
-        The order depends on the seed and the number of updates so far. Sequences that no row takes
-        go to the first part, so that they are counted.
+        The next `update` deletes them.
         """
-        if self.num_minibatches == 1:
-            return [list(sequences)]
-        taken, left_out = [], []
-        for sequence in sequences:
-            is_left_out = why_dropped(sequence, self.batch, self.skip_zero_advantage) is not None
-            (left_out if is_left_out else taken).append(sequence)
-        seed = f"{self.seed} {int(to_host(state.step))}"
-        by_policy = [taken]
-        if self.policies is not None and self.policies.separate:
-            by_policy = [
-                [sequence for sequence in taken if sequence.adapter == index]
-                for index in range(self.policies.number)
-            ]
-        parts = [split_minibatches(part, self.num_minibatches, seed) for part in by_policy]
-        first, *others = [
-            list(itertools.chain(*some)) for some in itertools.zip_longest(*parts, fillvalue=())
-        ]
-        return [first + left_out, *others]
+        return replace(self._shell, params=self.state.policy)
 
-    def _find_trained_policies(self, batches: Sequence[Batch]) -> Any:
-        return None if self.policies is None else find_trained_policies(self.policies, batches)
+    def values(
+        self, trajectories: Sequence[Trajectory]
+    ) -> tuple[list[tuple[CallValues, ...]] | None, Metrics]:
+        """Return (the critic's values for `prepare`, metrics), or (None, {}) without a critic.
 
+        Blocks while it computes.
+        """
+        return self.updater.values(self.state, trajectories)
 
-def merge_updates(updates: Sequence[Metrics]) -> Metrics:
-    """Return one row of metrics for the updates of a step, of which there is at least one.
+    def update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
+        """Run the optimizer updates of one step and return metrics.
 
-    Counts are added, maxima stay maxima, and the rest are means. The sampler-trainer gap is that of
-    the first update, whose weights did the sampling.
-    """
-    row = {"train/num_updates": float(len(updates))}
-    for name in updates[0]:
-        values = [update[name] for update in updates]
-        if name == "train/mismatch_kl":
-            row[name] = values[0]
-        elif is_maximum(name):
-            row[name] = max(values)
-        else:
-            is_count = name.startswith(("train/skipped_updates", "train/num_tokens"))
-            count = 1 if is_count else len(values)
-            row[name] = sum(values) / count
-    return row
-
-
-def _merge_packing(parts: Sequence[Metrics]) -> Metrics:
-    """Return the packing metrics of a step from those of its parts.
-
-    Parts have about the same size, so shares are averaged.
-    """
-    return {
-        name: sum(part[name] for part in parts) / (len(parts) if name.endswith("_share") else 1)
-        for name in parts[0]
-    }
+        If no sequence has a gradient, the weights stay the same and `train/num_updates` is 0.
+        Blocks while it compiles, at first, and computes. While agents run on the same event loop,
+        call it as `await asyncio.to_thread(learner.update, sequences)`.
+        """
+        self.state, metrics = self.updater.update(self.state, sequences, self.reference)
+        return metrics

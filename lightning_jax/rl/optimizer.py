@@ -1,7 +1,5 @@
 """AdamW and its learning-rate schedule, built from the configuration."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -39,10 +37,6 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
             eps=config.eps,
             mu_dtype=config.mu_dtype,
             weight_decay=config.weight_decay,
-            mask=_is_matrix,
+            mask=lambda params: jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, params),
         ),
     )
-
-
-def _is_matrix(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, params)

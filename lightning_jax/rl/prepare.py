@@ -7,7 +7,7 @@ from lightning_jax.rl.advantages import group_metrics, step_advantages
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.batching import drop_stale, make_sequences
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.credit import punish_overlong
+from lightning_jax.rl.credit import assign_credit, punish_overlong
 from lightning_jax.rl.dpo import make_pairs, pair_sequences
 from lightning_jax.rl.gae import CallValues, learnable_states
 from lightning_jax.types import Trajectory
@@ -37,10 +37,15 @@ def prepare_step(
             max_tokens=algorithm.overlong_max_tokens,
             buffer=algorithm.overlong_buffer,
         )
+    credit = assign_credit(trajectories, algorithm, values)
     if algorithm.loss == "dpo":
-        sequences, of_pairs = _prepare_pairs(trajectories, algorithm, policy_version, adapters)
-        return sequences, metrics | of_pairs
-    advantages, of_groups = step_advantages(trajectories, algorithm, values)
+        pairs, num_stale = make_pairs(credit, algorithm, policy_version=policy_version)
+        return pair_sequences(trajectories, pairs, adapters=adapters), metrics | {
+            **group_metrics(credit),
+            "train/num_pairs": float(len(pairs)),
+            "train/dropped_stale": float(num_stale),
+        }
+    advantages, of_groups = step_advantages(credit, algorithm)
     metrics |= of_groups
     limits = {"policy_version": policy_version, "max_staleness": algorithm.max_staleness}
     states = None
@@ -65,17 +70,3 @@ def prepare_step(
         adapters=adapters,
     )
     return sequences, metrics | {"train/dropped_stale": float(num_stale)}
-
-
-def _prepare_pairs(
-    trajectories: Sequence[Trajectory],
-    algorithm: AlgorithmConfig,
-    policy_version: int,
-    adapters: Mapping[str, int] | None,
-) -> tuple[list[TrainingSequence], dict[str, float]]:
-    pairs, num_stale = make_pairs(trajectories, algorithm, policy_version=policy_version)
-    sequences = pair_sequences(trajectories, pairs, adapters=adapters)
-    return sequences, group_metrics(trajectories, algorithm) | {
-        "train/num_pairs": float(len(pairs)),
-        "train/dropped_stale": float(num_stale),
-    }

@@ -38,7 +38,7 @@ class TrainFunctions:
     `logprobs_fn(bundle, count, policy)` measures the targets, a list of [B, R] in nats.
     `values_fn(bundle, count, policy, value_head)` measures the states in which they were chosen.
     `policy` is all weights. `measure` calls both. All functions take bundles of one size
-    (`bundles.py`), so each compiles once per batch shape.
+    (`microbatches.py`), so each compiles once per batch shape.
     """
 
     grads_fn: Callable[..., tuple[Any, Metrics]]
@@ -68,7 +68,7 @@ def make_train_functions(  # noqa: PLR0913  (the arguments are independent)
     of weights in the forward pass. Gradients and stored weights stay float32. An objective with an
     entropy bonus needs `entropy_gradient`. With a critic a batch needs `states`. Sharded weights
     need `gather` from `sharding.make_gather`. With separate `policies`, the optimizers must
-    come from `several.vmap_optimizer`.
+    come from `vmap_optimizer`.
     """
     forward = ForwardPass(config, head_chunk, remat, compute_dtype, entropy_gradient, gather)
 
@@ -218,7 +218,11 @@ def _move(
 
 
 def _move_if(finite: Bool[Array, ""], move: Callable[..., Any], old: Any, grads: Any) -> Any:
-    """Return `move(old, grads)`, or `old` if the gradient is not finite."""
+    """Return `move(old, grads)`, or `old` if the gradient is not finite.
+
+    `optax.apply_if_finite` would apply such a gradient after a number of steps, and would judge the
+    weights and the value head separately.
+    """
 
     def by_choice(old: Any, grads: Any) -> Any:
         return _keep(finite, move(old, grads), old)

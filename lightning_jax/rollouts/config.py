@@ -91,6 +91,8 @@ def _words(line: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RolloutConfig(Section):
+    """Settings of rollouts: how many, for how long, and how they sample."""
+
     tasks_per_step: Count = 8
     group_size: Count = 4  # rollouts of one task in one step
     concurrency: Count = 16  # rollouts running at once

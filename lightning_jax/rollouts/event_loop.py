@@ -1,24 +1,29 @@
 """Separate event loop and thread for agents.
 
 An agent that blocks, for example in a synchronous client, delays other agents but neither the
-server nor the deadlines. Each `asyncio.to_thread` call of an agent gets its own thread, so a call
-that never returns does not block the others.
+server nor the deadlines. A watchdog logs the line that blocks. Each `asyncio.to_thread` call of an
+agent gets its own thread, so a call that never returns does not block the others.
 """
 
 import asyncio
 import contextvars
 import logging
+import sys
+import sysconfig
 import threading
-from collections.abc import AsyncIterator, Callable
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from lightning_jax.rollouts.runner import GRACE_S, Agent, Result
-from lightning_jax.system.watchdog import watched_loop
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
+
+TICK_S = 1.0
+PATIENCE = 10  # ticks without an iteration of the loop
 
 
 @asynccontextmanager
@@ -100,6 +105,55 @@ async def _run_on(loop: asyncio.AbstractEventLoop, agent: Agent, task: Task, llm
     if error is not None:
         raise error
     return result
+
+
+@contextmanager
+def watched_loop(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, tick_s: float = TICK_S
+) -> Iterator[None]:
+    """Log, while this context is open, when the loop in `thread` is blocked, and at which line.
+
+    Ticks are counted instead of seconds, because a process that was suspended has not blocked.
+    """
+    turned, stop = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        missed = 0
+        while not stop.wait(tick_s):
+            missed = 0 if turned.is_set() else missed + 1
+            turned.clear()
+            if loop.is_closed():
+                return
+            loop.call_soon_threadsafe(turned.set)
+            if missed == PATIENCE:
+                where = current_line(thread)
+                log.warning(
+                    "an agent has blocked the event loop of all agents for %g s at %s; make it a "
+                    "plain function, use an async client or asyncio.to_thread, or run it in its "
+                    "own process (agent.python)",
+                    missed * tick_s,
+                    where,
+                    extra={"event": "agent_blocks_loop", "where": where},
+                )
+
+    turned.set()
+    watcher = threading.Thread(target=watch, name="loop-watchdog", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()
+
+
+def current_line(thread: threading.Thread) -> str:
+    """Return the thread's innermost line outside the standard library and installed packages."""
+    assert thread.ident is not None, "it was started"
+    stack = traceback.extract_stack(sys._current_frames()[thread.ident])
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    ours = [frame for frame in stack if not frame.filename.startswith(libraries)]
+    frame = (ours or list(stack))[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name} ({frame.line})"
 
 
 class _ThreadPerCall(ThreadPoolExecutor):

@@ -1,7 +1,6 @@
 """Conversion of finished rollouts to trajectories, with counts of dropped data."""
 
 import re
-import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import attach_loose_calls
 from lightning_jax.types import FINISHED, Metrics, Rollout, Span, Task, Trajectory, Transition
 
-MAX_DETAIL_CHARS = 240  # of a failure's detail
 # Maximum names of one kind in a row of metrics: agents' metrics, sub-agents, failure reasons.
 MAX_NAMES = 200
 MAX_NAME_CHARS = 100
@@ -61,33 +59,6 @@ class TraceReader:
         transitions = assign_roles(spans, transitions, self.roles, self.policies)
         transitions, applied = apply_rules(spans, transitions, self.rules, self.decode)
         return transitions, reasons, applied
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Group of rollouts that failed with the same status and reason."""
-
-    status: str
-    reason: str
-    count: int
-    example: str  # a rollout id
-    detail: str = ""  # detail of the example's failure, on one line
-
-
-def failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
-    """Group failed rollouts by status and reason, most frequent first.
-
-    The example is the first rollout of a group.
-    """
-    alike: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
-    for rollout in rollouts:
-        if rollout.reason is not None:
-            alike[rollout.status, rollout.reason].append(rollout)
-    found = [
-        Failure(*key, len(those), those[0].rollout_id, _one_line(those[0].detail or ""))
-        for key, those in alike.items()
-    ]
-    return tuple(sorted(found, key=lambda failure: -failure.count))
 
 
 def to_trajectories(
@@ -322,10 +293,6 @@ def _shown(counts: Counter[str]) -> dict[str, str]:
     """
     kept = {name for name, _ in counts.most_common(MAX_NAMES) if len(name) <= MAX_NAME_CHARS}
     return {name: name if name in kept else OTHER for name in counts}
-
-
-def _one_line(text: str) -> str:
-    return textwrap.shorten(text, MAX_DETAIL_CHARS, placeholder=" ...")
 
 
 def _code(reason: str) -> str:

@@ -12,15 +12,13 @@ import asyncio
 import logging
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+
+from lightning_jax.system.child_process import ChildProcess, kill_group
 
 log = logging.getLogger(__name__)
 
@@ -63,69 +61,40 @@ async def run_program(
     all processes it started with SIGTERM, then SIGKILL after a grace period. Raises OSError if it
     cannot be started.
     """
-    ours, theirs = socket.socketpair()
-    received = bytearray()
+    received = bytearray()  # lines that `supervisor.py` defines
     with (
-        ours,
         tempfile.TemporaryFile() as task,
-        _tail(MAX_OUTPUT) as output,
-        _tail(MAX_ERRORS) as errors,
+        closing(_Tail(MAX_OUTPUT)) as output,
+        closing(_Tail(MAX_ERRORS)) as errors,
     ):
-        with theirs:
-            task.write(stdin)  # a file, because an unread pipe would fill up
-            task.seek(0)
-            numbers = (theirs.fileno(), *vars(limits).values())
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", SUPERVISOR, *map(str, numbers), *words],
-                stdin=task,
-                stdout=output.writer,
-                stderr=errors.writer,
-                env=environment,
-                pass_fds=(theirs.fileno(), *keep_open),
-                start_new_session=True,
-            )
+        task.write(stdin)  # a file, because an unread pipe would fill up
+        task.seek(0)
+        numbers = (task.fileno(), *vars(limits).values())
+        supervisor = ChildProcess(
+            ["-I", "-S", str(SUPERVISOR), *map(str, numbers), *words],
+            stdout=output.writer,
+            stderr=errors.writer,
+            env=environment,
+            pass_fds=(task.fileno(), *keep_open),
+            end_s=END_S,
+        )
         try:
             output.start()
             errors.start()
-            await _receive(ours, received)
+            supervisor.socket.setblocking(False)
+            loop = asyncio.get_running_loop()
+            while chunk := await loop.sock_recv(supervisor.socket, 4096):
+                received += chunk
         finally:
-            ours.close()  # makes the supervisor end the program
-            await _end(process, received)
-        values = _values(received)
+            status = await supervisor.end_async()
+            values = dict(line.split() for line in received.decode().splitlines())
+            if status and "started" in values:  # the program stopped or killed its supervisor
+                kill_group(int(values["started"]))
         if "errno" in values:
             number = int(values["errno"])
             raise OSError(number, os.strerror(number), words[0])
         status = int(values.get("exit", -signal.SIGKILL))
         return Ended(status, output.finish(words[0]), errors.finish(words[0]), values.get("over"))
-
-
-async def _receive(supervisor: socket.socket, received: bytearray) -> None:
-    """Append to `received` the lines of a supervisor until it exits."""
-    supervisor.setblocking(False)
-    while chunk := await asyncio.get_running_loop().sock_recv(supervisor, 4096):
-        received += chunk
-
-
-def _values(received: bytes | bytearray) -> dict[str, str]:
-    """Return the values of the lines that `supervisor.py` defines, by their first words."""
-    return dict(line.split() for line in received.decode().splitlines())
-
-
-async def _end(process: subprocess.Popen[bytes], received: bytearray) -> None:
-    """Wait for a supervisor to exit.
-
-    If its program stopped or killed the supervisor, kill the program's process group.
-    """
-    process.send_signal(signal.SIGCONT)
-    give_up, pause_s = time.monotonic() + END_S, 0.002
-    while process.poll() is None:
-        if time.monotonic() > give_up:
-            process.kill()
-        await asyncio.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, 0.05)
-    if process.returncode:
-        with suppress(KeyError, ProcessLookupError, PermissionError):
-            os.killpg(int(_values(received)["started"]), signal.SIGKILL)
 
 
 class _Tail:
@@ -185,12 +154,3 @@ class _Tail:
         del self._kept[:excess]
         self.num_dropped += excess
         return bool(chunk)
-
-
-@contextmanager
-def _tail(limit: int) -> Iterator[_Tail]:
-    tail = _Tail(limit)
-    try:
-        yield tail
-    finally:
-        tail.close()

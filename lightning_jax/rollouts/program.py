@@ -14,9 +14,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_jax.rollouts.process import Ended, Limits, run_program
 from lightning_jax.rollouts.runner import Agent, Result, load_agent
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import original_limit
-from lightning_jax.traces.tracer import trace_headers
+from lightning_jax.traces.context import trace_headers
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
@@ -157,28 +157,21 @@ def _found(program: str, key: str) -> str:
 def _check_loads(words: tuple[str, ...], environment: Mapping[str, str]) -> None:
     """Load the agent once, so that a missing framework fails before the run."""
     what = f"agent.function {words[-1]!r} cannot be used with agent.python {words[0]}"
+    nobody = LLM("http://localhost/v1", "none", "none")
+    variables = {**environment, **program_environment({}, nobody)}
+    loading = asyncio.wait_for(run_program(words, variables, b""), LOAD_TIMEOUT_S)
     try:
-        tried = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            env={
-                **environment,
-                **program_environment({}, LLM("http://localhost/v1", "none", "none")),
-            },
-            capture_output=True,
-            timeout=LOAD_TIMEOUT_S,
-            start_new_session=True,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        with ThreadPoolExecutor(1) as pool:  # because this thread may run an event loop
+            tried = pool.submit(asyncio.run, loading).result()
+    except TimeoutError:
         raise ConfigError(
             f"{what}: loading took longer than {LOAD_TIMEOUT_S:g} s.",
             reason="timeout",
             key="agent.python",
         ) from None
-    if tried.returncode != 0:
+    if tried.status != 0:
         raise ConfigError(
-            f"{what}: {_last_words(tried.stderr.decode('utf-8', 'replace'))}",
+            f"{what}: {_last_words(tried.errors)}",
             reason="not_loaded",
             key="agent.python",
         )

@@ -31,8 +31,10 @@ from lightning_jax.rollouts.outcome import (
     outcome_of,
     outcome_of_error,
 )
+from lightning_jax.settings import ConfigError
+from lightning_jax.traces import attributes
+from lightning_jax.traces.context import OpenSpan, below
 from lightning_jax.traces.store import CRASH, Store
-from lightning_jax.traces.tracer import Root, below_root
 from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ STANDSTILL_S = 1.0  # clients may give up on a server that stalled for this long
 # A reward, or a mapping with "reward" and other numbers, which are stored and averaged.
 Result = float | Mapping[str, float] | None
 Agent = Callable[[Task, LLM], Awaitable[Result]]
+AgentFunction = Callable[[Task, LLM], Any]  # plain or a coroutine function
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,31 @@ def make_requests(
 
 
 def load_agent(reference: str) -> Agent:
-    """Return the agent that `FILE:FUNCTION` names. Raises ConfigError if there is none.
+    """Return the agent that `FILE:FUNCTION` names. Raises ConfigError if there is none."""
+    return as_agent(load_function(reference))
 
-    A plain function becomes a coroutine function that calls it in a thread.
+
+def as_agent(function: Any) -> Agent:
+    """Return a coroutine function; a plain function is called in a thread.
+
+    Raises ConfigError if it cannot be called with a task and an LLM.
     """
-    function = load_function(reference)
+    if not callable(function):
+        raise ConfigError(
+            f"the agent is {function!r}; pass a function (task, llm) that returns the reward",
+            reason="not_callable",
+            key="agent",
+        )
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"the agent {function!r} cannot be called with (task, llm): {error}",
+            reason="wrong_signature",
+            key="agent",
+        ) from error
+    except ValueError:  # a builtin may have no signature
+        pass
     if inspect.iscoroutinefunction(function):
         return function
 
@@ -109,7 +132,7 @@ def load_agent(reference: str) -> Agent:
     return agent
 
 
-async def run_rollouts(
+async def run_requests(
     requests: Sequence[RolloutRequest],
     runner: "Runner",
     *,
@@ -153,13 +176,17 @@ class TooManyFailures(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Runner:
-    """Executor of single rollouts against the gateway, with retries. Results go to the store."""
+    """Executor of single rollouts against the gateway, with retries. Results go to its store."""
 
     agent: Agent
     gateway: Gateway
-    store: Store
     config: RolloutConfig
     seed: int
+
+    @property
+    def store(self) -> Store:
+        assert self.gateway.store is not None, "rollouts are recorded"
+        return self.gateway.store
 
     async def run(self, request: RolloutRequest) -> Rollout:
         """Return the request's finished rollout: stored before a crash, or else a new one."""
@@ -193,7 +220,6 @@ class Runner:
         clock, root = _Clock(), self.gateway.root_of(rollout.rollout_id)
         try:
             await self.store.in_order(self.store.set_status, rollout.rollout_id, "running")
-            start_ns = time.time_ns()
             outcome = await self._outcome(root, rollout.rollout_id, request.task, llm, clock)
         except BaseException:
             self.gateway.close_rollout(rollout.rollout_id)
@@ -202,9 +228,13 @@ class Runner:
         outcome = _blamed(outcome, traffic, clock)
         if outcome.status == "agent_failure":
             outcome = replace(outcome, reward=self.config.agent_failure_reward)
-        attributes = {"lightning.status": outcome.status, "lightning.task_id": rollout.task_id}
-        error = outcome.detail or outcome.reason
-        span = root.span(rollout.rollout_id, start_ns, time.time_ns(), attributes, error)
+        values = {
+            attributes.OPERATION_NAME: attributes.INVOKE_AGENT,
+            attributes.ROLLOUT_ID: rollout.rollout_id,
+            "lightning.status": outcome.status,
+            "lightning.task_id": rollout.task_id,
+        }
+        span = root.end("rollout", values, outcome.detail or outcome.reason)
         await self.store.in_order(self._record, rollout.rollout_id, span, outcome)
         return replace(rollout, **outcome.fields)
 
@@ -214,13 +244,13 @@ class Runner:
         self.store.set_status(rollout_id, **outcome.fields)
 
     async def _outcome(
-        self, root: Root, rollout_id: str, task: Task, llm: LLM, clock: "_Clock"
+        self, root: OpenSpan, rollout_id: str, task: Task, llm: LLM, clock: "_Clock"
     ) -> Outcome:
         """Return the outcome according to the agent, whose spans become children of `root`.
 
         The agent runs in its own task. Even if it exits or cancels itself, only its rollout ends.
         """
-        with below_root(root):
+        with below(root):
             running = asyncio.create_task(self._agent_outcome(rollout_id, task, llm))
         try:
             late = not await clock.wait(running, self.config.timeout_s)

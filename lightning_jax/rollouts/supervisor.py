@@ -1,16 +1,18 @@
 """Supervisor of one program, which kills all processes that the program started.
 
-    python supervisor.py FD MAX_PROCESSES MEMORY_BYTES NUM_FILES WORD...
+    python supervisor.py TASK MAX_PROCESSES MEMORY_BYTES NUM_FILES WORD...
 
-`process.py` starts it as a script. It needs only the standard library.
+`process.py` starts it as a script. It needs only the standard library. psutil would double the time
+to start, and read every process of the machine whenever the limits are checked.
 
 On Linux it is the subreaper of the program. Even if a descendant leaves its session or clears its
 environment, its next living ancestor is this process or a descendant of it. The tree is therefore
 found from here, and it is empty once this process has no child. On other systems the program's
 process group is killed.
 
-FD is a socket to the trainer. The trainer closes it to end the program. If the trainer is killed,
-the system closes it. These lines go back, the second one after all processes have ended:
+Standard input is a socket to the trainer. The trainer closes it to end the program. If the trainer
+is killed, the system closes it. TASK is the descriptor of the program's standard input. These lines
+go back, the second one after all processes have ended:
 
     started PID
     exit STATUS         status of the program, or minus the number of the signal that killed it
@@ -41,10 +43,11 @@ PR_SET_CHILD_SUBREAPER = 36
 class Supervisor:
     """One program and its descendants."""
 
-    def __init__(self, socket: int, max_processes: int, memory: int, num_files: int) -> None:
-        self.socket, self.trainer = socket, os.getppid()
+    def __init__(self, task: int, max_processes: int, memory: int, num_files: int) -> None:
+        self.socket, self.trainer = os.dup(0), os.getppid()  # the copy is not inherited
+        os.dup2(task, 0)
+        os.close(task)
         self.max_processes, self.memory, self.num_files = max_processes, memory, num_files
-        os.set_inheritable(socket, False)
         self.is_subreaper = (
             sys.platform == "linux"
             and os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
@@ -237,7 +240,6 @@ def anonymous_memory(pid: int) -> int:
 
 
 if __name__ == "__main__":
-    FD, *LIMITS = map(int, sys.argv[1:5])
-    SUPERVISOR = Supervisor(FD, *LIMITS)
+    SUPERVISOR = Supervisor(*map(int, sys.argv[1:5]))
     SUPERVISOR.tell(SUPERVISOR.run(sys.argv[5:]))
     os._exit(0)  # nothing is left to clean up

@@ -10,7 +10,7 @@ from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, To
 from lightning_jax.gateway.prompt.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.packing import common_prefix
-from lightning_jax.rollouts.metrics import failures
+from lightning_jax.rollouts.failures import failures
 from lightning_jax.studio.records import (
     CallView,
     Kind,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from lightning_jax.models.config import PolicyConfig
 from lightning_jax.rl.advantages import equal_groups, step_advantages
 from lightning_jax.rl.batching import drop_stale
-from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.config import AlgorithmConfig, is_custom
 from lightning_jax.rl.credit import assign_credit, punish_overlong
 from lightning_jax.rl.dpo import make_pairs, pair_signs
 from lightning_jax.rl.multi_policy.prepare import learning_parts
@@ -43,8 +43,16 @@ def step_credit(
     """Return the credit of a training step's trajectories, or of those finished so far.
 
     With learned credit the result is only a note, because it needs the critic's values at that
-    step.
+    step. The same holds for a custom function, because showing a run must not run its code.
     """
+    for name in ("credit", "baseline"):
+        if is_custom(getattr(algorithm, name)):
+            return StepCredit(
+                notes=(
+                    f"no credit or advantages: algorithm.{name} is a custom function, and showing "
+                    "a run does not run its code",
+                )
+            )
     if algorithm.has_critic:
         return StepCredit(
             notes=(
@@ -55,7 +63,7 @@ def step_credit(
     by_call: dict[str, CallCredit] = {}
     notes = []
     if algorithm.max_sampling_rounds > 1:
-        equal = equal_groups(trajectories, algorithm)
+        equal = equal_groups(assign_credit(trajectories, algorithm))
         left_out = [trajectory for trajectory in trajectories if trajectory.group_id in equal]
         for part in learning_parts(left_out, algorithm, policies or {}).values():
             by_call |= _of_calls(_punished(part, algorithm), algorithm, step, set(), EQUAL_GROUP)
@@ -101,16 +109,16 @@ def _of_calls(
     otherwise: str,
 ) -> dict[str, CallCredit]:
     """Return credit by call id. `otherwise` is the note for calls that are not in `trained`."""
+    credit = assign_credit(trajectories, algorithm)
     if algorithm.loss == "dpo":
-        pairs, _ = make_pairs(trajectories, algorithm, policy_version=step)
+        pairs, _ = make_pairs(credit, algorithm, policy_version=step)
         advantages = pair_signs(trajectories, pairs)
     else:
-        advantages, _ = step_advantages(trajectories, algorithm)
+        advantages, _ = step_advantages(credit, algorithm)
     found = {}
-    for trajectory, of_calls in zip(trajectories, advantages, strict=True):
-        credits = assign_credit(trajectory, scheme=algorithm.credit, discount=algorithm.discount)
-        for call, credit, advantage in zip(trajectory.transitions, credits, of_calls, strict=True):
-            assert not isinstance(credit, tuple) and not isinstance(advantage, tuple), "no critic"
+    for trajectory, *of_calls in zip(trajectories, credit.calls, advantages, strict=True):
+        for call, earned, advantage in zip(trajectory.transitions, *of_calls, strict=True):
+            assert not isinstance(earned, tuple) and not isinstance(advantage, tuple), "no critic"
             note = "" if call.call_id in trained else otherwise
-            found[call.call_id] = CallCredit(float(credit), float(advantage), note)
+            found[call.call_id] = CallCredit(float(earned), float(advantage), note)
     return found

@@ -2,12 +2,12 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
-from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.formats.load import LoadedModel
@@ -20,7 +20,7 @@ class Service:
     """Gateway that answers calls, with its parts."""
 
     gateway: Gateway
-    loop: EngineLoop
+    loop: Engine
     store: Store
     model: LoadedModel
 
@@ -29,7 +29,7 @@ class Service:
 async def run_service(
     folder: Path,
     model: LoadedModel,
-    engine: Engine,
+    programs: SlotPrograms,
     serve: ServeConfig,
     *,
     version: int = 0,
@@ -39,24 +39,21 @@ async def run_service(
 ) -> AsyncIterator[Service]:
     """Run a service until the block ends. Its store is a file in `folder`.
 
-    Several services, and `initial` next to the model, may share one engine, because it holds
-    compiled programs and no state.
+    Several services, and `initial` next to the model, may share `programs`.
     """
-    words = tokenizer or model.tokenizer
-    loop = EngineLoop(engine, model.params, version, words, serve)
-    frozen = EngineLoop(engine, initial.params, 0, words, serve) if initial else None
+    model = replace(model, tokenizer=tokenizer or model.tokenizer)
+    engine = Engine(model, serve, version=version, programs=[programs])
+    frozen = Engine(initial, serve, programs=[programs]) if initial else None
     store = Store(folder / "store.sqlite")
-    gateway = Gateway(
-        loop, words, store, model_name=model.name, serve=serve, routing=routing, initial=frozen
-    )
-    loops = [loop, frozen] if frozen else [loop]
-    for engine_loop in loops:
-        engine_loop.start()
+    gateway = Gateway(engine, store, routing=routing, initial=frozen)
+    engines = [engine, frozen] if frozen else [engine]
+    for running in engines:
+        running.start()
     try:
         await gateway.start()
-        yield Service(gateway, loop, store, model)
+        yield Service(gateway, engine, store, model)
     finally:
         await gateway.close()
-        for engine_loop in loops:
-            engine_loop.close()
+        for running in engines:
+            running.close()
         store.close()

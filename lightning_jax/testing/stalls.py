@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_jax.system.watchdog import current_line
+from lightning_jax.rollouts.event_loop import current_line
 
 BEAT_S = 0.01  # between two readings of the clock
 SAMPLED_AFTER_S = 0.03  # a stall of this length gets its line recorded
@@ -36,10 +36,6 @@ class LoopStalls:
     longest: Stall = Stall(0.0)
     num_beats: int = 0
     _delays: dict[int, float] = field(default_factory=dict)  # wait for a CPU by thread, in seconds
-
-    @property
-    def longest_s(self) -> float:
-        return self.longest.seconds
 
     def reset(self) -> None:
         """Forget all measurements, for example before the next case."""

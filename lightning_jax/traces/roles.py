@@ -28,27 +28,28 @@ def select_policy(policies: Policies, role: RoleConfig | None, model: str) -> st
     return name if name in policies else ""
 
 
+def is_trained(role: RoleConfig | None, policy: PolicyConfig | None) -> bool:
+    """Return whether a call with this role trains the policy that answered it."""
+    return (role is None or role.trains) and (policy is None or policy.trains)
+
+
 def assign_roles(
     spans: Sequence[Span],
     transitions: Sequence[Transition],
     roles: Roles,
     policies: Policies | None = None,
 ) -> tuple[Transition, ...]:
-    """Return the calls with their agents, their roles and whether they train.
+    """Return the calls with their agents, roles and whether they train.
 
-    A call's agent is the one named by the spans above it. The gateway recorded the role that a call
-    had on arrival. An earlier role that matches only names may fit better once the tree is known,
-    unless the policy did not answer the call. Calls of a frozen policy do not train.
+    The gateway decided the role and whether the call trains when it came in, and its span says so.
+    If the spans above a call name its agent, an earlier role that matches that name may still keep
+    the call from training. Calls of an older store are decided by the settings.
     """
     by_id = {span.span_id: span for span in spans}
-    frozen = {name for name, policy in (policies or {}).items() if not policy.trains}
     agents = Agents(by_id)
-    assigned = (
-        _assigned(call, by_id[call.call_id], agents.of(by_id[call.call_id]), roles)
-        for call in transitions
-    )
     return tuple(
-        replace(call, trains=call.trains and call.answered_by not in frozen) for call in assigned
+        _assigned(call, by_id[call.call_id], agents.of(by_id[call.call_id]), roles, policies or {})
+        for call in transitions
     )
 
 
@@ -57,16 +58,21 @@ def only_trained(trajectory: Trajectory) -> Trajectory:
     return keep_calls(trajectory, lambda call: call.trains)
 
 
-def _assigned(call: Transition, span: Span, agent: str, roles: Roles) -> Transition:
-    noted = str(span.attributes.get(attributes.ROLE, ""))
-    role = noted
-    if noted not in roles or roles[noted].served_by == "policy":
+def _assigned(
+    call: Transition, span: Span, agent: str, roles: Roles, policies: Policies
+) -> Transition:
+    role = str(span.attributes.get(attributes.ROLE, ""))
+    decided = span.attributes.get(attributes.TRAINS)  # None: by an older version
+    in_settings = is_trained(roles.get(role), policies.get(call.answered_by))
+    trains = in_settings if decided is None else decided
+    if trains and (decided is None or agent != call.agent):
         for name, candidate in roles.items():
-            unread = candidate.system is not None  # the span does not hold the system prompt
-            if name == noted or (not unread and _fits(candidate, agent, call.policy, "")):
-                role = name
+            if name == role:
                 break
-    trains = roles[role].trains if role in roles else True
+            # By names only, because the span does not hold the system prompt.
+            if candidate.system is None and _fits(candidate, agent, call.policy, ""):
+                role, trains = name, candidate.trains
+                break
     return replace(call, agent=agent, role=role, trains=trains)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import sqlite3
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,19 +103,6 @@ class Store:
             ) from error
         return await asyncio.shield(asyncio.wrap_future(running))
 
-    def status_at_once(self, rollout_id: str) -> RolloutStatus | None:
-        """Return a rollout's status, or None if it is unknown or the store is busy. Do not wait."""
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            with one_sentence(self.path):
-                row = self._db.execute(
-                    "SELECT status FROM rollouts WHERE rollout_id = ?", (rollout_id,)
-                ).fetchone()
-        finally:
-            self._lock.release()
-        return row and row[0]
-
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Yield the locked connection. Commit at the end, or roll back after an exception."""
@@ -192,6 +180,12 @@ class Store:
             ).fetchall()
         return [_rollout(row) for row in rows]
 
+    def next_step(self, phase: str) -> int:
+        """Return the first step of which no rollout of the phase is stored, nor of a later one."""
+        with self._transaction() as db:
+            query = "SELECT coalesce(max(step), -1) + 1 FROM rollouts WHERE phase = ?"
+            return db.execute(query, (phase,)).fetchone()[0]
+
     def abandon_running(self) -> int:
         """Mark queued and running rollouts as infrastructure failures, and return their number.
 
@@ -223,22 +217,23 @@ class Store:
         """
         return next(self._sequence)
 
-    def add_span(self, rollout_id: str | None, span: Span) -> None:
-        """Add an ended span. `rollout_id` is None if it is outside rollouts.
+    def add_span(self, rollout_id: str | None, *spans: Span) -> None:
+        """Add ended spans, all or none. `rollout_id` is None if they are outside rollouts.
 
         Raises ValueError if the rollout has a span with the same ids.
         """
-        row = self._row(rollout_id, span)
+        rows = [self._row(rollout_id, span) for span in spans]
         with self._transaction() as db:
-            try:
-                db.execute(ADD_SPAN, row)
-            except sqlite3.IntegrityError as error:
-                raise InvalidValue(
-                    f"span {span.span_id!r} of trace {span.trace_id!r} is already in the store; "
-                    "use a new span id.",
-                    reason="duplicate",
-                    key=span.span_id,
-                ) from error
+            for span, row in zip(spans, rows, strict=True):
+                try:
+                    db.execute(ADD_SPAN, row)
+                except sqlite3.IntegrityError as error:
+                    raise InvalidValue(
+                        f"span {span.span_id!r} of trace {span.trace_id!r} is already in the "
+                        "store; use a new span id.",
+                        reason="duplicate",
+                        key=span.span_id,
+                    ) from error
 
     def add_posted_spans(self, rollout_id: str, spans: Sequence[Span]) -> tuple[list[bool], int]:
         """Add spans whose ids a client chose, and which it may send twice.
@@ -332,6 +327,16 @@ class Store:
         return [WeightsVersion(*row) for row in rows]
 
 
+@contextlib.contextmanager
+def temporary_store() -> Iterator[Store]:
+    """Yield a new store, which is deleted at the end."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lightning_jax-") as directory,
+        contextlib.closing(Store(Path(directory) / "store.sqlite")) as store,
+    ):
+        yield store
+
+
 def _check_transition(rollout_id: str, old: RolloutStatus | None, new: RolloutStatus) -> None:
     legal = LEGAL_TRANSITIONS[old]
     if new not in legal:
@@ -377,13 +382,6 @@ def _where(**conditions: object) -> tuple[str, list[object]]:
 
 def _marks(row: tuple[object, ...]) -> str:
     return ", ".join("?" * len(row))
-
-
-def _as_json(attributes: Mapping[str, Any]) -> str:
-    """Return the attributes as JSON, encoding one at a time so that other threads can run."""
-    dump = partial(json.dumps, separators=(",", ":"), ensure_ascii=False)
-    pairs = (f"{dump(name)}:{dump(value)}" for name, value in attributes.items())
-    return "{" + ",".join(pairs) + "}"
 
 
 def _rollout(row: tuple[Any, ...]) -> Rollout:

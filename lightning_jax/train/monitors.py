@@ -7,10 +7,7 @@ from collections.abc import Sequence
 
 from lightning_jax.errors import UserError
 from lightning_jax.rl.config import BatchConfig
-from lightning_jax.rollouts.metrics import Failure, failures
-from lightning_jax.traces import attributes
-from lightning_jax.traces.store import Store
-from lightning_jax.types import Metrics, Rollout
+from lightning_jax.types import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -103,61 +100,6 @@ class DropWatch:
                         "count": number,
                     },
                 )
-
-
-class BrokenAgent(UserError, RuntimeError):
-    """Failure of all rollouts before any answer of the policy: there is nothing to learn from."""
-
-
-class FailureWatch:
-    """Warning about each kind of failed rollout when it first occurs."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._known_failures: set[tuple[str, str]] = set()
-
-    def observe(self, rollouts: Sequence[Rollout], what: str) -> None:
-        """Read the finished rollouts of `what`, such as "step 3".
-
-        Raises BrokenAgent if all failed by the agent and the policy answered none of their calls. A
-        fixed agent runs them again.
-        """
-        found = failures(rollouts)
-        if rollouts and all(
-            rollout.status == "agent_failure" and not self._answered(rollout)
-            for rollout in rollouts
-        ):
-            self._store.supersede(rollouts[0].step)
-            raise BrokenAgent(
-                f"{what}: all {len(rollouts)} rollouts failed before the policy answered a call, "
-                f"such as {_such_as(found[0])}; fix the agent, its tasks or the setting in that "
-                "message, then run the same command to resume.",
-                reason="all_failed",
-                key=found[0].example,
-            )
-        for failure in found:
-            if (failure.status, failure.reason) not in self._known_failures:
-                self._known_failures.add((failure.status, failure.reason))
-                who = failure.status.removesuffix("_failure")
-                log.warning(
-                    "%s: %d of %d rollouts failed by the %s, such as %s",
-                    *(what, failure.count, len(rollouts), who, _such_as(failure)),
-                    extra={
-                        "event": "rollouts_failed",
-                        "what": what,
-                        "failure": failure,
-                        "total": len(rollouts),
-                    },
-                )
-
-    def _answered(self, rollout: Rollout) -> bool:
-        """Return True if the policy answered one of the rollout's calls."""
-        spans = self._store.spans(rollout.rollout_id)
-        return any(attributes.POLICY in span.attributes and span.error is None for span in spans)
-
-
-def _such_as(failure: Failure) -> str:
-    return f"{failure.example}: {failure.reason}: {failure.detail}".rstrip(": .")
 
 
 def summary(row: Metrics) -> str:

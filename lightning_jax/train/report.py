@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from lightning_jax.rollouts.metrics import failures
+from lightning_jax.rollouts.failures import failures
 from lightning_jax.traces.store import Store
 
 

@@ -3,10 +3,12 @@
 A run that resumes with other files or tasks is another run, as if a setting had changed.
 """
 
+import contextlib
 import hashlib
+import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,16 @@ NAME = "sources.json"  # in a run's directory
 
 
 def digests(
-    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+    config: Config,
+    train_tasks: Sequence[Task],
+    dev_tasks: Sequence[Task],
+    function: Callable[..., Any] | None = None,
 ) -> dict[str, str]:
     """Return a digest of each source, by the setting that names it.
 
-    For an agent only its own file counts, not its imports. For a task, absolute paths and URLs do
-    not count, because they may differ at each start.
+    For an agent only its own file counts, not its imports. For a `function` that replaces the
+    settings' agent, its own source counts. For a task, absolute paths and URLs do not count,
+    because they may differ at each start.
     """
     agent = config.agent
     named = {
@@ -40,6 +46,10 @@ def digests(
         for name, path in named.items()
         if path is not None and path.is_file()
     }
+    if function is not None:
+        with contextlib.suppress(OSError, TypeError):  # not every callable has a source
+            source = inspect.getsource(function).encode()
+            found["agent (its source)"] = hashlib.sha256(source).hexdigest()
     return found | {"train tasks": _of_tasks(train_tasks), "dev tasks": _of_tasks(dev_tasks)}
 
 

@@ -13,37 +13,37 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from tqdm.auto import tqdm
 
+from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.loading import load_function
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rl.advantages import equal_groups
 from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.rl.credit import assign_credit
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
+from lightning_jax.rollouts.collect import read_trajectories
+from lightning_jax.rollouts.failures import FailureWatch
 from lightning_jax.rollouts.metrics import (
     TraceReader,
     eval_change,
     eval_metrics,
     eval_metrics_by,
-    to_trajectories,
 )
-from lightning_jax.rollouts.runner import Runner, make_requests, run_rollouts
+from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.system.files import write_whole
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.store import Store
-from lightning_jax.traces.tracer import flush_process_tracer
 from lightning_jax.train import multihost
 from lightning_jax.train.config import Config
 from lightning_jax.train.export import EXPORTED, export
 from lightning_jax.train.metrics import MetricsLog, plot_curves
 from lightning_jax.train.monitors import (
     DropWatch,
-    FailureWatch,
     FiniteWatch,
     PackingWatch,
     serve_metrics,
@@ -112,9 +112,9 @@ class Run:
         """Number of steps that made the current weights."""
         return self.replica.step
 
-    def connect(self, loops: Sequence[Any], runner: Runner) -> None:
-        """Attach the serving loops, one per weight set in order, and the runner of agents."""
-        self.loops, self.runner = loops, runner
+    def connect(self, engines: Sequence[Engine], runner: Runner) -> None:
+        """Attach the engines, one per weight set in order, and the runner of agents."""
+        self.engines, self.runner = engines, runner
 
     async def one_step(self) -> Metrics:
         """Run one step and return its metrics row.
@@ -235,18 +235,12 @@ class Run:
             tasks = self._next_tasks(wanted - num_useful)
             rollouts += await self._collect(tasks, "train", size, first_index=num_tasks)
             num_rounds, num_tasks = num_rounds + 1, num_tasks + len(tasks)
-            await asyncio.to_thread(flush_process_tracer)
-            await self.store.in_order(lambda: None)  # wait for pending writes
-            trajectories, metrics = await run_in_thread(
-                to_trajectories,
-                self.store,
-                rollouts,
-                policy_version=self.step,
-                reader=self.reader,
+            trajectories, metrics = await read_trajectories(
+                self.store, rollouts, policy_version=self.step, reader=self.reader
             )
             if algorithm.max_sampling_rounds == 1:
                 return trajectories, metrics
-            equal = equal_groups(trajectories, algorithm)
+            equal = equal_groups(assign_credit(trajectories, algorithm))
             useful = [trajectory for trajectory in trajectories if trajectory.group_id not in equal]
             num_useful = len({trajectory.group_id for trajectory in useful})
             if num_useful == wanted or num_rounds == algorithm.max_sampling_rounds:
@@ -281,7 +275,7 @@ class Run:
             def on_done(rollout: Rollout) -> None:
                 bar.update()
 
-            rollouts = await run_rollouts(requests, self.runner, on_done=on_done)
+            rollouts = await run_requests(requests, self.runner, on_done=on_done)
         await run_in_thread(self.failures.observe, rollouts, f"{phase} {self.step}")
         return rollouts
 
@@ -302,7 +296,7 @@ class Run:
         return metrics | {"time/train_s": time.monotonic() - started}
 
     def _publish_next(self) -> Metrics:
-        """Go to the next step, load its weights into the loops, and return timing metrics.
+        """Go to the next step, load its weights into the engines, and return timing metrics.
 
         Weights that the step did not train only get the new version.
         """
@@ -310,8 +304,8 @@ class Run:
         started = time.monotonic()
         self.leader.tell("publish")
         params = {name: self.replica.states[name].params for name in self.replica.changed}
-        for loop, name in zip(self.loops, self.config.weights, strict=True):
-            loop.load_weights(params.get(name), self.step)
+        for engine, name in zip(self.engines, self.config.weights, strict=True):
+            engine.publish(params.get(name), self.step)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))

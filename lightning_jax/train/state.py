@@ -21,13 +21,13 @@ from lightning_jax.models.reshard import reshard
 from lightning_jax.models.sharding import param_shardings, serving_mesh, to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.batch import TrainingSequence
-from lightning_jax.rl.learner import NO_MOMENTS, Learner
 from lightning_jax.rl.multi_policy.prepare import keep_policy_calls
 from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, keep_policy_sequences
 from lightning_jax.rl.train_state import TrainState, init_state
+from lightning_jax.rl.updater import NO_MOMENTS, Updater
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import Config
-from lightning_jax.train.learners import make_learner
+from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Metrics, Trajectory
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ class Replica:
             self.adapts["policies"] = ", ".join(self._described(name) for name in config.policies)
         self.checkpointer = Checkpointer(directory / "checkpoints", config.checkpoint)
         self.learners = {
-            "warmup": make_learner(model.config, config, supervised=True),
-            "policy": make_learner(model.config, config, supervised=False),
+            "warmup": phase_updater(model.config, config, supervised=True),
+            "policy": phase_updater(model.config, config, supervised=False),
         }
         self.states = self._restore() or self._first_states()
         self.reference = self._first_reference()
@@ -63,12 +63,12 @@ class Replica:
         return "warmup" if self.step < self.config.warmup.num_steps else "policy"
 
     @property
-    def learner(self) -> Learner:
+    def learner(self) -> Updater:
         """Objective and optimizer for the next step's phase."""
         return self.learners[self.phase]
 
     def values(self, trajectories: Sequence[Trajectory]) -> Any:
-        """Return `Learner.values` for the current weights."""
+        """Return `Updater.values` for the current weights."""
         if "" in self.states:
             return self.learner.values(self.states[""], trajectories)
         found, seconds = {}, 0.0
@@ -120,7 +120,7 @@ class Replica:
         return self._trained_by(self.step - 1)
 
     def publish(self) -> None:
-        """Do the other processes' share of `Engine.place` for the weights just trained."""
+        """Do the other processes' share of `Engine.publish` for the weights just trained."""
         for name in self.changed:
             self._publish(self.states[name].params)
 

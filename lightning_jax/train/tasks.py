@@ -11,15 +11,13 @@ import grain
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render
 from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of
-from lightning_jax.gateway.proxy import read_traits
 from lightning_jax.gateway.request import Function
-from lightning_jax.gateway.routing import Routing
+from lightning_jax.gateway.routing import Routing, read_traits
 from lightning_jax.models.config import policy_indices
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.batching import make_supervised_sequences
 from lightning_jax.settings import ConfigError
-from lightning_jax.traces.roles import select_policy
 from lightning_jax.types import Message, Task
 
 Item = TypeVar("Item")
@@ -109,9 +107,8 @@ def demonstration_sequences(
     examples: dict[int | None, list[Pair]] = defaultdict(list)
     for conversation in conversations:
         for facts, pair in _turns(conversation, tokenizer):
-            _, role = routing.role_of(facts)
-            policy = select_policy(routing.policies, role, "")
-            indices = [adapters[policy]] if policy else [*adapters.values()] or [None]
+            route = routing.route(**facts)
+            indices = [route.adapter] if route.policy else [*adapters.values()] or [None]
             for index in indices:
                 examples[index].append(pair)
     return [

@@ -20,11 +20,11 @@ newest checkpoint. The rollouts of repeated steps come from the store and are no
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 from filelock import FileLock, Timeout
@@ -32,9 +32,7 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lightning_jax.engine.by_policy import LoopsByPolicy
-from lightning_jax.engine.engine import Engine
-from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.replicas import replicate, split_by_data
+from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.config import AUTO
@@ -42,9 +40,11 @@ from lightning_jax.models.formats.load import LoadedModel, load_model
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.rl.choices import load_choices
+from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.program import make_agent
-from lightning_jax.rollouts.runner import Runner
+from lightning_jax.rollouts.runner import AgentFunction, Runner, as_agent
 from lightning_jax.settings import ConfigError, changed_keys, load_config, save_config
 from lightning_jax.system.descriptors import limit_of_files, number_free
 from lightning_jax.system.files import make_private, warn_if_open
@@ -79,11 +79,16 @@ LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "model.remat")
 
 
 async def train(
-    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+    config: Config,
+    train_tasks: Sequence[Task],
+    dev_tasks: Sequence[Task],
+    *,
+    agent: AgentFunction | None = None,
 ) -> list[dict[str, float | int]]:
     """Run or resume a run to its end and return the rows of its metrics file.
 
-    In a run of several processes all of them call this, and only process 0 returns rows.
+    `agent` is a function (task, llm) that returns the reward, by default the one that `config`
+    names. In a run of several processes all of them call this, and only process 0 returns rows.
     """
     multihost.join(config.distributed)
     if not multihost.is_leader():
@@ -91,7 +96,10 @@ async def train(
         return []
     _check_files(config)
     _tell_of_bias(config)
-    async with multihost.cancel_on_stop(), open_run(config, train_tasks, dev_tasks) as run:
+    async with (
+        multihost.cancel_on_stop(),
+        open_run(config, train_tasks, dev_tasks, agent=agent) as run,
+    ):
         with (
             logging_redirect_tqdm(),
             tqdm(
@@ -138,37 +146,35 @@ async def _follow(config: Config) -> None:
 
 @asynccontextmanager
 async def open_run(
-    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+    config: Config,
+    train_tasks: Sequence[Task],
+    dev_tasks: Sequence[Task],
+    *,
+    agent: AgentFunction | None = None,
 ) -> AsyncIterator["Run"]:
     """Yield a run at the current step of its directory, with its server running.
 
     Everything is closed at the end.
     """
-    agent, make_one = make_agent(config.agent), _orchestrator(config)
+    _check_orchestrator(config)
+    made = make_agent(config.agent) if agent is None else as_agent(agent)
+    algorithm = load_choices(config.algorithm)
+    train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
     directory = Path(config.run_dir)
     async with AsyncExitStack() as at_end:  # last in, first out
         at_end.enter_context(_alone_in(directory))  # before loading the model, which takes long
         config = _with_dtypes(config)
-        source_digests = digests(config, train_tasks, dev_tasks)
+        source_digests = digests(config, train_tasks, dev_tasks, agent)
         changed = _changed_settings(config) + changed_sources(directory, source_digests)
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
-        meshes = split_by_data(serving_mesh(config.serve.mesh, config.mesh))
-        engines = [
-            Engine(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
-            for mesh in meshes
-        ]
-
-        def make_loop(params: Any, version: int, *, share_base: bool = False) -> Any:
-            """Return the loop for one set of weights. All loops share the engines' programs."""
-            params = engines[0].spread(params, share_base=share_base)
-            rest = (params, version, model.tokenizer, config.serve)
-            return replicate(lambda engine: make_one(engine, *rest), engines, config.serve.slots)
-
+        mesh = serving_mesh(config.serve.mesh, config.mesh)
+        programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
+        make_engine = partial(Engine, serve=config.serve, programs=programs)
         initial = None
         if any(role.served_by == "initial" for role in config.roles.values()):
-            initial = make_loop(model.params, 0)  # before the run takes ownership of the weights
-        run = Run(config, model, store, train_tasks, dev_tasks)
+            initial = make_engine(model)  # before the run takes ownership of the weights
+        run = Run(replace(config, algorithm=algorithm), model, store, train_tasks, dev_tasks)
         at_end.push_async_callback(run.close)
         at_end.callback(run.leader.stop_followers)
         _supersede_stored(store, changed, run.step)
@@ -180,30 +186,31 @@ async def open_run(
                 abandoned,
             )
         run.leader.tell("publish_all")
-        loops = [
-            make_loop(run.replica.states[name].policy, run.step, share_base=True)
+        engines = [
+            make_engine(
+                replace(model, params=run.replica.states[name].policy),
+                version=run.step,
+                share_base=True,
+            )
             for name in config.weights
         ]
-        running = loops if initial is None else [*loops, initial]
-        for loop in running:
-            at_end.callback(loop.close)
+        running = engines if initial is None else [*engines, initial]
+        for engine in running:
+            at_end.callback(engine.close)
         gateway = Gateway(
-            _responders(config, loops),
-            model.tokenizer,
+            _responders(config, engines),
             store,
-            model_name=model.name,
-            serve=config.serve,
             routing=Routing(config.roles, config.policies),
-            initial=None if initial is None else _responders(config, [initial] * len(loops)),
+            initial=None if initial is None else _responders(config, [initial] * len(engines)),
         )
         at_end.push_async_callback(gateway.close)
-        agent = await at_end.enter_async_context(isolate_agent(agent))
+        isolated = await at_end.enter_async_context(isolate_agent(made))
         await gateway.start()
-        for loop in running:
-            await run_in_thread(loop.warmup)
-            loop.start()
+        for engine in running:
+            await run_in_thread(engine.warmup)
+            engine.start()
         at_end.enter_context(freeze_objects())
-        run.connect(loops, Runner(agent, gateway, store, config.rollout, config.seed))
+        run.connect(engines, Runner(isolated, gateway, config.rollout, config.seed))
         yield run
 
 
@@ -306,9 +313,9 @@ def _supersede_stored(store: Store, changed: Sequence[str], step: int) -> None:
     )
 
 
-def _responders(config: Config, loops: Sequence[Any]) -> Any:
-    """Return the gateway's view of the loops, of which there is one per set of weights."""
-    return loops[0] if config.weights == ("",) else LoopsByPolicy(loops)
+def _responders(config: Config, engines: Sequence[Engine]) -> Engine | LoopsByPolicy:
+    """Return the gateway's view of the engines, of which there is one per set of weights."""
+    return engines[0] if config.weights == ("",) else LoopsByPolicy(engines)
 
 
 def _load(config: Config) -> LoadedModel:
@@ -334,14 +341,9 @@ def _model_that_fits(config: Config) -> LoadedModel:
     return model
 
 
-def _orchestrator(config: Config) -> Callable[..., Any]:
-    """Return the class that drives the engine.
-
-    JetStream's cannot swap weights, so it only evaluates.
-    """
-    if config.serve.orchestrator == "native":
-        return EngineLoop
-    if config.total_steps > 0:
+def _check_orchestrator(config: Config) -> None:
+    """Raise ConfigError for a run that trains with JetStream, which cannot swap weights."""
+    if config.serve.orchestrator != "native" and config.total_steps > 0:
         raise ConfigError(
             f"serve.orchestrator is {config.serve.orchestrator!r}, which cannot take new weights, "
             f"and {config.total_steps} steps are to be trained; set it to native, or set num_steps "
@@ -349,6 +351,3 @@ def _orchestrator(config: Config) -> Callable[..., Any]:
             reason="conflict",
             key="serve.orchestrator",
         )
-    from lightning_jax.engine.jetstream.loop import JetStreamLoop  # an optional dependency
-
-    return JetStreamLoop

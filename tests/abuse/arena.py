@@ -10,8 +10,8 @@ from attacker import Attacker
 from honest import Conversation, converse
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.gateway.app import RolloutSettings
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.service import Service
@@ -21,9 +21,9 @@ SERVE = ServeConfig(slots=8, max_len=512, prefill_buckets=(32, 128), api_key="ow
 SEED = 11
 
 
-def warm_engine(model: LoadedModel) -> Engine:
+def warm_engine(model: LoadedModel) -> SlotPrograms:
     """Make an engine with all its programs compiled, so that no request waits for one."""
-    engine = Engine(model.config, SERVE)
+    engine = SlotPrograms(model.config, SERVE)
     EngineLoop(engine, model.params, 0, model.tokenizer, SERVE).warmup()
     return engine
 

@@ -11,7 +11,7 @@ import pytest
 from arena import SERVE, honest_rollout, open_attacker, resident_mib, warm_engine
 from hostile_requests import CASES, Case
 
-from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.service import Service, run_service
 from lightning_jax.testing.stalls import Stall, loop_stalls
@@ -31,7 +31,7 @@ def model() -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
-def engine(model: LoadedModel) -> Engine:
+def engine(model: LoadedModel) -> SlotPrograms:
     return warm_engine(model)
 
 
@@ -44,7 +44,9 @@ def attackers() -> Iterator[Executor]:
 
 
 @pytest.fixture
-async def service(model: LoadedModel, engine: Engine, tmp_path: Path) -> AsyncIterator[Service]:
+async def service(
+    model: LoadedModel, engine: SlotPrograms, tmp_path: Path
+) -> AsyncIterator[Service]:
     async with run_service(tmp_path, model, engine, SERVE) as service:
         yield service
 

@@ -9,8 +9,8 @@ import pytest
 
 from lightning_jax.engine.cache.pages import PageCopier, page_bytes
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.tiny import tiny_model
 
@@ -28,11 +28,11 @@ def other_params() -> Any:
 
 
 @pytest.fixture(scope="session")
-def engine(model: LoadedModel) -> Engine:
-    return Engine(model.config, SERVE)
+def engine(model: LoadedModel) -> SlotPrograms:
+    return SlotPrograms(model.config, SERVE)
 
 
-def with_pages(engine: Engine, num_pages: int) -> Engine:
+def with_pages(engine: SlotPrograms, num_pages: int) -> SlotPrograms:
     """Return the same compiled engine with another page pool."""
     other = copy.copy(engine)
     mib = num_pages * page_bytes(engine.config, engine._dtype) / 2**20
@@ -47,7 +47,7 @@ class Bench:
     """Running loop with its model and engine."""
 
     model: LoadedModel
-    engine: Engine
+    engine: SlotPrograms
     loop: EngineLoop
 
     def ids(self, text: str) -> list[int]:
@@ -55,7 +55,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(model: LoadedModel, engine: Engine) -> Iterator[Bench]:
+def bench(model: LoadedModel, engine: SlotPrograms) -> Iterator[Bench]:
     loop = EngineLoop(engine, model.params, 0, model.tokenizer, SERVE)
     loop.start()
     yield Bench(model, engine, loop)

@@ -8,7 +8,7 @@ import pytest
 from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
-from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.testing.tiny import tiny_model
@@ -20,9 +20,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 
 @pytest.fixture
-def loops() -> Iterator[list[EngineLoop]]:
-    engine = Engine(MODELS[0].config, SERVE)
-    made = [EngineLoop(engine, m.params, 0, m.tokenizer, SERVE) for m in MODELS]
+def loops() -> Iterator[list[Engine]]:
+    programs = [SlotPrograms(MODELS[0].config, SERVE)]
+    made = [Engine(model, SERVE, programs=programs) for model in MODELS]
     for loop in made:
         loop.start()
     yield made
@@ -30,7 +30,7 @@ def loops() -> Iterator[list[EngineLoop]]:
         loop.close()
 
 
-def test_neither_policy_reads_what_the_other_computed(loops: list[EngineLoop]) -> None:
+def test_neither_policy_reads_what_the_other_computed(loops: list[Engine]) -> None:
     """Both have the prompt in their prefix cache when it is sent again."""
     front = LoopsByPolicy(loops)
 
@@ -50,7 +50,7 @@ def test_neither_policy_reads_what_the_other_computed(loops: list[EngineLoop]) -
     assert stats["serve/compiles"] == loops[0].stats()["serve/compiles"]
 
 
-def test_a_place_that_is_none_and_a_loop_that_failed(loops: list[EngineLoop]) -> None:
+def test_a_place_that_is_none_and_a_loop_that_failed(loops: list[Engine]) -> None:
     front = LoopsByPolicy(loops)
     for adapter in (None, 2, -1):
         with pytest.raises(InvalidValue) as caught:

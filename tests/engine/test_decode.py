@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from lightning_jax.engine.decode import Request, Stepper, Steps
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.logits import LogitAdjuster
 from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import Completion, SamplingParams
 
 from .conftest import SERVE, Bench
@@ -23,7 +23,7 @@ AT_ONCE = 4
 @pytest.fixture(scope="module")
 def fast(model) -> Iterator[EngineLoop]:
     serve = replace(SERVE, steps_per_dispatch=AT_ONCE)
-    loop = EngineLoop(Engine(model.config, serve), model.params, 0, model.tokenizer, serve)
+    loop = EngineLoop(SlotPrograms(model.config, serve), model.params, 0, model.tokenizer, serve)
     loop.start()
     yield loop
     loop.close()

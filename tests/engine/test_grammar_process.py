@@ -14,7 +14,13 @@ import pytest
 
 from lightning_jax.engine import grammar_child
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.grammar import GrammarCompiler, GrammarError, json_grammar
+from lightning_jax.engine.grammar import (
+    GrammarCompiler,
+    GrammarError,
+    Matcher,
+    grammar,
+    json_schema,
+)
 from lightning_jax.engine.grammar_process import (
     GrammarLimits,
     GrammarProcess,
@@ -27,16 +33,21 @@ from lightning_jax.testing.tiny import tiny_tokenizer
 
 SERVE = ServeConfig(slots=4, max_len=96, prefill_buckets=(8, 32), max_queue=8)
 TINY = tiny_tokenizer()
-CRASH = json_grammar({"const": -(2**63)})
-HUGE = json_grammar(
-    {"allOf": [{"type": "string", "pattern": f"a{index}.*b"} for index in range(40)]}
+CRASH = grammar(json_schema({"const": -(2**63)}))
+HUGE = grammar(
+    json_schema({"allOf": [{"type": "string", "pattern": f"a{index}.*b"} for index in range(40)]})
 )
+
+
+def open_matcher(compiler: GrammarCompiler, grammar_text: str) -> Matcher:
+    compiler.check(grammar_text)
+    return compiler.open(grammar_text)
 
 
 def refusal(compiler: GrammarCompiler, grammar: str) -> tuple[str, str]:
     """Return the reason and the message of the grammar's rejection."""
     with pytest.raises(GrammarError) as raised:
-        compiler.matcher(grammar)
+        open_matcher(compiler, grammar)
     return raised.value.reason, str(raised.value)
 
 
@@ -47,14 +58,14 @@ def children_of(pid: int) -> set[int]:
 
 def test_crash_ends_one_grammar_only() -> None:
     compiler = GrammarCompiler(TINY)
-    matcher = compiler.matcher('start: "ab"')
+    matcher = open_matcher(compiler, 'start: "ab"')
     assert refusal(compiler, CRASH)[0] == "crash"
     assert refusal(compiler, CRASH)[0] == "crash"
     assert compiler.counts == {"accepted": 1, "crash": 1}  # the verdict is remembered
     for token_id in TINY.encode("ab"):
         assert matcher.forced == token_id
         matcher.push(token_id)
-    assert matcher.finished
+    assert matcher.forced in TINY.eos_ids
 
 
 def test_time_limit_ends_compilation() -> None:
@@ -72,7 +83,7 @@ def test_memory_limit_ends_compilation() -> None:
 
 def test_long_grammar_starts_no_process() -> None:
     compiler = GrammarCompiler(TINY, limits=GrammarLimits(max_kib=1))
-    reason, text = refusal(compiler, json_grammar({"const": "x" * 2048}))
+    reason, text = refusal(compiler, grammar(json_schema({"const": "x" * 2048})))
     assert reason == "size" and "serve.max_grammar_kib" in text
     assert compiler._server is None
 
@@ -96,19 +107,20 @@ def test_rejected_grammars_keep_no_process() -> None:
 
 def test_lost_fork_server_starts_again() -> None:
     compiler = GrammarCompiler(TINY)
-    held = compiler.matcher('start: "a"')
+    held = open_matcher(compiler, 'start: "a"')
     server = compiler._server
     assert server is not None and server.pid is not None
-    os.kill(server.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
-    assert compiler.matcher('start: "b"').forced == TINY.encode("b")[0]
-    assert server.starts == 2
+    lost = server.pid
+    os.kill(lost, signal.SIGKILL)
+    os.waitid(os.P_PID, lost, os.WEXITED | os.WNOWAIT)
+    assert open_matcher(compiler, 'start: "b"').forced == TINY.encode("b")[0]
+    assert server.pid != lost
     assert held.forced == TINY.encode("a")[0]  # its process is still alive
 
 
 def test_fork_server_ends_with_its_compiler() -> None:
     compiler = GrammarCompiler(TINY)
-    compiler.matcher('start: "a"').close()
+    open_matcher(compiler, 'start: "a"').close()
     server = compiler._server
     assert server is not None and server.pid is not None
     pid = server.pid

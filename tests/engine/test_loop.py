@@ -9,16 +9,16 @@ import pytest
 
 from lightning_jax.engine import loop as serve_loop
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Draining, EngineError, PromptTooLong, QueueFull
 from lightning_jax.engine.grammar import GrammarError
 from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.testing.tiny import tiny_model
 
 from .conftest import SERVE, Bench
-from .test_engine import full_logprobs
+from .test_slots import full_logprobs
 
 
 def greedy(max_tokens: int = 10, **settings) -> SamplingParams:
@@ -322,7 +322,7 @@ async def test_no_compile_after_warmup():
     serve = ServeConfig(
         slots=2, max_len=300, prefill_buckets=(64,), prefix_cache_mib=0.06, steps_per_dispatch=3
     )
-    loop = EngineLoop(Engine(model.config, serve), model.params, 0, model.tokenizer, serve)
+    loop = EngineLoop(SlotPrograms(model.config, serve), model.params, 0, model.tokenizer, serve)
     loop.warmup()
     compiles = loop.stats()["serve/compiles"]
     loop.start()

@@ -106,11 +106,10 @@ def test_pages_on_both_sides_of_a_border_between_segments(platform: str):
 def test_a_copy_moves_pages_and_never_the_pool():
     pages = copier(ServeConfig(slots=16, max_len=1024))
     pool, cache = pages.init_pool(), init_cache(CONFIG, 16, 1024)
-    page_ids = np.zeros(pages.num_blocks, np.int32)
-    one = np.int32(1)
+    move = pages._move(1, 1, (0,))
     programs = {
-        "store": pages._store.lower(pool, cache, one, one, page_ids, one),
-        "restore": pages._restore.lower(cache, pool, one, page_ids, one),
+        "store": pages._store.lower(pool, cache, move),
+        "restore": pages._restore.lower(cache, pool, move),
     }
     for name, kept in (("store", pool), ("restore", cache)):
         memory = programs[name].compile().memory_analysis()

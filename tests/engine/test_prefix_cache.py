@@ -10,19 +10,19 @@ import pytest
 
 from lightning_jax.engine.cache.prefix_cache import MIN_REUSE, PrefixCache
 from lightning_jax.engine.cache.radix import PAGE
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import Completion
 
 from .conftest import SERVE, with_pages
-from .test_engine import full_logprobs
 from .test_loop import greedy
+from .test_slots import full_logprobs
 
 QUEUE = replace(SERVE, max_queue=400)
 
 
 @contextmanager
-def running(model, engine: Engine, *, start: bool = True) -> Iterator[EngineLoop]:
+def running(model, engine: SlotPrograms, *, start: bool = True) -> Iterator[EngineLoop]:
     loop = EngineLoop(engine, model.params, 0, model.tokenizer, QUEUE)
     if start:
         loop.start()
@@ -179,7 +179,7 @@ def test_old_keys_and_short_matches_are_not_used(engine):
 
 def test_the_end_of_a_row_that_is_no_whole_page_stays_out(model):
     serve = replace(SERVE, slots=1, max_len=40)
-    one = Engine(model.config, serve)
+    one = SlotPrograms(model.config, serve)
     prefixes = PrefixCache(one, 0)
     prefixes.keep(one.init_state(), 0, random_ids(5, 40), 0)
     assert prefixes.pages_used == 2

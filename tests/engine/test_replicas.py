@@ -11,8 +11,7 @@ from lightning_jax.engine import replicas
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import EngineError
-from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.replicas import BLOCK, ReplicatedLoop, Router, replicate, split_by_data
+from lightning_jax.engine.replicas import BLOCK, Router, split_by_data
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig
@@ -23,28 +22,23 @@ SERVE = ServeConfig(slots=4, max_len=256, prefill_buckets=(32, 128))
 MODEL = tiny_model(0, num_layers=1)
 
 
-def make(config: MeshConfig) -> Any:
-    engines = [Engine(MODEL.config, SERVE, mesh=mesh) for mesh in split_by_data(make_mesh(config))]
-
-    def one(engine: Engine) -> EngineLoop:
-        return EngineLoop(engine, MODEL.params, 0, MODEL.tokenizer, SERVE)
-
-    return replicate(one, engines, SERVE.slots)
+def make(config: MeshConfig) -> Engine:
+    return Engine(MODEL, SERVE, mesh=make_mesh(config))
 
 
 @pytest.fixture(scope="module")
-def loops() -> Iterator[tuple[ReplicatedLoop, EngineLoop]]:
-    """Yield three replicas and a single engine.
+def engines() -> Iterator[tuple[Engine, Engine]]:
+    """Yield an engine with three replicas and one with a single replica.
 
     Each has one device, because XLA's CPU compiler may deadlock if several programs communicate
     between simulated devices at once.
     """
     made = make(MeshConfig(data=3, fsdp=1)), make(MeshConfig(data=1, fsdp=1))
-    for loop in made:
-        loop.start()
+    for engine in made:
+        engine.start()
     yield made
-    for loop in made:
-        loop.close()
+    for engine in made:
+        engine.close()
 
 
 def prompts(number: int, length: int = 100) -> list[tuple[int, ...]]:
@@ -76,9 +70,8 @@ def test_of_several_processes_the_mesh_serves_as_one(monkeypatch: pytest.MonkeyP
     assert split_by_data(mesh) == [mesh]
 
 
-def test_copies_answer_as_one_engine_does(loops: tuple[ReplicatedLoop, EngineLoop]) -> None:
-    copies, single = loops
-    assert isinstance(copies, ReplicatedLoop) and isinstance(single, EngineLoop)
+def test_copies_answer_as_one_engine_does(engines: tuple[Engine, Engine]) -> None:
+    copies, single = engines
     asked = prompts(9) + prompts(3) * 2
     ours, theirs = ask(copies, asked), ask(single, asked)
     assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in theirs]
@@ -91,20 +84,20 @@ def test_copies_answer_as_one_engine_does(loops: tuple[ReplicatedLoop, EngineLoo
     assert copies.num_open == 0 and stats["serve/prefix_hit_tokens"] > 0
 
 
-def test_new_weights_reach_every_copy(loops: tuple[ReplicatedLoop, EngineLoop]) -> None:
-    copies, single = loops
+def test_new_weights_reach_every_copy(engines: tuple[Engine, Engine]) -> None:
+    copies, single = engines
     other = tiny_model(1, num_layers=1).params
     asked = prompts(6, 20)
     before = ask(copies, asked)
-    for loop in loops:
-        loop.load_weights(other, 1)
-        assert loop.version == 1
+    for engine in engines:
+        engine.publish(other)
+        assert engine.version == 1
     ours, theirs = ask(copies, asked), ask(single, asked)
     for old, mine, wanted in zip(before, ours, theirs, strict=True):
         assert mine.policy_versions == (1,) * 8 and mine.token_ids == wanted.token_ids
         assert mine.behavior_logprobs != pytest.approx(old.behavior_logprobs, abs=1e-3)
     with pytest.raises(InvalidValue) as caught:
-        copies.load_weights(other, 1)
+        copies.publish(other, 1)
     assert (caught.value.key, caught.value.reason) == ("version", "out_of_range")
 
 

@@ -6,7 +6,7 @@ import pytest
 from lightning_jax.engine.score import Scorer
 from lightning_jax.models.formats.load import LoadedModel
 
-from .test_engine import full_logprobs
+from .test_slots import full_logprobs
 
 
 @pytest.fixture(scope="module")

@@ -47,10 +47,30 @@ def test_an_agent_is_trained_its_run_analysed_and_a_larger_one_planned(
     monkeypatch.setenv("SETTINGS", " ".join(f"{key}={value}" for key, value in settings.items()))
     monkeypatch.setenv("RUNS", str(tmp_path / "run"))
     monkeypatch.setenv("XLA_FLAGS", "")  # one device, like a reader's machine
-    trained, analysed, planned = _run("quickstart", "analysis", "tpu")
+    monkeypatch.setenv("MODEL", str(tmp_path / "tiny"))
+    monkeypatch.setenv("STEPS", "2")
+    trained, analysed, looped, planned = _run("quickstart", "analysis", "loop", "tpu")
     assert "(n=1)" in trained and "image/png" in trained
     assert "rollouts: 4 scored" in trained  # two in training, one before and one after
     assert "train-00000-000-0" in trained and "advantage" in trained
     assert "image/png" in analysed and "rollouts: 4 scored" in analysed
     assert "train-00000-000-00-1 call 1" in analysed
+    assert "step 1: reward " in looped and "<|im_start|>assistant" in looped
     assert "GiB" in planned
+
+
+def test_the_loop_of_the_readme_is_that_of_the_notebook() -> None:
+    """So that running the notebook tests both."""
+    readme = (NOTEBOOKS.parent / "README.md").read_text()
+    (block,) = (part for part in readme.split("```python\n") if part.startswith("import asyncio"))
+    shown = {line.strip() for line in block.split("```")[0].splitlines()}
+    loop = nbformat.read(NOTEBOOKS / "loop.ipynb", as_version=4)
+    run = {line.strip() for cell in loop.cells for line in cell.source.splitlines()}
+    own = {"tasks = ", "model = ", "for step in ", "async def main", "asyncio.run", "print(step, "}
+    left = {line for line in shown - run if not line.startswith(tuple(own))}
+    assert left == {
+        "import asyncio",
+        "async with lj.Engine(model) as engine, lj.Gateway(engine) as gateway:",
+        "trajectories, metrics = await lj.run_rollouts(agent, tasks, gateway, group_size=8)",
+        'lj.save_hf("trained", learner.model)',
+    }

@@ -12,7 +12,7 @@ import pytest
 from gateway_bench import Bench, Connect, MakeBench
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.tokenizer import Tokenizer
@@ -30,12 +30,12 @@ def model() -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
-def engine(model: LoadedModel) -> Engine:
-    return Engine(model.config, SERVE)
+def engine(model: LoadedModel) -> SlotPrograms:
+    return SlotPrograms(model.config, SERVE)
 
 
 @pytest.fixture
-def make_bench(model: LoadedModel, engine: Engine, tmp_path: Path) -> MakeBench:
+def make_bench(model: LoadedModel, engine: SlotPrograms, tmp_path: Path) -> MakeBench:
     """Return a function that starts a gateway.
 
     Its arguments change the ServeConfig, the tokenizer, the roles or the initial model.

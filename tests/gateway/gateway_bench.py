@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import openai
 
-from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.traces.store import Store
@@ -24,7 +24,7 @@ class Bench:
     """Running gateway with its parts."""
 
     gateway: Gateway
-    loop: EngineLoop
+    loop: Engine
     store: Store
     model: LoadedModel
     http: aiohttp.ClientSession

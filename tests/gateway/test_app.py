@@ -168,7 +168,7 @@ async def test_choices_become_transitions(bench: Bench, connect: Connect) -> Non
     assert [list(t.response_token_ids) for t in transitions] == [
         choice.token_ids for choice in reply.choices
     ]
-    assert reasons == {} and bench.gateway.close_rollout("r1").num_calls == 1
+    assert reasons == {}
 
 
 async def test_a_conversation_extends_token_for_token(bench: Bench, connect: Connect) -> None:
@@ -185,8 +185,8 @@ async def test_a_conversation_extends_token_for_token(bench: Bench, connect: Con
     again = bench.model.tokenizer.encode(messages[1]["content"])
     assert again != list(transitions[0].response_token_ids)
     await _ask(client, [{"role": "user", "content": "another start"}, *messages[1:]])
-    traffic = bench.gateway.close_rollout("r1")
-    assert (traffic.num_calls, traffic.prefix_breaks, traffic.num_errors) == (5, 1, {})
+    assert bench.gateway.stats()["serve/prefix_breaks"] == 1
+    assert bench.gateway.close_rollout("r1").unanswered == ()
 
 
 async def test_rollouts_repeat_with_their_seed(bench: Bench, connect: Connect) -> None:
@@ -277,7 +277,7 @@ async def test_a_rollout_opens_and_closes_once(bench: Bench) -> None:
     with pytest.raises(InvalidValue) as caught:
         bench.gateway.open_rollout(RolloutSettings("r1", 0))
     assert (caught.value.key, caught.value.reason) == ("r1", "exists")
-    assert bench.gateway.close_rollout("r1").num_calls == 0
+    assert bench.gateway.close_rollout("r1").num_cancelled == 0
     with pytest.raises(InvalidValue) as caught:
         bench.gateway.close_rollout("r1")
     assert (caught.value.key, caught.value.reason) == ("r1", "not_found")

@@ -157,9 +157,7 @@ async def test_health_follows_the_engine(bench: Bench) -> None:
 
 
 async def test_a_gateway_without_a_store_answers(bench: Bench) -> None:
-    gateway = Gateway(
-        bench.loop, bench.model.tokenizer, None, model_name="tiny", serve=ServeConfig(api_key="k")
-    )
+    gateway = Gateway(bench.loop, records=False, serve=ServeConfig(api_key="k"))
     await gateway.start()
     status, reply, _ = await bench.post(BODY, base=gateway.url, key="k")
     assert status == 200 and reply["usage"]["completion_tokens"] > 0

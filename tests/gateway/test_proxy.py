@@ -12,7 +12,6 @@ from aiohttp import web
 from gateway_bench import Bench, Connect, MakeBench
 from yarl import URL
 
-from lightning_jax.gateway.proxy import read_traits
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RoleConfig
@@ -162,7 +161,7 @@ async def test_a_models_name_does_not_lead_out_of_its_path(
             assert asked == []
             (span,) = bench.store.spans("r1")
             assert span.attributes["error.type"] == "invalid_value"
-            assert bench.gateway.close_rollout("r1").num_refused == {"invalid_value": 1}
+            assert bench.gateway.close_rollout("r1").unanswered == ()
 
 
 async def test_honest_names_of_models_are_passed_on(make_bench: MakeBench) -> None:
@@ -188,7 +187,7 @@ async def test_redirects_are_not_followed(make_bench: MakeBench) -> None:
             assert (status, reply["error"]["code"]) == (502, "upstream_error")
             assert "roles.judge.served_by" in reply["error"]["message"]
             assert [path for path, *_ in asked] == ["/v1/chat/completions"]
-            assert bench.gateway.close_rollout("r1").num_errors == {"upstream_error": 1}
+            assert bench.gateway.close_rollout("r1").unanswered == ("upstream_error",)
 
 
 @pytest.mark.parametrize("asked_for", ["long", "long and told"])
@@ -219,7 +218,7 @@ async def test_a_server_that_fails_is_infrastructure(make_bench: MakeBench) -> N
         base = bench.rollout().base_url
         status, reply, _ = await bench.post(BODY | {"model": "far"}, base=base)
         assert status == 503 and reply["error"]["message"] == "later"
-        assert bench.gateway.close_rollout("r1").num_errors == {"upstream_error": 1}
+        assert bench.gateway.close_rollout("r1").unanswered == ("upstream_error",)
         (span,) = bench.store.spans("r1")
         assert span.attributes["error.type"] == "upstream_503"
     async with make_bench(roles=_far(url)) as bench:  # the server no longer listens
@@ -227,7 +226,7 @@ async def test_a_server_that_fails_is_infrastructure(make_bench: MakeBench) -> N
         status, reply, _ = await bench.post(BODY | {"model": "far"}, base=base)
         assert (status, reply["error"]["code"]) == (502, "upstream_error")
         assert "'judge'" in reply["error"]["message"]
-        assert bench.gateway.close_rollout("r2").num_errors == {"upstream_error": 1}
+        assert bench.gateway.close_rollout("r2").unanswered == ("upstream_error",)
 
 
 async def test_an_answer_that_breaks_off_breaks_off(
@@ -264,31 +263,3 @@ async def test_a_role_gives_a_models_name_a_meaning(bench: Bench, make_bench: Ma
     async with make_bench(roles={"small": RoleConfig(model="gpt-*")}) as with_role:
         status, reply, _ = await with_role.post(BODY | {"model": "gpt-4o"})
         assert status == 200 and reply["model"] == "gpt-4o"
-
-
-TEXT = [{"type": "text", "text": "b"}]
-
-
-@pytest.mark.parametrize(
-    ("body", "system"),
-    [
-        (
-            {
-                "messages": [
-                    {"role": "system", "content": "a"},
-                    {"role": "developer", "content": TEXT},
-                    {"role": "user", "content": "x"},
-                ]
-            },
-            "a\nb",
-        ),
-        ({"system": TEXT, "messages": [{"role": "user", "content": "x"}]}, "b"),
-        ({"instructions": "a", "input": [{"role": "system", "content": "b"}]}, "a\nb"),
-        ({"systemInstruction": {"parts": [{"text": "a"}, {"text": "b"}]}}, "a\nb"),
-        ({"messages": "odd", "system": 3}, ""),
-    ],
-)
-def test_system_prompt_is_found_in_every_dialect(body: dict[str, Any], system: str) -> None:
-    traits = read_traits(body | {"model": "policy:w"}, {}, {})
-    assert traits == {"agent": "w", "model": "policy:w", "system": system}
-    assert read_traits({}, {"model": "m"}, {"x-agent-name": "a"})["agent"] == "a"

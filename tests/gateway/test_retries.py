@@ -39,8 +39,7 @@ async def test_a_retry_joins_the_call_that_runs(bench: Bench) -> None:
     assert len(bench.store.spans("r1")) == 1
     other = await bench.post(streamed | {"stream": False}, base=base)
     assert _text(other[1]) != _text(again[1])  # not a retry, so a separate call
-    traffic = bench.gateway.close_rollout("r1")
-    assert (traffic.num_calls, traffic.num_joined) == (3, 1)
+    assert bench.gateway.stats()["serve/joined_calls"] == 1
 
 
 async def test_a_retry_gets_the_answer_that_came_too_late(bench: Bench) -> None:
@@ -77,8 +76,8 @@ async def test_openais_client_times_out_and_asks_again(bench: Bench) -> None:
         base_url=llm.base_url, api_key=llm.api_key, max_retries=5, timeout=0.1
     ) as client:
         reply = await client.chat.completions.create(**LONG)
-    traffic = bench.gateway.close_rollout("r1")
-    assert traffic.num_joined >= 1 and traffic.num_calls == traffic.num_joined + 1
+    assert bench.gateway.stats()["serve/joined_calls"] >= 1
+    assert len(bench.store.spans("r1")) == 1
     (span,) = bench.store.spans("r1")
     assert span.error is None
     tokens = span.attributes["lightning.response_token_ids"]

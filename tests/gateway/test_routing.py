@@ -13,10 +13,10 @@ import pytest
 from gateway_bench import Bench
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
-from lightning_jax.gateway.routing import Routing
+from lightning_jax.gateway.routing import Routing, read_traits
 from lightning_jax.models.config import LoraConfig, PolicyConfig
 from lightning_jax.models.lora import one_of
 from lightning_jax.models.transformer import forward, unembed
@@ -39,16 +39,17 @@ ROUTING = Routing(
     policies={"writer": PolicyConfig(), "rewriter": PolicyConfig(trains=False)},
 )
 ASK: list[Any] = [{"role": "user", "content": "Say something, please."}]
+TEXT = [{"type": "text", "text": "b"}]
 BODY: dict[str, Any] = {"model": "writer", "messages": ASK, "max_tokens": 5, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine(MODEL.config, SERVE)
+def engine() -> SlotPrograms:
+    return SlotPrograms(MODEL.config, SERVE)
 
 
 @pytest.fixture
-async def bench(engine: Engine, tmp_path: Path) -> AsyncIterator[Bench]:
+async def bench(engine: SlotPrograms, tmp_path: Path) -> AsyncIterator[Bench]:
     arguments = (tmp_path, MODEL, engine, SERVE)
     async with (
         run_service(*arguments, routing=ROUTING, initial=MODEL) as service,
@@ -107,8 +108,10 @@ async def test_roles_route_agents_that_all_ask_for_one_name(bench: Bench) -> Non
     assert [call.answered_by for call in found] == ["writer", "rewriter", "rewriter", ""]
     assert [call.role for call in found] == ["poet", "second", "second", "far"]
     assert [call.trains for call in found] == [True, False, False, False]
-    spans = [span.attributes.get(attributes.ANSWERED_BY) for span in bench.store.spans("r1")]
-    assert spans == ["writer", "rewriter", "rewriter", None]
+    spans = [span.attributes for span in bench.store.spans("r1")]
+    answered_by = [values.get(attributes.ANSWERED_BY) for values in spans]
+    assert answered_by == ["writer", "rewriter", "rewriter", None]
+    assert [values[attributes.TRAINS] for values in spans] == [True, False, False, False]
 
 
 async def test_a_call_for_no_policy_is_refused_and_the_policies_are_named(bench: Bench) -> None:
@@ -148,3 +151,28 @@ async def test_an_adapter_that_is_not_there_is_refused(bench: Bench) -> None:
         with pytest.raises(InvalidValue) as caught:
             bench.loop.submit([1, 2], SamplingParams(), adapter)
         assert (caught.value.key, caught.value.reason) == ("adapter", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("body", "system"),
+    [
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "a"},
+                    {"role": "developer", "content": TEXT},
+                    {"role": "user", "content": "x"},
+                ]
+            },
+            "a\nb",
+        ),
+        ({"system": TEXT, "messages": [{"role": "user", "content": "x"}]}, "b"),
+        ({"instructions": "a", "input": [{"role": "system", "content": "b"}]}, "a\nb"),
+        ({"systemInstruction": {"parts": [{"text": "a"}, {"text": "b"}]}}, "a\nb"),
+        ({"messages": "odd", "system": 3}, ""),
+    ],
+)
+def test_system_prompt_is_found_in_every_dialect(body: dict[str, Any], system: str) -> None:
+    traits = read_traits(body | {"model": "policy:w"}, {}, {})
+    assert traits == {"agent": "w", "model": "policy:w", "system": system}
+    assert read_traits({}, {"model": "m"}, {"x-agent-name": "a"})["agent"] == "a"

@@ -1,7 +1,6 @@
 """Tests of shared calls: who joins which, and when a call without listeners ends."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,11 +25,11 @@ DELTAS = [Delta(0, text, (), None) for text in "abc"]
 
 
 def _call(gate: asyncio.Event) -> RunningCall:
-    async def work(accept: Callable[[], None], emit: Callable[[Delta], None]) -> tuple[Answer, ...]:
-        accept()
+    async def work(running: RunningCall) -> tuple[Answer, ...]:
+        running.accept()
         for delta in DELTAS:
             await asyncio.sleep(0)
-            emit(delta)
+            running.emit(delta)
         await gate.wait()
         return ANSWERS
 
@@ -55,7 +54,7 @@ async def test_every_listener_hears_all_from_the_beginning() -> None:
 
 
 async def test_a_refused_call_raises_for_all() -> None:
-    async def work(accept: Any, emit: Any) -> tuple[Answer, ...]:
+    async def work(running: RunningCall) -> tuple[Answer, ...]:
         raise invalid("no", "x", reason="conflict")
 
     call = RunningCall(work, CONTEXT)

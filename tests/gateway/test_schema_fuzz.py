@@ -76,7 +76,7 @@ async def run(
         neighbour(bench, until), *(fuzz(bench, fuzzer, until, outcomes) for fuzzer in fuzzers)
     )
     report(f"seed {seed}, {seconds:.0f} s: {dict(sorted(outcomes.items()))}")
-    report(f"grammars: {dict(bench.loop._grammars.counts)}; longest wait {longest:.2f} s")
+    report(f"grammars: {dict(bench.loop._loops[0]._grammars.counts)}; longest wait {longest:.2f} s")
     return outcomes
 
 
@@ -104,7 +104,7 @@ async def test_known_crashes_are_refused(make_bench: MakeBench) -> None:
                 status, reply, _ = await bench.post(body_of(schema, 0))
                 assert (status, reply["error"]["code"]) == (400, "invalid_schema")
                 assert reply["error"]["param"] == "tools"
-        counts = bench.loop._grammars.counts  # a refusal is remembered
+        counts = bench.loop._loops[0]._grammars.counts  # a refusal is remembered
         assert counts["crash"] == 1 and counts["time"] + counts["memory"] == 1
         status, reply, _ = await bench.post(body_of({"properties": {"n": {"const": 1}}}, 0))
         assert status == 200

@@ -84,7 +84,7 @@ async def _swap(bench: Bench, until: float) -> int:
         version += 1
         scale = 1.0 + 1e-3 * (version % 7)
         params = jax.tree.map(lambda leaf, scale=scale: leaf * scale, bench.model.params)
-        await asyncio.to_thread(bench.loop.load_weights, params, version)
+        await asyncio.to_thread(bench.loop.publish, params, version)
     return version - 3
 
 

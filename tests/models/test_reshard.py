@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
-from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.replicas import ReplicatedLoop, replicate, split_by_data
+from lightning_jax.engine.replicas import split_by_data
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models import reshard as module
 from lightning_jax.models.config import LoraConfig, MeshConfig
 from lightning_jax.models.formats.param_names import flatten
@@ -95,45 +95,40 @@ def test_a_copy_in_the_same_dtype_survives_the_donation_of_the_original() -> Non
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(copied))
 
 
-def replicas(training: Mesh, dtype: str) -> tuple[Any, ReplicatedLoop]:
-    """Build weights split over eight devices, and an engine on each device."""
+def replicas(training: Mesh, dtype: str) -> tuple[Any, Engine]:
+    """Build weights split over eight devices, and an engine with a replica on each device."""
     config = dataclasses.replace(SHAPE, tie_embeddings=True)
-    meshes = split_by_data(Mesh(training.devices.reshape(8, 1, 1), training.axis_names))
-    engines = [Engine(config, SERVE, dtype=dtype, mesh=mesh) for mesh in meshes]
     params = weights(training)
-    spread = engines[0].spread(params)
-
-    def one(engine: Engine) -> EngineLoop:
-        return EngineLoop(engine, spread, 0, MODEL.tokenizer, SERVE)
-
-    return params, replicate(one, engines, SERVE.slots)
+    model = dataclasses.replace(MODEL, config=config, params=params)
+    mesh = Mesh(training.devices.reshape(8, 1, 1), training.axis_names)
+    return params, Engine(model, SERVE, dtype=dtype, mesh=mesh)
 
 
 def test_engines_of_one_run_gather_once_and_read_nothing_on_the_host(
     host_reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with jax.transfer_guard_device_to_host("allow"):
-        params, loop = replicas(make_mesh(MeshConfig(1, 8, 1)), "bfloat16")
+        params, engine = replicas(make_mesh(MeshConfig(1, 8, 1)), "bfloat16")
     gathered, original = [], module.spread
 
     def counted(*args: Any, **more: Any) -> Any:
         gathered.append(original(*args, **more))
         return gathered[-1]
 
-    monkeypatch.setattr("lightning_jax.engine.engine.spread", counted)
+    monkeypatch.setattr("lightning_jax.engine.slots.spread", counted)
     compiled = module._caster.cache_info().misses
     host_reads.clear()
-    loop.load_weights(params, 1)
+    engine.publish(params)
     assert host_reads == [] and len(gathered) == 1
     assert module._caster.cache_info().misses == compiled  # reuses the first weights' program
     (found,) = gathered
-    for number, replica in enumerate(loop._loops):
+    for number, replica in enumerate(engine._loops):
         embedding = replica._inbox.weights["embed"]["embedding"]
         assert embedding.devices() == {jax.devices()[number]}
         shard = found.params["embed"]["embedding"].addressable_shards[number].data
         # The engine's weights are the gathered ones, not another copy of them.
         assert embedding.unsafe_buffer_pointer() == shard.unsafe_buffer_pointer()
-    loop.close()
+    engine.close()
 
 
 @pytest.mark.parametrize(("dtype", "is_shared"), [("bfloat16", True), ("float32", False)])
@@ -145,7 +140,7 @@ def test_frozen_weights_are_shared_where_they_lie_as_the_engine_reads_them(
     shardings = param_shardings(model.config, mesh)
     loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
     params = put_on_mesh(loaded, shardings)
-    engine = Engine(model.config, SERVE, dtype=dtype, mesh=mesh)
+    engine = SlotPrograms(model.config, SERVE, dtype=dtype, mesh=mesh)
 
     def pointers(tree: Any) -> dict:
         return {path: leaf.unsafe_buffer_pointer() for path, leaf in flatten(tree).items()}
@@ -164,13 +159,14 @@ def test_frozen_weights_are_shared_where_they_lie_as_the_engine_reads_them(
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(kept))
 
 
-def test_each_device_that_holds_the_base_whole_shares_it_with_its_engine() -> None:
+def test_devices_that_hold_the_whole_base_share_it_with_their_engine() -> None:
     model = adapted(MODEL, LoraConfig(rank=2), 0)
     mesh = make_mesh(MeshConfig(data=8, fsdp=1, tensor=1))
     loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
     params = put_on_mesh(loaded, param_shardings(model.config, mesh))
     engines = [
-        Engine(model.config, SERVE, dtype="bfloat16", mesh=part) for part in split_by_data(mesh)
+        SlotPrograms(model.config, SERVE, dtype="bfloat16", mesh=part)
+        for part in split_by_data(mesh)
     ]
     spread = engines[0].spread(params, share_base=True)
     for number, engine in enumerate(engines):

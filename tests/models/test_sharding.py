@@ -14,7 +14,7 @@ from coded import raises_coded
 from jax.sharding import PartitionSpec
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
 from lightning_jax.models.sharding import (
     batch_sharding,
@@ -31,13 +31,13 @@ from lightning_jax.models.transformer import (
     unembed,
 )
 from lightning_jax.rl.config import BatchConfig, OptimizerConfig
-from lightning_jax.rl.learner import Learner
+from lightning_jax.rl.updater import Updater
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config
-from lightning_jax.train.learners import make_learner
 from lightning_jax.train.memory.lowering import lower_step
+from lightning_jax.train.updaters import phase_updater
 
 
 def _loss(params, config, tokens, positions, ends, remat):
@@ -131,10 +131,10 @@ def settings(sizes: tuple[int, int, int], *, remat: bool = False) -> Config:
 
 
 @functools.cache
-def five_steps(sizes: tuple[int, int, int]) -> tuple[list[float], Any, Learner, str, str]:
+def five_steps(sizes: tuple[int, int, int]) -> tuple[list[float], Any, Updater, str, str]:
     """Return (losses, state, learner, gradient and optimizer programs) of five updates."""
     config = settings(sizes)
-    learner = make_learner(SHAPED, config, supervised=False)
+    learner = phase_updater(SHAPED, config, supervised=False)
     grads_fn, apply_fn = (program.compile() for program in lower_step(learner, config))
     functions = dataclasses.replace(learner.functions, grads_fn=grads_fn, apply_fn=apply_fn)
     learner = dataclasses.replace(learner, functions=functions)
@@ -163,7 +163,7 @@ def test_an_update_in_bfloat16_agrees_on_one_and_eight_devices(sizes):
     for shape in ((1, 1, 1), sizes):
         config = settings(shape)
         config = dataclasses.replace(config, model=ModelConfig(dtype="bfloat16"))
-        learner = make_learner(SHAPED, config, supervised=False)
+        learner = phase_updater(SHAPED, config, supervised=False)
         state = learner.init(init_params(SHAPED, jax.random.key(0)))
         norms.append(learner.update(state, STEPS[0], None)[1]["train/grad_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=0.02)
@@ -172,7 +172,7 @@ def test_an_update_in_bfloat16_agrees_on_one_and_eight_devices(sizes):
 @pytest.mark.slow
 def test_rematerialised_layers_are_gathered_one_by_one():
     config, model = settings((1, 8, 1), remat=True), dataclasses.replace(SHAPED, num_layers=2)
-    grads_fn, _ = lower_step(make_learner(model, config, supervised=False), config)
+    grads_fn, _ = lower_step(phase_updater(model, config, supervised=False), config)
     moved = collectives(grads_fn.compile().as_text())
     gathered = {shape for op, shape in moved if op == "all-gather"}
     # A layer of the stack is [1, 48, 112]. The whole stack would be [2, 48, 112].
@@ -266,7 +266,7 @@ def test_gradients_are_added_up_over_devices_once_a_microbatch(sizes):
 def test_frozen_weights_have_no_gradient_to_add_up():
     """Check that frozen weights are still gathered, and only adapter gradients are reduced."""
     lora, rank = LoraConfig(rank=5), 5
-    learner = make_learner(
+    learner = phase_updater(
         dataclasses.replace(SHAPED, lora=lora), settings(MESHES["fsdp"]), supervised=False
     )
     grads_fn, _ = lower_step(learner, settings(MESHES["fsdp"]))
@@ -296,7 +296,7 @@ def test_everything_lies_where_the_table_says():
             leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
             for leaf, sharding in zip(leaves, shardings, strict=True)
         )
-    engine = Engine(SHAPED, ServeConfig(slots=2, max_len=32), mesh=learner.mesh)
+    engine = SlotPrograms(SHAPED, ServeConfig(slots=2, max_len=32), mesh=learner.mesh)
     cache = engine.init_state().cache
     want = cache_sharding(SHAPED, learner.mesh)
     assert want.spec == PartitionSpec(None, "tensor", None, None)

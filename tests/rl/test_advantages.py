@@ -1,9 +1,15 @@
 import numpy as np
 import pytest
 
-from lightning_jax.rl.advantages import baselines_and_scales, equal_groups, step_advantages
+from lightning_jax.rl import advantages as rl_advantages
+from lightning_jax.rl.advantages import baselines_of, equal_groups, scales_of
 from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.credit import assign_credit
 from lightning_jax.testing.records import trajectory, transition
+
+
+def step_advantages(step, algorithm, values=None):
+    return rl_advantages.step_advantages(assign_credit(step, algorithm, values), algorithm)
 
 
 def rollout(reward: float, *, calls: int = 1, group: str = "g"):
@@ -73,11 +79,9 @@ def test_groups_that_only_the_rewards_of_calls_tell_apart():
 
 def test_equal_up_to_rounding_is_equal():
     returns = np.asarray([0.1 + 0.2, 0.3])
-    baselines, scales = baselines_and_scales(
-        returns, ["g", "g"], baseline="group_mean", normalize="group_std"
-    )
-    assert baselines == pytest.approx([0.3, 0.3])
-    assert scales.tolist() == [0.0, 0.0]
+    inputs = returns, ["g", "g"], AlgorithmConfig()
+    assert baselines_of(*inputs) == pytest.approx([0.3, 0.3])
+    assert scales_of(*inputs).tolist() == [0.0, 0.0]
 
 
 def test_per_step_credit_is_compared_with_the_group_at_the_same_turn():
@@ -157,8 +161,8 @@ def test_every_choice_is_finite_on_nothing_on_one_and_on_equals(baseline, normal
 
 def test_equal_groups_are_named():
     step = [*of_group(1.0, 0.0), *of_group(0.5, 0.5, group="equal"), rollout(1.0, group="single")]
-    assert equal_groups(step, AlgorithmConfig()) == {"equal", "single"}
-    assert equal_groups([], AlgorithmConfig()) == set()
+    assert equal_groups(assign_credit(step, AlgorithmConfig())) == {"equal", "single"}
+    assert equal_groups(assign_credit([], AlgorithmConfig())) == set()
 
 
 def test_turns_are_compared_with_their_like():

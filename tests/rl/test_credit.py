@@ -2,7 +2,16 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.credit import assign_credit, overlong_penalty, punish_overlong, rollout_return
+from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.credit import (
+    SCHEMES,
+    assign_credit,
+    identical,
+    learned,
+    overlong_penalty,
+    per_step,
+    punish_overlong,
+)
 from lightning_jax.testing.records import trajectory, transition
 
 
@@ -13,47 +22,47 @@ def calls(*rewards: float):
 def test_identical_gives_every_call_the_whole_return():
     # 1.0 from the rollout + 0.25 + 0.5 from the calls
     rollout = trajectory(*calls(0.25, 0.0, 0.5), reward=1.0)
-    assert assign_credit(rollout, scheme="identical", discount=0.5) == (1.75, 1.75, 1.75)
+    assert identical()(rollout) == (1.75, 1.75, 1.75)
 
 
 def test_per_step_discounts_what_comes_later():
     # r = (0.25, 0, 0.5 + 1): G2 = 1.5; G1 = 0 + 0.5 * 1.5 = 0.75; G0 = 0.25 + 0.5 * 0.75 = 0.625
     rollout = trajectory(*calls(0.25, 0.0, 0.5), reward=1.0)
-    assert assign_credit(rollout, scheme="per_step", discount=0.5) == (0.625, 0.75, 1.5)
+    assert per_step(0.5)(rollout) == (0.625, 0.75, 1.5)
 
 
 def test_without_discount_and_call_rewards_the_schemes_agree():
     rollout = trajectory(*calls(0.0, 0.0), reward=0.7)
-    schemes = [assign_credit(rollout, scheme=s, discount=1.0) for s in ("identical", "per_step")]
-    assert schemes == [(0.7, 0.7), (0.7, 0.7)]
+    assert identical()(rollout) == per_step()(rollout) == (0.7, 0.7)
 
 
 def test_learned_credit_by_hand():
     # lambda 0, discount 0.5: 0.25 + 0.5 * 3 - 2 and 1.5 - 3
     rollout = trajectory(*calls(0.25, 0.5), reward=1.0)
-    knobs = {"discount": 0.5, "gae_lambda": 0.0}
-    values = [(2.0,), (3.0,)]
-    assert assign_credit(rollout, scheme="learned", values=values, **knobs) == (-0.25, -1.5)
+    assert learned(0.5, 0.0)(rollout, [(2.0,), (3.0,)]) == (-0.25, -1.5)
     # With one more token of value 4 in the first call: 0.5 * 4 - 2, 0.25 + 1.5 - 4
     longer = trajectory(transition([1], [2, 3], reward=0.25), calls(0.5)[0], reward=1.0)
-    tokens = assign_credit(longer, scheme="learned_token", values=[(2.0, 4.0), (3.0,)], **knobs)
+    tokens = learned(0.5, 0.0, per_token=True)(longer, [(2.0, 4.0), (3.0,)])
     assert tokens == ((0.0, -2.25), (-1.5,))
 
 
-@pytest.mark.parametrize(
-    "scheme", ["identical", "per_step", "turn_groups", "learned", "learned_token"]
-)
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_rollout_without_calls_has_no_credit_but_a_return(scheme):
-    rollout = trajectory(reward=0.5)
-    assert assign_credit(rollout, scheme=scheme, discount=1.0) == ()
-    assert rollout_return(rollout, scheme=scheme, discount=1.0) == 0.5
+    credit = assign_credit([trajectory(reward=0.5)], AlgorithmConfig(credit=scheme))
+    assert credit.calls == [()] and credit.returns.tolist() == [0.5]
 
 
-def test_bad_scheme_and_bad_reward_are_refused():
-    with raises_coded(InvalidValue, "unknown", "scheme"):
-        assign_credit(trajectory(*calls(0.0)), scheme="magic", discount=1.0)
+def test_a_return_depends_on_no_critic():
+    # 0.25 + 0.5 * (0.5 + 1), whatever the values and lambda
+    rollout = trajectory(*calls(0.25, 0.5), reward=1.0)
+    algorithm = AlgorithmConfig(credit="learned", discount=0.5, gae_lambda=0.0)
+    credit = assign_credit([rollout], algorithm, [[(2.0,), (3.0,)]])
+    assert credit.calls == [(-0.25, -1.5)] and credit.returns.tolist() == [1.0]
+
+
+def test_a_reward_that_is_not_finite_is_refused():
     with raises_coded(InvalidValue, "not_finite"):
-        assign_credit(trajectory(*calls(float("nan"))), scheme="identical", discount=1.0)
+        assign_credit([trajectory(*calls(float("nan")))], AlgorithmConfig())
 
 
 def test_overlong_penalty_by_hand():

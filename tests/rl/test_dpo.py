@@ -13,6 +13,7 @@ from lightning_jax.models.sharding import make_mesh
 from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
+from lightning_jax.rl.credit import assign_credit
 from lightning_jax.rl.dpo import (
     dpo_advantages,
     dpo_losses,
@@ -22,10 +23,10 @@ from lightning_jax.rl.dpo import (
     pair_signs,
     weigh_pairs,
 )
-from lightning_jax.rl.learner import Learner
 from lightning_jax.rl.losses.objectives import policy_objective
 from lightning_jax.rl.train_state import init_state
 from lightning_jax.rl.train_step import make_train_functions
+from lightning_jax.rl.updater import Updater
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
@@ -77,7 +78,7 @@ def test_the_best_are_paired_with_the_worst_of_their_group():
         # A call's own reward also counts.
         rollout(0.0, group="calls"), rollout(0.0, group="calls", reward=-0.1),
     ]  # fmt: skip
-    pairs, num_stale = make_pairs(step, DPO, policy_version=9)
+    pairs, num_stale = make_pairs(assign_credit(step, DPO), DPO, policy_version=9)
     assert (pairs, num_stale) == ([(0, 4), (3, 1), (10, 11)], 0)
     signs = pair_signs(step, pairs)
     assert signs == [(1.0,), (-1.0,), (0.0,), (1.0,), (-1.0,), *[(0.0,)] * 5, (1.0,), (-1.0,)]
@@ -91,8 +92,8 @@ def test_what_cannot_be_compared_has_no_partner():
         rollout(0.5),
         rollout(0.0),
     ]
-    assert make_pairs(step, DPO, policy_version=9) == ([(3, 4)], 1)
-    assert make_pairs(step, DPO, policy_version=7) == ([(0, 4)], 0)
+    assert make_pairs(assign_credit(step, DPO), DPO, policy_version=9) == ([(3, 4)], 1)
+    assert make_pairs(assign_credit(step, DPO), DPO, policy_version=7) == ([(0, 4)], 0)
 
 
 def plain_loss(params, ref_params, tokens, sampled):
@@ -125,10 +126,10 @@ def padded():
     return tokens, sampled
 
 
-def plain_learner() -> Learner:
+def plain_learner() -> Updater:
     """Build a learner whose update is minus the gradient."""
     sgd = optax.sgd(1.0)
-    return Learner(
+    return Updater(
         model=MODEL.config,
         mesh=make_mesh(MeshConfig(fsdp=1)),
         optimizer=sgd,
@@ -143,7 +144,7 @@ def test_an_update_is_the_gradient_of_the_direct_loss_wherever_calls_lie():
     made = plain_learner()
     reference = jax.tree.map(lambda leaf: 1.5 * leaf, MODEL.params)
     loss, expected = jax.jit(jax.value_and_grad(plain_loss))(MODEL.params, reference, *padded())
-    assert make_pairs(STEP, DPO, policy_version=0) == (PAIRS, 0)
+    assert make_pairs(assign_credit(STEP, DPO), DPO, policy_version=0) == (PAIRS, 0)
 
     def check(state, metrics, share):
         assert metrics["train/loss"] == pytest.approx(share * float(loss), abs=1e-5)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from lightning_jax.rl.batch import StateValues
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
-from lightning_jax.rl.credit import assign_credit
+from lightning_jax.rl.credit import identical, learned, per_step
 from lightning_jax.rl.gae import gae, learnable_states, rollout_gae, state_sequences, values_by_call
 from lightning_jax.testing.records import trajectory, transition
 
@@ -43,20 +43,16 @@ def test_a_state_without_a_value_makes_one_step_with_the_one_before():
 def test_lambda_1_and_values_0_are_per_step_credit_exactly(of_calls, of_rollout, discount):
     calls = [transition([1], [2], reward=reward) for reward in of_calls]
     rollout = trajectory(*calls, reward=of_rollout)
-    learned = assign_credit(
-        rollout, scheme="learned", discount=discount, values=[(0.0,)] * len(calls)
-    )
-    assert learned == assign_credit(rollout, scheme="per_step", discount=discount)
-    assert learned == assign_credit(rollout, scheme="learned", discount=discount)
+    credit = learned(discount)(rollout, [(0.0,)] * len(calls))
+    assert credit == per_step(discount)(rollout)
+    assert credit == learned(discount)(rollout, None)
 
 
 @given(st.integers(1, 12), rewards)
 def test_lambda_1_and_values_0_are_identical_credit_exactly(num_calls, reward):
     """Check rewards of whole rollouts, as in the paper on identical credit."""
     rollout = trajectory(*[transition([1], [2])] * num_calls, reward=reward)
-    zeros = [(0.0,)] * num_calls
-    learned = assign_credit(rollout, scheme="learned", discount=1.0, values=zeros)
-    assert learned == assign_credit(rollout, scheme="identical", discount=1.0)
+    assert learned()(rollout, [(0.0,)] * num_calls) == identical()(rollout)
 
 
 def test_tokens_and_calls_of_one_rollout():

@@ -12,17 +12,17 @@ import pytest
 from log_events import events, records
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.rollouts import event_loop
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.rollouts.event_loop import isolate_agent
+from lightning_jax.rollouts.event_loop import PATIENCE, isolate_agent, watched_loop
 from lightning_jax.rollouts.runner import (
     Agent,
     Result,
     Runner,
     load_agent,
     make_requests,
-    run_rollouts,
+    run_requests,
 )
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
@@ -30,17 +30,18 @@ from lightning_jax.types import LLM, Rollout, Task
 
 TOY = Path(__file__).parents[1] / "toy_agent.py"
 SERVE = ServeConfig(slots=4, max_len=128, prefill_buckets=(16, 64))
+TICK_S = 0.02  # of the watchdog
 NOBODY = LLM("http://127.0.0.1:1/v1", "key", "policy")
 
 
 async def rolled_out(path: Path, agent: Agent, number: int = 2, **settings: float) -> list[Rollout]:
     model = tiny_model()
-    engine = Engine(model.config, SERVE)
+    engine = SlotPrograms(model.config, SERVE)
     config = RolloutConfig(**settings)  # type: ignore[arg-type]
     requests = make_requests([{"id": "a", "question": "0?"}], "train", 0, number)
     async with run_service(path, model, engine, SERVE) as service, isolate_agent(agent) as agent:
-        runner = Runner(agent, service.gateway, service.store, config, seed=0)
-        rollouts = await run_rollouts(requests, runner)
+        runner = Runner(agent, service.gateway, config, seed=0)
+        rollouts = await run_requests(requests, runner)
         for rollout in rollouts:
             root, *others = service.store.spans(rollout.rollout_id)
             assert {span.parent_span_id for span in others} <= {root.span_id}
@@ -189,3 +190,20 @@ async def test_at_the_end_nothing_is_waited_for_that_does_not_end(
     let_go.set()
     await asyncio.wait({running}, timeout=30)
     assert found == [[], ["agent_blocks_exit"]]
+
+
+async def test_the_line_that_blocks_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with watched_loop(asyncio.get_running_loop(), threading.current_thread(), TICK_S):
+        await asyncio.sleep(5 * TICK_S)
+        time.sleep(3 * PATIENCE * TICK_S)
+        await asyncio.sleep(5 * TICK_S)
+    (record,) = caplog.records
+    assert record.__dict__["event"] == "agent_blocks_loop"
+    where = record.__dict__["where"]
+    assert "test_event_loop.py" in where and "time.sleep" in where
+
+
+async def test_waiting_loop_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with watched_loop(asyncio.get_running_loop(), threading.current_thread(), TICK_S):
+        await asyncio.sleep(3 * PATIENCE * TICK_S)
+    assert caplog.records == []

@@ -17,11 +17,11 @@ from coded import raises_coded
 from log_events import records
 from test_runner import SERVE, TASKS, TOY, _model_and_engine
 
-from lightning_jax.rollouts import process
+from lightning_jax.rollouts import process, program
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.rollouts.process import MAX_OUTPUT, run_program
 from lightning_jax.rollouts.program import MAX_VARIABLE, inherited, make_agent, program_environment
-from lightning_jax.rollouts.runner import Agent, Runner, load_agent, make_requests, run_rollouts
+from lightning_jax.rollouts.runner import Agent, Runner, load_agent, make_requests, run_requests
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import original_limit, raise_limit
 from lightning_jax.testing.service import run_service
@@ -41,12 +41,12 @@ async def running(path: Path, agent: Agent, **settings: Any) -> AsyncIterator[Ru
         max_infrastructure_failures=1.0, max_attempts=2, retry_delay_s=0.0, **settings
     )
     async with run_service(path, *_model_and_engine(), SERVE) as service:
-        yield Runner(agent, service.gateway, service.store, config, seed=0)
+        yield Runner(agent, service.gateway, config, seed=0)
 
 
 async def rolled_out(path: Path, agent: Agent, **settings: Any) -> Rollout:
     async with running(path, agent, **settings) as runner:
-        (rollout,) = await run_rollouts(make_requests(TASKS[:1], "train", 0, 1), runner)
+        (rollout,) = await run_requests(make_requests(TASKS[:1], "train", 0, 1), runner)
     return rollout
 
 
@@ -390,7 +390,7 @@ async def test_what_ends_politely_is_not_killed(tmp_path: Path) -> None:
 async def test_a_cancelled_run_leaves_no_process(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     async with running(tmp_path, shell(CHILDREN.format(pids=pids) + "wait")) as runner:
-        run = asyncio.ensure_future(run_rollouts(make_requests(TASKS[:2], "train", 0, 1), runner))
+        run = asyncio.ensure_future(run_requests(make_requests(TASKS[:2], "train", 0, 1), runner))
         all_pids = await pids_in(pids, 6)
         assert all(is_running(pid) for pid in all_pids)
         run.cancel()
@@ -414,10 +414,10 @@ async def test_an_endless_loop_of_calls_ends_at_the_deadline(tmp_path: Path) -> 
     )
     endless = make_agent(AgentConfig(command=[sys.executable, "-S", str(program)]))
     async with running(tmp_path, load_agent(f"{TOY}:run"), timeout_s=60.0) as runner:
-        await run_rollouts(make_requests(TASKS[1:2], "train", 0, 1), runner)  # compiles
+        await run_requests(make_requests(TASKS[1:2], "train", 0, 1), runner)  # compiles
         impatient = replace(runner.config, timeout_s=1.0)
         runner = replace(runner, agent=endless, config=impatient)
-        (rollout,) = await run_rollouts(make_requests(TASKS[:1], "train", 1, 1), runner)
+        (rollout,) = await run_requests(make_requests(TASKS[:1], "train", 1, 1), runner)
         assert (rollout.status, rollout.reason) == ("agent_failure", "deadline")
         assert len(runner.store.spans(rollout.rollout_id)) > 2
 
@@ -569,6 +569,23 @@ def test_what_cannot_be_loaded_there_is_told_at_the_start(
     with raises_coded(ConfigError, "not_loaded", "agent.python") as caught:
         there(path, function)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@linux
+def test_loading_that_takes_too_long_ends_with_all_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "LOAD_TIMEOUT_S", 1.0)
+    path, pids = tmp_path / "agent.py", tmp_path / "pids"
+    path.write_text(
+        "import subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        f"open({str(pids)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    with raises_coded(ConfigError, "timeout", "agent.python"):
+        there(path, "run")
+    assert not is_running(int(pids.read_text()))
 
 
 def test_an_interpreter_that_is_not_there_is_told_at_the_start(other_agents: Path) -> None:

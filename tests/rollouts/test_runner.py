@@ -22,7 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.event_loop import isolate_agent
@@ -31,7 +31,7 @@ from lightning_jax.rollouts.runner import (
     TooManyFailures,
     load_agent,
     make_requests,
-    run_rollouts,
+    run_requests,
 )
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
@@ -43,9 +43,9 @@ SERVE = ServeConfig(slots=4, max_len=128, prefill_buckets=(16, 64))
 
 
 @functools.cache  # built and compiled once for all tests
-def _model_and_engine() -> tuple[LoadedModel, Engine]:
+def _model_and_engine() -> tuple[LoadedModel, SlotPrograms]:
     model = tiny_model()
-    return model, Engine(model.config, SERVE)
+    return model, SlotPrograms(model.config, SERVE)
 
 
 @asynccontextmanager
@@ -54,11 +54,11 @@ async def _runner(path: Path, function: str, **settings: object) -> AsyncIterato
     config = RolloutConfig(**{"retry_delay_s": 0.0} | settings)  # type: ignore[arg-type]
     agent = load_agent(f"{TOY}:{function}")
     async with run_service(path, model, engine, SERVE) as service:
-        yield Runner(agent, service.gateway, service.store, config, seed=0)
+        yield Runner(agent, service.gateway, config, seed=0)
 
 
 async def _one(runner: Runner) -> Rollout:
-    (rollout,) = await run_rollouts(make_requests(TASKS[:1], "train", 0, 1), runner)
+    (rollout,) = await run_requests(make_requests(TASKS[:1], "train", 0, 1), runner)
     return rollout
 
 
@@ -66,7 +66,7 @@ async def test_rollouts_are_scored_and_each_call_is_a_span(tmp_path: Path) -> No
     async with _runner(tmp_path, "two_turns", concurrency=2) as runner:
         done = []
         requests = make_requests(TASKS, "train", 7, 2)
-        rollouts = await run_rollouts(requests, runner, on_done=done.append)
+        rollouts = await run_requests(requests, runner, on_done=done.append)
         assert [(r.task_id, r.index) for r in rollouts] == [
             (f"t{i}", n) for i in range(3) for n in range(2)
         ]
@@ -82,7 +82,7 @@ async def test_rollouts_are_scored_and_each_call_is_a_span(tmp_path: Path) -> No
 @pytest.mark.parametrize("agent", ["plain", "hands_on"])
 async def test_a_plain_function_is_an_agent(tmp_path: Path, agent: str) -> None:
     async with _runner(tmp_path, agent) as runner:
-        rollouts = await run_rollouts(make_requests(TASKS, "train", 0, 1), runner)
+        rollouts = await run_requests(make_requests(TASKS, "train", 0, 1), runner)
         assert {r.status for r in rollouts} == {"scored"}
         for rollout in rollouts:
             root, call = runner.store.spans(rollout.rollout_id)
@@ -108,7 +108,7 @@ async def test_a_posted_reward_counts_where_none_is_returned(tmp_path: Path) -> 
 
 async def test_an_agents_own_spans_are_in_its_rollouts_trace(tmp_path: Path) -> None:
     async with _runner(tmp_path, "traced", concurrency=3) as runner:
-        rollouts = await run_rollouts(make_requests(TASKS, "train", 0, 1), runner)
+        rollouts = await run_requests(make_requests(TASKS, "train", 0, 1), runner)
         for rollout in rollouts:
             root, call, tool = runner.store.spans(rollout.rollout_id)
             assert tool.name == f"look up {rollout.task_id}"
@@ -212,7 +212,7 @@ async def test_each_rollout_finds_its_task_as_it_was(tmp_path: Path) -> None:
     tasks = [{"id": "a", "messages": ["one"], "lock": threading.Lock()}]  # a lock cannot be copied
     async with _runner(tmp_path, "run") as runner:
         crowded = replace(runner, agent=agent)
-        await run_rollouts(make_requests(tasks, "train", 0, 3), crowded)
+        await run_requests(make_requests(tasks, "train", 0, 3), crowded)
     assert found == [1, 1, 1] and tasks[0]["messages"] == ["one"]
 
 
@@ -238,7 +238,7 @@ async def test_no_error_of_an_agent_ends_the_run(
 
     async with _runner(tmp_path, "run") as runner, isolate_agent(agent) as moved:
         odd = replace(runner, agent=moved if is_isolated else agent)
-        rollouts = await run_rollouts(make_requests(TASKS, "train", 0, 1), odd)
+        rollouts = await run_requests(make_requests(TASKS, "train", 0, 1), odd)
         assert [r.status for r in rollouts] == ["agent_failure", "scored", "scored"]
 
 
@@ -256,7 +256,7 @@ async def test_time_in_which_the_loop_stands_still_is_on_no_deadline(
 
     async with _runner(tmp_path, "run", timeout_s=2.0) as runner:
         blocking = replace(runner, agent=agent)
-        rollouts = await run_rollouts(make_requests(TASKS, "train", 0, 1), blocking)
+        rollouts = await run_requests(make_requests(TASKS, "train", 0, 1), blocking)
         assert {r.status for r in rollouts} == {"scored"}
 
 
@@ -270,9 +270,9 @@ async def test_attempts_back_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     async with _runner(tmp_path, "cut_off", retry_delay_s=2.0, **settings) as runner:
         requests = make_requests(TASKS, "train", 0, 1)
         monkeypatch.setattr("lightning_jax.rollouts.runner.asyncio.sleep", sleep)
-        await run_rollouts(requests[:1], runner)
+        await run_requests(requests[:1], runner)
         first = list(waits)
-        await run_rollouts(requests[1:2], runner)
+        await run_requests(requests[1:2], runner)
     for wait, least in zip(first, (2.0, 4.0, 8.0, 12.0, 12.0), strict=True):
         assert least <= wait <= 1.5 * least
     assert first != waits[5:]  # with jitter, rollouts retry at different times
@@ -328,7 +328,7 @@ async def test_a_flood_of_one_agent_fails_nobody_else(tmp_path: Path) -> None:
 
     async with _runner(tmp_path, "run", call_timeout_s=5.0) as runner:
         flooded = replace(runner, agent=agent)
-        rollouts = await run_rollouts(make_requests(TASKS, "train", 0, 1), flooded)
+        rollouts = await run_requests(make_requests(TASKS, "train", 0, 1), flooded)
         assert [r.status for r in rollouts] == ["agent_failure", "scored", "scored"]
         assert [r.attempt for r in rollouts] == [1, 1, 1]
 
@@ -355,16 +355,16 @@ async def test_a_finished_rollout_is_taken_from_the_store(tmp_path: Path) -> Non
         first = await _one(runner)
         assert await _one(runner) == first
         other = [{"id": "another", "question": "0?"}]  # same position, other task
-        (fresh,) = await run_rollouts(make_requests(other, "train", 0, 1), runner)
+        (fresh,) = await run_requests(make_requests(other, "train", 0, 1), runner)
         assert (fresh.task_id, fresh.attempt) == ("another", 2)
-        assert await run_rollouts(make_requests(other, "train", 0, 1), runner) == [fresh]
+        assert await run_requests(make_requests(other, "train", 0, 1), runner) == [fresh]
         early, late = (make_requests(TASKS[:1], "train", step, 1) for step in (1, 2))
-        (kept,), _ = await run_rollouts(early, runner), await run_rollouts(late, runner)
+        (kept,), _ = await run_requests(early, runner), await run_requests(late, runner)
         runner.store.supersede(2)  # settings changed
-        assert await run_rollouts(early, runner) == [kept]
-        (again,) = await run_rollouts(late, runner)
+        assert await run_requests(early, runner) == [kept]
+        (again,) = await run_requests(late, runner)
         assert again.attempt == 2
-        assert await run_rollouts(late, runner) == [again]
+        assert await run_requests(late, runner) == [again]
 
 
 async def test_at_most_concurrency_run_at_once(tmp_path: Path) -> None:
@@ -379,8 +379,8 @@ async def test_at_most_concurrency_run_at_once(tmp_path: Path) -> None:
         return 1.0
 
     async with _runner(tmp_path, "run", concurrency=3) as runner:
-        crowded = Runner(agent, runner.gateway, runner.store, runner.config, seed=0)
-        await run_rollouts(make_requests(TASKS, "train", 0, 4), crowded)
+        crowded = Runner(agent, runner.gateway, runner.config, seed=0)
+        await run_requests(make_requests(TASKS, "train", 0, 4), crowded)
     assert most == 3
 
 
@@ -432,7 +432,7 @@ async def test_a_forged_root_does_not_end_the_run(tmp_path: Path) -> None:
 
     async with _runner(tmp_path, "run") as runner:
         requests = make_requests(TASKS, "train", 0, 1)
-        rollouts = await run_rollouts(requests, replace(runner, agent=forges))
+        rollouts = await run_requests(requests, replace(runner, agent=forges))
         assert [rollout.reward for rollout in rollouts] == [0.5] * 3 and rejected == [1] * 3
         for rollout in rollouts:
             (root,) = runner.store.spans(rollout.rollout_id)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,15 @@ def test_learned_credit_is_not_made_up() -> None:
     assert "algorithm.credit" in note and "learned" in note
 
 
+@pytest.mark.parametrize("setting", ["credit", "baseline"])
+def test_showing_a_run_loads_no_custom_function(setting: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("raise SystemExit\n")
+    algorithm = dataclasses.replace(AlgorithmConfig(), **{setting: f"{path}:mine"})
+    found = step_credit(_step(0), algorithm, step=8)
+    assert not found.by_call and len(found.notes) == 1
+
+
 def test_groups_that_were_replaced_are_not_in_the_batch() -> None:
     """With the equal group, the mean over the batch would be 0.75 instead of 0.5."""
     calls = [dataclasses.replace(transition([1], [2]), call_id=name) for name in "abcd"]
@@ -116,7 +126,7 @@ def test_groups_that_were_replaced_are_not_in_the_batch() -> None:
     assert all(shown[name].note == EQUAL_GROUP for name in "cd")
 
 
-def test_of_several_attempts_the_one_that_ended_counts() -> None:
+def test_the_finished_attempt_counts() -> None:
     broken: dict[str, Any] = {"status": "infrastructure_failure", "reason": "crash"}
     attempts = [
         rollout(0, attempt=1, **broken),

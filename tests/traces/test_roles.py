@@ -1,9 +1,11 @@
 """Tests that roles decide which calls train. The others are part of the environment."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from lightning_jax.models.config import PolicyConfig
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.traces import attributes
@@ -42,27 +44,48 @@ def test_a_call_has_the_first_role_that_fits(
     assert find_role(ROLES, agent=agent, model=model, system=system) == role
 
 
-def _span(call_id: str, parent: str | None = None, **attributes: str) -> Span:
+def _span(call_id: str, parent: str | None = None, **attributes: Any) -> Span:
     return Span("t", call_id, parent, "x", 0, 1, attributes)
 
 
-def test_the_tree_may_know_better_than_the_gateway_did() -> None:
-    noted = {attributes.ROLE: "planner"}
+def test_the_tree_may_keep_a_call_from_training() -> None:
+    at_first: dict[str, Any] = {attributes.TRAINS: True}
     spans = [
         _span("node", **{"graph.node.id": "checker"}),
-        _span("below", "node"),
-        _span("planned", "node", **noted),
-        _span("proxied", "node", **{attributes.ROLE: "judge"}),
-        _span("alone"),
+        _span("below", "node", **at_first),
+        _span("exact", "node", **at_first, **{attributes.ROLE: "exact"}),
+        _span("proxied", "node", **at_first | {attributes.ROLE: "judge", attributes.TRAINS: False}),
+        _span("alone", **at_first),
     ]
     calls = [replace(transition([1], [2]), call_id=span.span_id) for span in spans[1:]]
-    below, planned, proxied, alone = assign_roles(spans, calls, ROLES)
+    below, exact, proxied, alone = assign_roles(spans, calls, ROLES)
     assert (below.agent, below.role, below.trains) == ("checker", "checker", False)
-    assert (planned.role, planned.trains) == ("checker", False)
-    assert proxied.role == "judge"  # the policy did not sample it, whatever the tree says
+    assert (exact.role, exact.trains) == ("checker", False)
+    assert (proxied.role, proxied.trains) == ("judge", False)  # who answered it cannot change
     assert (alone.agent, alone.role, alone.trains) == ("", "", True)
     (plain, *_) = assign_roles(spans, calls, {})
     assert plain.trains and plain.agent == "checker"
+
+
+def test_the_stored_route_counts_whatever_the_settings_are_now() -> None:
+    names: dict[str, Any] = {attributes.AGENT: "checker", attributes.ROLE: "exact"}
+    spans = [
+        _span(str(trains), None, **names, **{attributes.TRAINS: trains}) for trains in (True, False)
+    ]
+    calls = [replace(transition([1], [2]), call_id=span.span_id, agent="checker") for span in spans]
+    assert [call.trains for call in assign_roles(spans, calls, ROLES)] == [True, False]
+    assert [call.role for call in assign_roles(spans, calls, {})] == ["exact", "exact"]
+
+
+def test_calls_of_an_older_store_train_as_the_settings_say() -> None:
+    spans = [_span(role, **{attributes.ROLE: role}) for role in ("", "exact", "planner")]
+    calls = [
+        replace(transition([1], [2]), call_id=span.span_id, answered_by="writer") for span in spans
+    ]
+    found = assign_roles(spans, calls, ROLES, {"writer": PolicyConfig()})
+    assert [call.trains for call in found] == [True, True, False]
+    found = assign_roles(spans, calls, ROLES, {"writer": PolicyConfig(trains=False)})
+    assert not any(call.trains for call in found)
 
 
 def test_what_a_frozen_call_earned_goes_to_the_trained_call_before_it() -> None:

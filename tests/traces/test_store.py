@@ -371,7 +371,6 @@ async def test_event_loop_goes_on_while_another_process_holds_the_lock(store: St
         for _ in range(100):
             await asyncio.sleep(0.001)
         assert not writing.done()
-        assert store.status_at_once("r1") is None  # without waiting
         cancelled.cancel()
         other.execute("ROLLBACK")
     await writing
@@ -389,12 +388,6 @@ async def test_close_waits_for_what_was_given(tmp_path: Path) -> None:
     assert len(Store(tmp_path / "store.sqlite").spans(None)) == 9
     with pytest.raises(StoreError):
         await store.in_order(store.spans, None)
-
-
-def test_status_is_read_at_once(store: Store) -> None:
-    assert store.status_at_once("r1") is None
-    store.add_rollout(QUEUED)
-    assert store.status_at_once("r1") == "queued"
 
 
 def test_store_and_its_journals_are_private(tmp_path: Path) -> None:

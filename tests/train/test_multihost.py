@@ -20,7 +20,7 @@ from lightning_jax.models.formats.load import load_model, save_hf
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.settings import ConfigError
-from lightning_jax.testing.ports import free_port
+from lightning_jax.testing.machine import free_port
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.store import Store
@@ -33,9 +33,9 @@ from lightning_jax.train.config import (
     EvalConfig,
     WarmupConfig,
 )
-from lightning_jax.train.learners import make_learner
 from lightning_jax.train.metrics import read_metrics
 from lightning_jax.train.trainer import train
+from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Task
 
 TOY = Path(__file__).parents[1] / "toy_agent.py"
@@ -160,7 +160,7 @@ def test_all_processes_stop_when_one_is_told_to(stopped: int, tmp_path: Path) ->
 def _compare_weights(settings: Config, one: Path, two: Path) -> None:
     """Check that the exports and the checkpoints of both runs hold the same weights."""
     model, alone = load_model(str(two / "policy")), load_model(str(one / "policy"))
-    learner = make_learner(model.config, settings, supervised=False)
+    learner = phase_updater(model.config, settings, supervised=False)
     checkpointer = Checkpointer(two / "checkpoints", settings.checkpoint)
     assert checkpointer.steps == [2, 3]
     saved = checkpointer.restore(learner.init(jax.tree.map(jax.numpy.copy, model.params)))

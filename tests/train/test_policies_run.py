@@ -23,11 +23,11 @@ from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.train.checkpoint import CheckpointError
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig, WarmupConfig
-from lightning_jax.train.learners import make_learner
 from lightning_jax.train.memory.lowering import lower_step
 from lightning_jax.train.memory.plan import make_plan
 from lightning_jax.train.state import Replica
 from lightning_jax.train.trainer import train
+from lightning_jax.train.updaters import phase_updater
 
 NAMES = ("speaker", "listener", "judge")
 LORA = LoraConfig(rank=4, targets=("q", "down"))
@@ -158,5 +158,5 @@ def test_a_plan_has_room_for_all_adapters(model_dir: Path, tmp_path: Path) -> No
         for each in (one, three)
     ]
     assert sizes[1] == 3 * sizes[0]
-    for lowered in lower_step(make_learner(model, config, supervised=False), config):
+    for lowered in lower_step(phase_updater(model, config, supervised=False), config):
         assert "func" in lowered.as_text()

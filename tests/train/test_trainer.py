@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import jax
 import numpy as np
 import pytest
+import toy_agent
 from coded import raises_coded
 from log_events import events, records
 
+import lightning_jax as lj
 from lightning_jax.cli.verify import verify
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models import precision
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
 from lightning_jax.models.formats.load import load_model, save_hf
-from lightning_jax.models.sharding import num_params
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.settings import ConfigError, load_config
@@ -137,6 +139,27 @@ def test_a_toy_task_is_learned_in_eight_steps(model_dir: Path, tmp_path: Path) -
     _check_run_directory(tmp_path / "run", config)
 
 
+def test_a_run_takes_a_function_and_tasks_without_ids(model_dir: Path, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    async def agent(task: Task, llm: Any) -> float:
+        asked.append(task["id"])
+        return await toy_agent.run(task, llm)
+
+    config = _config(
+        model_dir,
+        tmp_path / "run",
+        num_steps=1,
+        agent=AgentConfig("no_such_file.py:run"),
+        rollout=RolloutConfig(tasks_per_step=2, group_size=2),
+    )
+    tasks = [{"question": "a"}, {"question": "b"}]
+    (row,) = asyncio.run(lj.train(config, tasks, [], agent=agent))
+    assert row["rollout/num_scored"] == 4.0 and sorted(asked) == ["0", "0", "1", "1"]
+    with raises_coded(ConfigError, "not_callable", "agent"):
+        asyncio.run(lj.train(config, tasks, [], agent="mine.py:run"))  # type: ignore[arg-type]
+
+
 def test_dpo_learns_it_from_pairs(model_dir: Path, tmp_path: Path) -> None:
     config = _config(
         model_dir,
@@ -183,12 +206,12 @@ def test_a_checkpoint_is_written_beside_the_next_rollouts(
         rollout=RolloutConfig(tasks_per_step=1, group_size=2),
         checkpoint=CheckpointConfig(every=1),
     )
-    sampling, run_rollouts, save = threading.Event(), run_module.run_rollouts, Checkpointer.save
+    sampling, run_requests, save = threading.Event(), run_module.run_requests, Checkpointer.save
 
     async def seen(requests: Any, *rest: Any, **more: Any) -> Any:
         if requests[0].step == 1:
             sampling.set()
-        return await run_rollouts(requests, *rest, **more)
+        return await run_requests(requests, *rest, **more)
 
     def late(self: Checkpointer, step: int, *rest: Any) -> None:
         assert sampling.wait(60), "no rollout began while the checkpoint was to be written"
@@ -196,7 +219,7 @@ def test_a_checkpoint_is_written_beside_the_next_rollouts(
             raise CheckpointError("the disk is full.")
         save(self, step, *rest)
 
-    monkeypatch.setattr(run_module, "run_rollouts", seen)
+    monkeypatch.setattr(run_module, "run_requests", seen)
     monkeypatch.setattr(Checkpointer, "save", late)
     with pytest.raises(CheckpointError, match="the disk is full"):
         asyncio.run(train(config, TASKS, []))
@@ -489,7 +512,8 @@ def test_no_equal_group_moves_the_weights(
     assert row["serve/prefix_breaks"] == row["serve/malformed_tool_calls"] == 0
     assert row["serve/joined_calls"] == 0
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    published = 4 * num_params(MODEL.config) / row["time/publish_s"] / 1e9
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(MODEL.params))
+    published = 4 * num_params / row["time/publish_s"] / 1e9
     assert row["serve/publish_gb_per_s"] == pytest.approx(published)
     trained = load_model(str(tmp_path / "run" / "policy"))
     before = load_model(str(model_dir))

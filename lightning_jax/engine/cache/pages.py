@@ -7,12 +7,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
 
 from lightning_jax.engine.cache.radix import PAGE
 from lightning_jax.engine.config import ServeConfig
@@ -26,8 +25,18 @@ from lightning_jax.models.attention.kv_cache import (
 )
 from lightning_jax.models.sharding import platform_of
 from lightning_jax.models.transformer import DecoderConfig, init_cache
+from lightning_jax.types import Leaf
 
 MOST_PAGES = 8  # times the slots' own capacity: a tiny model takes no memory that it cannot use
+
+
+class _Move(NamedTuple):
+    """Consecutive blocks of a slot's row, from `first` on, and their pages."""
+
+    slot: Leaf  # int32
+    first: Leaf  # int32
+    page_ids: Leaf  # int32 [N], padded to the blocks of a row
+    num_pages: Leaf  # int32
 
 
 class PageCopier:
@@ -51,9 +60,11 @@ class PageCopier:
         self.num_pages = min(wanted, MOST_PAGES * serve.slots * self.num_blocks)
         init = partial(init_cache, config, self.num_pages, PAGE, dtype, platform)
         self._init = jit(init, out_shardings=sharding)
-        restore, store = _copies(sharding)
-        self._restore = jit(restore, donate_argnums=0, out_shardings=sharding)
-        self._store = jit(store, donate_argnums=0, out_shardings=sharding)
+        copy = _copy_at_once if platform == "gpu" else _copy_in_loop
+        self._restore, self._store = (
+            jit(partial(move, copy=copy), donate_argnums=0, out_shardings=sharding)
+            for move in (_restore, _store)
+        )
 
     def init_pool(self) -> KVCache:
         """Allocate a pool of empty pages. All of its memory is taken at once."""
@@ -64,7 +75,7 @@ class PageCopier:
 
         Donates `cache`.
         """
-        return self._restore(cache, pool, np.int32(slot), *self._padded(0, page_ids))
+        return self._restore(cache, pool, self._move(slot, 0, page_ids))
 
     def store(
         self, pool: KVCache, page_ids: Sequence[int], cache: KVCache, slot: int, first: int
@@ -73,8 +84,7 @@ class PageCopier:
 
         Block i holds the tokens from i * PAGE on.
         """
-        padded, count = self._padded(first, page_ids)
-        return self._store(pool, cache, np.int32(slot), np.int32(first), padded, count)
+        return self._store(pool, cache, self._move(slot, first, page_ids))
 
     def warmup(self, cache: KVCache, pool: KVCache) -> tuple[KVCache, KVCache]:
         """Compile both copies by copying nothing. Donates `cache` and `pool`."""
@@ -89,12 +99,12 @@ class PageCopier:
         functions: Any = (self._init, self._restore, self._store)
         return sum(function._cache_size() for function in functions)
 
-    def _padded(self, first: int, page_ids: Sequence[int]) -> tuple[Any, Any]:
+    def _move(self, slot: int, first: int, page_ids: Sequence[int]) -> _Move:
         # JAX would silently clamp a block that extends past the row.
         assert first + len(page_ids) <= self.num_blocks, "the row has no blocks left"
         padded = np.zeros(self.num_blocks, np.int32)
         padded[: len(page_ids)] = page_ids
-        return padded, np.int32(len(page_ids))
+        return _Move(np.int32(slot), np.int32(first), padded, np.int32(len(page_ids)))
 
 
 def page_bytes(config: DecoderConfig, dtype: Any, platform: str = "cpu") -> int:
@@ -104,99 +114,57 @@ def page_bytes(config: DecoderConfig, dtype: Any, platform: str = "cpu") -> int:
     return numbers * np.dtype(dtype).itemsize
 
 
-def _copies(sharding: jax.sharding.Sharding) -> tuple[Callable[..., KVCache], ...]:
-    """Return the functions that restore and store pages.
+def _restore(cache: KVCache, pool: KVCache, move: _Move, *, copy: Callable[..., Any]) -> KVCache:
+    segments = [
+        copy(pool, segment, move, begin, end, to_row=True) if begin < end else segment
+        for segment, begin, end in _blocks_of_segments(cache, len(move.page_ids))
+    ]
+    return join(segments)
 
-    On a GPU the host would wait at each iteration of a loop, so whole rows are copied.
+
+def _store(pool: KVCache, cache: KVCache, move: _Move, *, copy: Callable[..., Any]) -> KVCache:
+    for segment, begin, end in _blocks_of_segments(cache, len(move.page_ids)):
+        if begin < end:
+            pool = copy(segment, pool, move, begin, end, to_row=False)
+    return pool
+
+
+def _copy_in_loop(
+    source: KVCache, target: KVCache, move: _Move, begin: int, end: int, *, to_row: bool
+) -> KVCache:
+    """Copy blocks `begin` to `end` of a row, which are one segment of it, as far as `move` says."""
+
+    def step(i: Any, target: KVCache) -> KVCache:
+        places = (move.page_ids[i - move.first], 0), (move.slot, (i - begin) * PAGE)
+        at, to = places if to_row else places[::-1]
+        return _copy_page(source, at, target, to)
+
+    low, high = jnp.maximum(move.first, begin), jnp.minimum(move.first + move.num_pages, end)
+    return jax.lax.fori_loop(low, high, step, target)
+
+
+def _copy_at_once(
+    source: KVCache, target: KVCache, move: _Move, begin: int, end: int, *, to_row: bool
+) -> KVCache:
+    """Copy like `_copy_in_loop`, but always in the time of a whole row.
+
+    On a GPU the host would wait at each iteration of a loop.
     """
-    at_once = platform_of(sharding) == "gpu"
-    return (_restore_at_once, _store_at_once) if at_once else (_restore, _store)
+    index = jnp.arange(begin, end) - move.first
+    wanted = (index >= 0) & (index < move.num_pages)
+    page_ids = move.page_ids[jnp.clip(index, 0, len(move.page_ids) - 1)]
 
+    def put_in_row(pages: Any, rows: Any, axis: int) -> Any:
+        old = _blocks_of_row(rows, move.slot, axis, end - begin)
+        new = jnp.where(wanted[:, None, None, None], pages[page_ids], old)
+        row = jax.lax.collapse(jnp.moveaxis(new, 0, axis - 1), axis - 1, axis + 1)
+        return jax.lax.dynamic_update_slice(rows, row[None], (move.slot, 0, 0, 0))
 
-def _restore(
-    cache: KVCache,
-    pool: KVCache,
-    slot: Int32[Array, ""],
-    page_ids: Int32[Array, " N"],
-    count: Int32[Array, ""],
-) -> KVCache:
-    segments = []
-    for segment, first, end in _blocks_of_segments(cache, len(page_ids)):
-        if first >= end:  # the end of a row, shorter than a page
-            segments.append(segment)
-            continue
+    def put_in_pages(rows: Any, pages: Any, axis: int) -> Any:
+        to = jnp.where(wanted, page_ids, len(pages))  # past the last page: dropped
+        return pages.at[to].set(_blocks_of_row(rows, move.slot, axis, end - begin), mode="drop")
 
-        def step(i: Any, segment: KVCache, first: int = first) -> KVCache:
-            return _copy_page(pool, (page_ids[i], 0), segment, (slot, (i - first) * PAGE))
-
-        segments.append(jax.lax.fori_loop(first, jnp.minimum(count, end), step, segment))
-    return join(segments)
-
-
-def _store(
-    pool: KVCache,
-    cache: KVCache,
-    slot: Int32[Array, ""],
-    first: Int32[Array, ""],
-    page_ids: Int32[Array, " N"],
-    count: Int32[Array, ""],
-) -> KVCache:
-    for segment, begin, end in _blocks_of_segments(cache, len(page_ids)):
-        if begin >= end:
-            continue
-
-        def step(i: Any, pool: KVCache, segment: KVCache = segment, begin: int = begin) -> KVCache:
-            return _copy_page(segment, (slot, (i - begin) * PAGE), pool, (page_ids[i - first], 0))
-
-        low, high = jnp.maximum(first, begin), jnp.minimum(first + count, end)
-        pool = jax.lax.fori_loop(low, high, step, pool)
-    return pool
-
-
-def _restore_at_once(
-    cache: KVCache,
-    pool: KVCache,
-    slot: Int32[Array, ""],
-    page_ids: Int32[Array, " N"],
-    count: Int32[Array, ""],
-) -> KVCache:
-    """Restore like `_restore`, but always in the time of a whole row."""
-    segments = []
-    for segment, first, end in _blocks_of_segments(cache, len(page_ids)):
-        chosen, wanted = page_ids[first:end], jnp.arange(first, end) < count
-
-        def put(
-            pages: Any, rows: Any, axis: int, chosen: Any = chosen, wanted: Any = wanted
-        ) -> Any:
-            old = _blocks_of_row(rows, slot, axis, len(chosen))
-            new = jnp.where(wanted[:, None, None, None], pages[chosen], old)
-            row = jax.lax.collapse(jnp.moveaxis(new, 0, axis - 1), axis - 1, axis + 1)
-            return jax.lax.dynamic_update_slice(rows, row[None], (slot, 0, 0, 0))
-
-        segments.append(_map_sides(put, pool, segment))
-    return join(segments)
-
-
-def _store_at_once(
-    pool: KVCache,
-    cache: KVCache,
-    slot: Int32[Array, ""],
-    first: Int32[Array, ""],
-    page_ids: Int32[Array, " N"],
-    count: Int32[Array, ""],
-) -> KVCache:
-    """Store like `_store`, but always in the time of a whole row."""
-    for segment, begin, end in _blocks_of_segments(cache, len(page_ids)):
-        index = jnp.arange(begin, end) - first
-        wanted = (index >= 0) & (index < count)
-        nowhere = pool.layers[0].values[0].shape[0]
-        to = jnp.where(wanted, page_ids[jnp.clip(index, 0, len(page_ids) - 1)], nowhere)
-
-        def put(rows: Any, pages: Any, axis: int, to: Any = to) -> Any:
-            return pages.at[to].set(_blocks_of_row(rows, slot, axis, len(to)), mode="drop")
-
-        pool = _map_sides(put, segment, pool)
-    return pool
+    return _map_sides(put_in_row if to_row else put_in_pages, source, target)
 
 
 def _map_sides(put: Callable[..., Any], source: KVCache, target: KVCache) -> KVCache:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_jax.engine.cache.radix import PAGE, Node, PageTree
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.programs import DecodeState
+from lightning_jax.engine.slots import SlotPrograms
 
 MIN_REUSE = 8  # tokens; for fewer, copying a page costs more than computing them
 
@@ -19,8 +19,8 @@ MIN_REUSE = 8  # tokens; for fewer, copying a page costs more than computing the
 class PrefixCache:
     """Pages of the engine and the radix tree that indexes them."""
 
-    def __init__(self, engine: Engine, version: int) -> None:
-        self._copier = engine.pages
+    def __init__(self, programs: SlotPrograms, version: int) -> None:
+        self._copier = programs.pages
         self._tree = PageTree(self._copier.num_pages, version)
         self._pool = self._copier.init_pool()
 

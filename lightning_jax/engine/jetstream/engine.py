@@ -1,4 +1,4 @@
-"""Adapter that lets JetStream's unmodified Driver run our `Engine`.
+"""Adapter that lets JetStream's unmodified Driver run our engine.
 
 JetStream's requests have no field for some of our data, so it travels inside values that the Driver
 passes on untouched: sampling settings in the prompt string, log-probabilities in the token ids.
@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from lightning_jax.engine.engine import Engine, Fill
 from lightning_jax.engine.generation import EngineError
 from lightning_jax.engine.programs import DecodeState, Start, start_of
 from lightning_jax.engine.sampling import Sampled
+from lightning_jax.engine.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.attention.kv_cache import KVCache
 
@@ -205,10 +205,10 @@ def _spares_the_process(method: Any) -> Any:
 
 
 class JetStreamEngine(engine_api.Engine):
-    """`Engine` behind JetStream's interface. A prompt given as plain ids is decoded greedily."""
+    """Our programs behind JetStream's interface. A prompt of plain ids is decoded greedily."""
 
-    def __init__(self, engine: Engine, params: Any) -> None:
-        self._engine, self._params = engine, params
+    def __init__(self, programs: SlotPrograms, params: Any) -> None:
+        self._programs, self._params = programs, params
         self.on_failure = lambda error: None
 
     @_spares_the_process
@@ -227,26 +227,26 @@ class JetStreamEngine(engine_api.Engine):
             ids = tuple(np.asarray(padded_tokens)[:true_length].tolist())
             prompt = Prompt(ids, SamplingParams(temperature=0.0), 0)
         *context, last = prompt.ids
-        row = self._engine.prefill(params, self._engine.init_row(), [Fill(0, 0, context)])
+        row = self._programs.prefill(params, self._programs.init_row(), [Fill(0, 0, context)])
         start = start_of(last, len(context), prompt.sampling, prompt.seed)
         return PrefilledPrompt(row, start)
 
     @_spares_the_process
     def insert(self, prefix: PrefilledPrompt, decode_state: DecodeState, slot: int) -> DecodeState:
-        return self._engine.insert(prefix.row, decode_state, slot, prefix.start)
+        return self._programs.insert(prefix.row, decode_state, slot, prefix.start)
 
     @_spares_the_process
     def generate(
         self, params: Any, decode_state: DecodeState
     ) -> tuple[DecodeState, RecordedTokens]:
-        state, sampled = self._engine.generate(params, decode_state)
+        state, sampled = self._programs.generate(params, decode_state)
         return state, recorded_tokens(_columns(state, sampled))
 
     def load_params(self, *args: Any, **kwargs: Any) -> Any:
         return self._params
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
-        return self._engine.init_state()
+        return self._programs.init_state()
 
     def get_prefix_destination_sharding(self) -> Any:
         return None  # prefill and decode share the devices
@@ -259,7 +259,7 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_concurrent_decodes(self) -> int:
-        return self._engine.num_slots
+        return self._programs.num_slots
 
     @property
     def samples_per_slot(self) -> int:
@@ -267,11 +267,11 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        return self._engine.max_len
+        return self._programs.max_len
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        return self._engine.mesh or jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+        return self._programs.mesh or jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
 
     @property
     def colocated_cpus(self) -> None:

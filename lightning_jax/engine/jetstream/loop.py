@@ -7,9 +7,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_jax.engine.admission import Intake, LoopStatus
+from lightning_jax.engine.admission import SlotLoop
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Delivery, EngineError, Generation, deliver
 from lightning_jax.engine.jetstream.engine import (
     JetStreamEngine,
@@ -20,9 +19,10 @@ from lightning_jax.engine.jetstream.engine import (
 )
 from lightning_jax.engine.logits import needs_adjusting
 from lightning_jax.engine.response import Response, SampledToken
+from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
+from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import FinishReason
 
 
@@ -66,43 +66,27 @@ class _Channel:
         self._owner.finish(Delivery(self._generation, None, self._response.completion(reason)))
 
 
-class JetStreamLoop:
+class JetStreamLoop(SlotLoop[_Channel]):
     """JetStream's Driver with the interface of `EngineLoop`. Serves only: `load_weights` raises."""
 
     def __init__(
-        self, engine: Engine, params: Any, version: int, tokenizer: Tokenizer, serve: ServeConfig
+        self,
+        programs: SlotPrograms,
+        params: Any,
+        version: int,
+        tokenizer: Tokenizer,
+        serve: ServeConfig,
     ) -> None:
-        self._engine, self._tokenizer, self.version = engine, tokenizer, version
-        self._params = engine.put_on_mesh(params)
-        self._adapter = JetStreamEngine(engine, self._params)
+        super().__init__(programs, params, tokenizer, serve)
+        self.version = version
+        self._adapter = JetStreamEngine(programs, self._params)
         self._driver: Any = None
         self._num_requests = self._num_tokens = 0
-        self._intake: Intake[_Channel] = Intake(
-            slots=engine.num_slots,
-            max_queue=serve.max_queue,
-            max_len=engine.max_len,
-            vocab_size=engine.config.vocab_size,
-        )
         self._adapter.on_failure = self._intake.fail
-
-    @property
-    def status(self) -> LoopStatus:
-        """Status like `EngineLoop.status`."""
-        return self._intake.status
-
-    @property
-    def num_slots(self) -> int:
-        """Number of requests decoded at once."""
-        return self._engine.num_slots
-
-    @property
-    def num_open(self) -> int:
-        """Number of requests running or waiting."""
-        return len(self._intake)
 
     def warmup(self) -> None:
         """Compile all programs. Call before `start`."""
-        self._engine.warmup(self._params, self._engine.init_state())
+        self._programs.warmup(self._params, self._programs.init_state())
 
     def start(self) -> None:
         """Start the Driver's threads."""
@@ -148,17 +132,14 @@ class JetStreamLoop:
                 key="serve.orchestrator",
             )
         ids = tuple(prompt_ids)
-        self._intake.check_prompt(ids)
-        limit = min(sampling.max_tokens, self._engine.max_len - len(ids))
-        decoder = StreamDecoder(self._tokenizer)
-        response = Response(decoder, self._tokenizer.eos_ids, sampling, limit)
+        response = self._respond(ids, sampling)
         generation = Generation(self._cancel)
         channel = _Channel(self, generation, response)
         content = PromptText("prompt")
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         content.prompt = Prompt(ids, sampling, seed)
         channel.active = orchestrator.ActiveRequest(
-            max_tokens=limit,
+            max_tokens=response.limit,
             return_channel=channel,  # type: ignore[arg-type]
             prefill_content=content,
             is_client_side_tokenization=True,
@@ -177,10 +158,6 @@ class JetStreamLoop:
             key="serve.orchestrator",
         )
 
-    async def drain(self) -> None:
-        """Refuse new requests, and return when none is open."""
-        await self._intake.drain()
-
     def close(self) -> None:
         """Stop the Driver. Unfinished requests fail with EngineError."""
         self._intake.fail(
@@ -195,7 +172,7 @@ class JetStreamLoop:
             "serve/requests": float(self._num_requests),
             "serve/tokens_generated": float(self._num_tokens),
             "serve/open": float(len(self._intake)),
-            "serve/compiles": float(self._engine.compiles),
+            "serve/compiles": float(self._programs.compiles),
         }
 
     def _cancel(self, generation: Generation) -> None:

@@ -1,7 +1,11 @@
 """Anthropic's messages API."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field
 
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, Delta
@@ -11,24 +15,28 @@ from lightning_jax.gateway.dialects.base import (
     Event,
     Listing,
     MakeReply,
-    ReplyContext,
+    Reply,
     Sender,
+    model_listings,
+    to_request,
 )
 from lightning_jax.gateway.dialects.messages import add_assistant, arguments_of, tool_call
-from lightning_jax.gateway.dialects.openai_fields import completion_tokens, output_schema
+from lightning_jax.gateway.dialects.openai_fields import Format
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice, agent_of, check_model
+from lightning_jax.gateway.request import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Function,
+    JsonSchema,
+    PolicyRequest,
+    ToolChoice,
+)
 from lightning_jax.types import Message
 
-# Fields that no text policy can support, each with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
-_KNOWN = {
-    *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "metadata"),
-    *("temperature", "top_p", "top_k", "tools", "tool_choice", "output_config", "output_format"),
-    # No effect here:
+# Fields that change nothing here.
+_IGNORED = {
     *("thinking", "service_tier", "cache_control", "context_management", "diagnostics", "betas"),
     *("inference_geo", "speed", "user_profile_id", "workspace_id"),
-    *_UNSUPPORTED,
 }
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -43,129 +51,158 @@ _ERROR_TYPES = {
 }
 
 
+class Text(fields.Fields):
+    type: Literal["text"]
+    text: str
+
+
+class Thinking(fields.Fields):
+    """Thoughts of another model: the policy returns none."""
+
+    type: Literal["thinking", "redacted_thinking"]
+
+
+class ToolUse(fields.Fields):
+    type: Literal["tool_use"]
+    id: str
+    name: fields.Name
+    input: dict[str, Any]
+
+
+def _blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Texts = Annotated[fields.Listed[Text], BeforeValidator(lambda content: _blocks(content or []))]
+
+
+class ToolResult(fields.Fields):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: bool | None = None
+
+    def message(self) -> Message:
+        text = _joined(self.content or ())
+        if self.is_error and not text.lower().startswith("error"):
+            text = f"Error: {text}"  # a chat template has no other place for the error
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": text}
+
+
+class AssistantTurn(fields.Fields):
+    role: Literal["assistant"]
+    content: Annotated[
+        fields.Listed[Annotated[Text | ToolUse | Thinking, Discriminator("type")]],
+        BeforeValidator(_blocks),
+    ]
+
+
+class InputTurn(fields.Fields):
+    role: Literal["user", "system"]
+    content: Annotated[
+        fields.Listed[Annotated[Text | ToolResult, Discriminator("type")]], BeforeValidator(_blocks)
+    ]
+
+
+class Tool(fields.Fields):
+    type: Annotated[Any, fields.harmless("custom")] = None  # another type is a hosted tool
+    name: fields.Name
+    description: str | None = None
+    input_schema: JsonSchema
+
+
+class Choice(fields.Fields):
+    type: Literal["auto", "any", "none", "tool"] | None = None
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def tool_choice(self) -> ToolChoice:
+        match self.type, self.name:
+            case "any", _:
+                return ToolChoice("required")
+            case "tool", str(name):
+                return ToolChoice("required", (name,))
+            case "tool", _:
+                message = "tool_choice has no name; name a tool."
+                raise invalid(message, "tool_choice", reason="unknown")
+        return ToolChoice(self.type or "auto")
+
+
+class OutputConfig(fields.Fields):
+    format: Format | None = None
+
+
+class MessagesBody(fields.Fields, extra="allow"):
+    model: str | None = None
+    messages: Annotated[
+        fields.Listed[Annotated[AssistantTurn | InputTurn, Discriminator("role")]],
+        Field(max_length=MAX_MESSAGES),
+    ]
+    system: Texts | None = None
+    max_tokens: fields.Integer | None = None
+    temperature: fields.Number | None = None
+    top_p: fields.Number | None = None
+    top_k: fields.TopK | None = None
+    stop: fields.Strings | None = Field(None, alias="stop_sequences")
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    tools: Annotated[fields.Listed[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Choice | None = None
+    output_config: OutputConfig | None = None
+    output_format: Format | None = None  # clients of the beta before output_config send it
+    container: Annotated[Any, fields.harmless()] = None
+    mcp_servers: Annotated[Any, fields.harmless([])] = None
+
+
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a messages body. Raise ApiError that names the first invalid field."""
-    max_tokens = fields.integer(body, "max_tokens")
-    if max_tokens is None:
+    request = _request(body, sender)
+    if request.max_tokens is None:
         raise invalid(
             "max_tokens is missing; set the maximum number of tokens to generate.",
             "max_tokens",
             reason="missing",
         )
-    request = _request(body, sender, max_tokens)
     return request, lambda context: MessagesReply(request, context)
 
 
 def _count_tokens(body: fields.Body, sender: Sender) -> Any:
-    return {"input_tokens": sender.count_tokens(_request(body, sender, None))}
+    return {"input_tokens": sender.count_tokens(_request(body, sender))}
 
 
-def _request(body: fields.Body, sender: Sender, max_tokens: int | None) -> PolicyRequest:
-    fields.refuse_unsupported(body, _UNSUPPORTED)
-    fields.warn_unknown("anthropic", body, _KNOWN)
-    model = fields.text(body, "model")
-    metadata = fields.field(body, "metadata", dict, {}, "an object")
-    output = fields.field(body, "output_config", dict, {}, "an object")
-    # Field for the format before output_config. Clients of its beta still send it.
-    earlier = fields.field(body, "output_format", dict, {}, "an object")
-    form = fields.field(output, "format", dict, earlier, "an object")
-    choice, parallel = _tool_choice(body)
-    return PolicyRequest(
-        dialect="anthropic",
-        model=model,
+def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
+    asked = fields.read(MessagesBody, body)
+    fields.warn_unknown("anthropic", asked.model_extra, _IGNORED)
+    form = (asked.output_config and asked.output_config.format) or asked.output_format
+    choice = asked.tool_choice or Choice()
+    return to_request(
+        "anthropic",
+        asked,
+        sender,
         id_prefix="msg_",
-        agent=agent_of(model, sender.accepted, sender.headers, metadata),
-        messages=_messages(body),
-        functions=_functions(body),
-        tool_choice=choice,
-        parallel_tool_calls=parallel,
-        output_schema=output_schema(form, "output_config.format"),
-        max_tokens=max_tokens,
-        temperature=fields.number(body, "temperature", 1.0),
-        top_p=fields.number(body, "top_p", 1.0),
-        top_k=fields.top_k(body),
-        stop=fields.strings(body, "stop_sequences"),
-        stream=fields.flag(body, "stream"),
+        messages=_messages(asked),
+        functions=tuple(
+            Function(tool.name, tool.description or "", tool.input_schema)
+            for tool in asked.tools or ()
+        ),
+        tool_choice=choice.tool_choice(),
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        output_schema=form and form.output_schema("output_config.format"),
     )
 
 
-def _functions(body: fields.Body) -> tuple[Function, ...]:
-    found = []
-    for index, tool in enumerate(fields.objects(body, "tools")):
-        where = f"tools[{index}]"
-        if tool.get("type") not in (None, "custom"):
-            raise invalid(
-                f"{where}.type is {fields.brief(tool['type'])}, a hosted tool that this server "
-                "does not provide; pass a client tool with an input_schema.",
-                "tools",
-                reason="unsupported",
-                key=f"{where}.type",
-            )
-        name, schema = tool.get("name"), tool.get("input_schema")
-        if not isinstance(name, str) or not name:
-            raise invalid(
-                f"{where}.name is {fields.brief(name)}; expected a name.",
-                "tools",
-                reason="wrong_type",
-                key=f"{where}.name",
-            )
-        if not isinstance(schema, dict):
-            raise invalid(
-                f"{where}.input_schema is not an object; expected a JSON schema.",
-                "tools",
-                reason="wrong_type",
-                key=f"{where}.input_schema",
-            )
-        found.append(Function(name, fields.text(tool, "description"), schema))
-    return tuple(found)
-
-
-def _tool_choice(body: fields.Body) -> tuple[ToolChoice, bool]:
-    """Return the tool choice, and whether one answer may contain several calls."""
-    choice = fields.field(body, "tool_choice", dict, {}, "an object")
-    parallel = not fields.flag(choice, "disable_parallel_tool_use")
-    match choice.get("type", "auto"), choice.get("name"):
-        case "auto", _:
-            return ToolChoice(), parallel
-        case "any", _:
-            return ToolChoice("required"), parallel
-        case "none", _:
-            return ToolChoice("none"), parallel
-        case "tool", str(name):
-            return ToolChoice("required", (name,)), parallel
-    raise invalid(
-        f"tool_choice is {fields.brief(choice)}; expected type auto, any, none, or tool with a "
-        "tool name.",
-        "tool_choice",
-        reason="unknown",
-    )
-
-
-def _messages(body: fields.Body) -> tuple[Message, ...]:
-    if not isinstance(body.get("messages"), list):
-        raise invalid(
-            "messages must be a list of messages.",
-            "messages",
-            reason="wrong_type",
-        )
+def _messages(asked: MessagesBody) -> tuple[Message, ...]:
     messages: list[Message] = []
-    if body.get("system"):
-        messages.append({"role": "system", "content": _text(body["system"], "system", "system")})
-    for index, message in enumerate(fields.objects(body, "messages")):
-        where = f"messages[{index}]"
-        role, blocks = message.get("role"), _blocks(message.get("content"), f"{where}.content")
-        match role:
-            case "assistant":
-                _add_assistant(messages, blocks, f"{where}.content")
-            case "user" | "system":
-                _add_input(messages, role, blocks, f"{where}.content")
-            case _:
-                raise invalid(
-                    f"{where}.role is {fields.brief(role)}; expected user or assistant.",
-                    "messages",
-                    reason="unknown",
-                    key=f"{where}.role",
-                )
+    if asked.system:
+        messages.append({"role": "system", "content": _joined(asked.system)})
+    for turn in asked.messages:
+        if isinstance(turn, AssistantTurn):
+            uses = [block for block in turn.content if isinstance(block, ToolUse)]
+            calls = [tool_call(use.name, use.input, use.id) for use in uses]
+            text = "".join(block.text for block in turn.content if isinstance(block, Text))
+            add_assistant(messages, text, calls)
+        else:
+            _add_input(messages, turn)
     if messages and messages[-1]["role"] == "assistant":
         raise invalid(
             "messages ends with an assistant message, and continuing it is not supported; end with "
@@ -176,95 +213,27 @@ def _messages(body: fields.Body) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _blocks(content: Any, where: str, param: str = "messages") -> list[fields.Body]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if isinstance(content, list) and all(isinstance(block, dict) for block in content):
-        return content
-    raise invalid(
-        f"{where} is {fields.brief(content)}; expected a string or a list of content blocks.",
-        param,
-        reason="wrong_type",
-        key=where,
-    )
-
-
-def _add_assistant(messages: list[Message], blocks: list[fields.Body], where: str) -> None:
-    text, calls = "", []
-    for index, block in enumerate(blocks):
-        at = f"{where}[{index}]"
-        match block.get("type"):
-            case "tool_use":
-                call_id = _string(block, "id", at)
-                call = tool_call(block.get("name"), block.get("input"), call_id, at, "messages")
-                calls.append(call)
-            case "thinking" | "redacted_thinking":
-                pass  # from another model: the policy returns none
-            case _:
-                text += _block_text(block, at)
-    add_assistant(messages, text, calls)
-
-
-def _add_input(messages: list[Message], role: str, blocks: list[fields.Body], where: str) -> None:
+def _add_input(messages: list[Message], turn: InputTurn) -> None:
     """Append tool results as separate messages, and adjacent texts as one message."""
-    texts: list[str] = []
-    for index, block in enumerate(blocks):
-        at = f"{where}[{index}]"
-        if block.get("type") != "tool_result":
-            texts.append(_block_text(block, at))
-            continue
-        if texts:
-            messages.append({"role": role, "content": "\n".join(texts)})
-            texts = []
-        messages.append(_tool_result(block, at))
-    if texts or not blocks:
-        messages.append({"role": role, "content": "\n".join(texts)})
+    for is_text, blocks in groupby(turn.content, lambda block: isinstance(block, Text)):
+        if is_text:
+            messages.append({"role": turn.role, "content": _joined(blocks)})
+        else:
+            messages += [block.message() for block in blocks if isinstance(block, ToolResult)]
+    if not turn.content:
+        messages.append({"role": turn.role, "content": ""})
 
 
-def _tool_result(block: fields.Body, where: str) -> Message:
-    text = _text(block.get("content") or "", f"{where}.content")
-    if fields.flag(block, "is_error") and not text.lower().startswith("error"):
-        text = f"Error: {text}"  # a chat template has no other place for the error
-    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", where), "content": text}
+def _joined(blocks: Iterable[Any]) -> str:
+    return "\n".join(block.text for block in blocks)
 
 
-def _text(content: Any, where: str, param: str = "messages") -> str:
-    blocks = enumerate(_blocks(content, where, param))
-    return "\n".join(_block_text(block, f"{where}[{index}]", param) for index, block in blocks)
-
-
-def _block_text(block: fields.Body, where: str, param: str = "messages") -> str:
-    if block.get("type") != "text":
-        raise invalid(
-            f"{where} is of type {fields.brief(block.get('type'))}, and the policy reads only "
-            "text; expected text, tool_use or tool_result.",
-            param,
-            reason="not_text",
-            key=where,
-        )
-    return _string(block, "text", where, param)
-
-
-def _string(block: fields.Body, name: str, where: str, param: str = "messages") -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise invalid(
-            f"{where}.{name} is {fields.brief(value)}; expected a string.",
-            param,
-            reason="wrong_type",
-            key=f"{where}.{name}",
-        )
-    return value
-
-
-class MessagesReply:
+@dataclass
+class MessagesReply(Reply):
     """Message bodies and events. Only one block of a stream is open at a time."""
 
-    def __init__(self, request: PolicyRequest, context: ReplyContext) -> None:
-        self._request = request
-        self._context = context
-        self._index = -1  # index of the newest block
-        self._open = ""  # type of the newest block, "" once it is closed
+    _index: int = -1  # of the newest block
+    _open: str = ""  # type of the newest block, "" once it is closed
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
@@ -274,10 +243,10 @@ class MessagesReply:
         for call in answer.tool_calls:
             use = {"type": "tool_use", "id": call.call_id, "name": call.name}
             content.append({**use, "input": arguments_of(call) or {}})
-        return self._message(content, self._stop(answer), completion_tokens(answers))
+        return self._message(content, self._stop(answer), answers)
 
     def opening(self) -> Iterable[Event]:
-        message = self._message([], {"stop_reason": None, "stop_sequence": None}, 0)
+        message = self._message([], {"stop_reason": None, "stop_sequence": None}, ())
         yield _event({"type": "message_start", "message": message})
 
     def delta(self, delta: Delta) -> Iterable[Event]:
@@ -294,19 +263,22 @@ class MessagesReply:
 
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         yield from self._end()
-        usage = {"output_tokens": completion_tokens(answers)}
+        usage = {"output_tokens": self.num_tokens(answers)[1]}
         yield _event({"type": "message_delta", "delta": self._stop(answers[0]), "usage": usage})
         yield _event({"type": "message_stop"})
 
-    def _message(self, content: list[Any], stop: dict[str, Any], sampled: int) -> dict[str, Any]:
+    def _message(
+        self, content: list[Any], stop: dict[str, Any], answers: Sequence[Answer]
+    ) -> dict[str, Any]:
+        prompt, sampled = self.num_tokens(answers)
         return {
-            "id": self._request.id_prefix + self._context.token,
+            "id": self.response_id,
             "type": "message",
             "role": "assistant",
-            "model": self._request.model,
+            "model": self.request.model,
             "content": content,
             **stop,
-            "usage": {"input_tokens": self._context.prompt_tokens(), "output_tokens": sampled},
+            "usage": {"input_tokens": prompt, "output_tokens": sampled},
         }
 
     def _begin(self, block: dict[str, Any]) -> Iterable[Event]:
@@ -333,23 +305,17 @@ class MessagesReply:
 
     def _stop_sequence(self, answer: Answer) -> str | None:
         """Return the stop sequence that ended the text, from the sampled tokens after the text."""
-        sampled = self._context.tokenizer.decode(answer.completion.token_ids)
+        sampled = self.context.tokenizer.decode(answer.completion.token_ids)
         rest = sampled[len(answer.completion.text) :]
-        return next((stop for stop in self._request.stop if rest.startswith(stop)), None)
+        return next((stop for stop in self.request.stop if rest.startswith(stop)), None)
 
 
-def _models(body: fields.Body, sender: Sender) -> Any:
-    names = sender.model_names
-    entries = [_model_entry(name) for name in names]
-    return {"data": entries, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+def _models(entries: list[dict[str, str]]) -> dict[str, Any]:
+    first, last = entries[0]["id"], entries[-1]["id"]
+    return {"data": entries, "has_more": False, "first_id": first, "last_id": last}
 
 
-def _model(body: fields.Body, sender: Sender) -> Any:
-    check_model(sender.path["model"], sender.accepted)
-    return _model_entry(sender.path["model"])
-
-
-def _model_entry(name: str) -> dict[str, str]:
+def _model_entry(name: str, sender: Sender) -> dict[str, str]:
     known = {"type": "model", "id": name, "display_name": name, "lifecycle": "active"}
     return {**known, "created_at": "1970-01-01T00:00:00Z"}  # the API's value for an unknown date
 
@@ -370,8 +336,7 @@ ANTHROPIC = Dialect(
     framing=SSE,
     listings=(
         Listing("POST", "/v1/messages/count_tokens", _count_tokens),
-        Listing("GET", "/v1/models", _models, "anthropic-version"),
-        Listing("GET", "/v1/models/{model:.+}", _model, "anthropic-version"),
+        *model_listings("/v1/models", _model_entry, _models, "anthropic-version"),
     ),
     error=_error,
     error_event=lambda error: _event(_error(error)),

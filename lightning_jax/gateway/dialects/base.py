@@ -6,16 +6,20 @@ into a PolicyRequest and a Reply. The Reply turns Answers and Deltas into bodies
 
 import glob
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import Body
-from lightning_jax.gateway.request import POLICY, PolicyRequest
+from lightning_jax.gateway.fields import Body, Fields
+from lightning_jax.gateway.request import POLICY, PolicyRequest, agent_of, check_model
 from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.models.tokenizer import Tokenizer
+
+_literal = cache(glob.escape)
 
 
 def _no_policy(request: PolicyRequest) -> int:
@@ -40,12 +44,25 @@ class Sender:
     @property
     def accepted(self) -> tuple[str, ...]:
         """Patterns of accepted model names other than the policy and its agents."""
-        return (*self.policies, glob.escape(self.model_name), *self.other_models)
+        return (*self.policies, _literal(self.model_name), *self.other_models)
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """Accepted model names, as a listing shows them."""
         return tuple(dict.fromkeys((*self.policies, POLICY, self.model_name)))
+
+
+def to_request(dialect: str, fields: Fields, sender: Sender, **more: Any) -> PolicyRequest:
+    """Return a request with more fields, and with those that have the same names in it.
+
+    A field that is None gets its default. Raise ApiError if the request is invalid.
+    """
+    values = {**vars(fields), **more}
+    names = PolicyRequest.__dataclass_fields__
+    known = {name: value for name in names if (value := values.get(name)) is not None}
+    model = known.setdefault("model", "")
+    agent = agent_of(model, sender.accepted, sender.headers, values.get("metadata"))
+    return PolicyRequest(dialect=dialect, agent=agent, **known)
 
 
 @dataclass(frozen=True)
@@ -71,24 +88,37 @@ class Event:
     name: str = ""
 
 
-class Reply(Protocol):
+@dataclass
+class Reply(ABC):
     """Conversion of answers to a dialect's format."""
 
+    request: PolicyRequest
+    context: ReplyContext
+
+    @property
+    def response_id(self) -> str:
+        return self.request.id_prefix + self.context.token
+
+    def num_tokens(self, answers: Sequence[Answer]) -> tuple[int, int]:
+        """Return the numbers of prompt tokens and of sampled tokens."""
+        sampled = sum(len(answer.completion.token_ids) for answer in answers)
+        return self.context.prompt_tokens(), sampled
+
+    @abstractmethod
     def body(self, answers: Sequence[Answer]) -> Any:
         """Return the whole answer as JSON."""
-        ...
 
     def opening(self) -> Iterable[Event]:
         """Return the events before the first token."""
-        ...
+        return ()
 
+    @abstractmethod
     def delta(self, delta: Delta) -> Iterable[Event]:
         """Return the events for a delta, or none if they would tell the client nothing."""
-        ...
 
+    @abstractmethod
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         """Return the events after the last token."""
-        ...
 
 
 MakeReply = Callable[[ReplyContext], Reply]
@@ -132,6 +162,26 @@ class Listing:
     path: str
     answer: Callable[[Body, Sender], Any]  # gets the request's JSON body, or {} without one
     header: str = ""  # sent by its clients, if several dialects share the path
+
+
+def model_listings(
+    path: str,
+    entry: Callable[[str, Sender], Any],
+    whole: Callable[[list[Any]], Any],
+    header: str = "",
+) -> tuple[Listing, Listing]:
+    """Return the listings of all models and of one, from the entry of a model."""
+
+    def models(body: Body, sender: Sender) -> Any:
+        return whole([entry(name, sender) for name in sender.model_names])
+
+    def model(body: Body, sender: Sender) -> Any:
+        check_model(sender.path["model"], sender.accepted)
+        return entry(sender.path["model"], sender)
+
+    return Listing("GET", path, models, header), Listing(
+        "GET", f"{path}/{{model:.+}}", model, header
+    )
 
 
 def openai_error(error: ApiError) -> Any:

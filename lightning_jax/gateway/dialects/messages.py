@@ -9,31 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_jax.gateway import fields
-from lightning_jax.gateway.answer import ToolCall
-from lightning_jax.gateway.errors import invalid
+from lightning_jax.gateway.answer import Answer, ToolCall
 from lightning_jax.types import Message
 
 
-def tool_call(name: Any, arguments: Any, call_id: Any, where: str, param: str) -> Message:
-    """Return a call in an assistant's message. `call_id` is None if the dialect has none.
-
-    Raise ApiError unless the name is text and the arguments are an object.
-    """
-    if not isinstance(name, str) or not name:
-        raise invalid(
-            f"{where}.name is {fields.brief(name)}; expected a function name.",
-            param,
-            reason="wrong_type",
-            key=f"{where}.name",
-        )
-    if not isinstance(arguments, dict):
-        raise invalid(
-            f"{where} has {fields.brief(arguments)}; expected an object.",
-            param,
-            reason="wrong_type",
-            key=f"{where}.arguments",
-        )
+def tool_call(name: str, arguments: dict[str, Any], call_id: str | None) -> Message:
+    """Return a call in an assistant's message. `call_id` is None if the dialect has none."""
     written = json.dumps(arguments, ensure_ascii=False)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": written}}
 
@@ -46,6 +27,15 @@ def add_assistant(messages: list[Message], text: str, calls: Sequence[Message]) 
     turn["content"] += text
     if calls:
         turn["tool_calls"] = [*turn.get("tool_calls", ()), *calls]
+
+
+def whole_calls(answer: Answer) -> list[tuple[ToolCall, dict[str, Any]]]:
+    """Return the calls with their arguments.
+
+    A call that the token limit cut off is left out: clients would run it incompletely.
+    """
+    calls = [(call, arguments_of(call)) for call in answer.tool_calls]
+    return [(call, arguments) for call, arguments in calls if arguments is not None]
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any] | None:

@@ -4,12 +4,13 @@ Its calls have no ids, so the gateway recognizes them by names and arguments. If
 sampling options, the policy's own distribution is sampled, without Ollama's narrower defaults.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from lightning_jax.engine.types import MAX_TOP_LOGPROBS
+from pydantic import Field
+
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import (
@@ -18,179 +19,157 @@ from lightning_jax.gateway.dialects.base import (
     Event,
     Listing,
     MakeReply,
-    ReplyContext,
+    Reply,
     Sender,
+    to_request,
 )
-from lightning_jax.gateway.dialects.messages import add_assistant, arguments_of, tool_call
-from lightning_jax.gateway.dialects.openai_fields import functions_of, logprob_entries
+from lightning_jax.gateway.dialects.messages import add_assistant, tool_call, whole_calls
+from lightning_jax.gateway.dialects.openai_fields import Tools, functions_of, logprob_entries
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.request import POLICY, JsonSchema, PolicyRequest, agent_of, check_model
+from lightning_jax.gateway.request import (
+    MAX_MESSAGES,
+    POLICY,
+    JsonSchema,
+    PolicyRequest,
+    check_model,
+)
 from lightning_jax.types import Message
 
 _VERSION = "0.12.11"  # the release whose API this follows, the first with log-probabilities
-# Fields that no text policy can support, each with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "images": ([],),
-    "suffix": ("",),
-    "template": ("",),
-    "think": (False,),
-    "width": (0,),
-    "height": (0,),
-    "steps": (0,),
-}
-_KNOWN = {
-    *("model", "messages", "prompt", "system", "raw", "stream", "format", "options", "tools"),
-    *("logprobs", "top_logprobs", "keep_alive", "context"),
-    *_UNSUPPORTED,
-}
-_UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "repeat_penalty": (1, 0),
-    "mirostat": (0,),
-    "tfs_z": (1,),
-    "typical_p": (1,),
-}
-_KNOWN_OPTIONS = {
-    *("temperature", "top_p", "top_k", "min_p", "seed", "num_predict", "stop"),
-    *("presence_penalty", "frequency_penalty", *_UNSUPPORTED_OPTIONS),
-    # Options for loading a model, or details of the options above. They change nothing here:
+_IGNORED = {"messages", "tools", "prompt", "system", "raw", "keep_alive", "context"}
+# Options for loading a model, or details of other options. They change nothing here.
+_IGNORED_OPTIONS = {
     *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all"),
     *("vocab_only", "use_mmap", "use_mlock", "embedding_only", "num_thread", "num_keep"),
     *("repeat_last_n", "mirostat_tau", "mirostat_eta", "penalize_newline"),
 }
 
 
+class Options(fields.SamplingFields, extra="allow"):
+    """Sampling options."""
+
+    min_p: fields.Number | None = None
+    stop: fields.Strings | None = None
+    max_tokens: fields.Integer | None = Field(None, alias="num_predict")
+    repeat_penalty: Annotated[Any, fields.harmless(1, 0)] = None
+    mirostat: Annotated[Any, fields.harmless(0)] = None
+    tfs_z: Annotated[Any, fields.harmless(1)] = None
+    typical_p: Annotated[Any, fields.harmless(1)] = None
+
+
+class OllamaBody(fields.Fields, extra="allow"):
+    """Fields of both endpoints."""
+
+    model: str | None = None
+    stream: bool | None = None
+    format: Literal["", "json"] | JsonSchema | None = None
+    options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: fields.TopLogprobs | None = None
+    images: Annotated[Any, fields.harmless([])] = None
+    suffix: Annotated[Any, fields.harmless("")] = None
+    template: Annotated[Any, fields.harmless("")] = None
+    think: Annotated[Any, fields.harmless(False)] = None
+    width: Annotated[Any, fields.harmless(0)] = None
+    height: Annotated[Any, fields.harmless(0)] = None
+    steps: Annotated[Any, fields.harmless(0)] = None
+
+
+class CalledFunction(fields.Fields):
+    name: fields.Name
+    arguments: fields.Arguments = Field({})
+
+
+class ToolCall(fields.Fields):
+    function: CalledFunction
+
+
+class ChatMessage(fields.Fields):
+    role: Any = None  # checked when rendering
+    content: str | None = None
+    images: Annotated[Any, fields.harmless([], "")] = None
+    tool_calls: fields.Listed[ToolCall] | None = None
+    tool_name: Any = None
+    name: Any = None
+
+
+class ChatBody(OllamaBody):
+    messages: Annotated[fields.Listed[ChatMessage], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Tools | None = None
+
+
+class GenerateBody(OllamaBody):
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
 def parse_chat(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a chat body. Raise ApiError that names the first invalid field."""
-    request = _request(body, sender, messages=_messages(body), functions=functions_of(body))
+    chat = fields.read(ChatBody, body)
+    messages, functions = _messages(chat.messages or ()), functions_of(chat.tools)
+    request = _request(chat, sender, messages=messages, functions=functions)
     return request, lambda context: OllamaReply(request, context, _chat_content)
 
 
 def parse_generate(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a generate body. Raise ApiError that names the first invalid field."""
-    prompt, system = fields.text(body, "prompt"), fields.text(body, "system")
-    if fields.flag(body, "raw"):
-        if system:
-            raise invalid(
-                "system is set but raw is true; leave out one of them.", "system", reason="conflict"
-            )
-        request = _request(body, sender, prompts=(prompt,))
+    asked = fields.read(GenerateBody, body)
+    if asked.raw and asked.system:
+        raise invalid(
+            "system is set but raw is true; leave out one of them.", "system", reason="conflict"
+        )
+    if asked.raw:
+        request = _request(asked, sender, prompts=(asked.prompt or "",))
     else:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
-        request = _request(body, sender, messages=tuple(messages))
+        messages = [{"role": "system", "content": asked.system}] if asked.system else []
+        messages.append({"role": "user", "content": asked.prompt or ""})
+        request = _request(asked, sender, messages=tuple(messages))
     return request, lambda context: OllamaReply(request, context, _generate_content)
 
 
-def _request(body: fields.Body, sender: Sender, **what: Any) -> PolicyRequest:
-    fields.refuse_unsupported(body, _UNSUPPORTED)
-    fields.warn_unknown("ollama", body, _KNOWN)
-    options = fields.field(body, "options", dict, {}, "an object")
-    fields.refuse_unsupported(options, _UNSUPPORTED_OPTIONS)
-    fields.warn_unknown("ollama options", options, _KNOWN_OPTIONS)
-    model = fields.text(body, "model")
-    limit = fields.integer(options, "num_predict", -1)
-    return PolicyRequest(
-        dialect="ollama",
-        model=model,
-        agent=agent_of(model, sender.accepted, sender.headers),
-        output_schema=_output_schema(body.get("format")),
-        max_tokens=None if limit in (-1, -2) else limit,  # no limit, or until the context is full
-        temperature=fields.number(options, "temperature", 1.0),
-        top_p=fields.number(options, "top_p", 1.0),
-        top_k=fields.top_k(options),
-        min_p=fields.number(options, "min_p", 0.0),
-        seed=fields.integer(options, "seed"),
-        stop=fields.strings(options, "stop"),
-        presence_penalty=fields.number(options, "presence_penalty", 0.0),
-        frequency_penalty=fields.number(options, "frequency_penalty", 0.0),
-        logprobs=fields.flag(body, "logprobs"),
-        top_logprobs=fields.bounded(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS),
-        stream=fields.flag(body, "stream", True),
-        **what,
-    )
+def _request(body: OllamaBody, sender: Sender, **more: Any) -> PolicyRequest:
+    fields.warn_unknown("ollama", body.model_extra, _IGNORED)
+    options = fields.read(Options, body.options or {})
+    fields.warn_unknown("ollama options", options.model_extra, _IGNORED_OPTIONS)
+    if options.max_tokens in (-1, -2):  # no limit, or until the context is full
+        options.max_tokens = None
+    formats: dict[Any, JsonSchema | None] = {None: None, "": None, "json": {}}
+    schema = body.format if isinstance(body.format, dict) else formats[body.format]
+    more["stream"] = body.stream is not False
+    return to_request("ollama", options, sender, **vars(body) | more, output_schema=schema)
 
 
-def _output_schema(form: Any) -> JsonSchema | None:
-    if form is None or form == "":
-        return None
-    if form == "json":
-        return {}
-    if not isinstance(form, dict):
-        raise invalid(
-            f"format is {fields.brief(form)}; expected json or a JSON schema.",
-            "format",
-            reason="wrong_type",
-        )
-    return form
-
-
-def _messages(body: fields.Body) -> tuple[Message, ...]:
+def _messages(turns: Iterable[ChatMessage]) -> tuple[Message, ...]:
     messages: list[Message] = []
-    for index, message in enumerate(fields.objects(body, "messages")):
-        where = f"messages[{index}]"
-        content = message.get("content")
-        content = "" if content is None else content
-        if not isinstance(content, str):
-            raise invalid(
-                f"{where}.content is {fields.brief(content)}; expected a string.",
-                "messages",
-                reason="wrong_type",
-                key=f"{where}.content",
-            )
-        if message.get("images"):
-            raise invalid(
-                f"{where}.images is not supported, because the policy reads only text; leave it "
-                "out.",
-                "messages",
-                reason="not_text",
-                key=f"{where}.images",
-            )
-        match message.get("role"):
+    for turn in turns:
+        content, name = turn.content or "", turn.tool_name or turn.name
+        match turn.role:
             case "assistant":
-                add_assistant(messages, content, _calls(message, where))
+                # An id would be the client's own, so it does not identify a generated call.
+                called = [call.function for call in turn.tool_calls or ()]
+                calls = [tool_call(call.name, call.arguments, None) for call in called]
+                add_assistant(messages, content, calls)
             case "tool":
-                name = message.get("tool_name") or message.get("name")
                 named = {"name": name} if isinstance(name, str) else {}
                 messages.append({"role": "tool", "content": content, **named})
-            case role:  # checked when rendering
+            case role:
                 messages.append({"role": role, "content": content})
     return tuple(messages)
 
 
-def _calls(message: fields.Body, where: str) -> list[Message]:
-    found = []
-    for index, call in enumerate(fields.objects(message, "tool_calls")):
-        at, function = f"{where}.tool_calls[{index}]", call.get("function")
-        if not isinstance(function, dict):
-            raise invalid(
-                f"{at}.function is missing; expected an object.",
-                "messages",
-                reason="missing",
-                key=f"{at}.function",
-            )
-        arguments = function.get("arguments") or {}
-        # An id would be the client's own, so it does not identify a generated call.
-        found.append(tool_call(function.get("name"), arguments, None, at, "messages"))
-    return found
-
-
-@dataclass(frozen=True)
-class OllamaReply:
+@dataclass
+class OllamaReply(Reply):
     """Lines, or the whole body, for either endpoint. `content` builds the fields of an answer's
     text.
     """
 
-    request: PolicyRequest
-    context: ReplyContext
-    content: Any  # (text, tool calls) -> fields that contain them
+    content: Callable[[str, list[Any]], dict[str, Any]]  # fields with a text and tool calls
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        content = self.content(answer.text, _whole_calls(answer))
+        content = self.content(answer.text, _called(answer))
         return self._line(content | self._logprobs(answer.completion) | self._end(answer))
-
-    def opening(self) -> Iterable[Event]:
-        return ()
 
     def delta(self, delta: Delta) -> Iterable[Event]:
         logprobs = self._logprobs(delta.chunk) if delta.chunk else {}
@@ -199,7 +178,7 @@ class OllamaReply:
 
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         (answer,) = answers
-        if calls := _whole_calls(answer):
+        if calls := _called(answer):
             yield Event(self._line(self.content("", calls) | {"done": False}))
         yield Event(self._line(self.content("", []) | self._end(answer)))
 
@@ -236,15 +215,10 @@ def _generate_content(text: str, calls: list[Any]) -> dict[str, Any]:
     return {"response": text}
 
 
-def _whole_calls(answer: Answer) -> list[dict[str, Any]]:
-    """Return the calls, without one that the token limit cut off: clients would run it
-    incompletely.
-    """
-    whole = [(call.name, arguments_of(call)) for call in answer.tool_calls]
+def _called(answer: Answer) -> list[dict[str, Any]]:
     return [
-        {"function": {"name": name, "arguments": arguments}}
-        for name, arguments in whole
-        if arguments is not None
+        {"function": {"name": call.name, "arguments": arguments}}
+        for call, arguments in whole_calls(answer)
     ]
 
 
@@ -258,13 +232,18 @@ def _load(content: dict[str, Any], sign: str) -> Any:
     def answer(body: fields.Body, sender: Sender) -> dict[str, Any] | None:
         if body.get(sign) not in (None, "", []):
             return None
-        model = fields.text(body, "model")
+        model = fields.read(OllamaBody, body).model or ""
         check_model(model, sender.accepted)
         now, unload = _rfc3339(datetime.now(UTC)), body.get("keep_alive") in (0, "0", "0s")
         end = {"done": True, "done_reason": "unload" if unload else "load"}
         return {"model": model, "created_at": now, **content, **end}
 
     return answer
+
+
+class ShowBody(fields.Fields):
+    model: str | None = None
+    name: str | None = None
 
 
 def _tags(body: fields.Body, sender: Sender) -> Any:
@@ -278,7 +257,8 @@ def _running(body: fields.Body, sender: Sender) -> Any:
 
 
 def _show(body: fields.Body, sender: Sender) -> Any:
-    check_model(fields.text(body, "model") or fields.text(body, "name"), sender.accepted)
+    asked = fields.read(ShowBody, body)
+    check_model(asked.model or asked.name or "", sender.accepted)
     shape = {"general.architecture": POLICY, f"{POLICY}.context_length": sender.max_len}
     return {"details": _DETAILS, "model_info": shape, "capabilities": ["completion", "tools"]}
 

@@ -6,100 +6,46 @@ first token. `text_offset` counts from the start of a choice's own text.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
 
 from lightning_jax.engine.response import Chunk
 from lightning_jax.engine.types import Completion, PromptScores
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, Delta
-from lightning_jax.gateway.dialects.base import Dialect, Event, MakeReply, ReplyContext, Sender
+from lightning_jax.gateway.dialects.base import (
+    Dialect,
+    Event,
+    MakeReply,
+    Sender,
+    to_request,
+)
 from lightning_jax.gateway.dialects.openai_fields import (
-    HARMLESS,
-    completion_tokens,
-    fingerprint,
+    IGNORED,
+    ChoiceFields,
+    ChoicesReply,
     logprob_entries,
-    sampling_fields,
     token_entry,
 )
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest, agent_of
+from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 5
-_KNOWN = {
-    *("model", "prompt", "suffix", "max_tokens", "n", "best_of", "echo", "logprobs", "stop"),
-    *("seed", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "stream", "stream_options", "metadata", "return_token_ids", "ignore_eos"),
-    *HARMLESS,
-}
+Prompts = tuple[str | tuple[int, ...], ...]
 
 
-def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a completions body. Raise ApiError naming the first invalid field."""
-    fields.warn_unknown("completions", body, _KNOWN)
-    if body.get("suffix") not in (None, ""):
-        raise invalid(
-            "suffix is not supported; leave it out.",
-            "suffix",
-            "unsupported_parameter",
-            reason="unsupported",
-        )
-    model = fields.text(body, "model")
-    metadata = fields.field(body, "metadata", dict, {}, "an object")
-    stream_options = fields.field(body, "stream_options", dict, {}, "an object")
-    include_usage = fields.flag(stream_options, "include_usage")
-    echo = fields.flag(body, "echo")
-    num_logprobs = fields.bounded(body, "logprobs", 0, 0, MAX_LOGPROBS)
-    request = PolicyRequest(
-        dialect="completions",
-        id_prefix="cmpl-",
-        model=model,
-        agent=agent_of(model, sender.accepted, sender.headers, metadata),
-        prompts=_prompts(body.get("prompt")),
-        num_choices=_num_choices(body),
-        max_tokens=fields.integer(body, "max_tokens", DEFAULT_MAX_TOKENS),
-        stop=fields.strings(body, "stop"),
-        logprobs=body.get("logprobs") is not None,
-        top_logprobs=num_logprobs,
-        score_prompt=echo and body.get("logprobs") is not None,
-        **sampling_fields(body),
-    )
-    if request.score_prompt and request.stream:
-        raise invalid(
-            "echo with logprobs cannot be streamed; set stream to false or leave out echo.",
-            "echo",
-            reason="conflict",
-        )
-    return request, lambda context: CompletionsReply(request, echo, include_usage, context)
-
-
-def _num_choices(body: fields.Body) -> int:
-    number = fields.bounded(body, "n", 1, 1, MAX_CHOICES)
-    best_of = fields.integer(body, "best_of", number)
-    if best_of != number:
-        raise invalid(
-            f"best_of is {fields.brief(best_of)} but n is {number}; every sample is returned, so "
-            "set both to the same number.",
-            "best_of",
-            "unsupported_parameter",
-            reason="unsupported",
-        )
-    return number
-
-
-def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(value: Any) -> Prompts:
     """Return the prompts from any of four forms: a text, token ids, or a list of either."""
     if isinstance(value, str) or _is_ids(value):
         value = [value]
     if isinstance(value, list) and value and all(isinstance(p, str) or _is_ids(p) for p in value):
         return tuple(p if isinstance(p, str) else tuple(p) for p in value)
-    raise invalid(
-        f"prompt is {fields.brief(value)}; expected a text, a list of token ids, or a list of "
-        "either.",
-        "prompt",
-        reason="wrong_type",
-    )
+    expected = "expected a text, a list of token ids, or a list of either"
+    raise PydanticCustomError("wrong_type", expected)
 
 
 def _is_ids(value: Any) -> bool:
@@ -108,6 +54,47 @@ def _is_ids(value: Any) -> bool:
         and bool(value)
         and all(type(i) is int and 0 <= i <= fields.MAX_INT32 for i in value)
     )
+
+
+class CompletionsBody(ChoiceFields, extra="allow"):
+    prompts: Annotated[Prompts, PlainValidator(_prompts)] = Field(alias="prompt")
+    suffix: Annotated[Any, fields.harmless("")] = None
+    best_of: fields.Integer | None = None
+    echo: bool | None = None
+    top_logprobs: Annotated[fields.Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, alias="logprobs"
+    )
+
+
+def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
+    """Return the request in a completions body. Raise ApiError naming the first invalid field."""
+    asked = fields.read(CompletionsBody, body)
+    fields.warn_unknown("completions", asked.model_extra, IGNORED)
+    n, echo, logprobs = asked.num_choices or 1, bool(asked.echo), asked.top_logprobs is not None
+    if asked.best_of not in (None, n):
+        raise invalid(
+            f"best_of is {fields.brief(asked.best_of)} but n is {n}; every sample is returned, so "
+            "set both to the same number.",
+            "best_of",
+            "unsupported_parameter",
+            reason="unsupported",
+        )
+    if echo and logprobs and asked.stream:
+        raise invalid(
+            "echo with logprobs cannot be streamed; set stream to false or leave out echo.",
+            "echo",
+            reason="conflict",
+        )
+    request = to_request(
+        "completions",
+        asked,
+        sender,
+        id_prefix="cmpl-",
+        max_tokens=DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens,
+        logprobs=logprobs,
+        score_prompt=echo and logprobs,
+    )
+    return request, lambda context: CompletionsReply(request, context, asked.include_usage, echo)
 
 
 @dataclass
@@ -168,15 +155,13 @@ def _best(entry: dict[str, Any]) -> dict[str, float]:
     return best
 
 
-@dataclass(frozen=True)
-class CompletionsReply:
+@dataclass
+class CompletionsReply(ChoicesReply):
     """Text completion bodies and chunks, which have the same format."""
 
-    request: PolicyRequest
-    echo: bool
-    include_usage: bool
-    context: ReplyContext
+    echo: bool = False
     _transcripts: dict[int, _Transcript] = field(default_factory=dict)  # by choice
+    whole_object = chunk_object = "text_completion"
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
@@ -186,28 +171,19 @@ class CompletionsReply:
                 _joined(prompt, self._choice(index, answer.text, answer.completion))
                 | {"finish_reason": answer.finish_reason}
             )
-        return {
-            **self._envelope(),
-            "choices": choices,
-            "usage": self._usage(answers),
-            "system_fingerprint": fingerprint(answers),
-        }
+        return self.whole(choices, answers)
 
     def opening(self) -> Iterable[Event]:
         if self.echo or self.request.return_token_ids:
             for index in range(len(self.context.prompt_ids)):
-                yield self._chunk([self._prompt_choice(index, None)])
+                yield self.chunk([self._prompt_choice(index, None)])
 
     def delta(self, delta: Delta) -> Iterable[Event]:
-        wants_tokens = self.request.logprobs or self.request.return_token_ids
-        if delta.text or (delta.chunk and wants_tokens):
-            yield self._chunk([self._choice(delta.choice, delta.text, delta.chunk)])
+        if delta.text or (delta.chunk and self.shows_tokens):
+            yield self.chunk([self._choice(delta.choice, delta.text, delta.chunk)])
 
-    def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
-        for index, answer in enumerate(answers):
-            yield self._chunk([_choice(index, "") | {"finish_reason": answer.finish_reason}])
-        if self.include_usage:
-            yield self._chunk([], {"usage": self._usage(answers)})
+    def last_choice(self, index: int) -> dict[str, Any]:
+        return _choice(index, "")
 
     def _prompt_choice(self, index: int, scores: PromptScores | None) -> dict[str, Any]:
         """Return the part of a choice that is about its prompt."""
@@ -235,26 +211,6 @@ class CompletionsReply:
     def _transcript(self, index: int) -> _Transcript:
         new = _Transcript(self.context.tokenizer, self.request.top_logprobs)
         return self._transcripts.setdefault(index, new)
-
-    def _envelope(self) -> dict[str, Any]:
-        return {
-            "id": self.request.id_prefix + self.context.token,
-            "object": "text_completion",
-            "created": self.context.created,
-            "model": self.request.model,
-        }
-
-    def _chunk(self, choices: list[dict[str, Any]], extra: dict[str, Any] | None = None) -> Event:
-        usage = {"usage": None} if self.include_usage else {}
-        return Event({**self._envelope(), "choices": choices, **usage, **(extra or {})})
-
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
-        prompt, sampled = self.context.prompt_tokens(), completion_tokens(answers)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": sampled,
-            "total_tokens": prompt + sampled,
-        }
 
 
 def _choice(index: int, text: str) -> dict[str, Any]:

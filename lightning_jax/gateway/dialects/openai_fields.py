@@ -1,20 +1,34 @@
-"""Shared parts of OpenAI's dialects: sampling fields, functions, usage, log-prob entries."""
+"""Shared parts of OpenAI's dialects: fields, functions, choices and log-prob entries."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from lightning_jax.engine.response import Chunk
 from lightning_jax.engine.types import Completion
-from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer
+from lightning_jax.gateway.dialects.base import Event, Reply
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.request import Function, JsonSchema
+from lightning_jax.gateway.fields import (
+    Fields,
+    Integer,
+    Listed,
+    Name,
+    Number,
+    SamplingFields,
+    Strings,
+    brief,
+)
+from lightning_jax.gateway.request import MAX_CHOICES, MAX_TOOLS, Function, JsonSchema
 from lightning_jax.models.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
 # Fields that clients send by default and that change nothing here.
-HARMLESS = frozenset(
+IGNORED = frozenset(
     (
         *("user", "store", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key"),
         *("prompt_cache_retention", "safety_identifier", "prediction", "moderation"),
@@ -22,93 +36,138 @@ HARMLESS = frozenset(
 )
 
 
-def sampling_fields(body: fields.Body) -> dict[str, Any]:
-    """Return the arguments of a PolicyRequest that all of these dialects name alike."""
-    return {
-        "temperature": fields.number(body, "temperature", 1.0),
-        "top_p": fields.number(body, "top_p", 1.0),
-        "top_k": fields.top_k(body),
-        "min_p": fields.number(body, "min_p", 0.0),
-        "seed": fields.integer(body, "seed"),
-        "presence_penalty": fields.number(body, "presence_penalty", 0.0),
-        "frequency_penalty": fields.number(body, "frequency_penalty", 0.0),
-        "logit_bias": fields.field(
-            body, "logit_bias", dict, {}, "an object of token ids and numbers"
-        ),
-        "stream": fields.flag(body, "stream"),
-        "return_token_ids": fields.flag(body, "return_token_ids"),
-        "ignore_eos": fields.flag(body, "ignore_eos"),
-    }
+class OpenAIFields(SamplingFields):
+    """Fields that all of OpenAI's dialects name alike."""
+
+    model: str | None = None
+    metadata: dict[str, Any] | None = None
+    min_p: Number | None = None
+    logit_bias: dict[str, Any] | None = None
+    stream: bool | None = None
+    return_token_ids: bool | None = None
+    ignore_eos: bool | None = None
 
 
-def functions_of(body: fields.Body) -> tuple[Function, ...]:
-    """Return the functions in `tools`, each an object inside an object of type function."""
-    found = []
-    for index, tool in enumerate(fields.objects(body, "tools")):
-        where = f"tools[{index}]"
-        if tool.get("type", "function") != "function" or not isinstance(tool.get("function"), dict):
-            raise invalid(
-                f"{where} is {fields.brief(tool)}; expected an object of type function.",
-                "tools",
-                reason="wrong_type",
-                key=where,
-            )
-        found.append(function_of(tool["function"], f"{where}.function"))
-    return tuple(found)
+class StreamOptions(Fields):
+    include_usage: bool | None = None
 
 
-def function_of(tool: Mapping[str, Any], where: str, param: str = "tools") -> Function:
-    """Return a function's name, description and parameters. Raise ApiError if one is invalid."""
-    name = tool.get("name")
-    if not isinstance(name, str) or not name:
-        raise invalid(
-            f"{where}.name is {fields.brief(name)}; expected a function name.",
-            param,
-            reason="wrong_type",
-            key=f"{where}.name",
-        )
-    parameters = tool.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise invalid(
-            f"{where}.parameters is not an object; expected a JSON schema.",
-            param,
-            reason="wrong_type",
-            key=f"{where}.parameters",
-        )
-    description = tool.get("description")
-    return Function(name, description if isinstance(description, str) else "", parameters)
+class ChoiceFields(OpenAIFields):
+    """Fields of the dialects that return several choices."""
+
+    num_choices: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, alias="n")
+    max_tokens: Integer | None = None
+    stop: Strings | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
 
 
-def output_schema(spec: Mapping[str, Any], where: str) -> JsonSchema | None:
-    """Return the schema that a `json_schema` or `json_object` format asks for, or None for text."""
-    kind = spec.get("type")
-    if kind in (None, "text"):
-        return None
-    if kind == "json_object":
-        return {}
-    if kind != "json_schema":
-        raise invalid(
-            f"{where}.type is {fields.brief(kind)}; expected text, json_object or json_schema.",
-            where,
-            reason="unknown",
-            key=f"{where}.type",
-        )
-    schema = spec.get("schema")
-    if not isinstance(schema, dict):
-        raise invalid(
-            f"{where} has no schema; pass a JSON schema object.",
-            where,
-            reason="missing",
-            key=f"{where}.schema",
-        )
-    return schema
+class FunctionFields(Fields):
+    """Function that the policy may call."""
+
+    name: Name
+    description: Any = None
+    parameters: JsonSchema | None = None
+
+    def function(self) -> Function:
+        text = self.description if isinstance(self.description, str) else ""
+        return Function(self.name, text, self.parameters)
 
 
-def completion_tokens(answers: Sequence[Answer]) -> int:
-    return sum(len(answer.completion.token_ids) for answer in answers)
+class ToolFields(Fields):
+    """Function inside an object of type function."""
+
+    type: Literal["function"] | None = None
+    function: FunctionFields
 
 
-def fingerprint(answers: Sequence[Answer]) -> str | None:
+Tools = Annotated[Listed[ToolFields], Field(max_length=MAX_TOOLS)]
+
+
+def functions_of(tools: Tools | None) -> tuple[Function, ...]:
+    return tuple(tool.function.function() for tool in tools or ())
+
+
+class Format(Fields):
+    """Format of an answer: text, any JSON object, or JSON that follows a schema."""
+
+    type: Any = None
+    name: str | None = None
+    strict: bool | None = None
+    schema_: JsonSchema | None = Field(None, alias="schema")
+
+    def output_schema(self, where: str) -> JsonSchema | None:
+        """Return the schema to follow, or None for text. Raise ApiError if it is missing."""
+        match self.type:
+            case None | "text":
+                return None
+            case "json_object":
+                return {}
+            case "json_schema" if self.schema_ is not None:
+                return self.schema_
+            case "json_schema":
+                message = f"{where} has no schema; pass a JSON schema object."
+                raise invalid(message, where, reason="missing", key=f"{where}.schema")
+        message = f"{where}.type is {brief(self.type)}; expected text, json_object or json_schema."
+        raise invalid(message, where, reason="unknown", key=f"{where}.type")
+
+
+@dataclass
+class ChoicesReply(Reply):
+    """Bodies and chunks of the dialects that return several choices."""
+
+    include_usage: bool = False
+    whole_object: ClassVar[str]  # the type of a body
+    chunk_object: ClassVar[str]
+
+    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.context.created,
+            "model": self.request.model,
+            "choices": choices,
+        }
+
+    def whole(self, choices: list[dict[str, Any]], answers: Sequence[Answer]) -> dict[str, Any]:
+        return {
+            **self.envelope(self.whole_object, choices),
+            "usage": self._usage(answers),
+            "system_fingerprint": _fingerprint(answers),
+        }
+
+    def chunk(self, choices: list[dict[str, Any]], **extra: Any) -> Event:
+        usage = {"usage": None} if self.include_usage else {}
+        return Event({**self.envelope(self.chunk_object, choices), **usage, **extra})
+
+    @property
+    def shows_tokens(self) -> bool:
+        return self.request.logprobs or self.request.return_token_ids
+
+    @abstractmethod
+    def last_choice(self, index: int) -> dict[str, Any]:
+        """Return the choice of the chunk after the last token."""
+
+    def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
+        for index, answer in enumerate(answers):
+            choice = self.last_choice(index) | {"finish_reason": answer.finish_reason}
+            yield self.chunk([choice])
+        if self.include_usage:
+            yield self.chunk([], usage=self._usage(answers))
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        prompt, sampled = self.num_tokens(answers)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
+
+
+def _fingerprint(answers: Sequence[Answer]) -> str | None:
     """Return the weights version that sampled the last token."""
     versions = answers[-1].completion.policy_versions
     return f"policy-{versions[-1]}" if versions else None

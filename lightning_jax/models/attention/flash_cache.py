@@ -1,7 +1,9 @@
 """Pallas kernels for GPU and TPU that attend from new tokens to the KV cache.
 
+Not yet run on hardware: interpreted on a CPU, and compiled for both.
+
 A row reads blocks of keys and values only up to its own last token, even if other rows are much
-longer. This is the goal of arXiv 2309.06180, reached here with contiguous rows (cache.py). The
+longer. This is the goal of arXiv 2309.06180, reached here with contiguous rows (kv_cache.py). The
 recurrence over blocks is in flash.py. The kernels take any number of new tokens of any rows, so
 they serve both decode and prefill.
 """
@@ -200,21 +202,9 @@ def attend_tpu(
     return out[:, :, :members]
 
 
-def _tpu_kernel(
-    pairs: Any,
-    counts: Any,
-    rows: Any,
-    query: Any,
-    limits: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    *scratch: Any,
-) -> None:
-    """Attend from one block of queries to one block of tokens, for some key heads.
-
-    `scratch` holds their Sums.
-    """
+def _tpu_kernel(pairs: Any, counts: Any, rows: Any, *refs: Any) -> None:
+    """Attend from one block of queries to one block of tokens, for some key heads."""
+    query, limits, key, value, out, *scratch = refs  # `scratch` holds the heads' Sums
     step = step_of(pairs, counts, 0, pl.program_id(1))
     size = key.shape[1]
 

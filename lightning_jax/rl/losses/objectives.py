@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lightning_jax.rl.batch import Batch, StateBatch
+from lightning_jax.rl.choices import load_choices
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.critic import Critic, value_loss
 from lightning_jax.rl.losses import policy
@@ -20,8 +21,11 @@ Objective = Callable[..., tuple[Float[Array, ""], Metrics]]
 
 
 def policy_objective(algorithm: AlgorithmConfig | None = None, **changes: Any) -> Objective:
-    """Build an objective from `policy.policy_loss` with these settings, overridden by `changes`."""
-    settings = dataclasses.replace(algorithm or AlgorithmConfig(), **changes)
+    """Build an objective from `policy.policy_loss` with these settings, overridden by `changes`.
+
+    Raises ConfigError if a function that they name cannot be loaded.
+    """
+    settings = load_choices(dataclasses.replace(algorithm or AlgorithmConfig(), **changes))
 
     def objective(logprobs: Any, entropy: Any, batch: Batch, ref_logprobs: Any) -> Any:
         return policy.policy_loss(

@@ -11,15 +11,16 @@ from jaxtyping import Array, Bool, Float
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.choices import check_shape, choose, wrong_result
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.losses.ratios import (
-    correction_weights,
+    CORRECTIONS,
     importance_ratio,
     kl_estimate,
     level_log_ratio,
 )
 from lightning_jax.rl.losses.segments import sums_to_go
-from lightning_jax.rl.losses.surrogates import SURROGATES
+from lightning_jax.rl.losses.surrogates import LOSSES, LossInputs, TokenLoss
 
 Metrics = dict[str, Float[Array, ""]]
 TokenMetrics = dict[str, Float[Array, "B R"]]
@@ -67,20 +68,13 @@ def policy_loss(
             cost = kl_estimate(reference - old, algorithm.kl_estimator)
             advantages = advantages - algorithm.kl_coef * sums_to_go(cost, batch.target_calls)
     proximal = behavior if algorithm.proximal == "behavior" else old
-    token_loss, ratio, is_clipped = SURROGATES[algorithm.loss](
-        logprobs,
-        logprobs - proximal,
-        advantages,
-        batch,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        clip_dual=algorithm.clip_dual,
-    )
+    found = _token_loss(LossInputs(logprobs, logprobs - proximal, advantages, batch), algorithm)
+    token_loss = found.token_loss
     sums |= {
         # With zero advantage, clipping loses no gradient.
-        "train/clip_fraction": (is_clipped & (advantages != 0.0)).astype(jnp.float32),
-        "train/ratio_mean": ratio,
-        "train/ratio_max": ratio,
+        "train/clip_fraction": (found.is_clipped & (advantages != 0.0)).astype(jnp.float32),
+        "train/ratio_mean": found.ratio,
+        "train/ratio_max": found.ratio,
     }
     if algorithm.correction != "none":
         current = logprobs if algorithm.proximal == "behavior" else old
@@ -140,16 +134,31 @@ def _check_given(algorithm: AlgorithmConfig, ref_logprobs: object, entropy: obje
         )
 
 
+def _token_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> TokenLoss:
+    surrogate = choose(algorithm, "loss", LOSSES)
+    found = surrogate(inputs)
+    if not isinstance(found, TokenLoss):
+        raise wrong_result(surrogate, "loss", type(found).__name__, "TokenLoss")
+    for values in (found.token_loss, found.ratio):
+        check_shape(surrogate, "loss", values, inputs.logprobs.shape)
+    return found
+
+
 def _correction(
     log_ratio: Float[Array, "B R"], batch: Batch, algorithm: AlgorithmConfig
 ) -> tuple[Float[Array, "B R"], TokenMetrics]:
+    """Return (factor of each token's policy gradient, without a gradient itself; metrics)."""
     ratio = importance_ratio(level_log_ratio(log_ratio, batch, algorithm.correction_level))
-    weights, metrics = correction_weights(
-        ratio,
-        kind=algorithm.correction,
-        low=algorithm.correction_low,
-        high=algorithm.correction_high,
-    )
+    ratio = jax.lax.stop_gradient(ratio)
+    correct = choose(algorithm, "correction", CORRECTIONS)
+    weights = correct(ratio)
+    check_shape(correct, "correction", weights, ratio.shape)
+    changed = {"truncate": "truncated", "mask": "masked"}.get(str(algorithm.correction), "changed")
+    metrics = {
+        "train/correction_ratio_mean": ratio,
+        "train/correction_ratio_max": ratio,
+        f"train/correction_{changed}_share": (weights != ratio).astype(jnp.float32),
+    }
     if algorithm.proximal == "behavior" and algorithm.loss != "reinforce":
         # The loss already contains the ratio to the behavior policy, so kept tokens get weight 1.
         weights = (weights > 0.0).astype(jnp.float32)

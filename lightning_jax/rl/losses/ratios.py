@@ -3,13 +3,18 @@
 A log-ratio is the difference of two log-probabilities of one token, in nats. It is 0 where masked.
 """
 
-import jax
+from collections.abc import Callable
+
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.losses.segments import call_means, call_sums
+
+# From the ratio w of the old policy to the behavior policy to the factor of each token's loss.
+Correction = Callable[[Float[Array, "B R"]], Float[Array, "B R"]]
 
 # Keeps exp() finite in float32. A token beyond it is hopelessly off-policy and gets no gradient.
 MAX_LOG_RATIO = 20.0
@@ -63,27 +68,17 @@ def level_log_ratio(
     )
 
 
-def correction_weights(
-    ratio: Float[Array, "B R"], *, kind: str, low: float, high: float
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
-    """Return (factor of each token's policy gradient, without a gradient itself; token metrics).
-
-    "truncate": min(ratio, high), truncated importance sampling (V-trace's rho, arXiv 1802.01561).
-    "mask": the ratio if it is in [low, high], otherwise 0. Raises ValueError for another kind.
-    """
-    ratio = jax.lax.stop_gradient(ratio)
-    metrics = {"train/correction_ratio_mean": ratio, "train/correction_ratio_max": ratio}
-    if kind == "truncate":
-        share = {"train/correction_truncated_share": _as_float(ratio > high)}
-        return jnp.minimum(ratio, high), metrics | share
-    if kind == "mask":
-        inside = (ratio >= low) & (ratio <= high)
-        share = {"train/correction_masked_share": _as_float(~inside)}
-        return jnp.where(inside, ratio, 0.0), metrics | share
-    raise InvalidValue(
-        f"correction is {kind!r}; expected truncate or mask.", reason="unknown", key="kind"
-    )
+def truncate(high: float = 2.0) -> Correction:
+    """Build `min(w, high)`, truncated importance sampling (V-trace's rho, arXiv 1802.01561)."""
+    return lambda ratio: jnp.minimum(ratio, high)
 
 
-def _as_float(flags: Bool[Array, "B R"]) -> Float[Array, "B R"]:
-    return flags.astype(jnp.float32)
+def mask(low: float = 0.5, high: float = 2.0) -> Correction:
+    """Build `w` if it is in [low, high], otherwise 0."""
+    return lambda ratio: jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+CORRECTIONS: dict[str, Callable[[AlgorithmConfig], Correction]] = {
+    "truncate": lambda a: truncate(a.correction_high),
+    "mask": lambda a: mask(a.correction_low, a.correction_high),
+}

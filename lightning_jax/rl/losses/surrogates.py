@@ -1,113 +1,112 @@
 """Token losses whose gradients are the policy gradients of several algorithms.
 
-Each function takes `log_ratio`, the current log-probability minus that of the proximal policy (0
-where masked). It returns (token loss, the ratio used, mask of tokens beyond a bound). `clip_dual`
-bounds the loss for a negative advantage at the ratio `clip_dual` (dual clip, arXiv 1912.09729).
-0 means no bound.
+Each constructor takes hyper-parameters and returns a pure function from `LossInputs` to
+`TokenLoss`, which is what `algorithm.loss` accepts.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.losses.ratios import importance_ratio, level_log_ratio
 
 Values = Float[Array, "B R"]
-Surrogate = tuple[Values, Values, Bool[Array, "B R"]]
 
 
-def clip_surrogate(
-    logprobs: Values,
-    log_ratio: Values,
-    advantages: Values,
-    batch: Batch,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float,
-) -> Surrogate:
-    """Return `-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)` with each token's ratio r.
+@dataclass(frozen=True)
+class LossInputs:
+    """Sampled tokens of a microbatch, of shape [B, R], 0 where `batch.target_mask` is False."""
+
+    logprobs: Values  # of the current policy, in nats; the only input with a gradient
+    log_ratio: Values  # logprobs minus those of the proximal policy
+    advantages: Values
+    batch: Batch  # target_calls and target_mask tell calls and padding apart
+
+    @property
+    def ratio(self) -> Values:
+        """Probability under the current policy, divided by that under the proximal policy."""
+        return importance_ratio(self.log_ratio)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Loss of each token before its weight, and what the step's metrics report of it."""
+
+    token_loss: Values
+    ratio: Values  # that the loss used
+    is_clipped: Bool[Array, "B R"] | bool = False  # True where the ratio is beyond a bound
+
+
+Surrogate = Callable[[LossInputs], TokenLoss]
+
+
+def clip(low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> Surrogate:
+    """Build `-min(r * A, clip(r, 1 - low, 1 + high) * A)` with each token's ratio r.
 
     This is PPO (arXiv 1707.06347), per token as in GRPO (arXiv 2402.03300), with two bounds as in
-    DAPO (arXiv 2503.14476).
+    DAPO (arXiv 2503.14476). `dual` bounds the loss for a negative advantage at that ratio (dual
+    clip, arXiv 1912.09729). 0 means no bound.
     """
-    return _clipped(importance_ratio(log_ratio), advantages, clip_low, clip_high, clip_dual)
+
+    def loss(inputs: LossInputs) -> TokenLoss:
+        return _clipped(inputs.ratio, inputs.advantages, low, high, dual)
+
+    return loss
 
 
-def gspo_surrogate(
-    logprobs: Values,
-    log_ratio: Values,
-    advantages: Values,
-    batch: Batch,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float,
-) -> Surrogate:
-    """Return the clipped loss with one ratio per call (GSPO, arXiv 2507.18071).
+def gspo(low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> Surrogate:
+    """Build the loss of `clip` with one ratio per call (GSPO, arXiv 2507.18071).
 
     The ratio is the geometric mean over the call's trained tokens. Every token of the call has the
     same value, so the token weights set the weight of a call.
     """
-    ratio = importance_ratio(level_log_ratio(log_ratio, batch, "sequence_mean"))
-    return _clipped(ratio, advantages, clip_low, clip_high, clip_dual)
+
+    def loss(inputs: LossInputs) -> TokenLoss:
+        log_ratio = level_log_ratio(inputs.log_ratio, inputs.batch, "sequence_mean")
+        return _clipped(importance_ratio(log_ratio), inputs.advantages, low, high, dual)
+
+    return loss
 
 
-def cispo_surrogate(
-    logprobs: Values,
-    log_ratio: Values,
-    advantages: Values,
-    batch: Batch,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float,
-) -> Surrogate:
-    """Return `-clip(r, 1 - clip_low, 1 + clip_high) * A * logprob` (CISPO, arXiv 2506.13585).
+def cispo(low: float = 0.2, high: float = 0.2) -> Surrogate:
+    """Build `-clip(r, 1 - low, 1 + high) * A * logprob` (CISPO, arXiv 2506.13585).
 
     The clipped ratio has no gradient. Every token keeps its gradient, and tokens reported as
     clipped only weigh less or more.
     """
-    ratio = importance_ratio(log_ratio)
-    bounded = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
-    return -bounded * advantages * logprobs, ratio, bounded != ratio
+
+    def loss(inputs: LossInputs) -> TokenLoss:
+        ratio = inputs.ratio
+        bounded = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - low, 1.0 + high))
+        return TokenLoss(-bounded * inputs.advantages * inputs.logprobs, ratio, bounded != ratio)
+
+    return loss
 
 
-def reinforce_surrogate(
-    logprobs: Values,
-    log_ratio: Values,
-    advantages: Values,
-    batch: Batch,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float,
-) -> Surrogate:
-    """Return `-A * logprob` (Williams 1992). The ratio is only reported, and bounds are ignored."""
-    ratio = importance_ratio(log_ratio)
-    return -advantages * logprobs, ratio, jnp.zeros_like(ratio, dtype=jnp.bool_)
+def reinforce() -> Surrogate:
+    """Build `-A * logprob` (Williams 1992). The ratio is only reported."""
+    return lambda inputs: TokenLoss(-inputs.advantages * inputs.logprobs, inputs.ratio)
 
 
-SURROGATES: dict[str, Callable[..., Surrogate]] = {
-    "clip": clip_surrogate,
-    "gspo": gspo_surrogate,
-    "cispo": cispo_surrogate,
-    "reinforce": reinforce_surrogate,
-    "dpo": reinforce_surrogate,  # with the advantages of pairs, see rl/dpo.py
+LOSSES: dict[str, Callable[[AlgorithmConfig], Surrogate]] = {
+    "clip": lambda a: clip(a.clip_low, a.clip_high, a.clip_dual),
+    "gspo": lambda a: gspo(a.clip_low, a.clip_high, a.clip_dual),
+    "cispo": lambda a: cispo(a.clip_low, a.clip_high),
+    "reinforce": lambda _: reinforce(),
+    "dpo": lambda _: reinforce(),  # with the advantages of pairs, see rl/dpo.py
 }
 
 
-def _clipped(
-    ratio: Values, advantages: Values, clip_low: float, clip_high: float, clip_dual: float
-) -> Surrogate:
-    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+def _clipped(ratio: Values, advantages: Values, low: float, high: float, dual: float) -> TokenLoss:
+    clipped = jnp.clip(ratio, 1.0 - low, 1.0 + high)
     gain = jnp.minimum(ratio * advantages, clipped * advantages)
-    is_too_low = ratio < 1.0 - clip_low
-    if clip_dual > 0.0:
-        gain = jnp.where(advantages < 0.0, jnp.maximum(gain, clip_dual * advantages), gain)
-        is_too_low |= ratio > clip_dual
-    beyond = jnp.where(advantages > 0.0, ratio > 1.0 + clip_high, is_too_low)
-    return -gain, ratio, beyond
+    is_too_low = ratio < 1.0 - low
+    if dual > 0.0:
+        gain = jnp.where(advantages < 0.0, jnp.maximum(gain, dual * advantages), gain)
+        is_too_low |= ratio > dual
+    return TokenLoss(-gain, ratio, jnp.where(advantages > 0.0, ratio > 1.0 + high, is_too_low))

@@ -45,16 +45,22 @@ def learning_parts(
 def prepare_policies(
     trajectories: Sequence[Trajectory],
     algorithm: AlgorithmConfig,
-    policies: Mapping[str, PolicyConfig],
+    policies: Mapping[str, PolicyConfig] | None = None,
     *,
-    policy_version: int,
+    policy_version: int | None = None,
     values: Sequence[Sequence[CallValues]] | None = None,
 ) -> tuple[list[TrainingSequence], dict[str, float]]:
-    """Prepare a step like `prepare_step`, for several policies or, if `policies` is empty, for one.
+    """Return (training sequences, metrics) of one policy or of several `policies`.
 
+    This is `prepare_step` for each policy's part: assign credit, compute advantages, drop stale
+    calls and weigh tokens. `policy_version` is by default the newest that sampled a call.
     Adapter indices follow the order of `policies`. Metrics of one policy's part have names such as
     `train/num_groups/policy=writer`.
     """
+    policies = policies or {}
+    if policy_version is None:
+        calls = (call for trajectory in trajectories for call in trajectory.transitions)
+        policy_version = max((v for call in calls for v in call.policy_versions), default=0)
     adapters = policy_indices(policies)
     sequences, metrics = [], {}
     for policy, part in learning_parts(trajectories, algorithm, policies).items():

@@ -13,24 +13,24 @@ from lightning_jax.models.lora import frozen_part, pick, trained_part
 from lightning_jax.models.sharding import batch_sharding, param_shapes, param_shardings
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.batching import make_batches
-from lightning_jax.rl.learner import Learner
 from lightning_jax.rl.losses.objectives import metric_names
 from lightning_jax.rl.microbatches import bundles
 from lightning_jax.rl.train_state import TrainState
+from lightning_jax.rl.updater import Updater
 from lightning_jax.train.config import Config
 
 
-def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
+def lower_step(updater: Updater, config: Config) -> tuple[Any, Any]:
     """Return the two lowered programs of a step, without a value head.
 
     These are the gradients of a bundle of microbatches, and the optimizer update.
     """
-    functions: Any = learner.functions
-    whole = NamedSharding(learner.mesh, PartitionSpec())
-    state = _abstract_state(learner, config.model.dtype)
-    params, policies = state.params, learner.policies
+    functions: Any = updater.functions
+    whole = NamedSharding(updater.mesh, PartitionSpec())
+    state = _abstract_state(updater, config.model.dtype)
+    params, policies = state.params, updater.policies
     (batch,), _ = make_batches([_smallest_sequence(None if policies is None else 0)], config.batch)
-    batch = jax.tree.map(lambda leaf: _abstract(leaf, batch_sharding(learner.mesh)), batch)
+    batch = jax.tree.map(lambda leaf: _abstract(leaf, batch_sharding(updater.mesh)), batch)
     reference = params if config.algorithm.kl_coef > 0 else None
     ((bundle, count),) = bundles([batch])
     names = metric_names(functions.objective, None, reference is not None)
@@ -43,11 +43,11 @@ def lower_step(learner: Learner, config: Config) -> tuple[Any, Any]:
     )
 
 
-def _abstract_state(learner: Learner, dtype: str) -> TrainState:
-    """Return the learner's train state as shapes and shardings; frozen weights have `dtype`."""
-    whole = NamedSharding(learner.mesh, PartitionSpec())
-    everything = param_shardings(learner.model, learner.mesh)
-    shapes = param_shapes(learner.model)
+def _abstract_state(updater: Updater, dtype: str) -> TrainState:
+    """Return the updater's train state as shapes and shardings; frozen weights have `dtype`."""
+    whole = NamedSharding(updater.mesh, PartitionSpec())
+    everything = param_shardings(updater.model, updater.mesh)
+    shapes = param_shapes(updater.model)
     shardings, base = trained_part(everything), frozen_part(shapes)
     params = jax.tree.map(_abstract, trained_part(shapes), shardings)
     if base is not None:
@@ -59,9 +59,9 @@ def _abstract_state(learner: Learner, dtype: str) -> TrainState:
             pick(everything, base),
         )
     moments = optax.tree.map_params(
-        learner.optimizer,
+        updater.optimizer,
         _abstract,
-        jax.eval_shape(learner.optimizer.init, params),
+        jax.eval_shape(updater.optimizer.init, params),
         shardings,
         transform_non_params=lambda leaf: _abstract(leaf, whole),
     )

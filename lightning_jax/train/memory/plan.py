@@ -39,8 +39,8 @@ from lightning_jax.models.sharding import (
 from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.train.config import Config
-from lightning_jax.train.learners import make_learner
 from lightning_jax.train.memory.lowering import lower_step
+from lightning_jax.train.updaters import phase_updater
 
 GIB = 2**30
 _MORE_DEVICES = "Use more devices (mesh.fsdp) or a smaller model.name"
@@ -71,6 +71,9 @@ class Plan:
     def total(self) -> int:
         return sum(item.num_bytes for item in self.items)
 
+    def __str__(self) -> str:
+        return as_table(self)
+
 
 def resolve_shape(config: Config, platform: str | None = None) -> tuple[Config, DecoderConfig]:
     """Return the settings with dtypes in place of auto, and the shape of the model they train.
@@ -82,6 +85,15 @@ def resolve_shape(config: Config, platform: str | None = None) -> tuple[Config, 
     shape = load_shape(config.model.name)
     shape = replace(shape, activation_dtype=config.model.activation_dtype)
     return config, adapted_shape(shape, config.model.lora, config.num_adapters)
+
+
+def plan_run(config: Config) -> Plan:
+    """Return the memory plan of a run on the devices here. `print` shows it as a table.
+
+    Nothing is loaded or compiled. Raises ModelError or ConfigError for unusable settings.
+    """
+    config, model = resolve_shape(config)
+    return make_plan(model, config, device_capacity())
 
 
 def make_plan(
@@ -136,12 +148,12 @@ def compile_plan(
         return plan
     if devices is not None:  # JAX caches programs for absent devices but cannot load them
         jax.config.update("jax_enable_compilation_cache", False)
-    learner = make_learner(model, config, supervised=False, devices=devices)
+    updater = phase_updater(model, config, supervised=False, devices=devices)
     needed = max(
         lowered.compile().memory_analysis().temp_size_in_bytes
-        for lowered in lower_step(learner, config)
+        for lowered in lower_step(updater, config)
     )
-    _, *estimates, logits = _step_items(model, config, learner.mesh)
+    _, *estimates, logits = _step_items(model, config, updater.mesh)
     known = tuple(item for item in plan.items if item not in estimates)
     rest = max(needed - logits.num_bytes, 0)
     compiled = MemoryItem(

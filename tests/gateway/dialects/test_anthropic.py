@@ -1,6 +1,7 @@
 """Tests of Anthropic's messages: requests, replies, and errors that name invalid fields."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -139,32 +140,36 @@ def test_a_stream_opens_one_block_at_a_time() -> None:
     [
         ("max_tokens", None, "missing"),
         ("messages", None, "wrong_type"),
-        ("messages", [5], "wrong_type"),
+        ("messages[0]", [5], "wrong_type"),
         ("messages[0].role", [{"role": "robot", "content": ""}], "unknown"),
-        ("messages[0].content", [{"role": "user"}], "wrong_type"),
-        ("messages[0].content[0]", [{"role": "user", "content": [{"type": "image"}]}], "not_text"),
+        ("messages[0].content", [{"role": "user"}], "missing"),
+        (
+            "messages[0].content[0].type",
+            [{"role": "user", "content": [{"type": "image"}]}],
+            "unknown",
+        ),
         (
             "messages[0].content[0].text",
             [{"role": "user", "content": [{"type": "text"}]}],
-            "wrong_type",
+            "missing",
         ),
-        ("messages[0].content[0]", [{"role": "user", "content": [{"type": []}]}], "not_text"),
+        ("messages[0].content[0].type", [{"role": "user", "content": [{"type": []}]}], "unknown"),
         ("messages", [*ASK, {"role": "assistant", "content": "a"}], "ends_with_assistant"),
         (
-            "messages[0].content[0].arguments",
+            "messages[0].content[0].input",
             [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}],
-            "wrong_type",
+            "missing",
         ),
-        ("system[0]", [{"type": "image"}], "not_text"),
+        ("system[0].type", [{"type": "image"}], "unknown"),
         ("tools[0].type", [{"type": "web_search_20250305"}], "unsupported"),
-        ("tools[0].input_schema", [{"name": "f"}], "wrong_type"),
+        ("tools[0].input_schema", [{"name": "f"}], "missing"),
         ("tool_choice", {"type": "tool"}, "unknown"),
-        ("tool_choice", {"type": []}, "unknown"),
+        ("tool_choice.type", {"type": []}, "unknown"),
         ("container", "c1", "unsupported"),
     ],
 )
 def test_the_wrong_field_is_named(key: str, value: Any, reason: str) -> None:
-    field = key.partition("[")[0]
+    field = re.split(r"[.\[]", key)[0]
     with pytest.raises(ApiError) as caught:
         _parse(**{field: value})
     assert (caught.value.key, caught.value.reason) == (key, reason)
@@ -188,7 +193,6 @@ async def test_a_tools_result_extends_token_for_token(bench: Bench) -> None:
     path = one.prompt_token_ids + one.response_token_ids
     assert two.prompt_token_ids[: len(path)] == path
     assert counted == {"input_tokens": second["usage"]["input_tokens"]}
-    assert bench.gateway.close_rollout("r1").num_calls == 2
 
 
 async def test_a_stream_says_what_a_whole_answer_says(bench: Bench) -> None:

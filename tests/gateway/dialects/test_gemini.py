@@ -11,8 +11,9 @@ from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import AnswerBuilder
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
 from lightning_jax.gateway.dialects.gemini.dialect import parse
-from lightning_jax.gateway.dialects.gemini.schema import json_schema
+from lightning_jax.gateway.dialects.gemini.schema import Schema
 from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.fields import read
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, TextPiece
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
 from lightning_jax.gateway.saved_responses import SavedConversations
@@ -87,7 +88,7 @@ def test_schemas_become_json_schemas() -> None:
         "required": ["n"],
         "property_ordering": ["n"],
     }
-    plain = json_schema(schema, "s", "tools")
+    plain = read(Schema, schema).json_schema()
     assert plain == {
         "type": "object",
         "properties": {
@@ -156,13 +157,17 @@ def _content(*parts: Any, role: str = "user") -> dict[str, Any]:
         (_content({"inlineData": {}}), "contents[0].parts[0]", "not_text"),
         (_content({"text": 5}), "contents[0].parts[0].text", "wrong_type"),
         (_content({}), "contents[0].parts[0]", "not_text"),
-        (_content({"functionCall": {}}, role="model"), "contents[0].parts[0].name", "wrong_type"),
-        (_content({"functionCall": {"name": "f"}}), "contents[0].parts[0]", "wrong_role"),
+        (
+            _content({"functionCall": {}}, role="model"),
+            "contents[0].parts[0].functionCall.name",
+            "missing",
+        ),
+        (_content({"functionCall": {"name": "f"}}), "contents[0]", "wrong_role"),
         ({"tools": [{"googleSearch": {}}]}, "tools[0]", "unsupported"),
         (
             {"tools": [{"functionDeclarations": [{}]}]},
-            "tools.functionDeclarations.name",
-            "wrong_type",
+            "tools[0].functionDeclarations[0].name",
+            "missing",
         ),
         (
             {"toolConfig": {"functionCallingConfig": {"mode": "SOME"}}},
@@ -174,6 +179,15 @@ def _content(*parts: Any, role: str = "user") -> dict[str, Any]:
             {"generationConfig": {"responseSchema": {"type": "MAP"}}},
             "responseSchema.type",
             "unknown",
+        ),
+        (
+            {
+                "generationConfig": {
+                    "responseSchema": {"properties": {str(i): 1 for i in range(10**5)}}
+                }
+            },
+            "responseSchema.properties",
+            "too_many",
         ),
         (
             {"generationConfig": {"responseModalities": ["IMAGE"]}},

@@ -97,7 +97,7 @@ def test_a_call_that_was_cut_is_not_shown() -> None:
     [
         ("messages", "hi", "messages", "wrong_type"),
         ("messages", [{"role": "user", "content": []}], "messages[0].content", "wrong_type"),
-        ("messages", [{"role": "user", "images": ["aGk="]}], "messages[0].images", "not_text"),
+        ("messages", [{"role": "user", "images": ["aGk="]}], "messages[0].images", "unsupported"),
         (
             "messages",
             [{"role": "assistant", "tool_calls": [{}]}],
@@ -107,11 +107,11 @@ def test_a_call_that_was_cut_is_not_shown() -> None:
         (
             "messages",
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
-            "messages[0].tool_calls[0].arguments",
+            "messages[0].tool_calls[0].function.arguments",
             "wrong_type",
         ),
-        ("tools", [{"type": "function"}], "tools[0]", "wrong_type"),
-        ("format", "xml", "format", "wrong_type"),
+        ("tools", [{"type": "function"}], "tools[0].function", "missing"),
+        ("format", "xml", "format", "unknown"),
         ("think", True, "think", "unsupported"),
         ("options", {"repeat_penalty": 1.1}, "repeat_penalty", "unsupported"),
         ("options", {"temperature": "hot"}, "temperature", "wrong_type"),
@@ -171,7 +171,7 @@ async def test_a_tools_result_extends_token_for_token(bench: Bench) -> None:
     for earlier, later in ((one, two), (two, three)):
         path = earlier.prompt_token_ids + earlier.response_token_ids
         assert later.prompt_token_ids[: len(path)] == path
-    assert bench.gateway.close_rollout("r1").prefix_breaks == 0
+    assert bench.gateway.stats()["serve/prefix_breaks"] == 0
 
 
 async def test_nothing_to_say_loads_the_model(bench: Bench) -> None:

@@ -19,7 +19,7 @@ from lightning_jax.models.attention import attention, flash, flash_gpu, flash_tp
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.known_shapes import SHAPES
 from lightning_jax.models.sharding import batch_sharding, make_mesh
-from lightning_jax.testing.platforms import mesh_for
+from lightning_jax.testing.machine import mesh_for
 
 KERNELS = {"tpu": flash_tpu, "gpu": flash_gpu}
 TARGETS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
@@ -170,7 +170,7 @@ def per_device(platform: str) -> tuple[Any, Any]:
     return forward, backward
 
 
-def test_each_device_computes_its_rows_and_heads() -> None:
+def test_devices_compute_their_rows_and_heads() -> None:
     mesh = make_mesh(MeshConfig(*SIZES))
     inputs = random_inputs(random_rows(1))
     out, _ = jax.jit(per_device("tpu")[0])(*jax.device_put(inputs[:5], batch_sharding(mesh)))
@@ -180,7 +180,7 @@ def test_each_device_computes_its_rows_and_heads() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", KERNELS)
-def test_each_device_computes_the_gradients_of_its_rows_and_heads(platform: str) -> None:
+def test_devices_compute_the_gradients_of_their_rows_and_heads(platform: str) -> None:
     mesh = make_mesh(MeshConfig(*SIZES))
     inputs = random_inputs(random_rows(1))
     forward, backward = per_device(platform)

@@ -13,7 +13,7 @@ from lightning_jax.models.attention import flash_cache
 from lightning_jax.models.attention.kv_cache import LayerCache, _at_once, attend_cache
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.sharding import make_mesh
-from lightning_jax.testing.platforms import mesh_for
+from lightning_jax.testing.machine import mesh_for
 
 KERNELS = {"tpu": flash_cache.attend_tpu, "cuda": flash_cache.attend_gpu}
 
@@ -69,7 +69,7 @@ def test_rows_read_what_they_see(platform, rows, slots, heads, members, width, s
         ([0, 1], 2, 7, 640, 40),  # fewer queries than a block has, and parts of unequal size
     ],
 )
-def test_several_tokens_of_any_row(
+def test_multiple_tokens_of_any_row(
     platform, rows, slots, members, span, programs, monkeypatch
 ) -> None:
     monkeypatch.setattr(flash_cache, "_GPU_PROGRAMS", programs)

@@ -8,12 +8,7 @@ from coded import raises_coded
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.batch import Batch
-from lightning_jax.rl.losses.ratios import (
-    correction_weights,
-    importance_ratio,
-    kl_estimate,
-    level_log_ratio,
-)
+from lightning_jax.rl.losses.ratios import kl_estimate, level_log_ratio, mask, truncate
 
 
 def row(*values: float) -> jax.Array:
@@ -71,24 +66,11 @@ def test_levels_by_hand():
 
 
 def test_truncation_by_hand():
-    weights, metrics = correction_weights(row(0.25, 1.0, 3.0), kind="truncate", low=0.5, high=2.0)
-    assert weights.tolist() == [[0.25, 1.0, 2.0]]
-    assert metrics["train/correction_truncated_share"].tolist() == [[0.0, 0.0, 1.0]]
-    assert metrics["train/correction_ratio_max"].tolist() == [[0.25, 1.0, 3.0]]
+    assert truncate(2.0)(row(0.25, 1.0, 3.0)).tolist() == [[0.25, 1.0, 2.0]]
 
 
 def test_masking_by_hand():
-    weights, metrics = correction_weights(row(0.25, 0.5, 2.0, 3.0), kind="mask", low=0.5, high=2.0)
-    assert weights.tolist() == [[0.0, 0.5, 2.0, 0.0]]
-    assert metrics["train/correction_masked_share"].tolist() == [[1.0, 0.0, 0.0, 1.0]]
-
-
-def test_a_correction_has_no_gradient():
-    def total(log_ratio):
-        ratio = importance_ratio(log_ratio)
-        return correction_weights(ratio, kind="truncate", low=0.0, high=9.0)[0].sum()
-
-    assert jax.grad(total)(row(0.3)).tolist() == [[0.0]]
+    assert mask(0.5, 2.0)(row(0.25, 0.5, 2.0, 3.0)).tolist() == [[0.0, 0.5, 2.0, 0.0]]
 
 
 def test_unknown_names_are_refused():
@@ -96,5 +78,3 @@ def test_unknown_names_are_refused():
         kl_estimate(row(0.0), "k4")
     with raises_coded(InvalidValue, "unknown", "level"):
         level_log_ratio(row(0.0), batch_of([0]), "word")
-    with raises_coded(InvalidValue, "unknown", "kind"):
-        correction_weights(row(1.0), kind="drop", low=0.5, high=2.0)

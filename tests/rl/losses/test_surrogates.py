@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_jax.rl.batch import Batch
-from lightning_jax.rl.losses.surrogates import (
-    cispo_surrogate,
-    clip_surrogate,
-    gspo_surrogate,
-    reinforce_surrogate,
-)
+from lightning_jax.rl.losses.surrogates import LossInputs, cispo, clip, gspo, reinforce
 
 LN = math.log
 
@@ -29,23 +24,15 @@ def batch_of(*calls: int) -> Batch:
     return Batch(ints, ints, ints, ints, ints, index >= 0, index, nothing, nothing, nothing)
 
 
-def value_and_gradient(surrogate, log_ratio, advantages, batch, low, high, dual=3.0):
+def value_and_gradient(surrogate, log_ratio, advantages, batch):
     """Return (token losses, ratios, bounded) and the gradient of the summed losses.
 
     Log-probs are the log-ratios minus 1.
     """
 
     def total(log_ratio):
-        found = surrogate(
-            log_ratio - 1.0,
-            log_ratio,
-            advantages,
-            batch,
-            clip_low=low,
-            clip_high=high,
-            clip_dual=dual,
-        )
-        return found[0].sum(), found
+        found = surrogate(LossInputs(log_ratio - 1.0, log_ratio, advantages, batch))
+        return found.token_loss.sum(), (found.token_loss, found.ratio, found.is_clipped)
 
     gradient, found = jax.grad(total, has_aux=True)(log_ratio)
     return *found, gradient
@@ -57,7 +44,7 @@ def test_gspo_by_hand():
     # d s / d logp = s / tokens, so each of call 0's two terms has gradient -2 * 1.2 / 2 at each of
     # its two tokens. That sums to -2.4 per token.
     losses, ratio, bounded, gradient = value_and_gradient(
-        gspo_surrogate, row(LN(1.44), 0.0, LN(0.9)), row(2, 2, -1), batch_of(0, 0, 1), 0.2, 0.3
+        gspo(0.2, 0.3), row(LN(1.44), 0.0, LN(0.9)), row(2, 2, -1), batch_of(0, 0, 1)
     )
     np.testing.assert_allclose(losses, [[-2.4, -2.4, 0.9]], atol=1e-6)
     np.testing.assert_allclose(ratio, [[1.2, 1.2, 0.9]], atol=1e-6)
@@ -68,7 +55,7 @@ def test_gspo_by_hand():
 def test_gspo_bounds_a_call_as_a_whole():
     # The mean 1.2 of 1.44 and 1 is beyond 1.1, so no token has a gradient, not even the second.
     losses, _, bounded, gradient = value_and_gradient(
-        gspo_surrogate, row(LN(1.44), 0.0), row(1, 1), batch_of(0, 0), 0.1, 0.1
+        gspo(0.1, 0.1), row(LN(1.44), 0.0), row(1, 1), batch_of(0, 0)
     )
     np.testing.assert_allclose(losses, [[-1.1, -1.1]], atol=1e-6)
     assert bounded.tolist() == [[True, True]]
@@ -79,13 +66,13 @@ def test_dual_clip_ends_a_negative_advantage():
     # With A = -2 the loss is 2 * 2 at ratio 2, and 3 * 2 at ratio 4, without a gradient. With A = 2
     # it is -1.3 * 2.
     log_ratio, advantages = row(LN(2), LN(4), LN(4)), row(-2, -2, 2)
-    knobs = log_ratio, advantages, batch_of(0, 1, 2), 0.2, 0.3
-    for surrogate in (clip_surrogate, gspo_surrogate):
-        losses, _, bounded, gradient = value_and_gradient(surrogate, *knobs)
+    inputs = log_ratio, advantages, batch_of(0, 1, 2)
+    for surrogate in (clip, gspo):
+        losses, _, bounded, gradient = value_and_gradient(surrogate(0.2, 0.3), *inputs)
         np.testing.assert_allclose(losses, [[4, 6, -2.6]], atol=1e-6)
         np.testing.assert_allclose(gradient, [[4, 0, 0]], atol=1e-6)
         assert bounded.tolist() == [[False, True, True]]
-        losses, _, bounded, gradient = value_and_gradient(surrogate, *knobs, dual=0.0)
+        losses, _, bounded, gradient = value_and_gradient(surrogate(0.2, 0.3, dual=0.0), *inputs)
         np.testing.assert_allclose(losses, [[4, 8, -2.6]], atol=1e-5)
         np.testing.assert_allclose(gradient, [[4, 8, 0]], atol=1e-5)
         assert bounded.tolist() == [[False, False, True]]
@@ -94,7 +81,7 @@ def test_dual_clip_ends_a_negative_advantage():
 def test_no_gradient_grows_with_a_negative_advantage():
     log_ratio = row(*range(21))
     *_, gradient = value_and_gradient(
-        clip_surrogate, log_ratio, -jnp.ones_like(log_ratio), batch_of(*range(21)), 0.2, 0.2
+        clip(), log_ratio, -jnp.ones_like(log_ratio), batch_of(*range(21))
     )
     assert float(jnp.abs(gradient).max()) < 3.0
 
@@ -114,7 +101,7 @@ def test_gspo_gradient_against_finite_differences():
         return total
 
     *_, gradient = value_and_gradient(
-        gspo_surrogate, row(*log_ratio), row(*advantages), batch_of(*calls), 0.2, 0.3
+        gspo(0.2, 0.3), row(*log_ratio), row(*advantages), batch_of(*calls)
     )
     for i in range(6):
         step = np.eye(6)[i] * 1e-5
@@ -127,7 +114,7 @@ def test_cispo_by_hand():
     # -1.28 * 1 * (0.4055 - 1) = 0.7610; -0.5 * -1 * (-0.6931 - 1) = -0.8466; -1 * 2 * -1 = 2
     # The gradient is -bounded * A, so no token loses it.
     losses, ratio, bounded, gradient = value_and_gradient(
-        cispo_surrogate, row(LN(1.5), LN(0.5), 0.0), row(1, -1, 2), batch_of(0, 0, 0), 1.0, 0.28
+        cispo(1.0, 0.28), row(LN(1.5), LN(0.5), 0.0), row(1, -1, 2), batch_of(0, 0, 0)
     )
     np.testing.assert_allclose(losses, [[0.761005, -0.846574, 2.0]], atol=1e-5)
     np.testing.assert_allclose(ratio, [[1.5, 0.5, 1.0]], atol=1e-6)
@@ -137,9 +124,9 @@ def test_cispo_by_hand():
 
 def test_reinforce_by_hand():
     losses, ratio, bounded, gradient = value_and_gradient(
-        reinforce_surrogate, row(LN(1.5), 0.0), row(2, -1), batch_of(0, 0), 0.2, 0.2
+        reinforce(), row(LN(1.5), 0.0), row(2, -1), batch_of(0, 0)
     )
     np.testing.assert_allclose(losses, [[-2 * (LN(1.5) - 1), -1.0]], atol=1e-6)
     np.testing.assert_allclose(ratio, [[1.5, 1.0]], atol=1e-6)
-    assert not bounded.any()
+    assert bounded is False
     assert gradient.tolist() == [[-2.0, 1.0]]

@@ -17,7 +17,8 @@ from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, Pol
 from lightning_jax.models.formats.known_shapes import SHAPES
 from lightning_jax.models.formats.load import load_shape, save_hf
 from lightning_jax.models.lora import adapted_shape
-from lightning_jax.models.sharding import num_params
+from lightning_jax.models.sharding import param_shapes
+from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.testing.tiny import tiny_model
@@ -35,6 +36,10 @@ CONFIG = Config(
     batch=BatchConfig(rows=8, row_len=32, max_targets=8, head_chunk=4),
     mesh=MeshConfig(fsdp=1),
 )
+
+
+def num_params(config: DecoderConfig) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
 
 
 def sizes(made: plan.Plan) -> dict[str, int]:

@@ -1,11 +1,8 @@
 """Google's Gemini API: generateContent, and streamGenerateContent as events or as a JSON array."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from lightning_jax.engine.types import MAX_TOP_LOGPROBS
-from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import (
     JSON_ARRAY,
@@ -14,42 +11,19 @@ from lightning_jax.gateway.dialects.base import (
     Event,
     Listing,
     MakeReply,
-    ReplyContext,
+    Reply,
     Sender,
+    model_listings,
+    to_request,
 )
-from lightning_jax.gateway.dialects.gemini.input import (
-    functions_of,
-    messages_of,
-    output_schema_of,
-    tool_choice_of,
-)
-from lightning_jax.gateway.dialects.gemini.schema import camel
-from lightning_jax.gateway.dialects.messages import arguments_of
-from lightning_jax.gateway.dialects.openai_fields import MIN_LOGPROB, completion_tokens
+from lightning_jax.gateway.dialects.gemini.input import Config, CountBody, GeminiBody
+from lightning_jax.gateway.dialects.messages import whole_calls
+from lightning_jax.gateway.dialects.openai_fields import MIN_LOGPROB
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest, agent_of, check_model
+from lightning_jax.gateway.fields import Body, read, warn_unknown
+from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.models.tokenizer import Tokenizer
 
-# Fields that no text policy can support, each with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"cachedContent": ("",)}
-_KNOWN = {
-    *("model", "contents", "systemInstruction", "tools", "toolConfig", "generationConfig"),
-    *("safetySettings", "labels", "serviceTier", "store"),  # without effect here
-    *_UNSUPPORTED,
-}
-_UNSUPPORTED_CONFIG: dict[str, tuple[Any, ...]] = {
-    "responseModalities": ([], ["TEXT"], ["text"]),
-    "speechConfig": (),
-    "imageConfig": (),
-    "audioTranscriptionConfig": (),
-}
-_KNOWN_CONFIG = {
-    *("temperature", "topP", "topK", "candidateCount", "maxOutputTokens", "stopSequences", "seed"),
-    *("presencePenalty", "frequencyPenalty", "responseMimeType", "responseSchema"),
-    *("responseJsonSchema", "responseLogprobs", "logprobs"),
-    *("thinkingConfig", "mediaResolution", "enableEnhancedCivicAnswers"),  # without effect here
-    *_UNSUPPORTED_CONFIG,
-}
 _STATUSES = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
@@ -62,7 +36,7 @@ _STATUSES = {
 }
 
 
-def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
+def parse(body: Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a generateContent body. Raise ApiError that names the first invalid
     field.
     """
@@ -70,43 +44,31 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     return request, lambda context: GeminiReply(request, context)
 
 
-def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
-    body = camel(body)
-    fields.refuse_unsupported(body, _UNSUPPORTED)
-    fields.warn_unknown("gemini", body, _KNOWN)
-    config = camel(fields.field(body, "generationConfig", dict, {}, "an object"))
-    fields.refuse_unsupported(config, _UNSUPPORTED_CONFIG)
-    fields.warn_unknown("gemini generationConfig", config, _KNOWN_CONFIG)
-    model = sender.path["model"]
-    return PolicyRequest(
-        dialect="gemini",
-        model=model,
-        agent=agent_of(model, sender.accepted, sender.headers),
-        messages=messages_of(body),
-        functions=functions_of(body),
-        tool_choice=tool_choice_of(body),
-        output_schema=output_schema_of(config),
-        num_choices=fields.bounded(config, "candidateCount", 1, 1, MAX_CHOICES),
-        max_tokens=fields.integer(config, "maxOutputTokens"),
-        temperature=fields.number(config, "temperature", 1.0),
-        top_p=fields.number(config, "topP", 1.0),
-        top_k=fields.top_k(config, "topK"),
-        seed=fields.integer(config, "seed"),
-        stop=fields.strings(config, "stopSequences"),
-        presence_penalty=fields.number(config, "presencePenalty", 0.0),
-        frequency_penalty=fields.number(config, "frequencyPenalty", 0.0),
-        logprobs=fields.flag(config, "responseLogprobs"),
-        top_logprobs=fields.bounded(config, "logprobs", 0, 0, MAX_TOP_LOGPROBS),
+def _request(body: Body, sender: Sender) -> PolicyRequest:
+    asked = read(GeminiBody, body)
+    warn_unknown("gemini", asked.model_extra)
+    config = read(Config, asked.generation_config or {})
+    warn_unknown("gemini generationConfig", config.model_extra)
+    return to_request(
+        "gemini",
+        config,
+        sender,
+        model=sender.path["model"],
+        messages=asked.messages(),
+        functions=asked.functions(),
+        tool_choice=asked.tool_choice(),
+        output_schema=config.output_schema(),
+        num_choices=config.candidate_count,
+        max_tokens=config.max_output_tokens,
+        stop=config.stop_sequences,
+        logprobs=bool(config.response_logprobs),
+        top_logprobs=config.logprobs,
         stream=sender.path.get("method") == "streamGenerateContent",
     )
 
 
-@dataclass(frozen=True)
-class GeminiReply:
+class GeminiReply(Reply):
     """Bodies of generateContent, whole or in pieces. Calls are sent whole, at the end."""
-
-    request: PolicyRequest
-    context: ReplyContext
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         candidates = [
@@ -115,9 +77,6 @@ class GeminiReply:
             for index, answer in enumerate(answers)
         ]
         return self._response(candidates) | {"usageMetadata": self._usage(answers)}
-
-    def opening(self) -> Iterable[Event]:
-        return ()
 
     def delta(self, delta: Delta) -> Iterable[Event]:
         tokens = delta.chunk if self.request.logprobs else None
@@ -148,7 +107,7 @@ class GeminiReply:
         }
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
-        prompt, sampled = self.context.prompt_tokens(), completion_tokens(answers)
+        prompt, sampled = self.num_tokens(answers)
         return {
             "promptTokenCount": prompt,
             "candidatesTokenCount": sampled,
@@ -165,14 +124,9 @@ def _text_parts(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _call_parts(answer: Answer) -> list[dict[str, Any]]:
-    """Return the calls, without one that the token limit cut off: clients would run it
-    incompletely.
-    """
-    calls = [(call, arguments_of(call)) for call in answer.tool_calls]
     return [
         {"functionCall": {"id": call.call_id, "name": call.name, "args": arguments}}
-        for call, arguments in calls
-        if arguments is not None
+        for call, arguments in whole_calls(answer)
     ]
 
 
@@ -190,18 +144,9 @@ def _logprobs(tokens: Any, tokenizer: Tokenizer, top: int) -> dict[str, Any]:
     return {"avgLogprobs": sum(scores) / max(len(scores), 1), "logprobsResult": result}
 
 
-def _count_tokens(body: fields.Body, sender: Sender) -> Any:
-    inner = fields.field(camel(body), "generateContentRequest", dict, body, "an object")
-    return {"totalTokens": sender.count_tokens(_request(inner, sender))}
-
-
-def _models(body: fields.Body, sender: Sender) -> Any:
-    return {"models": [_model_entry(name, sender) for name in sender.model_names]}
-
-
-def _model(body: fields.Body, sender: Sender) -> Any:
-    check_model(sender.path["model"], sender.accepted)
-    return _model_entry(sender.path["model"], sender)
+def _count_tokens(body: Body, sender: Sender) -> Any:
+    inner = read(CountBody, body).generate_content_request
+    return {"totalTokens": sender.count_tokens(_request(inner or body, sender))}
 
 
 def _model_entry(name: str, sender: Sender) -> dict[str, Any]:
@@ -214,12 +159,15 @@ def _model_entry(name: str, sender: Sender) -> dict[str, Any]:
     }
 
 
+def _models(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"models": entries}
+
+
 def _error(error: ApiError) -> dict[str, Any]:
     status = _STATUSES.get(error.status, "INTERNAL" if error.status >= 500 else "INVALID_ARGUMENT")
     return {"error": {"code": error.status, "message": error.message, "status": status}}
 
 
-_HEADER = "x-goog-api-key"
 _METHODS = "{model:.+}:{method:generateContent|streamGenerateContent}"
 
 GEMINI = Dialect(
@@ -231,10 +179,8 @@ GEMINI = Dialect(
     listings=(
         Listing("POST", "/v1beta/models/{model:.+}:countTokens", _count_tokens),
         Listing("POST", "/v1/models/{model:.+}:countTokens", _count_tokens),
-        Listing("GET", "/v1beta/models", _models),
-        Listing("GET", "/v1beta/models/{model:.+}", _model),
-        Listing("GET", "/v1/models", _models, _HEADER),
-        Listing("GET", "/v1/models/{model:.+}", _model, _HEADER),
+        *model_listings("/v1beta/models", _model_entry, _models),
+        *model_listings("/v1/models", _model_entry, _models, "x-goog-api-key"),
     ),
     error=_error,
     error_event=lambda error: Event(_error(error)),

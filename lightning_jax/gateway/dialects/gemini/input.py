@@ -1,202 +1,206 @@
-"""Parser for Gemini's contents, tools and configuration. All objects have camel case names."""
+"""Fields of Gemini's requests, and their conversion to messages, functions and schemas."""
 
 import json
-from typing import Any
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from lightning_jax.gateway import fields
-from lightning_jax.gateway.dialects.gemini.schema import camel, json_schema
+from lightning_jax.gateway.dialects.gemini.schema import CamelFields, Schema
 from lightning_jax.gateway.dialects.messages import add_assistant, tool_call
-from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.request import Function, JsonSchema, ToolChoice
+from lightning_jax.gateway.request import MAX_CHOICES, Function, JsonSchema, ToolChoice
 from lightning_jax.types import Message
 
-_PART_EXTRAS = ("thought", "thoughtSignature", "partMetadata", "mediaResolution", "videoMetadata")
+
+class FunctionCall(CamelFields):
+    id: Any = None
+    name: fields.Name
+    args: fields.Arguments = Field({})
+
+    def message(self) -> Message:
+        return tool_call(self.name, self.args, self.id if isinstance(self.id, str) else None)
 
 
-def messages_of(body: fields.Body) -> tuple[Message, ...]:
-    messages: list[Message] = []
-    if instruction := fields.field(body, "systemInstruction", dict, {}, "an object of parts"):
-        text = _texts(camel(instruction), "systemInstruction")
-        messages.append({"role": "system", "content": text})
-    for index, content in enumerate(fields.objects(body, "contents")):
-        content, where = camel(content), f"contents[{index}]"
-        match content.get("role"):
-            case "model":
-                _add_model(messages, content, where)
-            case None | "" | "user" | "function" | "tool":
-                _add_input(messages, content, where)
-            case role:
-                raise invalid(
-                    f"{where}.role is {fields.brief(role)}; expected user or model.",
-                    "contents",
-                    reason="unknown",
-                    key=f"{where}.role",
-                )
-    return tuple(messages)
+class FunctionResponse(CamelFields):
+    id: Any = None
+    name: Any = None
+    response: Any = None
 
-
-def _parts(content: fields.Body, where: str) -> list[tuple[str, str, Any]]:
-    """Return (location, kind, value) of each part. Thoughts are left out."""
-    found = []
-    for index, part in enumerate(fields.objects(content, "parts")):
-        part, at = camel(part), f"{where}.parts[{index}]"
-        if part.get("thought") is True:
-            continue  # from another model: the policy returns none
-        kinds = [n for n, value in part.items() if value is not None and n not in _PART_EXTRAS]
-        if len(kinds) != 1 or kinds[0] not in ("text", "functionCall", "functionResponse"):
-            raise invalid(
-                f"{at} is {fields.brief(kinds)}, and the policy reads only text; expected text, "
-                "functionCall or functionResponse.",
-                "contents",
-                reason="not_text",
-                key=at,
-            )
-        kind, value = kinds[0], part[kinds[0]]
-        if not isinstance(value, str if kind == "text" else dict):
-            raise invalid(
-                f"{at}.{kind} is {fields.brief(value)}; expected {kind}.",
-                "contents",
-                reason="wrong_type",
-                key=f"{at}.{kind}",
-            )
-        found.append((at, kind, value))
-    return found
-
-
-def _texts(content: fields.Body, where: str) -> str:
-    parts = _parts(content, where)
-    for at, kind, _ in parts:
-        if kind != "text":
-            raise invalid(f"{at} is a {kind}; expected text.", where, reason="not_text", key=at)
-    return "\n".join(text for _, _, text in parts)
-
-
-def _add_model(messages: list[Message], content: fields.Body, where: str) -> None:
-    text, calls = "", []
-    for at, kind, value in _parts(content, where):
-        if kind == "text":
-            text += value
-        elif kind == "functionCall":
-            call_id = value.get("id") if isinstance(value.get("id"), str) else None
-            arguments = value.get("args") or {}
-            calls.append(tool_call(value.get("name"), arguments, call_id, at, "contents"))
-        else:
-            raise invalid(
-                f"{at} is a {kind} in a model message; move it to a user message.",
-                "contents",
-                reason="wrong_role",
-                key=at,
-            )
-    add_assistant(messages, text, calls)
-
-
-def _add_input(messages: list[Message], content: fields.Body, where: str) -> None:
-    """Append function responses as separate messages, and adjacent texts as one message."""
-    texts: list[str] = []
-    for at, kind, value in _parts(content, where):
-        if kind == "text":
-            texts.append(value)
-            continue
-        if texts:
-            messages.append({"role": "user", "content": "\n".join(texts)})
-            texts = []
-        if kind != "functionResponse":
-            raise invalid(
-                f"{at} is a {kind} in a user message; move it to a model message.",
-                "contents",
-                reason="wrong_role",
-                key=at,
-            )
-        ids = {"name": value.get("name"), "tool_call_id": value.get("id")}
+    def message(self) -> Message:
+        ids = {"name": self.name, "tool_call_id": self.id}
         ids = {name: text for name, text in ids.items() if isinstance(text, str)}
-        messages.append({"role": "tool", "content": _result(value.get("response")), **ids})
-    if texts:
-        messages.append({"role": "user", "content": "\n".join(texts)})
+        return {"role": "tool", "content": self._result(), **ids}
+
+    def _result(self) -> str:
+        """Return the response as text, unwrapped if it has only a result or an output."""
+        match self.response:
+            case {"result": value, **rest} | {"output": value, **rest} if not rest:
+                return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return json.dumps(self.response, ensure_ascii=False)
 
 
-def _result(response: Any) -> str:
-    """Return a function's response as text, unwrapped if it has only a result or an output."""
-    match response:
-        case {"result": value, **rest} | {"output": value, **rest} if not rest:
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return json.dumps(response, ensure_ascii=False)
+class Part(CamelFields, extra="allow"):
+    """Text, a call or a response."""
 
+    text: str | None = None
+    function_call: FunctionCall | None = None
+    function_response: FunctionResponse | None = None
+    thought: Any = None
+    thought_signature: Any = None
+    part_metadata: Any = None
+    media_resolution: Any = None
+    video_metadata: Any = None
 
-def functions_of(body: fields.Body) -> tuple[Function, ...]:
-    found = []
-    for index, tool in enumerate(fields.objects(body, "tools")):
-        tool = camel(tool)
-        hosted = [name for name, value in tool.items() if value is not None]
-        if hosted not in ([], ["functionDeclarations"]):
-            raise invalid(
-                f"tools[{index}] has {fields.brief(hosted)}, a hosted tool that this server does "
-                "not provide; pass functionDeclarations.",
-                "tools",
-                reason="unsupported",
-                key=f"tools[{index}]",
+    @model_validator(mode="after")
+    def _check(self) -> "Part":
+        others = [value for value in (self.model_extra or {}).values() if value is not None]
+        known = (self.text, self.function_call, self.function_response)
+        num_known = sum(value is not None for value in known)
+        if others or (num_known != 1 and self.thought is not True):
+            raise PydanticCustomError(
+                "not_text", "expected one of text, functionCall or functionResponse"
             )
-        found += [_function(camel(f)) for f in fields.objects(tool, "functionDeclarations")]
-    return tuple(found)
+        return self
 
 
-def _function(declared: fields.Body) -> Function:
-    name, schema = declared.get("name"), declared.get("parametersJsonSchema")
-    if not isinstance(name, str) or not name:
-        raise invalid(
-            f"function name is {fields.brief(name)}; expected a non-empty string.",
-            "tools",
-            reason="wrong_type",
-            key="tools.functionDeclarations.name",
-        )
-    if schema is None and declared.get("parameters") is not None:
-        schema = json_schema(declared["parameters"], f"{name[:50]}.parameters", "tools")
-    if schema is not None and not isinstance(schema, dict):
-        raise invalid(
-            f"{name[:50]}.parametersJsonSchema is not an object; expected a JSON schema.",
-            "tools",
-            reason="wrong_type",
-            key=f"{name[:50]}.parametersJsonSchema",
-        )
-    return Function(name, fields.text(declared, "description"), schema)
+class Content(CamelFields):
+    role: Literal["model", "user", "function", "tool", ""] | None = None
+    parts: fields.Listed[Part] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Content":
+        for part in self.parts or ():
+            other = part.function_response if self.role == "model" else part.function_call
+            if other:
+                raise PydanticCustomError(
+                    "wrong_role", "move its functionCall or functionResponse to the other role"
+                )
+        return self
+
+    def add_to(self, messages: list[Message]) -> None:
+        """Append the content, with function responses as separate messages."""
+        # Thoughts are of another model: the policy returns none.
+        parts = [part for part in self.parts or () if part.thought is not True]
+        if self.role == "model":
+            calls = [part.function_call.message() for part in parts if part.function_call]
+            add_assistant(messages, "".join(part.text or "" for part in parts), calls)
+            return
+        for _, group in groupby(parts, lambda part: part.text is None):
+            found = [part.function_response or part.text or "" for part in group]
+            texts = [item for item in found if isinstance(item, str)]
+            messages += [item.message() for item in found if not isinstance(item, str)]
+            if texts:
+                messages.append({"role": "user", "content": "\n".join(texts)})
 
 
-def tool_choice_of(body: fields.Body) -> ToolChoice:
-    outer = camel(fields.field(body, "toolConfig", dict, {}, "an object"))
-    config = camel(fields.field(outer, "functionCallingConfig", dict, {}, "an object"))
-    names = fields.strings(config, "allowedFunctionNames")
-    match config.get("mode"):
-        case None | "MODE_UNSPECIFIED" | "AUTO" | "VALIDATED":
-            return ToolChoice("auto", names)
-        case "ANY":
-            return ToolChoice("required", names)
-        case "NONE":
+class TextPart(CamelFields):
+    text: str
+
+
+class Instruction(CamelFields):
+    parts: fields.Listed[TextPart] | None = None
+
+
+class Declaration(CamelFields):
+    name: fields.Name
+    description: str | None = None
+    parameters: Schema | None = None
+    parameters_json_schema: JsonSchema | None = None
+
+    def function(self) -> Function:
+        schema = self.parameters_json_schema
+        if schema is None and self.parameters:
+            schema = self.parameters.json_schema()
+        return Function(self.name, self.description or "", schema)
+
+
+class Tool(CamelFields, extra="allow"):
+    function_declarations: fields.Listed[Declaration] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Tool":
+        if any(value is not None for value in (self.model_extra or {}).values()):
+            raise PydanticCustomError(
+                "unsupported", "pass functionDeclarations, because hosted tools are not supported"
+            )
+        return self
+
+
+class FunctionCalling(CamelFields):
+    mode: Literal["MODE_UNSPECIFIED", "AUTO", "VALIDATED", "ANY", "NONE"] | None = None
+    allowed_function_names: fields.Strings = ()
+
+    def tool_choice(self) -> ToolChoice:
+        if self.mode == "NONE":
             return ToolChoice("none")
-        case mode:
-            raise invalid(
-                f"toolConfig.functionCallingConfig.mode is {fields.brief(mode)}; expected AUTO, "
-                "ANY or NONE.",
-                "toolConfig",
-                reason="unknown",
-                key="toolConfig.functionCallingConfig.mode",
-            )
+        return ToolChoice("required" if self.mode == "ANY" else "auto", self.allowed_function_names)
 
 
-def output_schema_of(config: fields.Body) -> JsonSchema | None:
-    kind = config.get("responseMimeType")
-    if kind not in (None, "", "text/plain", "application/json"):
-        raise invalid(
-            f"responseMimeType is {fields.brief(kind)}; expected text/plain or application/json.",
-            "responseMimeType",
-            reason="unknown",
-        )
-    if (schema := config.get("responseJsonSchema")) is not None:
-        if not isinstance(schema, dict):
-            raise invalid(
-                "responseJsonSchema is not an object; expected a JSON schema.",
-                "responseJsonSchema",
-                reason="wrong_type",
-            )
-        return schema
-    if (schema := config.get("responseSchema")) is not None:
-        return json_schema(schema, "responseSchema", "responseSchema")
-    return {} if kind == "application/json" else None
+class ToolConfig(CamelFields):
+    function_calling_config: FunctionCalling | None = None
+
+
+class Config(CamelFields, fields.SamplingFields, extra="allow"):
+    """Fields of generationConfig."""
+
+    candidate_count: Annotated[fields.Integer, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_output_tokens: fields.Integer | None = None
+    stop_sequences: fields.Strings | None = None
+    response_logprobs: bool | None = None
+    logprobs: fields.TopLogprobs | None = None
+    response_mime_type: Literal["", "text/plain", "application/json"] | None = None
+    response_json_schema: JsonSchema | None = None
+    response_schema: Schema | None = None
+    response_modalities: Annotated[Any, fields.harmless([], ["TEXT"], ["text"])] = None
+    speech_config: Annotated[Any, fields.harmless()] = None
+    image_config: Annotated[Any, fields.harmless()] = None
+    audio_transcription_config: Annotated[Any, fields.harmless()] = None
+    # Fields that change nothing here.
+    thinking_config: Any = None
+    media_resolution: Any = None
+    enable_enhanced_civic_answers: Any = None
+
+    def output_schema(self) -> JsonSchema | None:
+        if self.response_json_schema is not None:
+            return self.response_json_schema
+        if self.response_schema:
+            return self.response_schema.json_schema()
+        return {} if self.response_mime_type == "application/json" else None
+
+
+class GeminiBody(CamelFields, extra="allow"):
+    contents: fields.Listed[Content] | None = None
+    system_instruction: Instruction | None = None
+    tools: fields.Listed[Tool] | None = None
+    tool_config: ToolConfig | None = None
+    generation_config: dict[str, Any] | None = None
+    cached_content: Annotated[Any, fields.harmless("")] = None
+    # Fields that change nothing here.
+    model: Any = None
+    safety_settings: Any = None
+    labels: Any = None
+    service_tier: Any = None
+    store: Any = None
+
+    def messages(self) -> tuple[Message, ...]:
+        messages: list[Message] = []
+        if self.system_instruction and (parts := self.system_instruction.parts):
+            text = "\n".join(part.text for part in parts)
+            messages.append({"role": "system", "content": text})
+        for content in self.contents or ():
+            content.add_to(messages)
+        return tuple(messages)
+
+    def functions(self) -> tuple[Function, ...]:
+        declared = [d for tool in self.tools or () for d in tool.function_declarations or ()]
+        return tuple(declaration.function() for declaration in declared)
+
+    def tool_choice(self) -> ToolChoice | None:
+        calling = self.tool_config and self.tool_config.function_calling_config
+        return calling.tool_choice() if calling else None
+
+
+class CountBody(CamelFields):
+    generate_content_request: dict[str, Any] | None = None

@@ -1,94 +1,97 @@
-"""Gemini's field names and schemas, converted to camel case and JSON schemas."""
+"""Gemini's field names and schemas, converted to JSON schemas."""
 
-import re
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from lightning_jax.gateway import fields
-from lightning_jax.gateway.errors import invalid
+from pydantic import BeforeValidator, ConfigDict
+from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
+
+from lightning_jax.gateway.fields import Fields, Listed, Strings, harmless
 from lightning_jax.gateway.request import JsonSchema
 
-_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
-_SAME = ("title", "description", "enum", "pattern", "minimum", "maximum", "default")
-# 64-bit integers, which this API sends as strings.
-_SIZES = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
+class CamelFields(Fields):
+    """Fields with camel case names. The API accepts snake case too."""
 
-def camel(message: Mapping[str, Any]) -> fields.Body:
-    """Return the fields under their camel case names. The API accepts snake case too."""
-    return {
-        re.sub("_([a-z])", lambda match: match[1].upper(), name): value
-        for name, value in message.items()
-    }
-
-
-def json_schema(schema: Any, where: str, param: str) -> JsonSchema:
-    """Convert a schema in OpenAPI's subset (types in capitals, nullable) to a JSON schema.
-
-    Properties are in the order that it asks for. Raise ApiError if it is not a schema.
-    """
-    if not isinstance(schema, dict):
-        raise invalid(
-            f"{where} is {fields.brief(schema)}; expected a schema object.",
-            param,
-            reason="wrong_type",
-            key=where,
-        )
-    schema = camel(schema)
-    if schema.get("ref") or schema.get("$ref"):
-        raise invalid(
-            f"{where} has a reference, which is not supported; inline the schema.",
-            param,
-            reason="unsupported",
-            key=where,
-        )
-    plain: JsonSchema = {name: schema[name] for name in _SAME if schema.get(name) is not None}
-    for name in _SIZES:
-        if (size := schema.get(name)) is not None:
-            plain[name] = int(size) if isinstance(size, str) and size.isdecimal() else size
-    plain |= _type(schema.get("type"), where, param)
-    if plain.get("type") == "string" and schema.get("format") not in (None, "enum"):
-        plain["format"] = schema["format"]  # formats of numbers only set a number of bits
-    plain |= _inner(schema, where, param)
-    if schema.get("nullable") is True:
-        return {"anyOf": [plain, {"type": "null"}]}
-    return plain
-
-
-def _type(kind: Any, where: str, param: str) -> JsonSchema:
-    if kind is None or kind == "TYPE_UNSPECIFIED":
-        return {}
-    if isinstance(kind, str) and kind.lower() in _TYPES:
-        return {"type": kind.lower()}
-    raise invalid(
-        f"{where}.type is {fields.brief(kind)}; expected one of {', '.join(_TYPES).upper()}.",
-        param,
-        reason="unknown",
-        key=f"{where}.type",
+    model_config = ConfigDict(
+        alias_generator=to_camel, validate_by_alias=True, validate_by_name=True
     )
 
 
-def _inner(schema: fields.Body, where: str, param: str) -> JsonSchema:
-    """Return the nested schemas of a schema."""
-    found: JsonSchema = {}
-    properties = fields.field(schema, "properties", dict, {}, "an object of schemas")
-    if properties:
-        order = fields.strings(schema, "propertyOrdering")
-        names = [*(n for n in order if n in properties), *(n for n in properties if n not in order)]
-        found["properties"] = {
-            name: json_schema(properties[name], f"{where}.properties.{name[:50]}", param)
-            for name in names
-        }
-    if schema.get("required"):
-        found["required"] = list(fields.strings(schema, "required"))
-    if schema.get("items") is not None:
-        found["items"] = json_schema(schema["items"], f"{where}.items", param)
-    if schema.get("anyOf"):
-        options = fields.objects(schema, "anyOf")
-        found["anyOf"] = [json_schema(option, f"{where}.anyOf", param) for option in options]
-    more = schema.get("additionalProperties")
-    if isinstance(more, bool):
-        found["additionalProperties"] = more
-    elif more is not None:
-        found["additionalProperties"] = json_schema(more, f"{where}.additionalProperties", param)
-    return found
+Type = Literal["string", "number", "integer", "boolean", "array", "object", "null"]
+# 64-bit integers, which this API sends as strings.
+Size = Annotated[
+    Any, BeforeValidator(lambda v: int(v) if isinstance(v, str) and v.isdecimal() else v)
+]
+_SAME = {
+    *("title", "description", "enum", "pattern", "minimum", "maximum", "default", "min_items"),
+    *("max_items", "min_length", "max_length", "min_properties", "max_properties"),
+}
+
+
+MAX_PROPERTIES = 10_000  # of one object
+
+
+def _bounded(properties: Any) -> Any:
+    # Unlike a list, a dictionary is read to its end before its first error is raised.
+    if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+        raise PydanticCustomError("too_many", "expected at most {most}", {"most": MAX_PROPERTIES})
+    return properties
+
+
+def _lower(kind: Any) -> Any:
+    if kind == "TYPE_UNSPECIFIED":
+        return None
+    return kind.lower() if isinstance(kind, str) else kind
+
+
+class Schema(CamelFields):
+    """Schema in OpenAPI's subset: types in capitals, nullable, no references."""
+
+    type: Annotated[Type | None, BeforeValidator(_lower)] = None
+    nullable: Any = None
+    format: Any = None
+    properties: Annotated[dict[str, "Schema"] | None, BeforeValidator(_bounded)] = None
+    property_ordering: Strings = ()
+    required: Strings = ()
+    items: "Schema | None" = None
+    any_of: "Listed[Schema] | None" = None
+    additional_properties: "bool | Schema | None" = None
+    ref: Annotated[Any, harmless("")] = None
+    title: Any = None
+    description: Any = None
+    enum: Any = None
+    pattern: Any = None
+    minimum: Any = None
+    maximum: Any = None
+    default: Any = None
+    min_items: Size = None
+    max_items: Size = None
+    min_length: Size = None
+    max_length: Size = None
+    min_properties: Size = None
+    max_properties: Size = None
+
+    def json_schema(self) -> JsonSchema:
+        """Return a JSON schema with properties in the order that this one asks for."""
+        plain = self.model_dump(include=_SAME, exclude_none=True, by_alias=True)
+        if self.type:
+            plain["type"] = self.type
+        if self.type == "string" and self.format not in (None, "enum"):
+            plain["format"] = self.format  # formats of numbers only set a number of bits
+        if self.properties:
+            names = dict.fromkeys((*self.property_ordering, *self.properties))
+            plain["properties"] = {
+                name: self.properties[name].json_schema()
+                for name in names
+                if name in self.properties
+            }
+        if self.required:
+            plain["required"] = list(self.required)
+        if self.items:
+            plain["items"] = self.items.json_schema()
+        if self.any_of:
+            plain["anyOf"] = [option.json_schema() for option in self.any_of]
+        if (more := self.additional_properties) is not None:
+            plain["additionalProperties"] = more if isinstance(more, bool) else more.json_schema()
+        return {"anyOf": [plain, {"type": "null"}]} if self.nullable is True else plain

@@ -6,9 +6,11 @@ one request only.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from lightning_jax.engine.types import MAX_TOP_LOGPROBS
+from pydantic import AfterValidator, Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, CallDelta, Delta
 from lightning_jax.gateway.dialects.base import (
@@ -16,120 +18,146 @@ from lightning_jax.gateway.dialects.base import (
     Event,
     Framing,
     MakeReply,
-    ReplyContext,
+    Reply,
     Sender,
     sse,
+    to_request,
 )
 from lightning_jax.gateway.dialects.openai_fields import (
-    HARMLESS,
-    completion_tokens,
-    function_of,
+    IGNORED,
+    Format,
+    FunctionFields,
+    OpenAIFields,
     logprob_entries,
-    output_schema,
-    sampling_fields,
 )
 from lightning_jax.gateway.dialects.openai_responses.input import input_messages
 from lightning_jax.gateway.dialects.openai_responses.output import Output
 from lightning_jax.gateway.dialects.openai_responses.saved import LISTINGS, LOGPROBS, saved
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice, agent_of
+from lightning_jax.gateway.request import MAX_TOOLS, PolicyRequest, ToolChoice
 from lightning_jax.types import Message
 
-# Fields that this server cannot support, each with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "prompt": (),
-}
-_KNOWN = {
-    *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text"),
-    *("max_output_tokens", "max_tool_calls", "temperature", "top_p", "top_k", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "logit_bias", "top_logprobs", "include", "stream"),
-    *("stream_options", "previous_response_id", "metadata", "truncation", "reasoning"),
-    *("prompt_cache_options", "return_token_ids"),
-    *_UNSUPPORTED,
-    *HARMLESS,
-}
+_IGNORED = {"max_tool_calls", "stream_options", "reasoning", "prompt_cache_options", *IGNORED}
+
+
+def _tool_choice(choice: Any) -> ToolChoice | None:
+    match choice:
+        case None:
+            return None
+        case "auto" | "none" | "required":
+            return ToolChoice(choice)
+        case {"type": "function", "name": str(name)}:
+            return ToolChoice("required", (name,))
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*tools]}:
+            names = [tool.get("name") if isinstance(tool, dict) else None for tool in tools]
+            if all(isinstance(name, str) for name in names):
+                return ToolChoice(mode, tuple(map(str, names)))
+    raise PydanticCustomError("unknown", "expected auto, none, required or named functions")
+
+
+def _metadata(value: dict[str, Any]) -> dict[str, Any]:
+    if not all(isinstance(item, str) for item in value.values()):
+        raise PydanticCustomError("wrong_type", "expected an object of strings")
+    return value
+
+
+class ResponsesTool(FunctionFields):
+    type: Annotated[Any, fields.harmless("function")]
+    strict: bool | None = None
+
+
+class TextOptions(fields.Fields):
+    format: Format | None = None
+
+
+class ResponsesBody(OpenAIFields, extra="allow"):
+    input: Any = None
+    instructions: str | None = None
+    metadata: Annotated[dict[str, Any], AfterValidator(_metadata)] | None = None
+    include: fields.Strings | None = None
+    max_tokens: Annotated[fields.Integer, Field(ge=1)] | None = Field(
+        None, alias="max_output_tokens"
+    )
+    previous_response_id: str | None = None
+    store: bool | None = None
+    text: TextOptions | None = None
+    tools: Annotated[fields.Listed[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[ToolChoice | None, PlainValidator(_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: fields.TopLogprobs | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    user: str | None = None
+    background: Annotated[Any, fields.harmless(False)] = None
+    context_management: Annotated[Any, fields.harmless([])] = None
+    conversation: Annotated[Any, fields.harmless()] = None
+    prompt: Annotated[Any, fields.harmless()] = None
 
 
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a responses body. Raise ApiError that names the first invalid field."""
-    fields.refuse_unsupported(body, _UNSUPPORTED)
-    fields.warn_unknown("responses", body, _KNOWN)
-    settings = _settings(body)
-    conversation = (*_previous(body, sender), *input_messages(body.get("input")))
-    instructions = settings["instructions"]
+    asked = fields.read(ResponsesBody, body)
+    fields.warn_unknown("responses", asked.model_extra, _IGNORED)
+    conversation = (*_previous(asked.previous_response_id, sender), *input_messages(asked.input))
+    instructions = asked.instructions
     system = () if instructions is None else ({"role": "system", "content": instructions},)
-    top = settings["top_logprobs"]
-    request = PolicyRequest(
-        dialect="responses",
+    form = asked.text and asked.text.format
+    request = to_request(
+        "responses",
+        asked,
+        sender,
         id_prefix="resp_",
-        model=settings["model"],
-        agent=agent_of(settings["model"], sender.accepted, sender.headers, settings["metadata"]),
         messages=(*system, *conversation),
-        functions=tuple(_functions(body)),
-        tool_choice=_tool_choice(body),
-        parallel_tool_calls=settings["parallel_tool_calls"],
-        output_schema=output_schema(settings["text"]["format"], "text.format"),
-        max_tokens=settings["max_output_tokens"],
-        logprobs=LOGPROBS in fields.strings(body, "include") or top > 0,
-        top_logprobs=top,
-        **sampling_fields(body),
+        functions=tuple(tool.function() for tool in asked.tools or ()),
+        output_schema=form and form.output_schema("text.format"),
+        logprobs=LOGPROBS in (asked.include or ()) or bool(asked.top_logprobs),
     )
-    store = fields.flag(body, "store", True)
+    settings = _settings(asked, request, body.get("tool_choice"))
 
     def save(response: Mapping[str, Any], answer: Message) -> None:
-        if store:
+        if asked.store is not False:
             kept = saved(response, (*conversation, answer))
             sender.conversations.save(response["id"], kept)
 
-    return request, lambda context: ResponsesReply(request, settings, save, context)
+    return request, lambda context: ResponsesReply(request, context, settings, save)
 
 
-def _settings(body: fields.Body) -> dict[str, Any]:
+def _settings(asked: ResponsesBody, request: PolicyRequest, tool_choice: Any) -> dict[str, Any]:
     """Return the fields that the response repeats."""
-    limit = fields.integer(body, "max_output_tokens")
-    if limit is not None and limit < 1:
-        raise invalid(
-            f"max_output_tokens is {fields.brief(limit)}; expected at least 1.",
-            "max_output_tokens",
-            reason="out_of_range",
-        )
-    metadata = fields.field(body, "metadata", dict, {}, "an object of strings")
-    if not all(isinstance(value, str) for value in metadata.values()):
-        raise invalid(
-            f"metadata is {fields.brief(metadata)}; expected an object of strings.",
-            "metadata",
-            reason="wrong_type",
-        )
-    truncation = fields.text(body, "truncation", "disabled")
-    if truncation not in ("auto", "disabled"):
-        raise invalid(
-            f"truncation is {fields.brief(truncation)}; expected auto or disabled.",
-            "truncation",
-            reason="unknown",
-        )
     return {
-        "model": fields.text(body, "model"),
-        "instructions": fields.field(body, "instructions", str, None, "a string"),
-        "max_output_tokens": limit,
-        "metadata": metadata,
-        "parallel_tool_calls": fields.flag(body, "parallel_tool_calls", True),
-        "previous_response_id": fields.field(body, "previous_response_id", str, None, "a string"),
-        "temperature": fields.number(body, "temperature", 1.0),
-        "text": {"format": _format(body)},
-        "tool_choice": "auto" if body.get("tool_choice") is None else body["tool_choice"],
-        "tools": [_tool_shown(tool) for tool in fields.objects(body, "tools")],
-        "top_logprobs": fields.bounded(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS),
-        "top_p": fields.number(body, "top_p", 1.0),
-        "truncation": truncation,
-        "user": fields.field(body, "user", str, None, "a string"),
+        "model": request.model,
+        "instructions": asked.instructions,
+        "max_output_tokens": request.max_tokens,
+        "metadata": asked.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "previous_response_id": asked.previous_response_id,
+        "temperature": request.temperature,
+        "text": {"format": _format_shown(asked.text and asked.text.format)},
+        "tool_choice": "auto" if tool_choice is None else tool_choice,
+        "tools": [_tool_shown(tool) for tool in asked.tools or ()],
+        "top_logprobs": request.top_logprobs,
+        "top_p": request.top_p,
+        "truncation": asked.truncation or "disabled",
+        "user": asked.user,
     }
 
 
-def _previous(body: fields.Body, sender: Sender) -> tuple[Message, ...]:
-    response_id = body.get("previous_response_id")
+def _format_shown(form: Format | None) -> dict[str, Any]:
+    if form is None or form.type != "json_schema":
+        return {"type": (form and form.type) or "text"}
+    return {
+        "type": "json_schema",
+        "name": form.name or "answer",
+        "schema": form.schema_,
+        "strict": bool(form.strict),
+    }
+
+
+def _tool_shown(tool: ResponsesTool) -> dict[str, Any]:
+    shown = tool.model_dump(include={"type", "name", "description", "parameters"})
+    return shown | {"strict": bool(tool.strict)}
+
+
+def _previous(response_id: str | None, sender: Sender) -> tuple[Message, ...]:
     if response_id is None:
         return ()
     found = sender.conversations.get(response_id)
@@ -143,71 +171,12 @@ def _previous(body: fields.Body, sender: Sender) -> tuple[Message, ...]:
     return found.messages
 
 
-def _format(body: fields.Body) -> dict[str, Any]:
-    spec = fields.field(
-        fields.field(body, "text", dict, {}, "an object"), "format", dict, {}, "an object"
-    )
-    if spec.get("type") != "json_schema":
-        return {"type": spec.get("type") or "text"}
-    return {
-        "type": "json_schema",
-        "name": fields.text(spec, "name", "answer"),
-        "schema": spec.get("schema"),
-        "strict": fields.flag(spec, "strict"),
-    }
-
-
-def _functions(body: fields.Body) -> Iterable[Function]:
-    for index, tool in enumerate(fields.objects(body, "tools")):
-        if tool.get("type") != "function":
-            raise invalid(
-                f"tools[{index}] is of type {fields.brief(tool.get('type'))}, which is not "
-                "supported; pass a function.",
-                "tools",
-                "unsupported_parameter",
-                reason="unsupported",
-                key=f"tools[{index}].type",
-            )
-        yield function_of(tool, f"tools[{index}]")
-
-
-def _tool_shown(tool: Mapping[str, Any]) -> dict[str, Any]:
-    keys = ("type", "name", "description", "parameters")
-    return {key: tool.get(key) for key in keys} | {"strict": fields.flag(tool, "strict")}
-
-
-def _tool_choice(body: fields.Body) -> ToolChoice:
-    choice = body.get("tool_choice")
-    if choice is None:
-        return ToolChoice()
-    if choice in ("auto", "none", "required"):
-        return ToolChoice(choice)
-    match choice:
-        case {"type": "function", "name": str(name)}:
-            return ToolChoice("required", (name,))
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*tools]}:
-            names = [name for tool in tools if isinstance(name := _name_of(tool), str)]
-            if len(names) == len(tools):
-                return ToolChoice(mode, tuple(names))
-    raise invalid(
-        f"tool_choice is {fields.brief(choice)}; expected auto, none, required or named functions.",
-        "tool_choice",
-        reason="unknown",
-    )
-
-
-def _name_of(tool: Any) -> Any:
-    return tool.get("name") if isinstance(tool, dict) else None
-
-
 @dataclass
-class ResponsesReply:
+class ResponsesReply(Reply):
     """Response as a whole or in events. It saves the conversation once its answer is done."""
 
-    request: PolicyRequest
     settings: Mapping[str, Any]
     save: Callable[[Mapping[str, Any], Message], None]
-    context: ReplyContext
     _output: Output = field(init=False)
 
     def __post_init__(self) -> None:
@@ -256,7 +225,7 @@ class ResponsesReply:
     def _response(self, status: str) -> dict[str, Any]:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
-            "id": self.request.id_prefix + self.context.token,
+            "id": self.response_id,
             "object": "response",
             "created_at": self.context.created,
             "status": status,
@@ -280,7 +249,7 @@ class ResponsesReply:
         return entries
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        prompt, sampled = self.context.prompt_tokens(), completion_tokens(answers)
+        prompt, sampled = self.num_tokens(answers)
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},

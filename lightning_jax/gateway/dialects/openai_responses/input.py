@@ -7,15 +7,15 @@ with the sampled token ids.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from lightning_jax.gateway import fields
-from lightning_jax.gateway.errors import ApiError, invalid
+from pydantic import BeforeValidator, Discriminator, Field
+
+from lightning_jax.gateway.fields import Fields, Listed, read
 from lightning_jax.types import Message
 
-_ROLES = ("user", "system", "developer", "assistant")
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _ITEM_ID = re.compile(r"(?:msg|fc)_([0-9a-f]+)_\d+")
 
 
@@ -24,17 +24,87 @@ def item_id(kind: str, token: str, index: int) -> str:
     return f"{kind}_{token}_{index}"
 
 
+class Text(Fields):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class Refusal(Fields):
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+Texts = Annotated[
+    Listed[Annotated[Text | Refusal, Discriminator("type")]],
+    BeforeValidator(lambda v: [{"type": "text", "text": v}] if isinstance(v, str) else v),
+]
+
+
+class MessageItem(Fields):
+    type: Literal["message"]
+    id: Any = None
+    role: Literal["user", "system", "developer", "assistant"]
+    content: Texts
+
+    def message(self) -> Message:
+        return {"role": self.role, "content": _joined(self.content)}
+
+
+class CallItem(Fields):
+    type: Literal["function_call"]
+    id: Any = None
+    call_id: str
+    name: str
+    arguments: str
+
+    def message(self) -> Message:
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+class OutputItem(Fields):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Texts
+
+    def message(self) -> Message:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)}
+
+
+class ReasoningItem(Fields):
+    """Reasoning of another model: the policy has none to continue."""
+
+    type: Literal["reasoning"]
+
+
+def _typed(item: Any) -> Any:
+    is_message = isinstance(item, dict) and not item.get("type")
+    return item | {"type": "message"} if is_message else item
+
+
+Item = Annotated[MessageItem | CallItem | OutputItem | ReasoningItem, Discriminator("type")]
+
+
+class InputFields(Fields):
+    input: Annotated[
+        Listed[Annotated[Item, BeforeValidator(_typed)]],
+        Field(min_length=1),
+        BeforeValidator(lambda v: [{"role": "user", "content": v}] if isinstance(v, str) else v),
+    ]
+
+
 def input_messages(value: Any) -> tuple[Message, ...]:
     """Return the messages in a text or a list of items. Raise ApiError that names the first invalid
     one.
     """
-    if isinstance(value, str):
-        return ({"role": "user", "content": value},)
-    if not isinstance(value, list) or not value:
-        raise _bad("input", value, "a text or a list of items")
     conversation = _Conversation()
-    for index, item in enumerate(value):
-        _add(conversation, item, f"input[{index}]")
+    for item in read(InputFields, {"input": value}).input:
+        match item:
+            case CallItem() | MessageItem(role="assistant"):
+                conversation.add_generated(item.message(), item.id)
+            case MessageItem() | OutputItem():
+                conversation.messages.append(item.message())
     return tuple(conversation.messages)
 
 
@@ -70,73 +140,5 @@ class _Conversation:
         return last
 
 
-def _add(conversation: _Conversation, item: Any, where: str) -> None:
-    if not isinstance(item, dict):
-        raise _bad(where, item, "an object")
-    match item.get("type") or "message":
-        case "message":
-            message = _message(item, where)
-            if message["role"] == "assistant":
-                conversation.add_generated(message, item.get("id"))
-            else:
-                conversation.messages.append(message)
-        case "function_call":
-            call_id, name, arguments = (
-                _string(item, key, where) for key in ("call_id", "name", "arguments")
-            )
-            function = {"name": name, "arguments": arguments}
-            call = {"id": call_id, "type": "function", "function": function}
-            message = {"role": "assistant", "content": "", "tool_calls": [call]}
-            conversation.add_generated(message, item.get("id"))
-        case "function_call_output":
-            call_id = _string(item, "call_id", where)
-            output = _text(item.get("output"), f"{where}.output")
-            conversation.messages.append(
-                {"role": "tool", "tool_call_id": call_id, "content": output}
-            )
-        case "reasoning":
-            pass  # the policy has no hidden reasoning to continue
-        case other:
-            raise invalid(
-                f"{where}.type is {fields.brief(other)}, which is not supported; expected "
-                "message, function_call or function_call_output.",
-                "input",
-                reason="unsupported",
-                key=f"{where}.type",
-            )
-
-
-def _message(item: dict[str, Any], where: str) -> Message:
-    role = item.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise _bad(f"{where}.role", role, f"one of {', '.join(_ROLES)}", "unknown")
-    return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
-
-
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, list):
-        return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
-    if not isinstance(content, str):
-        raise _bad(where, content, "a text or a list of text parts")
-    return content
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise _bad(
-            where, kind or part, "a text part, because the policy reads only text", "not_text"
-        )
-    return _string(part, _TEXT_PARTS[kind], where)
-
-
-def _string(item: dict[str, Any], key: str, where: str) -> str:
-    value = item.get(key)
-    if not isinstance(value, str):
-        raise _bad(f"{where}.{key}", value, "a string")
-    return value
-
-
-def _bad(where: str, value: Any, expected: str, reason: str = "wrong_type") -> ApiError:
-    message = f"{where} is {fields.brief(value)}; expected {expected}."
-    return invalid(message, "input", reason=reason, key=where)
+def _joined(parts: Iterable[Text | Refusal]) -> str:
+    return "".join(part.text for part in parts)

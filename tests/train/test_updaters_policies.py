@@ -14,12 +14,12 @@ from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import one_of
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rl.learner import Learner
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
+from lightning_jax.rl.updater import Updater
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_policies
 from lightning_jax.train.config import Config
-from lightning_jax.train.learners import make_learner
+from lightning_jax.train.updaters import phase_updater
 
 LORA = LoraConfig(rank=2, alpha=4.0, targets=("q", "down"))
 CONFIG = Config(
@@ -51,11 +51,11 @@ def some(first: int, adapters: str, advantage: float = 1.0) -> list[TrainingSequ
 STEPS = [some(10, "abbaabb"), some(30, "bbb"), some(50, "ab")]  # a has no sequence in the second
 
 
-def start(learner: Learner, model: LoadedModel) -> Any:
+def start(learner: Updater, model: LoadedModel) -> Any:
     return learner.init(jax.tree.map(jnp.copy, model.params))
 
 
-def trained(learner: Learner, model: LoadedModel, steps: Any) -> tuple[dict, list[dict]]:
+def trained(learner: Updater, model: LoadedModel, steps: Any) -> tuple[dict, list[dict]]:
     state, rows = start(learner, model), []
     for sequences in steps:
         state, metrics = learner.update(state, sequences, None)
@@ -64,13 +64,13 @@ def trained(learner: Learner, model: LoadedModel, steps: Any) -> tuple[dict, lis
 
 
 @pytest.fixture(scope="module")
-def alone() -> Learner:
-    return make_learner(ALONE[0].config, CONFIG, supervised=False)
+def alone() -> Updater:
+    return phase_updater(ALONE[0].config, CONFIG, supervised=False)
 
 
 @pytest.fixture(scope="module")
-def independent() -> Learner:
-    return make_learner(MODEL.config, BOTH, supervised=False)
+def independent() -> Updater:
+    return phase_updater(MODEL.config, BOTH, supervised=False)
 
 
 def sequences_of(steps: Any, index: int) -> list[list[TrainingSequence]]:
@@ -85,7 +85,7 @@ def sequences_of(steps: Any, index: int) -> list[list[TrainingSequence]]:
 
 
 def test_independent_policies_end_where_each_ends_alone(
-    alone: Learner, independent: Learner
+    alone: Updater, independent: Updater
 ) -> None:
     mixed, rows = trained(independent, MODEL, STEPS)
     for index, model in enumerate(ALONE):
@@ -101,7 +101,7 @@ def test_independent_policies_end_where_each_ends_alone(
 
 
 def test_a_gradient_that_is_not_finite_stops_its_own_policy(
-    alone: Learner, independent: Learner
+    alone: Updater, independent: Updater
 ) -> None:
     broken = [[*some(10, "aaa"), *some(20, "bbb", advantage=float("nan"))]]
     mixed, (row,) = trained(independent, MODEL, broken)
@@ -118,11 +118,13 @@ def joint(**policies: PolicyConfig) -> Config:
     return dataclasses.replace(CONFIG, algorithm=algorithm, policies=policies)
 
 
-def test_a_joint_step_is_one_step_over_both(independent: Learner) -> None:
+def test_a_joint_step_is_one_step_over_both(independent: Updater) -> None:
     settings = joint(a=PolicyConfig(), b=PolicyConfig())
-    learner = make_learner(MODEL.config, settings, supervised=False)
+    learner = phase_updater(MODEL.config, settings, supervised=False)
     # The optimizer of a single policy over all adapters: one norm, one count.
-    plain = make_learner(MODEL.config, dataclasses.replace(settings, policies={}), supervised=False)
+    plain = phase_updater(
+        MODEL.config, dataclasses.replace(settings, policies={}), supervised=False
+    )
     one, (row, *_) = trained(learner, MODEL, STEPS)
     other, _ = trained(plain, MODEL, STEPS)
     separate, _ = trained(independent, MODEL, STEPS)
@@ -138,7 +140,7 @@ def test_a_joint_step_is_one_step_over_both(independent: Learner) -> None:
     stopped, _ = trained(learner, MODEL, [bad])
     for path, leaf in stopped.items():
         np.testing.assert_array_equal(leaf, flatten(MODEL.params)[path])
-    frozen = make_learner(
+    frozen = phase_updater(
         MODEL.config, joint(a=PolicyConfig(), b=PolicyConfig(trains=False)), supervised=False
     )
     held, _ = trained(frozen, MODEL, [some(10, "aaaa")])  # despite weight decay
@@ -176,9 +178,9 @@ def test_value_heads_of_several_policies(kind: str) -> None:
         value_learning_rate=0.1,
     )
     config = dataclasses.replace(BOTH, algorithm=algorithm)
-    learner, step = make_learner(MODEL.config, config, supervised=False), rollouts()
+    learner, step = phase_updater(MODEL.config, config, supervised=False), rollouts()
 
-    def critic(learner: Learner, policies: Any) -> Any:
+    def critic(learner: Updater, policies: Any) -> Any:
         """Return the value heads after three steps."""
         state = start(learner, MODEL)
         for _ in range(3):
@@ -199,7 +201,7 @@ def test_value_heads_of_several_policies(kind: str) -> None:
         return
     # With the other policy frozen, the result is the same: its head has no effect.
     others = {"a": PolicyConfig(trains=False), "b": PolicyConfig()}
-    single = make_learner(
+    single = phase_updater(
         MODEL.config, dataclasses.replace(config, policies=others), supervised=False
     )
     alone = critic(single, others)

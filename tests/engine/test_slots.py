@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from lightning_jax.engine import engine as engine_module
 from lightning_jax.engine import programs
+from lightning_jax.engine import slots as slots_module
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine, Fill
 from lightning_jax.engine.programs import start_of
+from lightning_jax.engine.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig
@@ -43,7 +43,7 @@ def _full_pass(params: Any, config: Any, ids: Any) -> Any:
     return jax.nn.log_softmax(unembed(params, config, hidden[0]), axis=-1)
 
 
-def decode(engine: Engine, params: Any, state: Any, slots: list[int], steps: int):
+def decode(engine: SlotPrograms, params: Any, state: Any, slots: list[int], steps: int):
     """Decode these slots. Return the state, tokens and behavior log-probabilities [steps][slot]."""
     tokens, logprobs = [], []
     for _ in range(steps):
@@ -53,12 +53,14 @@ def decode(engine: Engine, params: Any, state: Any, slots: list[int], steps: int
     return state, np.array(tokens), np.array(logprobs)
 
 
-def begin(engine: Engine, params: Any, state: Any, slot: int, ids: list[int], sampling=GREEDY):
+def begin(
+    engine: SlotPrograms, params: Any, state: Any, slot: int, ids: list[int], sampling=GREEDY
+):
     state = fill(engine, params, state, [Fill(slot, 0, ids[:-1])])
     return engine.activate(state, slot, start_of(ids[-1], len(ids) - 1, sampling, 5))
 
 
-def fill(engine: Engine, params: Any, state: Any, fills: list[Fill]):
+def fill(engine: SlotPrograms, params: Any, state: Any, fills: list[Fill]):
     return replace(state, cache=engine.prefill(params, state.cache, fills))
 
 
@@ -85,7 +87,7 @@ def test_beside_bfloat16_weights_activations_may_be_float32():
     model = tiny_model(0)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
     config = replace(model.config, activation_dtype="float32")
-    engine = Engine(config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
+    engine = SlotPrograms(config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
     params, state = engine.put_on_mesh(model.params), engine.init_state()
     assert {leaf.dtype for leaf in jax.tree.leaves((state.cache, params))} == {
         jnp.dtype("bfloat16")
@@ -113,10 +115,10 @@ def test_one_cpu_writes_to_a_bfloat16_cache_where_it_lies(model):
         shape = ",".join(map(str, cache.layers[0].keys[0].shape))
         return f"f32[{shape}]" in str(text.compile().as_text())
 
-    engine = Engine(model.config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
+    engine = SlotPrograms(model.config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
     assert not float32_of_the_cache(engine.compiler_options)
     assert float32_of_the_cache(None) or jax.__version_info__ >= (0, 11)  # hence the option
-    assert Engine(model.config, ServeConfig(slots=4, max_len=96)).compiler_options is None
+    assert SlotPrograms(model.config, ServeConfig(slots=4, max_len=96)).compiler_options is None
 
 
 def test_one_cpu_serves_turned_kernels(model, engine):
@@ -126,7 +128,7 @@ def test_one_cpu_serves_turned_kernels(model, engine):
 
 
 def test_prompts_filled_together_while_another_decodes_are_as_if_alone(model):
-    engine = Engine(model.config, ServeConfig(slots=6, max_len=300, prefill_buckets=(8, 32)))
+    engine = SlotPrograms(model.config, ServeConfig(slots=6, max_len=300, prefill_buckets=(8, 32)))
     params, rng = engine.put_on_mesh(model.params), np.random.default_rng(0)
     rows = (4, 0, 5, 2, 3)  # five: one batch of four chunks and single ones
     prompts = {row: rng.integers(0, 256, n).tolist() for row, n in zip(rows, LENGTHS, strict=True)}
@@ -198,7 +200,7 @@ def test_one_token_has_one_key_whatever_the_slot_and_the_step(model, engine):
 
 def test_reading_less_of_the_cache_changes_nothing():
     model = tiny_model(0, num_layers=1)
-    engine = Engine(model.config, ServeConfig(slots=2, max_len=600, prefill_buckets=(64,)))
+    engine = SlotPrograms(model.config, ServeConfig(slots=2, max_len=600, prefill_buckets=(64,)))
     assert engine.capacities == (256, 512, 600)
     params = engine.put_on_mesh(model.params)
     ids = list(range(100))
@@ -213,8 +215,8 @@ def test_reading_less_of_the_cache_changes_nothing():
 def test_rows_of_an_accelerator_lie_in_one_piece_and_serve_the_same(
     model, monkeypatch, platform, slot_counts
 ):
-    monkeypatch.setattr(engine_module, "platform_of", lambda _: platform)
-    engine = Engine(model.config, ServeConfig(slots=9, max_len=380, prefill_buckets=(64,)))
+    monkeypatch.setattr(slots_module, "platform_of", lambda _: platform)
+    engine = SlotPrograms(model.config, ServeConfig(slots=9, max_len=380, prefill_buckets=(64,)))
     assert engine.capacities == (380,) and engine.slot_counts == slot_counts
     assert engine.init_state().cache.length == 384
     ids = np.random.default_rng(3).integers(0, 256, 300).tolist()
@@ -285,7 +287,9 @@ def test_the_likeliest_tokens_are_the_policys_own_whatever_the_bias(model, engin
 
 def test_nothing_compiles_after_warmup():
     model = tiny_model(0, num_layers=1)
-    engine = Engine(model.config, ServeConfig(slots=4, max_len=300, prefill_buckets=(32, 512)))
+    engine = SlotPrograms(
+        model.config, ServeConfig(slots=4, max_len=300, prefill_buckets=(32, 512))
+    )
     params = engine.put_on_mesh(model.params)
     state = engine.warmup(params, engine.init_state())
     compiled = engine.compiles
@@ -340,7 +344,7 @@ def test_one_and_eight_devices_agree(model, engine):
     from lightning_jax.models.sharding import make_mesh
 
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    wide = Engine(
+    wide = SlotPrograms(
         model.config, ServeConfig(slots=4, max_len=96, prefill_buckets=(8, 32)), mesh=mesh
     )
     ids = list(range(30, 70))
@@ -367,7 +371,7 @@ def test_what_does_not_fit_is_refused(model, engine):
     assert caught.value.reason == "too_long"
     assert {"97", "96"} <= set(re.findall(r"\d+", str(caught.value)))
     with pytest.raises(ConfigError) as refused:
-        Engine(model.config, ServeConfig(max_len=4096))
+        SlotPrograms(model.config, ServeConfig(max_len=4096))
     assert (refused.value.key, refused.value.reason) == ("serve.max_len", "out_of_range")
     assert "2048" in str(refused.value)
 
@@ -394,7 +398,7 @@ def test_no_accelerator_copies_the_cache(target: str, package: str, head_dim: in
     config = replace(tiny_model(0).config, head_dim=head_dim, max_positions=8192)
     mesh = make_mesh(MeshConfig(1, 2, 2), target_devices(target)[0])
     serve = ServeConfig(slots=64, max_len=8192)  # too large for a TPU's core memory
-    engine = Engine(config, serve, dtype="bfloat16", mesh=mesh)
+    engine = SlotPrograms(config, serve, dtype="bfloat16", mesh=mesh)
 
     def with_shardings(tree: Any, shardings: Any) -> Any:
         def one(leaf: Any, sharding: Any) -> Any:

@@ -3,7 +3,6 @@
 import json
 import logging
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from lightning_jax.errors import UserError
+from lightning_jax.system.child_process import ChildProcess
 
 log = logging.getLogger(__name__)
 
@@ -25,19 +25,15 @@ class SideProcessError(UserError, RuntimeError):
 def side_process(arguments: Sequence[str], *, start_timeout_s: float) -> Iterator[dict[str, Any]]:
     """Run a Python program and yield the JSON object that it prints on one line when ready.
 
-    The program's standard input is a pipe from this process. The system closes it when this process
-    ends, killed or not, and the program must then exit. Raises SideProcessError with the program's
-    last words if it is not ready in time.
+    The program must exit when its standard input closes (see ChildProcess). Raises SideProcessError
+    with the program's last words if it is not ready in time.
     """
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,  # Ctrl-C must reach only us; we end the program
+        child = ChildProcess(
+            arguments, stdout=subprocess.PIPE, stderr=errors, text=True, end_s=END_TIMEOUT_S
         )
+        process = child.popen
+        assert process.stdout, "it is a pipe"
         try:
             started = _ready(process, errors, arguments[0], start_timeout_s)
             try:
@@ -51,7 +47,8 @@ def side_process(arguments: Sequence[str], *, start_timeout_s: float) -> Iterato
                         extra={"event": "side_process_ended", "last_words": _last_words(errors)},
                     )
         finally:
-            _end(process)
+            child.end()
+            process.stdout.close()
 
 
 def _ready(
@@ -86,16 +83,3 @@ def _last_words(errors: IO[str]) -> str:
     errors.seek(0)
     lines = [line.strip() for line in errors.read()[-4000:].splitlines() if line.strip()]
     return lines[-1] if lines else "it said nothing"
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Close the program's input, and kill it if that does not end it."""
-    assert process.stdin and process.stdout, "they are pipes"
-    with suppress(BrokenPipeError):
-        process.stdin.close()
-    try:
-        process.wait(END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    process.stdout.close()

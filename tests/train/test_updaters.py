@@ -12,34 +12,34 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.rl.batching import make_batches, make_sequences
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rl.learner import Learner, merge_updates
 from lightning_jax.rl.microbatches import BUNDLE_ON, measure
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rl.token_weights import split_minibatches
 from lightning_jax.rl.train_state import TrainState
 from lightning_jax.rl.train_step import update, with_old_logprobs
+from lightning_jax.rl.updater import Updater, merge_updates
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import CheckpointConfig, Config
-from lightning_jax.train.learners import make_learner
+from lightning_jax.train.updaters import phase_updater
 
 MODEL = tiny_model(num_layers=1)
 SHAPE = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
 STEP = [sequence([1, k], [9, k, 7], advantage=(-1.0) ** k, weight=0.1) for k in range(2, 8)]
 
 
-def learner(**knobs) -> Learner:
+def learner(**knobs) -> Updater:
     config = Config(
         algorithm=AlgorithmConfig(**knobs),
         batch=SHAPE,
         optimizer=OptimizerConfig(learning_rate=1e-2),
         mesh=MeshConfig(fsdp=1),
     )
-    return make_learner(MODEL.config, config, supervised=False)
+    return phase_updater(MODEL.config, config, supervised=False)
 
 
-def fresh_state(made: Learner) -> TrainState:
+def fresh_state(made: Updater) -> TrainState:
     return made.init(jax.tree.map(jnp.copy, MODEL.params))
 
 

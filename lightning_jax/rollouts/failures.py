@@ -1,0 +1,102 @@
+"""Failed rollouts: grouped by reason, reported when they first occur, and fatal if all failed."""
+
+import logging
+import textwrap
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_jax.errors import UserError
+from lightning_jax.traces import attributes
+from lightning_jax.traces.store import Store
+from lightning_jax.types import Rollout
+
+log = logging.getLogger(__name__)
+
+MAX_DETAIL_CHARS = 240  # of a failure's detail
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Group of rollouts that failed with the same status and reason."""
+
+    status: str
+    reason: str
+    count: int
+    example: str  # a rollout id
+    detail: str = ""  # detail of the example's failure, on one line
+
+
+def failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
+    """Group failed rollouts by status and reason, most frequent first.
+
+    The example is the first rollout of a group.
+    """
+    alike: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.reason is not None:
+            alike[rollout.status, rollout.reason].append(rollout)
+    found = [
+        Failure(*key, len(those), those[0].rollout_id, _one_line(those[0].detail or ""))
+        for key, those in alike.items()
+    ]
+    return tuple(sorted(found, key=lambda failure: -failure.count))
+
+
+class BrokenAgent(UserError, RuntimeError):
+    """Failure of all rollouts before any answer of the policy: there is nothing to learn from."""
+
+
+class FailureWatch:
+    """Warning about each kind of failed rollout when it first occurs."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known_failures: set[tuple[str, str]] = set()
+
+    def observe(self, rollouts: Sequence[Rollout], what: str) -> None:
+        """Read the finished rollouts of `what`, such as "step 3".
+
+        Raises BrokenAgent if all failed by the agent and the policy answered none of their calls. A
+        fixed agent runs them again.
+        """
+        found = failures(rollouts)
+        if rollouts and all(
+            rollout.status == "agent_failure" and not self._answered(rollout)
+            for rollout in rollouts
+        ):
+            self._store.supersede(rollouts[0].step)
+            raise BrokenAgent(
+                f"{what}: all {len(rollouts)} rollouts failed before the policy answered a call, "
+                f"such as {_such_as(found[0])}; fix the agent, its tasks or the setting in that "
+                "message, then run the same command to resume.",
+                reason="all_failed",
+                key=found[0].example,
+            )
+        for failure in found:
+            if (failure.status, failure.reason) not in self._known_failures:
+                self._known_failures.add((failure.status, failure.reason))
+                who = failure.status.removesuffix("_failure")
+                log.warning(
+                    "%s: %d of %d rollouts failed by the %s, such as %s",
+                    *(what, failure.count, len(rollouts), who, _such_as(failure)),
+                    extra={
+                        "event": "rollouts_failed",
+                        "what": what,
+                        "failure": failure,
+                        "total": len(rollouts),
+                    },
+                )
+
+    def _answered(self, rollout: Rollout) -> bool:
+        """Return True if the policy answered one of the rollout's calls."""
+        spans = self._store.spans(rollout.rollout_id)
+        return any(attributes.POLICY in span.attributes and span.error is None for span in spans)
+
+
+def _such_as(failure: Failure) -> str:
+    return f"{failure.example}: {failure.reason}: {failure.detail}".rstrip(": .")
+
+
+def _one_line(text: str) -> str:
+    return textwrap.shorten(text, MAX_DETAIL_CHARS, placeholder=" ...")

@@ -1,0 +1,69 @@
+"""Tests of reports about failed rollouts."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from coded import raises_coded
+from log_events import records
+
+from lightning_jax.rollouts.failures import BrokenAgent, Failure, FailureWatch
+from lightning_jax.traces import attributes
+from lightning_jax.traces.store import Store
+from lightning_jax.types import Rollout, RolloutStatus, Span
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with closing(Store(tmp_path / "store.sqlite")) as store:
+        yield store
+
+
+def rollout(
+    number: int, status: RolloutStatus = "scored", reason: str | None = None, detail: str = ""
+) -> Rollout:
+    return Rollout(
+        f"r{number}", "t", "g", "eval", 0, number, 1, status, reason=reason, detail=detail
+    )
+
+
+def test_each_kind_of_failure_is_told_when_it_is_first_seen(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "lightning_jax")
+    watch = FailureWatch(store)
+    some = [
+        rollout(0),
+        rollout(1, "agent_failure", "KeyError", "'text'\n  of a task"),
+        rollout(2, "agent_failure", "KeyError", "'answer'"),
+        rollout(3, "infrastructure_failure", "call_timeout"),
+    ]
+    watch.observe(some, "eval 0")
+    watch.observe(some, "train 0")
+    watch.observe([*some, rollout(4, "agent_failure", "deadline", "longer than 5 s")], "train 1")
+    found = [(r.what, r.total, r.failure) for r in records(caplog, "rollouts_failed")]
+    agent, infrastructure = "agent_failure", "infrastructure_failure"
+    assert found == [
+        ("eval 0", 4, Failure(agent, "KeyError", 2, "r1", "'text' of a task")),
+        ("eval 0", 4, Failure(infrastructure, "call_timeout", 1, "r3")),
+        ("train 1", 5, Failure(agent, "deadline", 1, "r4", "longer than 5 s")),
+    ]
+    assert len(caplog.records) == 3
+
+
+def test_a_run_ends_where_no_rollout_gets_an_answer(store: Store) -> None:
+    failed = [rollout(0, "agent_failure", "KeyError", "'text'"), rollout(1, "agent_failure", "no")]
+    refused = Span("t", "1", None, "chat", 0, 1, {attributes.POLICY: "policy"}, "too long")
+    store.add_span("r1", refused)
+    with raises_coded(BrokenAgent, "all_failed", "r0") as caught:
+        FailureWatch(store).observe(failed, "eval 0")
+    assert "KeyError: 'text'" in str(caught.value)
+    FailureWatch(store).observe([*failed, rollout(2)], "eval 0")
+    store.add_span("r1", Span("t", "2", None, "chat", 1, 2, {attributes.POLICY: "policy"}))
+    FailureWatch(store).observe(failed, "eval 0")
+
+
+def test_a_step_without_rollouts_is_no_failure(store: Store) -> None:
+    FailureWatch(store).observe([], "train 0")

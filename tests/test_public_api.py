@@ -1,0 +1,64 @@
+"""Tests of the public names: all load, cheaply and lazily, and a typo is pointed out."""
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_jax as lj
+from lightning_jax.loading import load_function
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", lj.__all__)
+def test_every_public_name_loads(name: str) -> None:
+    assert getattr(lj, name) is not None and name in dir(lj)
+
+
+def test_type_checkers_see_the_names_that_load() -> None:
+    """The imports under TYPE_CHECKING name the same objects as the table."""
+    (block,) = (node for node in ast.parse(inspect.getsource(lj)).body if isinstance(node, ast.If))
+    declared = {
+        alias.asname: (node.module, alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert declared.keys() == set(lj.__all__)
+    for name, (module, attribute) in declared.items():
+        found = getattr(importlib.import_module(str(module)), attribute)
+        assert getattr(lj, str(name)) is (lj.train if name == "train" else found)
+
+
+def test_importing_the_package_loads_neither_jax_nor_its_rooms() -> None:
+    code = "import sys, lightning_jax; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    loaded = done.stdout.split()
+    assert [name for name in loaded if name.startswith(("jax", "numpy", "lightning_jax."))] == []
+
+
+def test_a_misspelled_name_is_answered_with_the_closest_one() -> None:
+    with pytest.raises(AttributeError, match="load_model"):
+        _ = lj.load_modle  # pyright: ignore[reportAttributeAccessIssue]
+    assert not hasattr(lj, "zzz")
+
+
+def test_the_room_train_can_be_called() -> None:
+    from lightning_jax.train import config, trainer
+
+    assert lj.train.trainer is trainer  # pyright: ignore[reportFunctionMemberAccess]
+    running = lj.train(config.Config(), [], [])
+    assert inspect.iscoroutine(running) and running.__name__ == trainer.train.__name__
+    running.close()
+
+
+def test_the_page_of_names_is_current() -> None:
+    page = load_function(str(ROOT / "docs/make_python_api.py") + ":page")
+    assert (ROOT / "docs/python_api.md").read_text() == page()
