@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import (
@@ -145,13 +145,10 @@ class Intake(Generic[Request]):
 
 
 class SlotLoop(Generic[Request]):
-    """Base of a loop over the slots of one device or mesh: its weights and its open requests."""
+    """Base of a loop over the slots of one device or mesh, with its open requests."""
 
-    def __init__(
-        self, programs: SlotPrograms, params: Any, tokenizer: Tokenizer, serve: ServeConfig
-    ) -> None:
+    def __init__(self, programs: SlotPrograms, tokenizer: Tokenizer, serve: ServeConfig) -> None:
         self._programs, self._tokenizer = programs, tokenizer
-        self._params = programs.put_on_mesh(params)
         self._intake: Intake[Request] = Intake(
             slots=programs.num_slots,
             max_queue=serve.max_queue,

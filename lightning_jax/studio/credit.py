@@ -11,7 +11,7 @@ from lightning_jax.rl.batching import drop_stale
 from lightning_jax.rl.config import AlgorithmConfig, is_custom
 from lightning_jax.rl.credit import assign_credit, punish_overlong
 from lightning_jax.rl.dpo import make_pairs, pair_signs
-from lightning_jax.rl.multi_policy.prepare import learning_parts
+from lightning_jax.rl.multi_policy.scope import credit_scopes
 from lightning_jax.studio.records import CallCredit, StepCredit
 from lightning_jax.types import FINISHED, Rollout, Trajectory
 
@@ -61,11 +61,11 @@ def step_credit(
             )
         )
     by_call: dict[str, CallCredit] = {}
-    notes = []
+    notes, scopes = [], credit_scopes(algorithm, policies or {})
     if algorithm.max_sampling_rounds > 1:
         equal = equal_groups(assign_credit(trajectories, algorithm))
         left_out = [trajectory for trajectory in trajectories if trajectory.group_id in equal]
-        for part in learning_parts(left_out, algorithm, policies or {}).values():
+        for part in [scope.calls(left_out) for scope in scopes]:
             by_call |= _of_calls(_punished(part, algorithm), algorithm, step, set(), EQUAL_GROUP)
         trajectories = [
             trajectory for trajectory in trajectories if trajectory.group_id not in equal
@@ -78,7 +78,7 @@ def step_credit(
     )
     trained = {call.call_id for trajectory in fresh for call in trajectory.transitions}
     stale = f"not trained: more than {algorithm.max_staleness} steps old"
-    for part in learning_parts(trajectories, algorithm, policies or {}).values():
+    for part in [scope.calls(trajectories) for scope in scopes]:
         by_call |= _of_calls(_punished(part, algorithm), algorithm, step, trained, stale)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         notes.append("advantages are shown without each token's KL penalty")

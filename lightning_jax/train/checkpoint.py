@@ -2,7 +2,7 @@
 
 import errno
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,6 @@ class CheckpointError(UserError, RuntimeError):
     """Failure to write or read a checkpoint. The message gives the reason and the fix."""
 
 
-@dataclass(frozen=True)
-class Saved:
-    """Result of `restore`: the train states and the JSON object saved with them."""
-
-    state: Any  # same structure as `like`
-    progress: dict[str, Any]
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Kept:
@@ -39,20 +31,6 @@ class _Kept:
     params: Any
     opt_state: Any
     critic: Any
-
-    @classmethod
-    def of(cls, state: TrainState) -> "_Kept":
-        return cls(state.step, state.params, state.opt_state, state.critic)
-
-    def over(self, state: TrainState) -> TrainState:
-        """Return `state` with these fields replaced."""
-        return replace(
-            state,
-            step=self.step,
-            params=self.params,
-            opt_state=self.opt_state,
-            critic=self.critic,
-        )
 
 
 class Checkpointer:
@@ -123,30 +101,24 @@ class Checkpointer:
         """Return the `progress` object saved with the state of `step`."""
         return self._read(step, progress=ocp.args.JsonRestore())["progress"]["progress"]
 
-    def restore(self, like: Any, step: int | None = None) -> Saved:
-        """Load the checkpoint of `step` (None: the newest) with the shapes and shardings of `like`.
+    def restore(self, like: Any) -> Any:
+        """Load the newest state with the structure, shapes and shardings of `like`.
 
         Raises CheckpointError if there is none or it does not fit.
         """
-        step = self.latest_step if step is None else step
+        step = self.latest_step
         if step is None:
             raise CheckpointError(
                 f"{self._directory} holds no checkpoint.", reason="empty", key=str(self._directory)
             )
-        if step not in self.steps:
-            raise CheckpointError(
-                f"{self._directory} has no checkpoint of step {step}; available steps: "
-                f"{self.steps}.",
-                reason="not_found",
-                key=str(step),
-            )
-        described = self._read(step, progress=ocp.args.JsonRestore())["progress"]
         kept = _kept(like)
+        described = self._read(step, progress=ocp.args.JsonRestore())["progress"]
         self._check_shapes(step, described["shapes"], _shapes(kept))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, kept)
         found = self._read(step, state=ocp.args.StandardRestore(abstract))["state"]
-        state = jax.tree.map(lambda state, kept: kept.over(state), like, found, is_leaf=_is_state)
-        return Saved(state, described["progress"])
+        return jax.tree.map(
+            lambda state, kept: replace(state, **vars(kept)), like, found, is_leaf=_is_state
+        )
 
     def restore_params(self, like: Params, step: int, policy: str = "") -> Params:
         """Load only the weights, in the shardings of `like`.
@@ -221,7 +193,10 @@ def _is_state(node: Any) -> bool:
 
 
 def _kept(state: Any) -> Any:
-    return jax.tree.map(_Kept.of, state, is_leaf=_is_state)
+    names = [field.name for field in fields(_Kept)]
+    return jax.tree.map(
+        lambda state: _Kept(*(getattr(state, name) for name in names)), state, is_leaf=_is_state
+    )
 
 
 def _shapes(state: Any) -> dict[str, list[int]]:

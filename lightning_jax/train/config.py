@@ -9,6 +9,7 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, policy_indices
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, scopes_of
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.schema import Count, Natural, Section, require
 from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
@@ -229,17 +230,9 @@ class Config(Section):
         return len(self.adapters) or None
 
     @property
-    def weights(self) -> tuple[str, ...]:
-        """Names of the weight sets that are trained and served separately, in order.
-
-        This is `("",)` for one set, or the names of the policies that have their own weights.
-        """
-        return ("",) if self.model.lora.rank else tuple(self.policies) or ("",)
-
-    @property
-    def trained_weights(self) -> tuple[str, ...]:
-        """Weight sets that steps after the warm-up change."""
-        return tuple(name for name in self.weights if not name or self.policies[name].trains)
+    def weight_scopes(self) -> tuple[PolicyScope, ...]:
+        """Scopes of the weights that are trained, served and saved separately, in order."""
+        return (ALL,) if self.model.lora.rank else scopes_of(self.policies)
 
     @property
     def total_steps(self) -> int:

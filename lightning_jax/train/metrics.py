@@ -1,6 +1,8 @@
 """Metrics of the form `{"area/name": float}`: a JSON line per step, and a plot of the curves."""
 
 import json
+import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 from lightning_jax.system.files import replacing, write_whole
 
 Row = dict[str, float | int]  # metrics and the step
+DRAW_EVERY_S = 30.0  # drawing takes a second
 
 # Panels of the plot: title, metrics, logarithmic axis.
 PANELS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
@@ -23,7 +26,7 @@ PANELS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
 
 
 class MetricsLog:
-    """Writer of `metrics.jsonl`, with one JSON object per line that includes its `step`.
+    """Writer of `metrics.jsonl`, a JSON object per line with its `step`, and of `curves.png`.
 
     Opening the file for a run that resumes at `first_step` removes the lines of later steps, which
     will be logged again. The file never holds a step twice.
@@ -34,12 +37,21 @@ class MetricsLog:
         write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.path = path
         self.rows: list[Row] = kept
+        self._drawn_at = -math.inf
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Add a row, and redraw the curves if they are old."""
         row = {"step": step} | {name: float(value) for name, value in sorted(metrics.items())}
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self.rows.append(row)
+        if time.monotonic() - self._drawn_at >= DRAW_EVERY_S:
+            self.draw()
+
+    def draw(self) -> None:
+        """Plot the curves so far beside the file."""
+        plot_curves(self.rows, self.path.with_name("curves.png"), str(self.path.parent))
+        self._drawn_at = time.monotonic()
 
 
 def read_metrics(path: Path) -> list[Row]:

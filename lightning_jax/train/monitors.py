@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 from lightning_jax.errors import UserError
 from lightning_jax.rl.config import BatchConfig
+from lightning_jax.rl.multi_policy.scope import PolicyScope
 from lightning_jax.types import Metrics
 
 log = logging.getLogger(__name__)
 
 MANY_FEWER = 0.75  # share of the rows
+# Nats. Sampler and trainer share one forward function, so more is a bug. bfloat16 rounds by 1e-3.
+MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 1e-2}
 FULL = 0.75  # share of used targets; the last row is rarely full, and calls are not split
 
 
@@ -22,33 +25,32 @@ class NotFinite(UserError, RuntimeError):
 class FiniteWatch:
     """Counter of consecutive steps without a finite gradient, per weight set."""
 
-    def __init__(self, weights: Sequence[str], limit: int) -> None:
-        self._weights, self._limit = weights, limit
-        self._in_a_row: Counter[str] = Counter()
+    def __init__(self, scopes: Sequence[PolicyScope], limit: int) -> None:
+        self._scopes, self._limit = scopes, limit
+        self._in_a_row: Counter[PolicyScope] = Counter()
 
     def observe(self, metrics: Metrics, step: int) -> None:
         """Read a step's metrics. Raises NotFinite if the limit is reached.
 
         Steps with nothing to learn from do not count.
         """
-        for name in self._weights:
-            of = f"/policy={name}" if name else ""
-            num_updates = metrics.get(f"train/num_updates{of}", 0.0)
+        for scope in self._scopes:
+            num_updates = metrics.get(f"train/num_updates{scope.suffix}", 0.0)
             if not num_updates:
                 continue
-            if metrics[f"train/skipped_updates{of}"] < num_updates:
-                self._in_a_row[name] = 0
+            if metrics[f"train/skipped_updates{scope.suffix}"] < num_updates:
+                self._in_a_row[scope] = 0
                 continue
-            self._in_a_row[name] += 1
-            if self._in_a_row[name] >= self._limit:
+            self._in_a_row[scope] += 1
+            if self._in_a_row[scope] >= self._limit:
                 raise NotFinite(
-                    f"the gradient{f' of {name}' if name else ''} was not finite in "
-                    f"{self._in_a_row[name]} steps in a row, up to step {step}, and the weights "
-                    f"did not change; algorithm.max_nonfinite_steps is {self._limit}. Lower the "
-                    "learning rate, or look for rewards and log-probabilities that are not "
-                    "finite.",
+                    f"the gradient{f' of {scope.policy}' if scope.policy else ''} was not finite "
+                    f"in {self._in_a_row[scope]} steps in a row, up to step {step}, and the "
+                    f"weights did not change; algorithm.max_nonfinite_steps is {self._limit}. "
+                    "Lower the learning rate, or look for rewards and log-probabilities that are "
+                    "not finite.",
                     reason="not_finite",
-                    key=name or None,
+                    key=scope.policy or None,
                 )
 
 
@@ -100,6 +102,17 @@ class DropWatch:
                         "count": number,
                     },
                 )
+
+
+def warn_of_mismatch(metrics: Metrics, step: int, dtype: str) -> None:
+    """Warn if the trainer's log-probabilities differ from those of the sampler by a bug."""
+    mismatch = metrics.get("train/mismatch_kl", 0.0)
+    if mismatch > MISMATCH_ALARM[dtype]:
+        log.warning(
+            "train/mismatch_kl is %.2g at step %d, above %g; the rollouts were not sampled from "
+            "these weights",
+            *(mismatch, step, MISMATCH_ALARM[dtype]),
+        )
 
 
 def summary(row: Metrics) -> str:

@@ -1,16 +1,17 @@
 """Coordination of several processes that run one program.
 
 A program that spans the devices of several processes needs all of them to start it, in the same
-order. Process 0 runs the loop. Before each such program it sends the method's name and arguments,
-and the other processes call that method on their own object.
+order. Process 0 runs the loop. Before each such program it sends a method and its arguments, and
+the other processes call that method on their own object.
 """
 
 import asyncio
+import itertools
 import logging
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import jax
 import numpy as np
@@ -22,6 +23,10 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.train.config import DistributedConfig
 
 log = logging.getLogger(__name__)
+
+Target = TypeVar("Target")
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 _POLL_S = 30
 _HEED_S = 1.0
@@ -122,22 +127,24 @@ def _asked_to_stop() -> str | None:
         return None
 
 
-class Leader:
-    """Caller of `target`'s methods in all processes at once, used by process 0."""
+class Leader(Generic[Target]):
+    """Caller of the methods of `target` in all processes at once, used by process 0.
 
-    def __init__(self, target: Any) -> None:
-        self._target = target
+    A method is named by its function, such as `Replica.update`. Arguments must be picklable.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
         self._sent = 0
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call `target.method(*arguments)` everywhere and return the result of this process.
-
-        The arguments must be picklable.
-        """
+    def call(
+        self, method: Callable[[Target, *Arguments], Result], *arguments: *Arguments
+    ) -> Result:
+        """Call the method everywhere and return the result of this process."""
         self.tell(method, *arguments)
-        return getattr(self._target, method)(*arguments)
+        return method(self.target, *arguments)
 
-    def tell(self, method: str, *arguments: Any) -> None:
+    def tell(self, method: Callable[[Target, *Arguments], object], *arguments: *Arguments) -> None:
         """Call the method in the other processes only.
 
         The caller must do the same work here at once.
@@ -148,7 +155,7 @@ class Leader:
         """Let the other processes end."""
         self._send(None)
 
-    def _send(self, command: tuple[str, tuple[Any, ...]] | None) -> None:
+    def _send(self, command: Any) -> None:
         if jax.process_count() == 1:
             return
         payload = pickle.dumps(command)
@@ -158,16 +165,14 @@ class Leader:
 
 
 def follow(target: Any) -> None:
-    """Call on `target` each method that process 0 sends, until process 0 dismisses this process."""
-    received = 0
-    while True:
+    """Call on `target` each method that process 0 sends, until process 0 lets this process end."""
+    for received in itertools.count():
         size = _wait_for(_key(received))
-        received += 1
         command = pickle.loads(_broadcast(b"", size))
         if command is None:
             return
         method, arguments = command
-        getattr(target, method)(*arguments)
+        method(target, *arguments)
 
 
 def _key(number: int) -> str:

@@ -1,23 +1,78 @@
-"""Digests of the agent's files and the tasks, which settings only name.
+"""Comparison of a run that resumes with the run that began: its settings, files and tasks.
 
-A run that resumes with other files or tasks is another run, as if a setting had changed.
+Settings only name the agent's files and the tasks, so digests of them are kept. A run with other
+settings, files or tasks is another run, which may not use the stored rollouts.
 """
 
 import contextlib
 import hashlib
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.settings import ConfigError
+from lightning_jax.settings import ConfigError, changed_keys, save_config
 from lightning_jax.system.files import write_whole
+from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.types import Task
 
-NAME = "sources.json"  # in a run's directory
+log = logging.getLogger(__name__)
+
+SETTINGS, NAME = "config.yaml", "sources.json"  # in a run's directory
+
+# Settings that may change when a run resumes while stored rollouts stay valid.
+HARMLESS = (
+    "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency",
+    "rollout.retry_delay_s", "rollout.max_retry_delay_s", "mesh.", "distributed.",
+    "agent.max_processes", "agent.memory_mib",
+)  # fmt: skip
+
+# Settings that affect a step's update but not the rollouts of existing weights.
+LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "model.remat")
+
+
+def find_changes(config: Config, sources: dict[str, str]) -> list[str]:
+    """Return the changed settings and sources that make stored rollouts those of another run.
+
+    `sources` are today's `digests`. Raises ConfigError for a damaged file.
+    """
+    directory = Path(config.run_dir)
+    keys = changed_keys(directory / SETTINGS, config)
+    harmful = [key for key in keys if not key.startswith(HARMLESS)]
+    return harmful + changed_sources(directory, sources)
+
+
+def resume(
+    store: Store, config: Config, sources: dict[str, str], changed: Sequence[str], step: int
+) -> None:
+    """Prepare a run's directory for going on at `step`, and save its settings and digests.
+
+    If they changed, first mark the stored rollouts of coming steps as those of another run, so that
+    a crash in between does no harm. Rollouts that a crash interrupted will run again.
+    """
+    if changed:
+        first = step + all(key.startswith(LEARNING) for key in changed)
+        store.supersede(first)
+        log.warning(
+            "changed since this run began: %s; the run resumes from step %d and discards stored "
+            "rollouts of step %d and later",
+            ", ".join(changed),
+            step,
+            first,
+            extra={"event": "settings_changed", "changed": changed, "step": step},
+        )
+    directory = Path(config.run_dir)
+    save_config(config, directory / SETTINGS)
+    write_whole(directory / NAME, json.dumps(sources, indent=1) + "\n")
+    if abandoned := store.abandon_running():
+        log.info(
+            "%d rollouts were interrupted when the last process ended; running them again",
+            abandoned,
+        )
 
 
 def digests(
@@ -71,11 +126,6 @@ def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:
             key=str(path),
         ) from error
     return sorted(name for name in now if name in old and now[name] != old[name])
-
-
-def save_sources(directory: Path, now: dict[str, str]) -> None:
-    """Save the digests for the next start."""
-    write_whole(directory / NAME, json.dumps(now, indent=1) + "\n")
 
 
 def _file_of(reference: str | None) -> Path | None:

@@ -1,7 +1,7 @@
 """State that every process of a run holds: train states, references and checkpoints.
 
 All processes call the same methods in the same order, because programs and checkpoints span all of
-them. `distributed.Leader` ensures that. A run of one process has only the leader's replica.
+them. `multihost.Leader` ensures that. A run of one process has only the leader's replica.
 """
 
 import contextlib
@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lightning_jax.models.config import policy_indices
 from lightning_jax.models.formats.load import LoadedModel, load_like
 from lightning_jax.models.lora import adapted_facts, overlay, pick
 from lightning_jax.models.reshard import reshard
 from lightning_jax.models.sharding import param_shardings, serving_mesh, to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.batch import TrainingSequence
-from lightning_jax.rl.multi_policy.prepare import keep_policy_calls
-from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, keep_policy_sequences
+from lightning_jax.rl.gae import CallValues
+from lightning_jax.rl.multi_policy.scope import PolicyScope, pack, unpack
+from lightning_jax.rl.multi_policy.weights import join_metrics, join_values
 from lightning_jax.rl.train_state import TrainState, init_state
 from lightning_jax.rl.updater import NO_MOMENTS, Updater
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 class Replica:
     """Weights and moments at the current step, and the operations that change them.
 
-    `states` holds one state under "", or one per policy that has its own weights, by name (see
-    `Config.weights`). `progress` is the object saved with the newest checkpoint, or None without a
-    checkpoint.
+    `states` has one state for each of `Config.weight_scopes`, and `reference` the frozen copy of
+    its weights if the loss needs one. `progress` is the object saved with the newest checkpoint, or
+    None without a checkpoint.
     """
 
     def __init__(self, config: Config, model: LoadedModel) -> None:
@@ -55,6 +55,7 @@ class Replica:
             "warmup": phase_updater(model.config, config, supervised=True),
             "policy": phase_updater(model.config, config, supervised=False),
         }
+        self.scopes = config.weight_scopes
         self.states = self._restore() or self._first_states()
         self.reference = self._first_reference()
 
@@ -67,37 +68,30 @@ class Replica:
         """Objective and optimizer for the next step's phase."""
         return self.learners[self.phase]
 
-    def values(self, trajectories: Sequence[Trajectory]) -> Any:
+    def values(
+        self, trajectories: Sequence[Trajectory]
+    ) -> tuple[list[tuple[CallValues, ...]] | None, Metrics]:
         """Return `Updater.values` for the current weights."""
-        if "" in self.states:
-            return self.learner.values(self.states[""], trajectories)
-        found, seconds = {}, 0.0
-        for name in self._learning:
-            calls = keep_policy_calls(trajectories, name)
-            values, metrics = self.learner.values(self.states[name], calls)
+        found, seconds = [], 0.0
+        for scope in self._learning:
+            calls = scope.calls(trajectories)
+            values, metrics = self.learner.values(self.states[scope.index], calls)
             if values is None:
                 return None, {}
-            found[name], seconds = values, seconds + metrics["time/values_s"]
-        return join_values(trajectories, found), {"time/values_s": seconds}
+            found, seconds = [*found, values], seconds + metrics["time/values_s"]
+        return join_values(trajectories, self._learning, found), {"time/values_s": seconds}
 
     def update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
         """Train on the sequences and return metrics.
 
         If no sequence has a gradient, the weights stay the same.
         """
-        if "" in self.states:
-            return self._update("", sequences)
-        indices = policy_indices(self.config.policies)
-        return join_metrics(
-            {
-                name: self._update(name, keep_policy_sequences(sequences, indices[name]))
-                for name in self._learning
-            }
-        )
+        return join_metrics(self._learning, [self._update(s, sequences) for s in self._learning])
 
-    def _update(self, name: str, sequences: Sequence[TrainingSequence]) -> Metrics:
-        reference = None if self.reference is None else self.reference[name]
-        self.states[name], metrics = self.learner.update(self.states[name], sequences, reference)
+    def _update(self, scope: PolicyScope, sequences: Sequence[TrainingSequence]) -> Metrics:
+        index, mine = scope.index, scope.sequences(sequences)
+        state, metrics = self.learner.update(self.states[index], mine, self.reference[index])
+        self.states[index] = state
         return metrics
 
     def advance(self) -> None:
@@ -108,25 +102,25 @@ class Replica:
         self.step += 1
         if self.step != self.config.warmup.num_steps:
             return
-        for name in self.config.weights:
+        for index, scope in enumerate(self.scopes):
             # Popped first, because old and new moments together would double the memory.
-            params = self.states.pop(name).policy
-            self.states[name] = self.learner.init(params, trains=name in self._learning)
+            params = self.states.pop(index).policy
+            self.states.insert(index, self.learner.init(params, trains=scope in self._learning))
         self.reference = self._first_reference()
 
     @property
-    def changed(self) -> tuple[str, ...]:
-        """Names of the weights that the last step trained."""
+    def changed(self) -> tuple[PolicyScope, ...]:
+        """Scopes of the weights that the last step trained."""
         return self._trained_by(self.step - 1)
 
     def publish(self) -> None:
         """Do the other processes' share of `Engine.publish` for the weights just trained."""
-        for name in self.changed:
-            self._publish(self.states[name].params)
+        for scope in self.changed:
+            self._publish(self.states[scope.index].params)
 
     def publish_all(self) -> None:
         """Like `publish`, for all weights."""
-        for state in self.states.values():
+        for state in self.states:
             self._publish(state.policy)
 
     def _publish(self, params: Params) -> None:
@@ -137,47 +131,46 @@ class Replica:
         """Write a checkpoint of this step, unless there is one."""
         if self.checkpointer.latest_step != self.step:
             described = progress | {"adapts": self.adapts}
-            self.checkpointer.save(self.step, _on_disk(self.states), described)
+            self.checkpointer.save(self.step, pack(self.scopes, self.states), described)
 
-    def whole_params(self, name: str) -> Params:
-        """Return the weights of that name, on the host if they span several processes."""
-        params = self.states[name].policy
+    def whole_params(self, scope: PolicyScope) -> Params:
+        """Return the weights of that scope, on the host if they span several processes."""
+        params = self.states[scope.index].policy
         return params if jax.process_count() == 1 else to_host(params)
 
     def close(self) -> None:
         self.checkpointer.close()
 
     @property
-    def _learning(self) -> tuple[str, ...]:
-        """Names of the weights that steps of this phase change."""
+    def _learning(self) -> tuple[PolicyScope, ...]:
+        """Scopes of the weights that steps of this phase change."""
         return self._trained_by(self.step)
 
-    def _trained_by(self, step: int) -> tuple[str, ...]:
-        """Return the names of the weights that this step changes. The warm-up trains all."""
-        config = self.config
-        return config.weights if step < config.warmup.num_steps else config.trained_weights
+    def _trained_by(self, step: int) -> tuple[PolicyScope, ...]:
+        """Return the scopes of the weights that this step changes. The warm-up trains all."""
+        is_warmup = step < self.config.warmup.num_steps
+        return tuple(scope for scope in self.scopes if is_warmup or scope.trains)
 
     def _described(self, policy: str) -> str:
         """Return the policy's entry in a checkpoint, which has no moments for frozen weights."""
         frozen = not self.config.adapters and not self.config.policies[policy].trains
         return f"{policy} (frozen)" if frozen else policy
 
-    def _first_states(self) -> dict[str, TrainState]:
+    def _first_states(self) -> list[TrainState]:
         """Return the states before the first step. Takes ownership of the model's weights."""
-        return {
-            name: self.learner.init(self._first_params(name), trains=name in self._learning)
-            for name in self.config.weights
-        }
+        return [
+            self.learner.init(self._first_params(scope), trains=scope in self._learning)
+            for scope in self.scopes
+        ]
 
-    def _first_params(self, name: str) -> Params:
-        base = self.config.policies[name].base if name else None
-        if base not in (None, self.model.name):
-            return load_like(self.model, base).params
-        if name == self.config.weights[-1]:
+    def _first_params(self, scope: PolicyScope) -> Params:
+        if scope.base not in (None, self.model.name):
+            return load_like(self.model, scope.base).params
+        if scope == self.scopes[-1]:
             return self.model.params
         return jax.tree.map(np.array, self.model.params)
 
-    def _restore(self) -> dict[str, TrainState] | None:
+    def _restore(self) -> list[TrainState] | None:
         """Load the newest checkpoint and its step, or return None if there is none."""
         if self.checkpointer.latest_step is None:
             return None
@@ -193,45 +186,37 @@ class Replica:
                     reason="mismatch",
                     key=name,
                 )
-        saved = self.checkpointer.restore(_on_disk(self._first_states()))
+        packed = self.checkpointer.restore(pack(self.scopes, self._first_states()))
         log.info("resuming from the checkpoint of step %d in %s", self.step, self.config.run_dir)
-        found = _by_name(saved.state)
-        return {name: found[name] for name in self.config.weights}  # JAX sorts the keys of a dict
+        return unpack(self.scopes, packed)
 
-    def _first_reference(self) -> dict[str, Params] | None:
-        """Return frozen copies of the weights for the loss, or None if it needs none.
+    def _first_reference(self) -> list[Params | None]:
+        """Return frozen copies of the weights that learn, if the loss needs them.
 
         The copies are saved on disk for resuming. With adapters only the adapters are copied. The
         first step of the policy phase always copies the current weights. A reference saved by an
         earlier attempt may have had other weights.
         """
+        reference: list[Params | None] = [None] * len(self.scopes)
         if not self.config.algorithm.has_reference or self.phase == "warmup":
-            return None
-        states = {name: self.states[name] for name in self._learning}
+            return reference
+        states = [self.states[scope.index] for scope in self._learning]
         directory = Path(self.config.run_dir) / "reference"
         begins = self.step == self.config.warmup.num_steps
         with contextlib.closing(Checkpointer(directory, self.config.checkpoint)) as references:
             if (step := references.latest_step) is not None and not begins:
-                return {
-                    name: references.restore_params(state.params, step, name)
-                    for name, state in states.items()
-                }
-            # Without moments, because they are never read.
-            copies = {
-                name: init_state(
-                    overlay(state.base, jax.tree.map(jnp.copy, state.params)), NO_MOMENTS
-                )
-                for name, state in states.items()
-            }
-            references.clear()
-            references.save(self.step, _on_disk(copies), {})
-        return {name: copy.params for name, copy in copies.items()}
-
-
-def _on_disk(states: dict[str, TrainState]) -> Any:
-    """Return the states as a checkpoint has them: a single state without its name."""
-    return states.get("", states)
-
-
-def _by_name(saved: Any) -> dict[str, TrainState]:
-    return {"": saved} if isinstance(saved, TrainState) else saved
+                copies = [
+                    references.restore_params(state.params, step, scope.policy)
+                    for scope, state in zip(self._learning, states, strict=True)
+                ]
+            else:
+                copies = [jax.tree.map(jnp.copy, state.params) for state in states]
+                saved = [  # without moments, because they are never read
+                    init_state(overlay(state.base, copy), NO_MOMENTS)
+                    for state, copy in zip(states, copies, strict=True)
+                ]
+                references.clear()
+                references.save(self.step, pack(self._learning, saved), {})
+        for scope, copy in zip(self._learning, copies, strict=True):
+            reference[scope.index] = copy
+        return reference

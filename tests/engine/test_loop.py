@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from lightning_jax.engine import loop as serve_loop
+from lightning_jax.engine import batcher
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import Draining, EngineError, PromptTooLong, QueueFull
 from lightning_jax.engine.grammar import GrammarError
@@ -343,15 +343,15 @@ async def test_no_compile_after_warmup():
 
 async def test_long_prompts_begin_over_several_turns(bench: Bench, monkeypatch):
     """A running request gets tokens in between."""
-    monkeypatch.setattr(serve_loop, "PROMPT_TOKENS", 60)
+    monkeypatch.setattr(batcher, "PROMPT_TOKENS", 60)
     begun: list[int] = []
-    begin = bench.loop._prompts.begin
+    begin = bench.loop._batcher._prompts.begin
 
     def counting(params, version, state, admissions):
         begun.append(len(admissions))
         return begin(params, version, state, admissions)
 
-    monkeypatch.setattr(bench.loop._prompts, "begin", counting)
+    monkeypatch.setattr(bench.loop._batcher._prompts, "begin", counting)
     with bench.loop._changed:  # all arrive in one turn
         open_ = [bench.loop.submit([number] * 40, greedy(4)) for number in range(1, 5)]
     for generation in open_:

@@ -131,7 +131,7 @@ async def test_hundreds_of_requests_need_no_more_memory_than_there_is(model, eng
             if i % 20 == 0:
                 check(model, prompts[i], result)
             most = max(most, loop.stats()["serve/prefix_cache_pages_used"])
-        tree = loop._prefixes._tree
+        tree = loop._batcher._prefixes._tree
         assert 0 < most <= 5 and loop.stats()["serve/running"] == 0
         assert all(node is None or node.pins == 0 for node in tree._nodes)
 

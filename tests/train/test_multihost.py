@@ -39,6 +39,7 @@ from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Task
 
 TOY = Path(__file__).parents[1] / "toy_agent.py"
+PATH = [str(TOY.parent), str(Path(__file__).parent)]
 TASKS: list[Task] = [{"id": f"t{i}", "question": "ab"[i]} for i in range(2)]
 
 
@@ -88,7 +89,7 @@ def run_process(model_dir: str, run_dir: str, port: str, process_id: str, kind: 
 
 
 def _start(*arguments: str) -> "subprocess.Popen[str]":
-    code = f"import sys; sys.path.insert(0, {str(TOY.parent)!r}); import test_distributed as t; "
+    code = f"import sys; sys.path[:0] = {PATH!r}; import test_multihost as t; "
     code += "t.run_process(*sys.argv[1:])"
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     return subprocess.Popen(
@@ -152,7 +153,7 @@ def test_all_processes_stop_when_one_is_told_to(stopped: int, tmp_path: Path) ->
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert "KeyboardInterrupt" in outputs[stopped]
     if stopped == 1:
-        assert "process 1 of 2 was told to stop" in outputs[0]
+        assert "process 1 of 2 received a stop signal" in outputs[0]
     else:
         assert processes[1].returncode == 0, outputs[1]
 
@@ -166,7 +167,7 @@ def _compare_weights(settings: Config, one: Path, two: Path) -> None:
     saved = checkpointer.restore(learner.init(jax.tree.map(jax.numpy.copy, model.params)))
     checkpointer.close()
     initial = load_model(settings.model.name).params
-    triples = (model.params, alone.params, saved.state.params, initial)
+    triples = (model.params, alone.params, saved.params, initial)
     for got, want, kept, before in zip(*map(jax.tree.leaves, triples), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
         np.testing.assert_array_equal(got, kept)
@@ -176,8 +177,8 @@ def _compare_weights(settings: Config, one: Path, two: Path) -> None:
 def test_one_process_calls_itself() -> None:
     calls: list[str] = []
     leader = multihost.Leader(calls)
-    leader.call("append", "here")
-    leader.tell("append", "elsewhere")
+    leader.call(list.append, "here")
+    leader.tell(list.append, "elsewhere")
     leader.stop_followers()
     assert calls == ["here"] and multihost.is_leader()
 

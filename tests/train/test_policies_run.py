@@ -65,7 +65,7 @@ def adapters(config: Config) -> dict[Any, np.ndarray]:
     """Return the trained adapters of the newest checkpoint."""
     loaded = load_model(config.model.name)
     replica = Replica(config, adapted(loaded, LORA, config.seed, len(NAMES)))
-    leaves = {path: np.asarray(leaf) for path, leaf in flatten(replica.states[""].params).items()}
+    leaves = {path: np.asarray(leaf) for path, leaf in flatten(replica.states[0].params).items()}
     replica.close()
     return leaves
 

@@ -12,18 +12,21 @@ import pytest
 from lightning_jax.models.config import MeshConfig, PolicyConfig
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rl.multi_policy.prepare import keep_policy_calls
-from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, keep_policy_sequences
+from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, pack, unpack
+from lightning_jax.rl.multi_policy.weights import join_metrics, join_values
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config, WarmupConfig
 from lightning_jax.train.state import Replica
 
+BOTH_SCOPES = (PolicyScope("a", 0), PolicyScope("b", 1))
+
 
 def test_each_reads_its_own_sequences_and_no_place() -> None:
     made = [dataclasses.replace(sequence([1], [i]), adapter=index) for i, index in ((3, 1), (4, 0))]
-    assert keep_policy_sequences(made, 0) == [sequence([1], [4])]
-    assert keep_policy_sequences(made, 2) == []
+    assert PolicyScope("x", 0).sequences(made) == [sequence([1], [4])]
+    assert PolicyScope("z", 2).sequences(made) == []
+    assert ALL.sequences(made) == made
 
 
 def test_values_of_each_critic_return_to_their_calls() -> None:
@@ -31,12 +34,23 @@ def test_values_of_each_critic_return_to_their_calls() -> None:
         dataclasses.replace(transition([1], [i]), answered_by=name) for i, name in enumerate("abba")
     ]
     rollouts = [trajectory(*calls), trajectory(calls[1]), trajectory()]
-    by_policy = {
-        name: [tuple((float(c.response_token_ids[0]),) for c in t.transitions) for t in calls]
-        for name in "ab"
-        for calls in [keep_policy_calls(rollouts, name)]
-    }
-    assert join_values(rollouts, by_policy) == [((0.0,), (1.0,), (2.0,), (3.0,)), ((1.0,),), ()]
+    found = [
+        [
+            tuple((float(c.response_token_ids[0]),) for c in t.transitions)
+            for t in scope.calls(rollouts)
+        ]
+        for scope in BOTH_SCOPES
+    ]
+    joined = join_values(rollouts, BOTH_SCOPES, found)
+    assert joined == [((0.0,), (1.0,), (2.0,), (3.0,)), ((1.0,),), ()]
+    assert join_values(rollouts, (ALL,), [joined]) == joined
+    assert [scope.values(rollouts, joined) for scope in BOTH_SCOPES] == found
+
+
+def test_checkpoints_have_states_by_policy_or_a_single_one() -> None:
+    packed = pack(BOTH_SCOPES, [1, 2])
+    assert packed == {"a": 1, "b": 2} and unpack(BOTH_SCOPES, packed) == [1, 2]
+    assert pack((ALL,), [1]) == 1 and unpack((ALL,), 1) == [1]
 
 
 def row(num_tokens: float, entropy: float, **more: float) -> dict[str, float]:
@@ -52,7 +66,7 @@ def row(num_tokens: float, entropy: float, **more: float) -> dict[str, float]:
 def test_a_joint_row_counts_adds_and_weighs() -> None:
     some = row(1.0, 4.0, grad_norm=3.0, ratio_max=2.0, tokens_naive=10.0, tokens_per_s=5.0)
     others = row(3.0, 8.0, grad_norm=4.0, ratio_max=1.0, tokens_naive=40.0, tokens_per_s=10.0)
-    joined = join_metrics({"a": some | {"time/batching_s": 1.0}, "b": others})
+    joined = join_metrics(BOTH_SCOPES, [some | {"time/batching_s": 1.0}, others])
     assert joined["train/entropy"] == 7.0  # (1 x 4 + 3 x 8) / 4
     assert joined["train/num_tokens"] == 4.0 and joined["train/num_updates"] == 2.0
     assert joined["train/grad_norm"] == 5.0 and joined["train/ratio_max"] == 2.0
@@ -63,14 +77,15 @@ def test_a_joint_row_counts_adds_and_weighs() -> None:
 
 def test_a_policy_without_data_is_no_skipped_update_beside_one_that_learned() -> None:
     nothing = {"train/num_updates": 0.0, "train/skipped_updates": 1.0, "train/padding_share": 0.0}
-    joined = join_metrics({"a": row(2.0, 1.0, padding_share=0.5), "b": nothing})
+    joined = join_metrics(BOTH_SCOPES, [row(2.0, 1.0, padding_share=0.5), nothing])
     assert (joined["train/num_updates"], joined["train/skipped_updates"]) == (1.0, 0.0)
     assert joined["train/entropy"] == 1.0 and joined["train/padding_share"] == 0.5
     assert joined["train/skipped_updates/policy=b"] == 1.0
-    neither = join_metrics({"a": nothing, "b": nothing})
+    neither = join_metrics(BOTH_SCOPES, [nothing, nothing])
     assert (neither["train/num_updates"], neither["train/skipped_updates"]) == (0.0, 1.0)
     broken = row(1.0, math.nan) | {"train/skipped_updates": 1.0}
-    assert join_metrics({"a": broken, "b": row(1.0, 1.0)})["train/skipped_updates"] == 1.0
+    assert join_metrics(BOTH_SCOPES, [broken, row(1.0, 1.0)])["train/skipped_updates"] == 1.0
+    assert join_metrics((ALL,), [nothing]) == nothing
 
 
 ALONE = Config(
@@ -120,14 +135,13 @@ def test_a_policy_ends_where_it_would_alone_and_after_a_break_too(tmp_path: Path
     assert again.step == 2
     after(again, STEPS[2:])
     alone = replica(ALONE, tmp_path / "alone")
-    start = jax.device_get(alone.states[""].params)
-    after(alone, [keep_policy_sequences(step, 0) for step in STEPS])
-    same(again.states["a"], alone.states[""])
-    for name in "ab":
-        embedding = again.states[name].params["embed"]["embedding"]
+    start = jax.device_get(alone.states[0].params)
+    after(alone, [BOTH_SCOPES[0].sequences(step) for step in STEPS])
+    same(again.states[0], alone.states[0])
+    for state, reference in zip(again.states, again.reference, strict=True):
+        embedding = state.params["embed"]["embedding"]
         assert np.abs(embedding - start["embed"]["embedding"]).max() > 1e-3
-        assert again.reference is not None
-        same(again.reference[name], start)
+        same(reference, start)
     for trained in (again, alone):
         trained.close()
 
@@ -143,6 +157,6 @@ def test_frozen_weights_change_in_a_warm_up_only(tmp_path: Path) -> None:
     made, changed = replica(config, tmp_path), []
     for _ in range(4):
         made.advance()
-        changed.append(made.changed)
-    assert changed == [("a", "b"), ("a", "b"), ("a",), ("a",)]
+        changed.append([scope.policy for scope in made.changed])
+    assert changed == [["a", "b"], ["a", "b"], ["a"], ["a"]]
     made.close()

@@ -1,5 +1,6 @@
 """Tests that named files and tasks are compared between starts."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from coded import raises_coded
 from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.train.config import Config, WarmupConfig
-from lightning_jax.train.resume import NAME, changed_sources, digests, save_sources
+from lightning_jax.train.resume import NAME, changed_sources, digests
 
 
 @pytest.mark.parametrize("text", ["", '{"train tasks": "ab', "[1]"])
@@ -32,7 +33,8 @@ def test_an_edited_file_and_other_tasks_are_named(tmp_path: Path) -> None:
     moved = [task | {"url": "http://127.0.0.1:2/", "db": "/another/db"} for task in tasks]
     other = [task | {"text": "y"} for task in tasks]
     assert changed_sources(tmp_path, digests(config, tasks, [])) == []
-    save_sources(tmp_path, digests(config, tasks, []) | digests(program, tasks, []))
+    saved = digests(config, tasks, []) | digests(program, tasks, [])
+    (tmp_path / NAME).write_text(json.dumps(saved))
     assert changed_sources(tmp_path, digests(config, moved, [])) == []
     assert changed_sources(tmp_path, digests(config, other, tasks)) == ["dev tasks", "train tasks"]
     agent.write_text("two")
@@ -55,7 +57,7 @@ def test_another_source_of_the_agent_function_is_named(tmp_path: Path) -> None:
         return 0.5
 
     config = Config(agent=AgentConfig("no_such_file.py:run"))
-    save_sources(tmp_path, digests(config, [], [], first))
+    (tmp_path / NAME).write_text(json.dumps(digests(config, [], [], first)))
     assert changed_sources(tmp_path, digests(config, [], [], first)) == []
     assert changed_sources(tmp_path, digests(config, [], [], second)) == ["agent (its source)"]
     assert changed_sources(tmp_path, digests(config, [], [], abs)) == []  # has no source

@@ -35,13 +35,14 @@ from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train import run as run_module
-from lightning_jax.train import trainer
+from lightning_jax.train import collect, metrics, startup, trainer
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig, WarmupConfig
 from lightning_jax.train.metrics import plot_curves, read_metrics
-from lightning_jax.train.monitors import NotFinite
+from lightning_jax.train.monitors import FiniteWatch, NotFinite
 from lightning_jax.train.run import Run
+from lightning_jax.train.startup import load_trainable, open_run
+from lightning_jax.train.state import Replica
 from lightning_jax.train.trainer import train
 from lightning_jax.types import Task
 
@@ -98,7 +99,7 @@ def test_weights_that_train_are_loaded_in_float32(
     rank: int, dtype: str, model_dir: Path, tmp_path: Path
 ) -> None:
     named = ModelConfig(str(model_dir), dtype="bfloat16", lora=LoraConfig(rank=rank))
-    loaded = trainer._load(_config(model_dir, tmp_path, model=named))
+    loaded = load_trainable(_config(model_dir, tmp_path, model=named))
     assert loaded.params["embed"]["embedding"].dtype == dtype
 
 
@@ -206,7 +207,7 @@ def test_a_checkpoint_is_written_beside_the_next_rollouts(
         rollout=RolloutConfig(tasks_per_step=1, group_size=2),
         checkpoint=CheckpointConfig(every=1),
     )
-    sampling, run_requests, save = threading.Event(), run_module.run_requests, Checkpointer.save
+    sampling, run_requests, save = threading.Event(), collect.run_requests, Checkpointer.save
 
     async def seen(requests: Any, *rest: Any, **more: Any) -> Any:
         if requests[0].step == 1:
@@ -219,7 +220,7 @@ def test_a_checkpoint_is_written_beside_the_next_rollouts(
             raise CheckpointError("the disk is full.")
         save(self, step, *rest)
 
-    monkeypatch.setattr(run_module, "run_requests", seen)
+    monkeypatch.setattr(collect, "run_requests", seen)
     monkeypatch.setattr(Checkpointer, "save", late)
     with pytest.raises(CheckpointError, match="the disk is full"):
         asyncio.run(train(config, TASKS, []))
@@ -292,7 +293,7 @@ def _run_in_a_process(run_dir: Path, model_dir: Path) -> "subprocess.Popen[bytes
         "import asyncio, sys; sys.path[:0] = [sys.argv[1], sys.argv[1] + '/train']; "
         "import test_trainer as t; "
         "from pathlib import Path; config = t._short(Path(sys.argv[2]), Path(sys.argv[3])); "
-        "t.run_module.plot_curves = lambda *_: None; "
+        "t.metrics.plot_curves = lambda *_: None; "
         "asyncio.run(t.train(config, t.TASKS, t.TASKS))"
     )
     arguments = [sys.executable, "-c", code, str(TOY.parent), str(model_dir), str(run_dir)]
@@ -420,7 +421,7 @@ def test_one_process_at_a_time_works_in_a_run_directory(model_dir: Path, tmp_pat
     config = _config(model_dir, tmp_path / "run", num_steps=0)
 
     async def twice() -> None:
-        async with trainer.open_run(config, TASKS, []):
+        async with open_run(config, TASKS, []):
             with raises_coded(ConfigError, "locked", "run_dir"):
                 await train(config, TASKS, [])
 
@@ -492,7 +493,7 @@ def test_a_run_that_fails_while_it_opens_closes_its_store(
             closed.append(self.path)
             super().close()
 
-    monkeypatch.setattr(trainer, "Store", Watched)
+    monkeypatch.setattr(startup, "Store", Watched)
     config = _config(model_dir, tmp_path / "run", warmup=WarmupConfig(demonstrations=f"{TOY}:no"))
     with raises_coded(ConfigError, "no_such_function", "no"):
         asyncio.run(train(config, TASKS, TASKS))
@@ -502,7 +503,7 @@ def test_a_run_that_fails_while_it_opens_closes_its_store(
 def test_no_equal_group_moves_the_weights(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "plot_curves", plot_curves)
+    monkeypatch.setattr(metrics, "plot_curves", plot_curves)
     agent = AgentConfig(f"{TOY}:two_turns")
     rollout = RolloutConfig(tasks_per_step=2, group_size=2)
     config = _config(model_dir, tmp_path / "run", agent=agent, rollout=rollout, num_steps=1)
@@ -541,35 +542,34 @@ def test_groups_with_equal_returns_are_replaced(model_dir: Path, tmp_path: Path)
     replaced = sum(int(row["rollout/num_groups_replaced"]) for row in rows)
     assert replaced > 0
     # No task is skipped: unused tasks are kept in the checkpoint for the next step.
-    store = Store(tmp_path / "run" / "store.sqlite")
-    run = Run(config, load_model(str(model_dir)), store, TASKS, TASKS)
-    assert (run.step, len(run.spare_tasks)) == (2, -replaced % 3)
-    asyncio.run(run.close())
-    store.close()
+    replica = Replica(config, load_model(str(model_dir)))
+    assert replica.step == 2 and replica.progress is not None
+    assert len(replica.progress["spare_tasks"]) == -replaced % 3
+    replica.close()
 
 
 def test_steps_without_a_finite_gradient_stop_the_run(tmp_path: Path, model_dir: Path) -> None:
-    algorithm = AlgorithmConfig(max_nonfinite_steps=2)
-    config = _config(model_dir, tmp_path, algorithm=algorithm)
-    store = Store(tmp_path / "store.sqlite")
-    run = Run(config, load_model(str(model_dir)), store, TASKS, TASKS)
+    replica = Replica(_config(model_dir, tmp_path), load_model(str(model_dir)))
+    watch = FiniteWatch(replica.scopes, limit=2)
     good = [sequence([1], [2, 3])]
     bad = [sequence([1], [2, 3], weight=1e36)]  # the squared gradient norm overflows
     for sequences in (bad, good, [], bad):  # not in a row, because of the good step
-        metrics = run._update(sequences)
-    assert metrics["train/skipped_updates"] == metrics["train/num_updates"] == 1
-    assert run._update([])["train/num_updates"] == 0  # an empty step does not count
+        row = replica.update(sequences)
+        watch.observe(row, 0)
+    assert row["train/skipped_updates"] == row["train/num_updates"] == 1
+    empty = replica.update([])
+    assert empty["train/num_updates"] == 0
+    watch.observe(empty, 0)  # does not count
     with raises_coded(NotFinite, "not_finite"):
-        run._update(bad)
-    asyncio.run(run.close())
-    store.close()
+        watch.observe(replica.update(bad), 0)
+    replica.close()
 
 
 def test_samples_of_another_distribution_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    trainer._tell_of_bias(Config(num_steps=1))
+    trainer._warn_of_bias(Config(num_steps=1))
     assert caplog.messages == []
-    trainer._tell_of_bias(Config(num_steps=1, rollout=RolloutConfig(temperature=0.6)))
+    trainer._warn_of_bias(Config(num_steps=1, rollout=RolloutConfig(temperature=0.6)))
     assert caplog.messages == []  # gradients are taken at that temperature
-    trainer._tell_of_bias(Config(num_steps=1, rollout=RolloutConfig(temperature=0.0, top_k=5)))
+    trainer._warn_of_bias(Config(num_steps=1, rollout=RolloutConfig(temperature=0.0, top_k=5)))
     (record,) = records(caplog, "biased_sampling")
     assert record.settings == ["rollout.temperature", "rollout.top_k"]

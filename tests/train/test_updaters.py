@@ -178,7 +178,7 @@ def test_the_critic_is_saved_and_is_no_part_of_the_policy(tmp_path):
     assert jax.tree.structure(state.params) == jax.tree.structure(MODEL.params)
     checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
     checkpointer.save(1, state, {})
-    again = checkpointer.restore(fresh_state(made)).state
+    again = checkpointer.restore(fresh_state(made))
     for got, want in zip(*map(jax.tree.leaves, (again, state)), strict=True):
         np.testing.assert_array_equal(got, want)
     with raises_coded(CheckpointError, "mismatch") as caught:

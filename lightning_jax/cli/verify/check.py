@@ -8,6 +8,7 @@ from lightning_jax.cli.verify.compare import compare_all
 from lightning_jax.cli.verify.report import Report
 from lightning_jax.cli.verify.weights import find_sources
 from lightning_jax.errors import UserError
+from lightning_jax.rl.multi_policy.scope import ALL
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
@@ -46,12 +47,12 @@ def verify(run_dir: Path, *, limit: int | None = None, tolerance: float | None =
     with contextlib.closing(Store(run_dir / "store.sqlite")) as store:
         calls, not_compared = stored_calls(store)
         last_version = max((version.version for version in store.versions()), default=0)
-    # The initial weights may have answered, too. They are not any policy's, hence "".
+    # The initial weights may have answered, too, which belong to no single policy.
     weights_sources = {
-        policy: find_sources(run_dir, config, last_version, policy)
-        for policy in dict.fromkeys((*config.weights, ""))
+        scope: find_sources(run_dir, config, last_version, scope)
+        for scope in (*config.weight_scopes, ALL)
     }
-    versions = weights_sources[config.weights[0]].keys()
+    versions = weights_sources[config.weight_scopes[0]].keys()
     calls, reasons = with_known_weights(calls, versions)
     not_compared |= reasons
     if not calls:

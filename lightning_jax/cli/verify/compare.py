@@ -17,6 +17,7 @@ from lightning_jax.models.lora import adapted
 from lightning_jax.models.sharding import batch_sharding, make_mesh, num_row_shards, param_shardings
 from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.logprobs import response_logprobs
+from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope
 from lightning_jax.train.config import Config
 
 SHORTEST_ROW = 64  # tokens; rows are padded to this times a power of 2, one compile each
@@ -27,11 +28,11 @@ HEAD_CHUNK = 64  # response tokens whose logits are in memory at once
 def compare_all(
     calls: Sequence[StoredCall],
     config: Config,
-    weights_sources: Mapping[str, Mapping[int, WeightsSource]],
+    weights_sources: Mapping[PolicyScope, Mapping[int, WeightsSource]],
 ) -> tuple[VersionReport, ...]:
     """Return one report for each version of each policy with its own weights.
 
-    `weights_sources` is keyed by policy name. The numbers come from the trainer's function, dtype
+    The numbers come from the trainer's function, dtype
     and mesh.
     """
     named, mesh = config.model, make_mesh(config.mesh)
@@ -42,14 +43,16 @@ def compare_all(
     measure = jax.jit(
         partial(response_logprobs, config=model.config, remat=False, head_chunk=HEAD_CHUNK)
     )
-    by_weights: defaultdict[tuple[int, str], list[StoredCall]] = defaultdict(list)
+    by_weights: defaultdict[tuple[int, PolicyScope], list[StoredCall]] = defaultdict(list)
     for call in calls:
         policy = call.transition.answered_by
-        by_weights[call.version, policy if policy in config.weights else ""].append(call)
+        scope = next((scope for scope in config.weight_scopes if scope.policy == policy), ALL)
+        by_weights[call.version, scope].append(call)
     reports = []
     with tqdm(total=len(calls), desc="calls", unit="call", disable=None) as bar:
-        for (version, policy), group in sorted(by_weights.items(), key=lambda item: item[0]):
-            source = weights_sources[policy][version]
+        order = sorted(by_weights, key=lambda which: (which[0], which[1].policy))
+        for version, scope in order:
+            group, source = by_weights[version, scope], weights_sources[scope][version]
             params = jax.device_put(source.load(initial), shardings)
             comparisons: list[Comparison] = []
             for some, shape in _batches(group, num_row_shards(mesh)):

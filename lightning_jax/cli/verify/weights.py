@@ -14,6 +14,7 @@ from pathlib import Path
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.models.lora import overlay, trained_part
 from lightning_jax.models.transformer import Params
+from lightning_jax.rl.multi_policy.scope import PolicyScope
 from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.config import Config
 from lightning_jax.train.export import EXPORTED
@@ -28,16 +29,15 @@ class WeightsSource:
 
 
 def find_sources(
-    run_dir: Path, config: Config, last_version: int, policy: str = ""
+    run_dir: Path, config: Config, last_version: int, scope: PolicyScope
 ) -> dict[int, WeightsSource]:
     """Return the versions that the run directory still holds.
 
-    Each source's `load` takes the weights of `config.model`. `policy` names a policy with its own
-    weights.
+    Each source's `load` takes the weights of `config.model`. `scope` has weights of its own.
     """
+    policy, base = scope.policy, scope.base
     label = f"{policy}: " if policy else ""
-    base = config.policies[policy].base if policy else None
-    if base in (None, config.model.name):
+    if base is None or base == config.model.name:
         weights_sources = {0: WeightsSource(label + config.model.name, lambda initial: initial)}
     else:
         weights_sources = {0: WeightsSource(label + base, _loads(base, config))}

@@ -77,8 +77,9 @@ class JetStreamLoop(SlotLoop[_Channel]):
         tokenizer: Tokenizer,
         serve: ServeConfig,
     ) -> None:
-        super().__init__(programs, params, tokenizer, serve)
+        super().__init__(programs, tokenizer, serve)
         self.version = version
+        self._params = programs.put_on_mesh(params)
         self._adapter = JetStreamEngine(programs, self._params)
         self._driver: Any = None
         self._num_requests = self._num_tokens = 0

@@ -6,12 +6,11 @@ only one in memory.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.losses.policy import is_maximum
+from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope
 from lightning_jax.types import Metrics, Trajectory
 
 NORMS = ("train/grad_norm", "train/value_grad_norm")
@@ -25,40 +24,39 @@ SUMS = (
 )  # fmt: skip
 
 
-def keep_policy_sequences(
-    sequences: Sequence[TrainingSequence], index: int
-) -> list[TrainingSequence]:
-    """Return the sequences of the policy at `index`, marked for a learner of one policy."""
-    return [replace(sequence, adapter=None) for sequence in sequences if sequence.adapter == index]
-
-
 def join_values(
     trajectories: Sequence[Trajectory],
-    by_policy: Mapping[str, Sequence[Sequence[CallValues]]],
+    scopes: Sequence[PolicyScope],
+    found: Sequence[Sequence[tuple[CallValues, ...]]],
 ) -> list[tuple[CallValues, ...]]:
-    """Merge the values from each policy's critic, of its own calls, into those of all calls."""
+    """Merge the values that each scope's critic found of its calls into those of all calls."""
+    if scopes[0] == ALL:
+        return list(found[0])
     joined = []
-    for index, trajectory in enumerate(trajectories):
-        rest = {name: iter(values[index]) for name, values in by_policy.items()}
+    for trajectory, *parts in zip(trajectories, *found, strict=True):
+        rest = {scope.policy: iter(part) for scope, part in zip(scopes, parts, strict=True)}
         joined.append(tuple(next(rest[call.answered_by]) for call in trajectory.transitions))
     return joined
 
 
-def join_metrics(rows: Mapping[str, Metrics]) -> Metrics:
-    """Merge the metrics of each policy's update into one row, of at least one policy.
+def join_metrics(scopes: Sequence[PolicyScope], rows: Sequence[Metrics]) -> Metrics:
+    """Merge the metrics of the update of each scope's weights into one row.
 
-    Each policy's own metrics are added as `train/entropy/policy=writer`. Counts, losses and seconds
-    are summed, maxima stay maxima, norms are those of all gradients together, and the rest are
-    means over trained tokens. `train/skipped_updates` is 1 if no policy learned; otherwise policies
-    that had nothing to learn from do not count.
+    The row of `ALL` stays as it is. Otherwise each policy's own metrics are added as
+    `train/entropy/policy=writer`. Counts, losses and seconds are summed, maxima stay maxima, norms
+    are those of all gradients together, and the rest are means over trained tokens.
+    `train/skipped_updates` is 1 if no policy learned; otherwise policies that had nothing to learn
+    from do not count.
     """
-    names = dict.fromkeys(name for row in rows.values() for name in row)
-    joined = {name: _join(name, [row for row in rows.values() if name in row]) for name in names}
-    learned = [row["train/skipped_updates"] for row in rows.values() if row["train/num_updates"]]
+    if scopes[0] == ALL:
+        return rows[0]
+    names = dict.fromkeys(name for row in rows for name in row)
+    joined = {name: _join(name, [row for row in rows if name in row]) for name in names}
+    learned = [row["train/skipped_updates"] for row in rows if row["train/num_updates"]]
     joined["train/skipped_updates"] = sum(learned) if learned else 1.0
-    for policy, row in rows.items():
+    for scope, row in zip(scopes, rows, strict=True):
         of_training = {name: value for name, value in row.items() if name.startswith("train/")}
-        joined |= {f"{name}/policy={policy}": value for name, value in of_training.items()}
+        joined |= {f"{name}{scope.suffix}": value for name, value in of_training.items()}
     return joined
 
 

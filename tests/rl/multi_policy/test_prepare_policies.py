@@ -6,11 +6,8 @@ import pytest
 
 from lightning_jax.models.config import PolicyConfig
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.multi_policy.prepare import (
-    keep_policy_calls,
-    learning_parts,
-    prepare_policies,
-)
+from lightning_jax.rl.multi_policy.prepare import prepare_policies
+from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, credit_scopes
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.types import Trajectory, Transition
@@ -35,11 +32,11 @@ def test_own_calls_bear_what_the_calls_of_others_after_them_earned() -> None:
     whole = trajectory(
         call("a", 1, 1.0), call("b", 2, 2.0), call("a", 3, 4.0), call("b", 4, 8.0), reward=16.0
     )
-    of_a, of_b = (keep_policy_calls([whole], name)[0] for name in "ab")
+    of_a, of_b = (PolicyScope(name).calls([whole])[0] for name in "ab")
     assert [item.reward for item in of_a.transitions] == [3.0, 12.0]
     assert [item.reward for item in of_b.transitions] == [7.0, 8.0]  # a's first call precedes it
     assert (of_a.reward, of_b.reward) == (16.0, 16.0)  # the rollout's reward
-    assert keep_policy_calls([whole], "c")[0].transitions == ()
+    assert PolicyScope("c").calls([whole])[0].transitions == ()
 
 
 @pytest.mark.parametrize("credit", ["identical", "per_step"])
@@ -47,7 +44,7 @@ def test_independent_policies_learn_what_they_would_beside_frozen_ones(credit: s
     algorithm = AlgorithmConfig(credit=credit)
     made, metrics = prepare_policies(STEP, algorithm, POLICIES, policy_version=0)
     for index, name in enumerate(POLICIES):
-        alone, known = prepare_step(keep_policy_calls(STEP, name), algorithm, policy_version=0)
+        alone, known = prepare_step(PolicyScope(name).calls(STEP), algorithm, policy_version=0)
         mine = [item for item in made if item.adapter == index]
         assert [dataclasses.replace(item, adapter=None) for item in mine] == alone
         assert sum(item.weight * len(item.response_token_ids) for item in mine) == pytest.approx(1)
@@ -55,7 +52,8 @@ def test_independent_policies_learn_what_they_would_beside_frozen_ones(credit: s
             metrics.items()
         )
     frozen = POLICIES | {"rewriter": PolicyConfig(trains=False)}
-    assert list(learning_parts(STEP, algorithm, frozen)) == ["writer"]
+    assert [scope.policy for scope in credit_scopes(algorithm, frozen)] == ["writer"]
+    assert credit_scopes(algorithm, {}) == credit_scopes(JOINT, POLICIES) == (ALL,)
 
 
 def test_joint_policies_learn_from_one_sequence_of_calls() -> None:

@@ -207,7 +207,7 @@ def test_gathered_weights_become_the_engines() -> None:
         serving = plan.serving_mesh(config.serve.mesh, config.mesh, gpus)
         return {
             item.name: item.num_bytes
-            for item in plan._publish_items(MODEL.config, config, training, serving)
+            for item in plan.publish_items(MODEL.config, config, training, serving)
         }
 
     found = publishing(8, CONFIG.serve)

@@ -1,0 +1,202 @@
+"""Continuous batching: give requests slots, decode a step of all, and hand out the tokens."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning_jax.engine.cache.prefix_cache import PrefixCache
+from lightning_jax.engine.decode import Request, Stepper, Steps
+from lightning_jax.engine.generation import Delivery
+from lightning_jax.engine.grammar import GrammarCompiler, GrammarError
+from lightning_jax.engine.grammar_process import GrammarProcessLost, wait_readable
+from lightning_jax.engine.prefill import Prompts
+from lightning_jax.engine.response import SampledToken
+from lightning_jax.engine.scheduler import Admission, Scheduler
+from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.types import FinishReason
+
+log = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 4096  # per turn, for requests that start; the last one may exceed it
+MASK_TIMEOUT_S = 0.02  # longest wait for masks if all requests are sequential
+
+_COUNTERS = ("cancelled", "grammar_errors", "tokens_forced")
+
+
+class Batcher:
+    """Requests of one engine, its slots and its weights, on the engine's thread only."""
+
+    def __init__(
+        self, programs: SlotPrograms, params: Any, version: int, grammars: GrammarCompiler
+    ) -> None:
+        self._programs, self._grammars = programs, grammars
+        self._params, self._version = params, version
+        self._state = programs.init_state()
+        self._prefixes = PrefixCache(programs, version)
+        self._prompts = Prompts(programs, self._prefixes)
+        self._scheduler: Scheduler[Request] = Scheduler(programs.num_slots)
+        self._stepper = Stepper(programs)
+        self._ahead: Steps | None = None  # started, but its tokens are not handed out yet
+        self._retiring: list[Request] = []
+        self._outgoing: list[Delivery] = []
+        self._counts = dict.fromkeys(_COUNTERS, 0)
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a turn has work to do without new requests."""
+        return bool(self._scheduler.running or self._retiring or self._ahead)
+
+    def warmup(self) -> None:
+        """Compile all programs."""
+        self._state = self._prefixes.warmup(self._programs.warmup(self._params, self._state))
+
+    def load_weights(self, params: Any | None, version: int) -> None:
+        """Use these weights from the next step on. None: the same ones under a new version."""
+        self._version = version
+        self._prefixes.keep_all(version)
+        if params is not None:
+            self._params = params
+            self._prefixes.forget_all(version)
+
+    def turn(
+        self, submitted: Sequence[Request], cancelled: Sequence[Request | None]
+    ) -> list[Delivery]:
+        """Take in requests, decode one step, and return the results."""
+        for request in submitted:
+            self._scheduler.enqueue(request, request.tenant)
+        for request in cancelled:
+            self._finish(request, "cancelled")
+        self._retire()
+        for request in submitted:
+            if not request.finished:
+                self._prompts.hold(request)
+        self._begin()
+        self._step()
+        deliveries, self._outgoing = self._outgoing, []
+        return deliveries
+
+    def stats(self) -> dict[str, float]:
+        """Return counters since the start and the number of running requests, on any thread."""
+        counted = self._counts | self._prompts.counts | self._stepper.counts
+        counts = {f"serve/{name}": float(count) for name, count in counted.items()}
+        return counts | {
+            "serve/running": float(len(self._scheduler.running)),
+            "serve/compiles": float(self._programs.compiles),
+            "serve/prefix_cache_pages_used": float(self._prefixes.pages_used),
+            "serve/prefix_cache_evicted_pages": float(self._prefixes.evicted_pages),
+        }
+
+    def _begin(self) -> None:
+        """Assign free slots to waiting requests.
+
+        Long prompts are spread over several turns, so that running requests keep decoding in
+        between.
+        """
+        admissions: list[Admission[Request]] = []
+        num_tokens = 0
+        while num_tokens < PROMPT_TOKENS and (admission := self._scheduler.admit()):
+            admissions.append(admission)
+            num_tokens += len(admission.request.prompt)
+        self._state = self._prompts.begin(self._params, self._version, self._state, admissions)
+        for admission in admissions:
+            self._stepper.begin(admission.request, len(admission.request.prompt) - 1)
+            adjuster = admission.request.adjuster
+            if adjuster:
+                self._try(admission.request, lambda begin=adjuster.begin: begin(self._grammars))
+
+    def _step(self) -> None:
+        """Start one or more steps, then hand out the tokens of the previous ones, which are ready.
+
+        So the device never waits for the host. A request that has just ended runs once more in
+        vain. A sequential request, such as one with a grammar, needs its last token first. It is
+        held for a step while others run ahead. If all are sequential, each step's tokens are handed
+        out first, and one step serves all.
+        """
+        running = self._scheduler.running
+        before, self._ahead = self._ahead, None
+        if any(request.num_due and not request.is_sequential for request in running.values()):
+            self._take_masks(lambda: before is None or before.is_done)
+            self._ahead = self._dispatch()
+        else:
+            self._hand_out(before)
+            end = time.monotonic() + MASK_TIMEOUT_S
+            self._take_masks(lambda: time.monotonic() >= end)
+            before = self._dispatch()
+        self._hand_out(before)
+
+    def _take_masks(self, is_over: Callable[[], bool]) -> None:
+        """Take the masks of requests that may join the next step, until `is_over` returns True."""
+        while True:
+            late = []
+            for request in list(self._scheduler.running.values()):
+                adjuster = request.adjuster
+                if adjuster and not request.is_unread:
+                    self._try(request, adjuster.look)
+                    if adjuster.matcher and not adjuster.is_ready:
+                        late.append(adjuster.matcher.fileno())
+            if not late or is_over():
+                return
+            wait_readable(late, 0.001)
+
+    def _dispatch(self) -> Steps | None:
+        self._state, steps = self._stepper.start(
+            self._params, self._state, self._version, self._scheduler.running
+        )
+        return steps
+
+    def _hand_out(self, steps: Steps | None) -> None:
+        """Give each request that is still running its sampled tokens."""
+        if steps is not None:
+            for request, token in self._stepper.read(steps):
+                self._push(request, token)
+
+    def _push(self, request: Request, token: SampledToken) -> None:
+        chunk, reason = request.response.push(token)
+        self._outgoing.append(Delivery(request.generation, chunk, None))
+        self._counts["tokens_forced"] += token.forced
+        if reason:
+            self._finish(request, reason)
+        elif request.adjuster:
+            self._try(request, lambda push=request.adjuster.push: push(token.token_id))
+
+    def _try(self, request: Request, work: Callable[[], None]) -> None:
+        """Run grammar work for one request. An error ends only that request."""
+        try:
+            work()
+        except (GrammarError, GrammarProcessLost, OSError) as error:
+            number = len(request.response.tokens)
+            log.warning("a grammar failed after %d tokens: %s", number, error)
+            self._finish(request, "error")
+
+    def _finish(self, request: Request | None, reason: FinishReason) -> None:
+        """End a waiting or running request. Do nothing if it has already ended."""
+        if request is None or request.finished:
+            return
+        request.finished = True
+        if request.slot is None:
+            self._scheduler.remove(request)
+            self._prompts.let_go(request)
+        else:
+            self._scheduler.release(request.slot)
+            self._retiring.append(request)
+        if request.adjuster:
+            request.adjuster.end()
+        self._counts["cancelled"] += reason == "cancelled"
+        self._counts["grammar_errors"] += reason == "error"
+        completion = request.response.completion(reason)
+        self._outgoing.append(Delivery(request.generation, None, completion))
+
+    def _retire(self) -> None:
+        """Cache the keys and values of ended requests, and stop their slots.
+
+        This happens one turn late, so that no response waits for it.
+        """
+        ended, self._retiring = self._retiring, []
+        slots = [request.slot for request in ended if request.slot is not None]
+        for slot, request in zip(slots, ended, strict=True):
+            # The last token was sampled but never fed, so the row does not hold it.
+            ids = [*request.prompt, *(token.token_id for token in request.response.tokens)][:-1]
+            self._prefixes.keep(self._state, slot, ids, request.version, request.adapter)
+        if slots:
+            self._state = self._programs.retire(self._state, slots)

@@ -1,0 +1,146 @@
+"""Contents of a device's memory during a run: what is kept, and what a moment adds."""
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from lightning_jax.engine.cache.pages import PageCopier
+from lightning_jax.engine.cache.radix import PAGE
+from lightning_jax.engine.replicas import split_by_data
+from lightning_jax.models.attention.kv_cache import row_length
+from lightning_jax.models.lora import frozen_part, trained_part
+from lightning_jax.models.memory import (
+    activation_bytes,
+    cache_bytes,
+    logit_bytes,
+    spread_bytes,
+    used_weight_bytes,
+    weight_bytes,
+)
+from lightning_jax.models.sharding import cache_sharding, num_row_shards, platform_of
+from lightning_jax.models.transformer import DecoderConfig
+from lightning_jax.train.config import Config
+
+_MORE_DEVICES = "Use more devices (mesh.fsdp) or a smaller model.name"
+_SPLIT_SERVING = (
+    "Split them over more devices (serve.mesh.tensor, or mesh.tensor without a serve.mesh)"
+)
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """Memory of one device for one purpose. `setting` says how to reduce it."""
+
+    name: str
+    num_bytes: int
+    setting: str
+
+    def times(self, number: int) -> "MemoryItem":
+        """Return the item multiplied by `number`, the policies with their own weights."""
+        if number == 1:
+            return self
+        name = f"{self.name}, of {number} policies"
+        return replace(self, name=name, num_bytes=number * self.num_bytes)
+
+
+def state_items(
+    model: DecoderConfig, config: Config, mesh: Mesh, *, shares_base: bool
+) -> list[MemoryItem]:
+    """Return the memory of train states and their reference."""
+    algorithm, warmup = config.algorithm, config.warmup
+    weights = weight_bytes(model, mesh, jnp.float32, trained_part)
+    optimizers = [config.optimizer, warmup.optimizer][: 1 + (warmup.num_steps > 0)]
+    first = max(
+        weight_bytes(model, mesh, jnp.dtype(optimizer.mu_dtype), trained_part)
+        for optimizer in optimizers
+    )
+    half = ", or set optimizer.mu_dtype to bfloat16" if first == weights else ""
+    moments = MemoryItem("optimizer moments", weights + first, _MORE_DEVICES + half)
+    number = len(config.weight_scopes)
+    num_trained = sum(scope.trains for scope in config.weight_scopes)
+    items = [
+        MemoryItem("weights in float32", weights, _MORE_DEVICES).times(number),
+        moments.times(number if warmup.num_steps else num_trained),
+    ]
+    if frozen := weight_bytes(model, mesh, jnp.dtype(config.model.dtype), frozen_part):
+        use = ", shared with serving" if shares_base else " for training"
+        items.append(MemoryItem(f"frozen weights{use}", frozen, _MORE_DEVICES))
+    if algorithm.has_reference:
+        without = "algorithm.loss to clip" if algorithm.loss == "dpo" else "algorithm.kl_coef to 0"
+        reference = MemoryItem("reference policy", weights, f"Set {without}")
+        items.append(reference.times(num_trained))
+    return items
+
+
+def serving_items(
+    model: DecoderConfig, config: Config, mesh: Mesh, *, shares_base: bool
+) -> list[MemoryItem]:
+    """Return the memory of the engines."""
+    serve, dtype = config.serve, jnp.dtype(config.model.dtype)
+    sharding = cache_sharding(model, mesh)
+    length = row_length(serve.max_len, platform_of(sharding))
+    slots = cache_bytes(model, serve.slots, length, sharding, dtype)
+    num_pages = PageCopier(model, serve, dtype, sharding).num_pages
+    pages = num_pages * cache_bytes(model, 1, PAGE, sharding, dtype)
+    whole = weight_bytes(model, mesh, dtype)
+    weights = weight_bytes(model, mesh, dtype, trained_part) if shares_base else whole
+    fewer = f"Lower serve.slots={serve.slots} or serve.max_len={serve.max_len}"
+    smaller = f"Lower serve.prefix_cache_mib={serve.prefix_cache_mib:g}"
+    number = len(config.weight_scopes)
+    items = [
+        MemoryItem("serving weights", weights, _SPLIT_SERVING).times(number),
+        MemoryItem("KV cache of the slots", slots, fewer).times(number),
+        MemoryItem("prefix cache", pages, smaller).times(number),
+    ]
+    initial = [name for name, role in config.roles.items() if role.served_by == "initial"]
+    if initial:
+        setting = f"Set roles.{initial[0]}.served_by to policy"
+        name = "initial weights and their KV cache"
+        items.append(MemoryItem(name, whole + slots + pages, setting))
+    return items
+
+
+def step_items(model: DecoderConfig, config: Config, mesh: Mesh) -> list[MemoryItem]:
+    """Return the memory that the gradients of one microbatch need.
+
+    The first item also exists between microbatches.
+    """
+    batch, dtype, remat = config.batch, config.model.dtype, config.model.remat
+    activation_dtype = jnp.dtype(config.model.activation_dtype or dtype)
+    weights = weight_bytes(model, mesh, jnp.float32, trained_part)
+    rows = -(-batch.rows // num_row_shards(mesh))
+    used = used_weight_bytes(model, mesh, remat=remat, dtype=dtype)
+    token = activation_bytes(model, mesh, remat=remat, dtype=activation_dtype)
+    # Logits of one chunk, their probabilities, and their gradient.
+    logits = 3 * rows * batch.head_chunk * logit_bytes(model, mesh)
+    if remat:
+        cheaper = "Set model.dtype to bfloat16" if dtype != "bfloat16" else _MORE_DEVICES
+        shorter = f"rows={batch.rows}" if rows > 1 else f"row_len={batch.row_len}"
+        smaller = f"Lower batch.{shorter}"
+    else:
+        cheaper = smaller = "Set model.remat to true"
+    return [
+        MemoryItem("gradients", weights, _MORE_DEVICES),
+        MemoryItem("microbatch gradients and gathered weights", weights + used, cheaper),
+        MemoryItem("activations", rows * batch.row_len * token, smaller),
+        MemoryItem("logits", logits, f"Lower batch.head_chunk={batch.head_chunk}"),
+    ]
+
+
+def publish_items(
+    model: DecoderConfig, config: Config, training: Mesh, serving: Mesh
+) -> tuple[MemoryItem, MemoryItem]:
+    """Return the memory of weights in transit.
+
+    These are the weights spread over the training devices, and new weights next to old ones on the
+    serving devices. Engines use the spread weights directly if they are already on their devices.
+    Sets of weights are transferred one at a time.
+    """
+    dtype = jnp.dtype(config.model.dtype)
+    cast = spread_bytes(model, training, split_by_data(serving)[0], dtype)
+    new = weight_bytes(model, serving, dtype, trained_part)
+    return (
+        MemoryItem("weights cast for serving", cast, "Use more devices (mesh.fsdp)"),
+        MemoryItem("new serving weights beside the old", new, _SPLIT_SERVING),
+    )

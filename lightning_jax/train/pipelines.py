@@ -1,0 +1,70 @@
+"""Tasks and demonstrations of a run's steps, with positions that a checkpoint saves."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_jax.gateway.routing import Routing
+from lightning_jax.loading import load_function
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.train.config import Config
+from lightning_jax.train.demonstrations import demonstration_sequences
+from lightning_jax.train.tasks import TaskIterator, evenly_spaced, group_tasks
+from lightning_jax.types import Metrics, Task
+
+
+class Pipelines:
+    """Endless pipelines of training tasks and demonstrations, and the fixed dev tasks."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        train_tasks: Sequence[Task],
+        dev_tasks: Sequence[Task],
+    ) -> None:
+        warmup = config.warmup
+        self.dev_tasks = evenly_spaced(dev_tasks, config.eval.num_tasks)
+        self._train_tasks = train_tasks
+        self._tasks = TaskIterator(train_tasks, config.rollout.tasks_per_step, config.seed)
+        self._spare: list[Task] = []  # drawn from `_tasks` but not used yet
+        groups = group_tasks(train_tasks, warmup.group_by, warmup.group_size)
+        self._groups = TaskIterator(groups, warmup.groups_per_step, config.seed + 1)
+        self._demonstrate = load_function(warmup.demonstrations) if warmup.demonstrations else None
+        self._tokenizer, self._routing = tokenizer, Routing(config.roles, config.policies)
+
+    def next_tasks(self, number: int) -> list[Task]:
+        """Return the next training tasks."""
+        while len(self._spare) < number:
+            self._spare += next(self._tasks)
+        taken, self._spare = self._spare[:number], self._spare[number:]
+        return taken
+
+    def next_demonstrations(self) -> tuple[list[TrainingSequence], Metrics]:
+        """Return (sequences of the next warm-up step, numbers of its tasks and conversations)."""
+        assert self._demonstrate is not None, "config checks that a warm-up has demonstrations"
+        tasks = [task for group in next(self._groups) for task in group]
+        conversations = self._demonstrate(tasks)
+        # The function leaves out tasks without a demonstration.
+        counts = {"num_tasks": len(tasks), "num_conversations": len(conversations)}
+        sequences = demonstration_sequences(conversations, self._tokenizer, self._routing)
+        return sequences, {f"train/{name}": float(count) for name, count in counts.items()}
+
+    def progress(self) -> dict[str, Any]:
+        """Return the positions as a JSON object."""
+        return {
+            "tasks": self._tasks.state(),
+            "spare_tasks": list(self._spare),
+            "demonstrations": self._groups.state(),
+        }
+
+    def restore(self, progress: dict[str, Any] | None) -> None:
+        """Continue at the positions of `progress`. Without it, stay at the beginning."""
+        if progress is None:
+            return
+        self._tasks.restore(progress["tasks"])
+        # Use the tasks as they are now: a path or a URL in a task may have changed.
+        present = {task["id"]: task for task in self._train_tasks}
+        spare: list[Task] = progress.get("spare_tasks", [])
+        self._spare = [present.get(task["id"], task) for task in spare]
+        self._groups.restore(progress["demonstrations"])

@@ -1,0 +1,183 @@
+"""Construction of a run from its settings and its directory, in order: model, state, engines,
+gateway, runner.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+from filelock import FileLock, Timeout
+
+from lightning_jax.engine.by_policy import LoopsByPolicy
+from lightning_jax.engine.engine import Engine, make_programs
+from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.routing import Routing
+from lightning_jax.models.config import AUTO
+from lightning_jax.models.formats.load import LoadedModel, load_model
+from lightning_jax.models.lora import adapted
+from lightning_jax.models.precision import resolve_dtype
+from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.rl.choices import load_choices
+from lightning_jax.rl.multi_policy.scope import ALL
+from lightning_jax.rollouts.collect import with_ids
+from lightning_jax.rollouts.event_loop import isolate_agent
+from lightning_jax.rollouts.program import make_agent
+from lightning_jax.rollouts.runner import AgentFunction, Runner, as_agent
+from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.system.files import make_private, warn_if_open
+from lightning_jax.system.threads import run_in_thread
+from lightning_jax.traces.store import Store
+from lightning_jax.train.config import Config
+from lightning_jax.train.memory import plan
+from lightning_jax.train.multihost import Leader
+from lightning_jax.train.pipelines import Pipelines
+from lightning_jax.train.resume import SETTINGS, digests, find_changes, resume
+from lightning_jax.train.run import Run
+from lightning_jax.train.runtime import freeze_objects
+from lightning_jax.train.state import Replica
+from lightning_jax.types import Task
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_run(
+    config: Config,
+    train_tasks: Sequence[Task],
+    dev_tasks: Sequence[Task],
+    *,
+    agent: AgentFunction | None = None,
+) -> AsyncIterator[Run]:
+    """Yield a run at the current step of its directory, with its server running.
+
+    Everything is closed at the end.
+    """
+    _check_orchestrator(config)
+    made = make_agent(config.agent) if agent is None else as_agent(agent)
+    algorithm = load_choices(config.algorithm)
+    train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
+    directory = Path(config.run_dir)
+    async with AsyncExitStack() as at_end:  # last in, first out
+        at_end.enter_context(_locked(directory))  # before loading the model, which takes long
+        config = with_dtypes(config)
+        sources = digests(config, train_tasks, dev_tasks, agent)
+        changed = find_changes(config, sources)
+        model = _model_that_fits(config)
+        store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
+        pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks)
+        mesh = serving_mesh(config.serve.mesh, config.mesh)
+        programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
+        make_engine = partial(Engine, serve=config.serve, programs=programs)
+        has_initial = any(role.served_by == "initial" for role in config.roles.values())
+        # Before the state takes ownership of the weights.
+        initial = make_engine(model) if has_initial else None
+        replica = Replica(replace(config, algorithm=algorithm), model)
+        at_end.callback(replica.close)
+        leader = Leader(replica)
+        at_end.callback(leader.stop_followers)
+        pipelines.restore(replica.progress)
+        resume(store, config, sources, changed, replica.step)
+        leader.tell(Replica.publish_all)
+        engines = [
+            make_engine(replace(model, params=params), version=replica.step, share_base=True)
+            for params in [state.policy for state in replica.states]
+        ]
+        running = engines if initial is None else [*engines, initial]
+        for engine in running:
+            at_end.callback(engine.close)
+        gateway = Gateway(
+            _responders(config, engines),
+            store,
+            routing=Routing(config.roles, config.policies),
+            initial=None if initial is None else _responders(config, [initial] * len(engines)),
+        )
+        at_end.push_async_callback(gateway.close)
+        isolated = await at_end.enter_async_context(isolate_agent(made))
+        await gateway.start()
+        for engine in running:
+            await run_in_thread(engine.warmup)
+            engine.start()
+        at_end.enter_context(freeze_objects())
+        runner = Runner(isolated, gateway, config.rollout, config.seed)
+        run = Run(replica.config, model, pipelines, leader, engines, runner)
+        at_end.push_async_callback(run.close)
+        yield run
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Lock the directory. Raises ConfigError if another process trains there."""
+    make_private(directory)
+    warn_if_open(directory)
+    lock = FileLock(directory / "run.lock", blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"another process trains in {directory}; stop it, wait for it, or set another run_dir.",
+            reason="locked",
+            key="run_dir",
+        ) from None
+    except (OSError, NotImplementedError) as error:  # a file system without locks
+        log.info("%s cannot be locked (%s); do not start a second run there", directory, error)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def with_dtypes(config: Config) -> Config:
+    """Return the settings with dtypes in place of auto.
+
+    A run that has begun keeps its first choice. With several processes nothing is measured, so the
+    file is not read. One of them may be writing it.
+    """
+    model, saved = config.model, Path(config.run_dir) / SETTINGS
+    if model.dtype == AUTO and jax.process_count() == 1 and saved.exists():
+        began = load_config(Config, [str(saved)], only=["model"]).model
+        model = replace(model, dtype=began.dtype, activation_dtype=began.activation_dtype)
+    return replace(config, model=resolve_dtype(model))
+
+
+def load_trainable(config: Config) -> LoadedModel:
+    """Load the model, with all trained weights in float32.
+
+    If rounded to bfloat16 first, a weight would have to move by half the grid spacing before any
+    computation changed.
+    """
+    dtype = config.model.dtype if config.model.lora.rank else "float32"
+    model = load_model(config.model.name, dtype, config.model.activation_dtype)
+    return adapted(model, config.model.lora, config.seed, config.num_adapters)
+
+
+def _model_that_fits(config: Config) -> LoadedModel:
+    """Load the model. Raises ConfigError if the run would not fit in a device's memory."""
+    model = load_trainable(config)
+    planned = plan.make_plan(model.config, config, plan.device_capacity())
+    log.info("%s", plan.one_line(planned))
+    if config.policies:  # shows a misspelled name, which makes one more policy
+        words = (f"{k}" + " (frozen)" * (not v.trains) for k, v in config.policies.items())
+        log.info("policies: %s", ", ".join(words))
+    plan.check_plan(planned)
+    return model
+
+
+def _check_orchestrator(config: Config) -> None:
+    """Raise ConfigError for a run that trains with JetStream, which cannot swap weights."""
+    if config.serve.orchestrator != "native" and config.total_steps > 0:
+        raise ConfigError(
+            f"serve.orchestrator is {config.serve.orchestrator!r}, which cannot take new weights, "
+            f"and {config.total_steps} steps are to be trained; set it to native, or set num_steps "
+            "and warmup.num_steps to 0 to only evaluate.",
+            reason="conflict",
+            key="serve.orchestrator",
+        )
+
+
+def _responders(config: Config, engines: Sequence[Engine]) -> Engine | LoopsByPolicy:
+    """Return the gateway's view of the engines, of which there is one per weight scope."""
+    return engines[0] if config.weight_scopes == (ALL,) else LoopsByPolicy(engines)
