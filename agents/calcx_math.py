@@ -162,11 +162,6 @@ async def run_without_tool(task: Task, llm: Any) -> float:
     return reward(task["result"], final_reply(await solve(task, llm, use_tool=False)))
 
 
-def usage() -> calculator_client.Usage:
-    """Return the counters of this process's calculators."""
-    return calculator_client.USAGE
-
-
 # ---- Demonstrations ----------------------------------------------------------------------------
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")

@@ -17,12 +17,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from data.musique import corpus_of, load_musique, read_corpus
-
-from lightning_jax.train.config import DataConfig
 from lightning_jax.types import Task
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "agents"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "data"))
+from musique import corpus_of, load_musique, read_corpus
 from musique_rag import queries
 from paragraph_index import RETRIEVERS, ParagraphIndex, open_index
 from sentence_encoder import PACKAGED
@@ -74,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tasks, _ = load_musique(args.root, "dev", DataConfig(), folder)
+        tasks, _ = load_musique(args.root, "dev", folder)
         corpus = corpus_of(args.root, folder)
         if args.paragraphs:
             write_subset(corpus, tasks, args.paragraphs, folder / "corpus.jsonl")

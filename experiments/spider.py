@@ -11,15 +11,11 @@ after a few minutes of training on 2 CPU cores. `data.root=DIR` reads Spider as 
 command resumes after a crash, and `run_dir=DIR` starts another run.
 """
 
-from data.spider import load_spider
+import sys
 
-from lightning_jax.cli.train import load_splits, run_main, train_and_report
-from lightning_jax.train.config import Config
+from lightning_jax.cli.main import main
 
-
-def main(config: Config) -> None:
-    train_and_report(config, *load_splits(config, load_spider))
-
+LOAD = "data.load=experiments/data/spider.py:load_spider"
 
 if __name__ == "__main__":
-    run_main(main, __doc__)
+    sys.exit(main(["train", LOAD, *sys.argv[1:]]))

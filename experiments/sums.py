@@ -16,15 +16,11 @@ Settings for other agents on the same task (the last one runs in an environment 
 The same command resumes after a crash, and `run_dir=DIR` starts another run.
 """
 
-from data.sums import load_sums
+import sys
 
-from lightning_jax.cli.train import load_splits, run_main, train_and_report
-from lightning_jax.train.config import Config
+from lightning_jax.cli.main import main
 
-
-def main(config: Config) -> None:
-    train_and_report(config, *load_splits(config, load_sums))
-
+LOAD = "data.load=experiments/data/sums.py:load_sums"
 
 if __name__ == "__main__":
-    run_main(main, __doc__)
+    sys.exit(main(["train", LOAD, *sys.argv[1:]]))

@@ -18,7 +18,14 @@ T = TypeVar("T")
 # Placeholder for a secret in a saved file. Loading such a file requires the value to be set.
 HIDDEN = "???"
 SECRET = "api_key"  # field that is never saved, in any section
-MOVED = {"rollout.agent": "agent.function"}  # old keys and their new names
+MOVED = {  # old keys and their new names
+    "rollout.agent": "agent.function",
+    "search": "data.options.search",
+    **{
+        f"data.{name}": f"data.options.{name}"
+        for name in ("max_schema_chars", "require_rows", "sources", "max_question_chars")
+    },
+}
 
 
 class ConfigError(UserError, ValueError):

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from log_events import records
 
 from lightning_jax.cli.main import main
 from lightning_jax.cli.runtime import STOPPED
-from lightning_jax.cli.train import load_splits
 from lightning_jax.loading import load_function
 from lightning_jax.models.formats.load import load_model, save_hf
 from lightning_jax.models.formats.param_names import ModelError
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import Config
+from lightning_jax.train.config import Config, DataConfig
+from lightning_jax.train.data import load_tasks
 from lightning_jax.train.memory.plan import GIB, MemoryItem, Plan, one_line
 from lightning_jax.train.report import failure_table
 
@@ -107,14 +108,16 @@ def test_command_prints_what_is_promised(
     _assert_promised(name, (printed.err or printed.out).splitlines()[-1])
 
 
-def test_task_counts_are_printed_as_promised(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_task_counts_are_logged_as_promised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load(root: object, split: str, *_: object) -> tuple[list[dict[str, str]], dict[str, int]]:
-        return [{"id": f"{split}{i}"} for i in range(1 + (split == "train"))], {}
-
-    load_splits(Config(run_dir=str(tmp_path / "run")), load)
-    _assert_promised("task_counts", capsys.readouterr().out.strip())
+    for split, questions in (("train", "ab"), ("dev", "c")):
+        lines = [f'{{"question": "{question}"}}\n' for question in questions]
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    caplog.set_level("INFO", "lightning_jax")
+    load_tasks(Config(data=DataConfig(root=str(tmp_path))))
+    (record,) = records(caplog, "tasks_loaded")
+    _assert_promised("task_counts", record.getMessage())
 
 
 def test_every_promise_is_tested() -> None:

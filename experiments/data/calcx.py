@@ -10,16 +10,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from data.generated_problems import generated_problems
-from lightning_jax.train.config import DataConfig
-from lightning_jax.train.task_files import (
-    DatasetError,
-    Record,
-    check_split,
-    limit_tasks,
-    read_records,
-    require_text,
-)
+from dataset_files import require_text
+from generated_problems import generated_problems
+
+from lightning_jax.schema import Count
+from lightning_jax.train.task_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
 
 # File names of the splits as published. Calc-X's test split is never read.
@@ -27,7 +22,12 @@ _NAMES = {"train": ("train",), "dev": ("dev", "validation")}
 
 
 def load_calcx(
-    root: str | Path | None, split: str, config: DataConfig, cache_dir: str | Path
+    root: str | Path | None,
+    split: str,
+    cache_dir: str | Path,
+    *,
+    sources: tuple[str, ...] | None = None,
+    max_question_chars: Count | None = None,
 ) -> tuple[list[Task], dict[str, int]]:
     """Return the split's tasks in file order, and the number left out for each reason.
 
@@ -35,23 +35,26 @@ def load_calcx(
     other fields of its row. `root` None is the generated set. Otherwise it is a folder with the
     published parquet or jsonl files (`train-*.parquet` there or in `data/`, `validation.jsonl`), or
     with the compact `train.jsonl.gz`. Writes nothing to `cache_dir`. Raises DatasetError.
+
+    Tasks are left out if they are not from one of the `sources`, if their question is longer than
+    `max_question_chars`, or if their result is not a number.
     """
-    check_split(split)
     if root is None:
-        where, rows = "the generated set", _numbered(generated_problems(split))
+        rows = _numbered(generated_problems(split))
     else:
-        folder = Path(root).expanduser().absolute()
-        where, rows = str(folder), _rows(folder, split)
-    tasks, dropped = _filter(rows, config)
-    tasks = limit_tasks(tasks, split, config.max_train_tasks, dropped)
-    if not tasks:
-        raise DatasetError(
-            f"{where} gives 0 {split} tasks (left out: {dict(dropped)}); expected at least 1, "
-            "relax data.sources, data.max_question_chars or data.max_train_tasks.",
-            reason="empty",
-            key=split,
-        )
-    return tasks, dict(dropped)
+        rows = _rows(Path(root).expanduser().absolute(), split)
+    tasks, left_out = [], Counter[str]()
+    for where, row in rows:
+        task = _task(row, where)
+        if sources is not None and task["source"] not in sources:
+            left_out["other_source"] += 1
+        elif max_question_chars is not None and len(task["question"]) > max_question_chars:
+            left_out["question_too_long"] += 1
+        elif task["result"] is None:
+            left_out["result_is_no_number"] += 1
+        else:
+            tasks.append(task)
+    return tasks, dict(left_out)
 
 
 _SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # thousands separator; 3_1/2 is a mixed number
@@ -72,28 +75,6 @@ def plain_number(text: Any) -> str | None:
     return number
 
 
-def _filter(
-    rows: Iterator[tuple[str, Record]], config: DataConfig
-) -> tuple[list[Task], Counter[str]]:
-    dropped: Counter[str] = Counter()
-    tasks, seen = [], set()
-    for where, row in rows:
-        task = _task(row, where)
-        reason = _reason_to_drop(task, config)
-        if reason is not None:
-            dropped[reason] += 1
-            continue
-        if task["id"] in seen:
-            raise DatasetError(
-                f"{where}: id {task['id']!r} was used before; expected unique ids.",
-                reason="duplicate",
-                key="id",
-            )
-        seen.add(task["id"])
-        tasks.append(task)
-    return tasks, dropped
-
-
 def _task(row: Record, where: str) -> Task:
     """Return the row with `source` and a plain `result`, which is None if it is not a number."""
     require_text(row, ("id", "question"), where)
@@ -105,15 +86,6 @@ def _task(row: Record, where: str) -> Task:
         )
     source = row.get("source") or row.get("source_ds") or "unknown"
     return row | {"source": source, "result": plain_number(row["result"])}
-
-
-def _reason_to_drop(task: Task, config: DataConfig) -> str | None:
-    if config.sources is not None and task["source"] not in config.sources:
-        return "other_source"
-    longest = config.max_question_chars
-    if longest is not None and len(task["question"]) > longest:
-        return "question_too_long"
-    return "result_is_no_number" if task["result"] is None else None
 
 
 # ---- Files ---------------------------------------------------------------------------------------

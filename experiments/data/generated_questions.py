@@ -5,7 +5,7 @@ import sqlite3
 from collections.abc import Iterator
 from typing import Any
 
-from data.generated_domains import Table, World, columns_of
+from generated_domains import Table, World, columns_of
 
 Question = tuple[str, tuple[str, ...], str]  # kind, wordings, query
 

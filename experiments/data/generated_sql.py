@@ -13,9 +13,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from data.generated_domains import WORLDS, Table, World, columns_of
-from data.generated_questions import Question, all_questions
-from lightning_jax.train.task_files import make_directory
+from dataset_files import make_directory
+from generated_domains import WORLDS, Table, World, columns_of
+from generated_questions import Question, all_questions
 
 VERSION = 1  # increase when the set changes, so that old cached copies are not read
 _PER_DATABASE = {"train": 80, "dev": 60}

@@ -4,27 +4,28 @@ MuSiQue: Trivedi et al., TACL 2022. The release gives each question its own twen
 corpus that an agent searches is the union of all of them.
 """
 
+import atexit
+import functools
 import gzip
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from data.musique_generated import generated_root
-from lightning_jax.train.config import DataConfig
-from lightning_jax.train.task_files import (
-    DatasetError,
-    Record,
-    check_split,
-    limit_tasks,
-    make_directory,
-    read_records,
-    require_text,
-)
+from dataset_files import make_directory, require_text, wrong_field
+from musique_generated import generated_root
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+from side_process import side_process
+
+from lightning_jax.schema import Count, Positive
+from lightning_jax.train.task_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
+
+SEARCH = Path(__file__).parents[2] / "agents" / "paragraph_search.py"
 
 _RELEASED = {split: f"musique_ans_v1.0_{split}.jsonl" for split in ("train", "dev")}
 _CORPUS = "corpus.jsonl.gz"
@@ -32,37 +33,64 @@ _CORPUS = "corpus.jsonl.gz"
 Paragraph = dict[str, str]  # pid, title, text
 
 
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Search:
+    """Search of a corpus by agents/paragraph_search.py."""
+
+    retriever: Literal["bm25", "dense"] = "bm25"
+    encoder: str = "all-MiniLM-L6-v2"  # for dense: this name, a directory or a hub id
+    index: str | None = None  # folder with an index of this corpus; None: build and keep one
+    top_k: Count = 3  # paragraphs per query
+    max_chars: Count = 500  # length limit of a paragraph
+    start_timeout_s: Positive = 3600.0  # a large dense index takes long to build
+
+
+def load_with_search(
+    root: str | Path | None, split: str, cache_dir: str | Path, *, search: Search | None = None
+) -> tuple[list[Task], dict[str, int]]:
+    """Return the tasks of `load_musique` with `search_url`, the address of the corpus's search.
+
+    The search is a separate process, which ends with this one.
+    """
+    tasks, left_out = load_musique(root, split, cache_dir)
+    url = _start_search(search or Search(), corpus_of(root, cache_dir), Path(cache_dir))
+    return [task | {"search_url": url} for task in tasks], left_out
+
+
+@functools.cache  # both splits share a process
+def _start_search(search: Search, corpus: Path, cache_dir: Path) -> str:
+    """Start the search and return its address. By default the index is next to the data."""
+    encoder = [Path(search.encoder).name] if search.retriever == "dense" else []
+    name = "-".join(["index", corpus.parent.name, search.retriever, *encoder])
+    command = (
+        *(str(SEARCH), "--corpus", str(corpus), "--index", search.index or str(cache_dir / name)),
+        *("--retriever", search.retriever, "--encoder", search.encoder),
+        *("--top-k", str(search.top_k), "--max-chars", str(search.max_chars), "--end-with-stdin"),
+    )
+    until_exit = ExitStack()
+    process = side_process(command, start_timeout_s=search.start_timeout_s)
+    url = until_exit.enter_context(process)["url"]
+    atexit.register(until_exit.close)
+    print(f"search: {search.retriever} over {corpus} at {url}")
+    return url
+
+
 def load_musique(
-    root: str | Path | None,
-    split: str,
-    config: DataConfig,
-    cache_dir: str | Path,
-    *,
-    corpus: "Corpus | None" = None,
+    root: str | Path | None, split: str, cache_dir: str | Path
 ) -> tuple[list[Task], dict[str, int]]:
     """Return the split's tasks in file order, and the number left out for each reason.
 
     A task has `id`, `question`, `answer`, `answer_aliases`, `hops`, `supporting` (pids) and
     `decomposition`: for each hop `question`, `answer` and `paragraph` (pid, title, text). `root`
-    None is the generated set. Generated files are written once, under `cache_dir`. To load both
-    splits, read the `corpus` once and pass it. Raises DatasetError.
+    None is the generated set. Generated files are written once, under `cache_dir`. Raises
+    DatasetError.
     """
-    check_split(split)
     folder, released = _find(root, Path(cache_dir).absolute())
-    if corpus is None:
-        corpus = read_corpus(corpus_of(root, cache_dir))
+    corpus = read_corpus(corpus_of(root, cache_dir))
     if released:
-        read, dropped = _released_tasks(folder / _RELEASED[split], corpus)
-    else:
-        read, dropped = list(_compact_tasks(folder / f"{split}.jsonl.gz", corpus)), Counter()
-    tasks = limit_tasks(read, split, config.max_train_tasks, dropped)
-    if not tasks:
-        raise DatasetError(
-            f"{folder} gives 0 {split} tasks (left out: {dict(dropped)}); expected at least 1.",
-            reason="empty",
-            key=split,
-        )
-    return tasks, dict(dropped)
+        tasks, left_out = _released_tasks(folder / _RELEASED[split], corpus)
+        return tasks, dict(left_out)
+    return list(_compact_tasks(folder / f"{split}.jsonl.gz", corpus)), {}
 
 
 def corpus_of(root: str | Path | None, cache_dir: str | Path) -> Path:
@@ -112,17 +140,9 @@ def read_corpus(path: Path) -> Corpus:
     for where, row in read_records(path):
         require_text(row, ("pid", "text"), where)
         if not isinstance(row.get("title"), str):
-            raise DatasetError(
-                f"{where}: title is {row.get('title')!r}; expected a text.",
-                reason="wrong_type",
-                key="title",
-            )
+            raise wrong_field(where, "title", row.get("title"), "a text")
         if row["pid"] in by_pid:
-            raise DatasetError(
-                f"{where}: pid {row['pid']!r} was used before; expected unique ids.",
-                reason="duplicate",
-                key="pid",
-            )
+            raise wrong_field(where, "pid", row["pid"], "a unique id", "duplicate")
         by_pid[row["pid"]] = {key: row[key] for key in ("pid", "title", "text")}
     return Corpus(by_pid, {(item["title"], item["text"]): pid for pid, item in by_pid.items()})
 
@@ -148,33 +168,20 @@ def _find(root: str | Path | None, cache: Path) -> tuple[Path, bool]:
 
 
 def _compact_tasks(path: Path, corpus: Corpus) -> Iterator[Task]:
-    seen: set[str] = set()
     for where, row in read_records(path):
-        _check(row, seen, where)
+        _check(row, where)
         steps = row.get("decomposition")
         if not isinstance(steps, list) or not steps:
-            raise DatasetError(
-                f"{where}: decomposition is {steps!r}; expected a list of hops.",
-                reason="wrong_type",
-                key="decomposition",
-            )
+            raise wrong_field(where, "decomposition", steps, "a list of hops")
         yield _task(row, [_hop(step, corpus, where) for step in steps])
 
 
 def _hop(step: Any, corpus: Corpus, where: str) -> dict[str, Any]:
     if not isinstance(step, dict):
-        raise DatasetError(
-            f"{where}: a hop is {step!r}; expected question, answer and pid.",
-            reason="wrong_type",
-            key="decomposition",
-        )
+        raise wrong_field(where, "decomposition", step, "hops of question, answer and pid")
     require_text(step, ("question", "answer", "pid"), where)
     if step["pid"] not in corpus.by_pid:
-        raise DatasetError(
-            f"{where}: pid {step['pid']!r} is not in the corpus; add the paragraph.",
-            reason="unknown",
-            key="pid",
-        )
+        raise wrong_field(where, "pid", step["pid"], "the pid of a paragraph", "unknown")
     return _step(step, corpus.by_pid[step["pid"]])
 
 
@@ -197,71 +204,47 @@ def _released_paragraphs(files: list[Path]) -> Iterator[Paragraph]:
 def _paragraphs(row: Record, where: str) -> list[Record]:
     paragraphs = row.get("paragraphs")
     if not isinstance(paragraphs, list) or not all(isinstance(item, dict) for item in paragraphs):
-        raise DatasetError(
-            f"{where}: paragraphs is not a list of objects; correct the row.",
-            reason="wrong_type",
-            key="paragraphs",
-        )
+        raise wrong_field(where, "paragraphs", paragraphs, "a list of objects")
     for item in paragraphs:
         require_text(item, ("paragraph_text",), where)
         if not isinstance(item.get("title"), str):
-            raise DatasetError(
-                f"{where}: a title is {item.get('title')!r}; expected a text.",
-                reason="wrong_type",
-                key="title",
-            )
+            raise wrong_field(where, "title", item.get("title"), "a text")
     return paragraphs
 
 
 def _released_tasks(path: Path, corpus: Corpus) -> tuple[list[Task], Counter[str]]:
-    """Return the answerable questions whose hops all name a paragraph, and the dropped counts."""
-    tasks, dropped = [], Counter()
-    seen: set[str] = set()
+    """Return the answerable questions whose hops all name a paragraph, and the counts left out."""
+    tasks, left_out = [], Counter[str]()
     for where, row in read_records(path):
         if row.get("answerable") is False:
-            dropped["not_answerable"] += 1
+            left_out["not_answerable"] += 1
             continue
-        _check(row, seen, where)
+        _check(row, where)
         by_idx = {
             item.get("idx"): corpus.by_pid[corpus.pid_of[item["title"], item["paragraph_text"]]]
             for item in _paragraphs(row, where)
         }
         steps = row.get("question_decomposition")
         if not isinstance(steps, list) or not steps or not all(isinstance(s, dict) for s in steps):
-            raise DatasetError(
-                f"{where}: question_decomposition is no list of hops.",
-                reason="wrong_type",
-                key="question_decomposition",
-            )
+            raise wrong_field(where, "question_decomposition", steps, "a list of hops")
         if any(step.get("paragraph_support_idx") not in by_idx for step in steps):
-            dropped["hop_without_paragraph"] += 1
+            left_out["hop_without_paragraph"] += 1
             continue
         for step in steps:
             require_text(step, ("question", "answer"), where)
         hops = [_step(step, by_idx[step["paragraph_support_idx"]]) for step in steps]
         tasks.append(_task(row, hops))
-    return tasks, dropped
+    return tasks, left_out
 
 
 # ---- Both ----------------------------------------------------------------------------------------
 
 
-def _check(row: Record, seen: set[str], where: str) -> None:
+def _check(row: Record, where: str) -> None:
     require_text(row, ("id", "question", "answer"), where)
     aliases = row.get("answer_aliases") or []
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-        raise DatasetError(
-            f"{where}: answer_aliases is {aliases!r}; expected a list of texts.",
-            reason="wrong_type",
-            key="answer_aliases",
-        )
-    if row["id"] in seen:
-        raise DatasetError(
-            f"{where}: id {row['id']!r} was used before; expected unique ids.",
-            reason="duplicate",
-            key="id",
-        )
-    seen.add(row["id"])
+        raise wrong_field(where, "answer_aliases", aliases, "a list of texts")
 
 
 def _step(step: Record, paragraph: Paragraph) -> dict[str, Any]:

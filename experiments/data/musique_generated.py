@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.train.task_files import make_directory
+from dataset_files import make_directory
 
 VERSION = 1  # increase when the set changes, so that old cached copies are not read
 NUM_QUESTIONS = {"train": 480, "dev": 120}

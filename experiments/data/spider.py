@@ -13,17 +13,11 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.generated_sql import generated_root
-from lightning_jax.train.config import DataConfig
-from lightning_jax.train.task_files import (
-    DatasetError,
-    Record,
-    check_split,
-    limit_tasks,
-    read_records,
-    require_text,
-    unpack,
-)
+from dataset_files import require_text, unpack, wrong_field
+from generated_sql import generated_root
+
+from lightning_jax.schema import Count
+from lightning_jax.train.task_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
 
 _PUBLISHED = {"train": ("train_spider.json", "train_others.json"), "dev": ("dev.json",)}
@@ -40,29 +34,33 @@ class _Source:
 
 
 def load_spider(
-    root: str | Path | None, split: str, config: DataConfig, cache_dir: str | Path
+    root: str | Path | None,
+    split: str,
+    cache_dir: str | Path,
+    *,
+    max_schema_chars: Count | None = None,
+    require_rows: bool = True,
 ) -> tuple[list[Task], dict[str, int]]:
     """Return the split's tasks in file order, and the number left out for each reason.
 
     A task has `id`, `db_id`, `question`, `query` (gold SQL), `db_path` (absolute), `schema` (text
     for a prompt) and the other fields of its row. `root` None is the generated set. Archives are
     unpacked, and the generated set is written, once, under `cache_dir`. Raises DatasetError.
+
+    Tasks are left out if their schema is longer than `max_schema_chars` or, with `require_rows`,
+    if the gold query returns no row.
     """
-    check_split(split)
     cache = Path(cache_dir).absolute()
     folder = generated_root(cache) if root is None else Path(root).expanduser().absolute()
-    read = list(_tasks(_find(folder, split, cache), split))
-    tasks, dropped = _filter(read, config)
-    tasks = limit_tasks(tasks, split, config.max_train_tasks, dropped)
-    if not tasks:
-        raise DatasetError(
-            f"{folder} gives 0 of its {len(read)} {split} tasks (left out: {dict(dropped)}); "
-            "expected at least 1, relax data.max_schema_chars, data.max_train_tasks or "
-            "data.require_rows.",
-            reason="empty",
-            key=split,
-        )
-    return tasks, dict(dropped)
+    tasks, left_out = [], Counter[str]()
+    for task in list(_tasks(_find(folder, split, cache), split)):
+        if max_schema_chars is not None and len(task["schema"]) > max_schema_chars:
+            left_out["schema_too_long"] += 1
+        elif require_rows and (reason := _lack_of_rows(task)):
+            left_out[reason] += 1
+        else:
+            tasks.append(task)
+    return tasks, dict(left_out)
 
 
 def schema_text(record: Record) -> str:
@@ -119,32 +117,20 @@ def _find(folder: Path, split: str, cache: Path) -> _Source:
 
 def _tasks(source: _Source, split: str) -> Iterator[Task]:
     schemas = _read_schemas(source.tables)
-    seen: set[str] = set()
     rows = (pair for path in source.questions for pair in read_records(path))
     for index, (where, row) in enumerate(rows):
         require_text(row, ("db_id", "question", "query"), where)
         task = {"id": f"spider_{split}_{index:05d}", **row}
         require_text(task, ("id",), where)
         db_id, db_path = row["db_id"], source.databases / row["db_id"] / f"{row['db_id']}.sqlite"
-        if task["id"] in seen:
-            raise DatasetError(
-                f"{where}: id {task['id']!r} was used before; expected unique ids.",
-                reason="duplicate",
-                key="id",
-            )
         if db_id not in schemas:
-            raise DatasetError(
-                f"{where}: db_id {db_id!r} is not in {source.tables}; expected its schema.",
-                reason="unknown",
-                key="db_id",
-            )
+            raise wrong_field(where, "db_id", db_id, f"a db_id of {source.tables}", "unknown")
         if not db_path.is_file():
             raise DatasetError(
                 f"{where}: database {db_path} does not exist; expected a SQLite file.",
                 reason="not_found",
                 key=str(db_path),
             )
-        seen.add(task["id"])
         yield task | {"db_path": str(db_path), "schema": schemas[db_id]}
 
 
@@ -164,24 +150,8 @@ def _read_schemas(path: Path) -> dict[str, str]:
     return schemas
 
 
-def _filter(tasks: list[Task], config: DataConfig) -> tuple[list[Task], Counter[str]]:
-    dropped: Counter[str] = Counter()
-    kept = []
-    for task in tasks:
-        reason = _reason_to_drop(task, config)
-        if reason is None:
-            kept.append(task)
-        else:
-            dropped[reason] += 1
-    return kept, dropped
-
-
-def _reason_to_drop(task: Task, config: DataConfig) -> str | None:
-    longest = config.max_schema_chars
-    if longest is not None and len(task["schema"]) > longest:
-        return "schema_too_long"
-    if not config.require_rows:
-        return None
+def _lack_of_rows(task: Task) -> str | None:
+    """Return the reason to leave a task out if its gold query returns no row, else None."""
     try:
         has_rows = task["n_rows"] > 0 if isinstance(task.get("n_rows"), int) else _has_rows(task)
     except sqlite3.Error:

@@ -197,19 +197,17 @@ def _new(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    """Train the agent that the settings name on the tasks of data.root.
+    """Train the agent that the settings name on the tasks of data.root or data.load.
 
     data.root is a file with one JSON object per line, or a directory with train.jsonl and
-    dev.jsonl.
+    dev.jsonl. data.load is FILE:FUNCTION.
     """
-    from lightning_jax.cli.train import load_splits, train_and_report
+    from lightning_jax.cli.train import train_and_report
     from lightning_jax.settings import load_config
     from lightning_jax.train.config import Config
-    from lightning_jax.train.task_files import load_task_files
 
     stop_on_sigterm()
-    config = load_config(Config, [arguments.config, *arguments.settings])
-    train_and_report(config, *load_splits(config, load_task_files))
+    train_and_report(load_config(Config, [arguments.config, *arguments.settings]))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Helpers of the `lightning-jax` command and the scripts in experiments/. Imports nothing heavy."""
+"""Helpers of the `lightning-jax` command. Imports nothing heavy."""
 
 import argparse
 import errno

@@ -1,4 +1,4 @@
-"""Bookkeeping of open requests and admission checks, shared by the asyncio loops."""
+"""Bookkeeping of open requests and admission checks, shared by the loops over slots."""
 
 import asyncio
 import threading
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Generic, Literal, TypeVar
 
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import (
     Delivery,
     Draining,
@@ -15,7 +16,11 @@ from lightning_jax.engine.generation import (
     QueueFull,
     deliver,
 )
+from lightning_jax.engine.response import Response
+from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
+from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
 Request = TypeVar("Request")
 LoopStatus = Literal["ok", "draining", "failed"]  # a closed loop is "failed", too
@@ -35,8 +40,7 @@ class Intake(Generic[Request]):
     def __init__(self, *, slots: int, max_queue: int, max_len: int, vocab_size: int) -> None:
         self._slots, self._max_queue = slots, max_queue
         self._max_len, self._vocab_size = max_len, vocab_size
-        self._open: dict[Generation, Request] = {}
-        self._tenants: dict[Generation, str | None] = {}
+        self._open: dict[Generation, tuple[Request, str | None]] = {}  # with their tenants
         self._counts: Counter[str | None] = Counter()  # open requests by tenant
         self._lock = threading.RLock()
         self._empty = threading.Event()
@@ -49,7 +53,7 @@ class Intake(Generic[Request]):
 
     def get(self, generation: Generation) -> Request | None:
         """Return the open request, or None if it has ended."""
-        return self._open.get(generation)
+        return self._open.get(generation, (None, None))[0]
 
     @property
     def status(self) -> LoopStatus:
@@ -105,8 +109,7 @@ class Intake(Generic[Request]):
                     "from this caller (limit: serve.slots + serve.max_queue). Retry later.",
                     reason="queue_full",
                 )
-            self._open[generation] = request
-            self._tenants[generation] = tenant
+            self._open[generation] = request, tenant
             self._counts[tenant] += 1
             self._empty.clear()
 
@@ -119,12 +122,10 @@ class Intake(Generic[Request]):
         """Remove requests that have ended."""
         with self._lock:
             for generation in generations:
-                if self._open.pop(generation, None) is None:
-                    continue
-                tenant = self._tenants.pop(generation)
-                self._counts[tenant] -= 1
-                if not self._counts[tenant]:
-                    del self._counts[tenant]
+                if generation in self._open:
+                    _, tenant = self._open.pop(generation)
+                    self._counts[tenant] -= 1
+            self._counts += Counter()  # drops tenants without open requests
             if not self._open:
                 self._empty.set()
 
@@ -141,3 +142,45 @@ class Intake(Generic[Request]):
         with self._lock:
             self._draining = True
         await asyncio.to_thread(self._empty.wait)
+
+
+class SlotLoop(Generic[Request]):
+    """Base of a loop over the slots of one device or mesh, with its open requests."""
+
+    def __init__(self, programs: SlotPrograms, tokenizer: Tokenizer, serve: ServeConfig) -> None:
+        self._programs, self._tokenizer = programs, tokenizer
+        self._intake: Intake[Request] = Intake(
+            slots=programs.num_slots,
+            max_queue=serve.max_queue,
+            max_len=programs.max_len,
+            vocab_size=programs.config.vocab_size,
+        )
+
+    @property
+    def status(self) -> LoopStatus:
+        """Status, which is "ok" if new requests are accepted, regardless of a full queue.
+
+        Requests submitted before `start` wait for it.
+        """
+        return self._intake.status
+
+    @property
+    def num_slots(self) -> int:
+        """Number of requests decoded at once."""
+        return self._programs.num_slots
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests running or waiting."""
+        return len(self._intake)
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when none is open."""
+        await self._intake.drain()
+
+    def _respond(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Response:
+        """Return the response to a prompt, still empty. Raises the errors of `check_prompt`."""
+        self._intake.check_prompt(prompt)
+        limit = min(sampling.max_tokens, self._programs.max_len - len(prompt))
+        decoder = StreamDecoder(self._tokenizer)
+        return Response(decoder, self._tokenizer.eos_ids, sampling, limit)

@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import UInt8
 
 from lightning_jax.engine.grammar_child import FAILED, FORCED, LENGTH
 from lightning_jax.engine.grammar_process import (
@@ -134,11 +134,6 @@ class GrammarCompiler:
                 self._processes.popitem(last=False)  # ends with its last response
         return Matcher(Replies(process, patience_s(self._limits)), self._vocab_size)
 
-    def matcher(self, grammar: str) -> "Matcher":
-        """Return a matcher that has its first mask. Raises GrammarError."""
-        self.check(grammar)
-        return self.open(grammar)
-
     def _is_known(self, grammar: str) -> bool:
         with self._lock:
             return _digest(grammar) in self._verdicts
@@ -155,7 +150,7 @@ class GrammarCompiler:
         try:
             matcher = self.open(grammar)
             try:
-                matcher.allowed()
+                matcher.packed()
             finally:
                 matcher.close()
         except GrammarError as error:
@@ -194,20 +189,21 @@ class Matcher:
         self._replies, self._vocab_size = replies, vocab_size
         self._packed: UInt8[np.ndarray, " V8"] | None = None  # of the next token, once known
         self._forced: int | None = None
-        self._finished = False
         self._error: GrammarError | GrammarProcessLost | None = None
 
     def packed(self) -> UInt8[np.ndarray, " V8"]:
         """Return the packed mask of the next token: 8 tokens a byte, lowest bit first.
 
-        Blocks until the mask arrives. Raises the errors of `allowed`.
+        If the grammar fixes the next text, only the token that the tokenizer would use is allowed.
+        Blocks until the mask arrives. Raises GrammarError if the grammar allows no token or is too
+        complex, and GrammarProcessLost if its process was lost.
         """
         self._look(None)
         assert self._packed is not None, "without a timeout there is always a reply"
         return self._packed
 
     def look(self) -> None:
-        """Take the mask of the next token if it has arrived. Raises the errors of `allowed`."""
+        """Take the mask of the next token if it has arrived. Raises the errors of `packed`."""
         self._look(0.0)
 
     @property
@@ -219,30 +215,14 @@ class Matcher:
         """Return the file descriptor that becomes readable when the next mask arrives."""
         return self._replies.fileno()
 
-    def allowed(self) -> Bool[np.ndarray, " V"]:
-        """Return True for each token that may come next, which is at least one.
-
-        If the grammar fixes the next text, only the token that the tokenizer would use is allowed.
-        Raises GrammarError if the grammar allows no token or is too complex, and GrammarProcessLost
-        if its process was lost.
-        """
-        bits = np.unpackbits(self.packed(), bitorder="little", count=self._vocab_size)
-        return bits.astype(bool)
-
     @property
     def forced(self) -> int | None:
         """Only token that is allowed, or None if there is a choice.
 
-        Raises the errors of `allowed`.
+        Raises the errors of `packed`.
         """
         self.packed()
         return self._forced
-
-    @property
-    def finished(self) -> bool:
-        """True if the text is complete and only the end-of-turn token may follow."""
-        self.packed()
-        return self._finished
 
     def push(self, token_id: int) -> None:
         """Advance by a sampled token.
@@ -272,9 +252,9 @@ class Matcher:
         return self._packed is not None
 
     def _take(self, reply: bytes) -> None:
-        kind, stopped, body = reply[:1], reply[1:2], reply[2:]
+        kind, body = reply[:1], reply[1:]
         if kind == FAILED:
-            reason, _, message = reply[1:].decode("utf-8", "replace").partition("\n")
+            reason, _, message = body.decode("utf-8", "replace").partition("\n")
             raise GrammarError(message, reason)
         packed = np.zeros((self._vocab_size + 7) // 8, np.uint8)
         if kind == FORCED:
@@ -295,7 +275,7 @@ class Matcher:
         byte = int(packed[held[0]])
         only = len(held) == 1 and byte & (byte - 1) == 0
         self._forced = 8 * int(held[0]) + byte.bit_length() - 1 if only else None
-        self._packed, self._finished = packed, stopped == b"\x01"
+        self._packed = packed
 
 
 def literal(text: str, tokenizer: Tokenizer | None = None) -> str:

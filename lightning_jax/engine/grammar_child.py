@@ -91,8 +91,7 @@ def look(matcher: llguidance.LLMatcher) -> bytes:
             "that every prefix can be completed",
             "dead_end",
         )
-    stopped = bytes([matcher.is_stopped()])
-    return FORCED + stopped + LENGTH.pack(ahead[0]) if ahead else MASK + stopped + mask
+    return FORCED + LENGTH.pack(ahead[0]) if ahead else MASK + mask
 
 
 def push(matcher: llguidance.LLMatcher, token_id: int) -> bytes:

@@ -73,7 +73,7 @@ class LogitAdjuster:
     def look(self) -> None:
         """Take the mask of the next token if it has arrived.
 
-        Raises the errors of `Matcher.allowed`.
+        Raises the errors of `Matcher.packed`.
         """
         if self.matcher:
             self.matcher.look()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_jax.engine.admission import Intake, LoopStatus
+from lightning_jax.engine.admission import SlotLoop
 from lightning_jax.engine.batcher import Batcher
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.decode import Request
@@ -19,12 +19,11 @@ from lightning_jax.engine.generation import EngineError, Generation, deliver
 from lightning_jax.engine.grammar import GrammarCompiler
 from lightning_jax.engine.grammar_process import GrammarLimits
 from lightning_jax.engine.logits import LogitAdjuster, moves_logits
-from lightning_jax.engine.response import Response
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.lora import frozen_part, overlay
-from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
+from lightning_jax.models.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class _Inbox:
         return bool(self.submitted or self.cancelled or self.version is not None)
 
 
-class EngineLoop:
+class EngineLoop(SlotLoop[Request]):
     """One replica of an engine: `start` it, `submit` from an event loop, then `close` it.
 
     Copies `params`, here and in `load_weights`, so the caller may donate them to the next train
@@ -58,7 +57,7 @@ class EngineLoop:
         tokenizer: Tokenizer,
         serve: ServeConfig,
     ) -> None:
-        self._programs, self._tokenizer = programs, tokenizer
+        super().__init__(programs, tokenizer, serve)
         limits = GrammarLimits(
             serve.grammar_timeout_s, serve.grammar_memory_mib, serve.max_grammar_kib
         )
@@ -70,12 +69,6 @@ class EngineLoop:
         # Shared between threads, under the lock:
         self._changed = threading.Condition()
         self._inbox = _Inbox()
-        self._intake: Intake[Request] = Intake(
-            slots=programs.num_slots,
-            max_queue=serve.max_queue,
-            max_len=programs.max_len,
-            vocab_size=programs.config.vocab_size,
-        )
         self._thread: threading.Thread | None = None
 
     # Public methods, for any thread.
@@ -84,24 +77,6 @@ class EngineLoop:
     def version(self) -> int:
         """Weights version that will answer the next request."""
         return self._published
-
-    @property
-    def status(self) -> LoopStatus:
-        """Status, which is "ok" if new requests are accepted, regardless of a full queue.
-
-        Requests submitted before `start` wait for it.
-        """
-        return self._intake.status
-
-    @property
-    def num_slots(self) -> int:
-        """Number of requests decoded at once."""
-        return self._programs.num_slots
-
-    @property
-    def num_open(self) -> int:
-        """Number of requests running or waiting."""
-        return len(self._intake)
 
     def warmup(self) -> None:
         """Compile all programs. Call before `start`."""
@@ -145,14 +120,11 @@ class EngineLoop:
         ends as "error". Call `prepare` first to catch that.
         """
         prompt = tuple(prompt_ids)
-        self._intake.check_prompt(prompt)
+        response = self._respond(prompt, sampling)
         self._check_adapter(adapter)
         adjuster = self._adjuster(sampling)
         generation = Generation(self._cancel)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        limit = min(sampling.max_tokens, self._programs.max_len - len(prompt))
-        decoder = StreamDecoder(self._tokenizer)
-        response = Response(decoder, self._tokenizer.eos_ids, sampling, limit)
         request = Request(generation, prompt, sampling, seed, response, adjuster, adapter, tenant)
         with self._changed:
             self._intake.add(generation, request, tenant)
@@ -181,10 +153,6 @@ class EngineLoop:
             if served is not None:
                 self._inbox.weights = served
             self._changed.notify()
-
-    async def drain(self) -> None:
-        """Refuse new requests, and return when none is open."""
-        await self._intake.drain()
 
     def close(self) -> None:
         """Stop the thread. Unfinished requests fail with EngineError."""

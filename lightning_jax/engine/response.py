@@ -64,12 +64,9 @@ class StopStrings:
 
     def _overlap(self) -> int:
         """Return the length of the longest suffix of the held text that starts a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        lengths = range(min(longest, len(self._held)), 0, -1)
-        return next((n for n in lengths if self._begins_stop(self._held[-n:])), 0)
-
-    def _begins_stop(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self._stops)
+        held, stops = self._held, self._stops
+        starts = (stop[:n] for stop in stops for n in range(1, min(len(stop), len(held) + 1)))
+        return max((len(start) for start in starts if held.endswith(start)), default=0)
 
 
 @dataclass
@@ -100,7 +97,16 @@ class Response:
             text += self.decoder.flush()
         shown, stopped = self._stops.push(text, final=reason is not None)
         self.text += shown
-        return _chunk(shown, token), "stop" if stopped else reason
+        chunk = Chunk(
+            shown,
+            (token.token_id,),
+            (token.behavior_logprob,),
+            (token.sampling_logprob,),
+            (token.policy_version,),
+            (token.forced,),
+            (token.top_logprobs,),
+        )
+        return chunk, "stop" if stopped else reason
 
     def completion(self, reason: FinishReason) -> Completion:
         """Return the whole response."""
@@ -116,15 +122,3 @@ class Response:
             top_logprobs=tuple(token.top_logprobs for token in self.tokens),
             prompt_scores=self.prompt_scores,
         )
-
-
-def _chunk(text: str, token: SampledToken) -> Chunk:
-    return Chunk(
-        text,
-        (token.token_id,),
-        (token.behavior_logprob,),
-        (token.sampling_logprob,),
-        (token.policy_version,),
-        (token.forced,),
-        (token.top_logprobs,),
-    )

@@ -14,6 +14,7 @@ from lightning_jax.engine.types import MAX_TOP_LOGPROBS
 from lightning_jax.types import Leaf
 
 BLOCK = 256  # tokens per block of the two-level draw
+_Drawn = tuple[Int32[Array, " S"], Float[Array, " S"]]  # tokens and their log-probabilities
 
 
 @jax.tree_util.register_dataclass
@@ -94,16 +95,14 @@ def sample(
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
     filtered = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
 
-    def draw(scaled: Float[Array, "S V"]) -> tuple[Int32[Array, " S"], Float[Array, " S"]]:
+    def draw(scaled: Float[Array, "S V"]) -> _Drawn:
         return _draw(scaled, uniform)
 
-    def filter_and_draw(
-        scaled: Float[Array, "S V"],
-    ) -> tuple[Int32[Array, " S"], Float[Array, " S"]]:
+    def filter_and_draw(scaled: Float[Array, "S V"]) -> _Drawn:
         keep = keep_mask(scaled, top_p, top_k, min_p) | ~filtered[:, None]
         return _draw(jnp.where(keep, scaled, -jnp.inf), uniform)
 
-    def nothing(scaled: Float[Array, "S V"]) -> tuple[Int32[Array, " S"], Float[Array, " S"]]:
+    def nothing(scaled: Float[Array, "S V"]) -> _Drawn:
         return jnp.zeros(len(scaled), jnp.int32), jnp.zeros(len(scaled), jnp.float32)
 
     kind = jnp.where(jnp.any(filtered), 2, jnp.where(jnp.all(greedy), 0, 1))
@@ -190,9 +189,7 @@ def _threshold(
     return jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(len(ranks), jnp.uint32))
 
 
-def _draw(
-    scaled: Float[Array, "S V"], uniform: Float[Array, "S 2"]
-) -> tuple[Int32[Array, " S"], Float[Array, " S"]]:
+def _draw(scaled: Float[Array, "S V"], uniform: Float[Array, "S 2"]) -> _Drawn:
     """Return tokens drawn by inverse transform, and their log-probabilities.
 
     A block is drawn first, then a token in it. Two uniform numbers per row are much cheaper than

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_jax.errors import InvalidValue
+from lightning_jax.schema import require
 from lightning_jax.types import FinishReason, check_same_length, fill_default
 
 TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability), best first
@@ -36,7 +36,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         biases = [-100.0 <= bias <= 100.0 and token >= 0 for token, bias in self.logit_bias]
-        for name, ok, expected in (
+        rules = (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature <= 10.0, "between 0 and 10"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
@@ -57,13 +57,8 @@ class SamplingParams:
                 not self.ignore_eos or self.grammar is None,
                 "False where a grammar says when the response is complete",
             ),
-        ):
-            if not ok:
-                raise InvalidValue(
-                    f"{name} is {getattr(self, name)!r}; expected {expected}.",
-                    reason="out_of_range",
-                    key=name,
-                )
+        )
+        require(self, **{name: (ok, expected, "out_of_range") for name, ok, expected in rules})
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class Reports:
             attributes.REWARD_CALL: known_id,
             attributes.REWARD_CHOICE: choice,
         }
-        span = OpenSpan(call.trace_id, call.span_id).end("reward", values)
+        span = OpenSpan(call.span.trace_id, call.span.span_id).end("reward", values)
         size = stored_size(span)
         if not rollout.owner.has_room(1, size):
             raise ApiError(

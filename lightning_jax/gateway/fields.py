@@ -165,7 +165,8 @@ _ERRORS = {
 # Codes by reason, and by whether the field is at the top of the body.
 _CODES = {
     ("wrong_type", True): "invalid_type",
-    **dict.fromkeys((("unsupported", True), ("unsupported", False)), "unsupported_parameter"),
+    ("unsupported", True): "unsupported_parameter",
+    ("unsupported", False): "unsupported_parameter",
 }
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -21,12 +20,11 @@ from lightning_jax.gateway.proxy import ProxiedCall, pass_on
 from lightning_jax.gateway.responder import Prepared, Responder
 from lightning_jax.gateway.retries import (
     RunningCall,
-    declared_timeout_s,
     identity_of,
     is_repetition,
 )
 from lightning_jax.gateway.routing import Route, read_traits
-from lightning_jax.gateway.sessions import HandledCall, OpenRollout
+from lightning_jax.gateway.sessions import HandledCall
 from lightning_jax.gateway.streaming import EventStream
 
 log = logging.getLogger(__name__)
@@ -72,10 +70,10 @@ class CallHandler:
             try:
                 await self._turns.wait(request.match_info.get("rollout_url", ""))
                 rollout = self._callers.admit(request, dialect)
-                call = HandledCall()
+                call = HandledCall(request, rollout)
                 counted = rollout.counted(call) if rollout else contextlib.nullcontext()
                 with counted, _our_fault(call):
-                    response = await self._answer(dialect, request, rollout, stream, call)
+                    response = await self._answer(dialect, call, stream)
                 outcome.status = response.status
                 return response
             except ApiError as error:
@@ -92,14 +90,9 @@ class CallHandler:
             return stream.response
 
     async def _answer(
-        self,
-        dialect: Dialect,
-        request: web.Request,
-        rollout: OpenRollout | None,
-        stream: EventStream,
-        call: HandledCall,
+        self, dialect: Dialect, call: HandledCall, stream: EventStream
     ) -> web.StreamResponse:
-        started = time.monotonic()
+        request, rollout = call.request, call.rollout
         raw = await self._bodies.read(request)
         call.identity = await self._bodies.offload.run(
             len(raw), identity_of, request.path, raw, request.headers
@@ -110,16 +103,16 @@ class CallHandler:
             traits = read_traits(body, request.match_info, request.headers)
             route = self._routing.route(**traits)
         if route.role.is_external:
-            return await self._pass_on(request, body, len(raw), rollout, route, call)
+            return await self._pass_on(call, route, body, len(raw))
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)
         parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
         prepared = await self._responders[route.role.served_by].prepare(parsed, rollout, len(raw))
-        running = call.running = self._start(request, call.identity, prepared, rollout, route)
+        running = call.running = self._start(call, route, prepared)
 
         def keep() -> bool:
             # A client does not retry a response that it has begun to read.
-            return rollout is not None and not stream.is_open and _asks_again(request, started)
+            return rollout is not None and not stream.is_open and call.will_be_sent_again
 
         with running.listen(keep):
             reply = make_reply(running.context)
@@ -131,46 +124,31 @@ class CallHandler:
             text = await self._bodies.offload.run(num_bytes, lambda: dump_json(reply.body(answers)))
             return web.json_response(text=text)
 
-    def _start(
-        self,
-        request: web.Request,
-        identity: str,
-        prepared: Prepared,
-        rollout: OpenRollout | None,
-        route: Route,
-    ) -> RunningCall:
+    def _start(self, call: HandledCall, route: Route, prepared: Prepared) -> RunningCall:
         """Return the running call that the request repeats, or start a new one."""
-        if rollout and is_repetition(request.headers) and (found := rollout.calls.find(identity)):
+        rollout, headers = call.rollout, call.request.headers
+        if rollout and is_repetition(headers) and (found := rollout.calls.find(call.identity)):
             self._meters.count("joined_calls")
             return found
         self._routing.check(route)
-        span = self._reports.begin(request.headers, rollout)
+        span = self._reports.begin(headers, rollout)
         running = self._responders[route.role.served_by].start(prepared, rollout, span, route)
         self.working.add(running.task)
         running.task.add_done_callback(self.working.discard)
         if rollout:
-            rollout.calls.add(identity, running)
+            rollout.calls.add(call.identity, running)
         return running
 
     async def _pass_on(
-        self,
-        request: web.Request,
-        body: Body,
-        num_bytes: int,
-        rollout: OpenRollout | None,
-        route: Route,
-        handled: HandledCall,
+        self, call: HandledCall, route: Route, body: Body, num_bytes: int
     ) -> web.StreamResponse:
         """Forward the call to the server that its role names."""
-
-        def on_failure() -> None:
-            handled.failure = "upstream_error"
-
+        request, rollout = call.request, call.rollout
         served_model, model_in_path = route.role.served_model, "model" in request.match_info
         if served_model and not model_in_path:
             body = body | {"model": served_model}
         dump = partial(dump_json, ensure_ascii=False)
-        call = ProxiedCall(
+        proxied = ProxiedCall(
             await self._bodies.offload.run(num_bytes, dump, body),
             route,
             rollout.settings.rollout_id if rollout else None,
@@ -178,7 +156,7 @@ class CallHandler:
             span=self._reports.begin(request.headers, rollout),
             model_in_path=model_in_path,
         )
-        return await pass_on(request, call, self._callers.responder.store, on_failure)
+        return await pass_on(call, proxied, self._callers.responder.store)
 
 
 @contextlib.contextmanager
@@ -206,9 +184,3 @@ async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> we
     async for delta in running.deltas():
         await stream.send(reply.delta(delta))
     return await stream.close(reply.ending(await running.answers()))
-
-
-def _asks_again(request: web.Request, started: float) -> bool:
-    """Return whether a client disconnected at its declared timeout, and so will try again."""
-    patience = declared_timeout_s(request.headers)
-    return patience is not None and time.monotonic() - started >= 0.95 * patience

@@ -25,9 +25,7 @@ def normalize_messages(messages: Sequence[Any]) -> list[Message]:
     Raise InvalidValue that names the first malformed message.
     """
     if not messages:
-        raise InvalidValue(
-            "messages is empty; pass at least 1 message.", reason="empty", key="messages"
-        )
+        raise _invalid("messages", "is empty; pass at least 1 message.", "empty")
     return [
         normalize_message(message, f"messages[{index}]") for index, message in enumerate(messages)
     ]
@@ -36,36 +34,22 @@ def normalize_messages(messages: Sequence[Any]) -> list[Message]:
 def normalize_message(message: Any, where: str) -> Message:
     """Return one message as templates expect it. Raise InvalidValue naming it `where`."""
     if not isinstance(message, dict):
-        raise InvalidValue(
-            f"{where} is {type(message).__name__}; expected an object.",
-            reason="wrong_type",
-            key=where,
-        )
+        raise _invalid(where, f"is {type(message).__name__}; expected an object.", "wrong_type")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise InvalidValue(
-            f"{where}.role is {brief(role)}; expected one of {', '.join(ROLES)}.",
-            reason="unknown",
-            key=f"{where}.role",
-        )
+        expected = f"expected one of {', '.join(ROLES)}"
+        raise _invalid(f"{where}.role", f"is {brief(role)}; {expected}.", "unknown")
     calls = message.get("tool_calls")
     if calls and role != "assistant":
-        raise InvalidValue(
-            f"{where}.tool_calls is set on a {role} message; only assistant messages may have "
-            "tool calls.",
-            reason="wrong_role",
-            key=f"{where}.tool_calls",
-        )
+        problem = f"is set on a {role} message; only assistant messages may have tool calls."
+        raise _invalid(f"{where}.tool_calls", problem, "wrong_role")
     extra = {key: message[key] for key in _TEMPLATE_KEYS if message.get(key)}
     if calls:
         extra["tool_calls"] = _tool_calls(calls, where)
     content = message.get("content")
     if content is None and not (role == "assistant" and calls):
-        raise InvalidValue(
-            f"{where}.content is missing; expected a string or a list of text parts.",
-            reason="missing",
-            key=f"{where}.content",
-        )
+        problem = "is missing; expected a string or a list of text parts."
+        raise _invalid(f"{where}.content", problem, "missing")
     return {"role": ROLES[role], "content": _text(content, f"{where}.content"), **extra}
 
 
@@ -75,23 +59,16 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, list):
         return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
     if not isinstance(content, str):
-        raise InvalidValue(
-            f"{where} is {type(content).__name__}; expected a string or a list of text parts.",
-            reason="wrong_type",
-            key=where,
-        )
+        problem = f"is {type(content).__name__}; expected a string or a list of text parts."
+        raise _invalid(where, problem, "wrong_type")
     return content
 
 
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise InvalidValue(
-            f"{where} is of type {brief(kind)}, and the policy reads only text; expected a text "
-            "part.",
-            reason="not_text",
-            key=where,
-        )
+        problem = f"is of type {brief(kind)}, and the policy reads only text; expected a text part."
+        raise _invalid(where, problem, "not_text")
     return _text(part["text"], where)
 
 
@@ -101,14 +78,15 @@ def _tool_calls(calls: Any, where: str) -> list[Message]:
     for call in calls if isinstance(calls, list) else [{}]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidValue(
-                f"{where}.tool_calls is malformed; expected a list of named function calls.",
-                reason="malformed",
-                key=f"{where}.tool_calls",
-            )
+            problem = "is malformed; expected a list of named function calls."
+            raise _invalid(f"{where}.tool_calls", problem, "malformed")
         arguments = function.get("arguments", "{}")
         if isinstance(arguments, str):  # a call that was cut at the token limit stays text
             arguments = read_arguments(arguments)
         plain = {"name": function["name"], "arguments": arguments}
         normalized.append({"id": call.get("id"), "type": "function", "function": plain})
     return normalized
+
+
+def _invalid(key: str, problem: str, reason: str) -> InvalidValue:
+    return InvalidValue(f"{key} {problem}", reason=reason, key=key)

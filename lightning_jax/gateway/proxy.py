@@ -5,7 +5,6 @@ Their spans hold the request and the answer but no tokens, so these calls cannot
 
 import asyncio
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +17,7 @@ from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.fields import brief
 from lightning_jax.gateway.record import write
 from lightning_jax.gateway.routing import Route
+from lightning_jax.gateway.sessions import HandledCall
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.otlp import clip
@@ -80,15 +80,14 @@ class ProxiedCall:
 
 
 async def pass_on(
-    request: web.Request, call: ProxiedCall, store: Store | None, on_failure: Callable[[], None]
+    handled: HandledCall, call: ProxiedCall, store: Store | None
 ) -> web.StreamResponse:
     """Forward a call, and return the other server's answer as it streams.
 
-    `on_failure` runs before an answer with status 429 or 5xx. Raise ApiError if there is no answer.
+    Mark the call as failed if the answer has status 429 or 5xx. Raise ApiError if there is none.
     """
     try:
-        url = _url(request, call)
-        response, answer = await _exchange(request, url, call, on_failure)
+        response, answer = await _exchange(handled, _url(handled.request, call), call)
     except ApiError as error:
         await write(store, call.rollout_id, call.failed(error.code, error.message))
         raise
@@ -114,13 +113,14 @@ async def pass_on(
 
 
 async def _exchange(
-    request: web.Request, url: URL, call: ProxiedCall, on_failure: Callable[[], None]
+    handled: HandledCall, url: URL, call: ProxiedCall
 ) -> tuple[web.StreamResponse, str]:
     """Return the forwarded response, still open, and its text.
 
     Redirects are not followed, because they could send our key and the agent's text anywhere.
     """
-    headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+    sent = handled.request.headers
+    headers = {name: sent[name] for name in PASSED_ON if name in sent}
     headers["Content-Type"] = "application/json"
     if key := call.route.role.api_key:
         headers |= {"Authorization": f"Bearer {key}", "x-api-key": key, "x-goog-api-key": key}
@@ -142,10 +142,10 @@ async def _exchange(
         if (answer.content_length or 0) > max_bytes:
             raise _Unusable(_too_long(call))
         if answer.status == 429 or answer.status >= 500:
-            on_failure()
+            handled.failure = "upstream_error"
         kind = answer.headers.get("Content-Type", "application/json")
         response = web.StreamResponse(status=answer.status, headers={"Content-Type": kind})
-        await response.prepare(request)
+        await response.prepare(handled.request)
         try:
             async for piece in answer.content.iter_any():
                 num_bytes += len(piece)

@@ -212,8 +212,7 @@ class Responder:
         malformed = sum(parser.malformed for parser, _ in writers)
         await write(self.store, call.rollout_id, *call.ended(completions, malformed))
         if rollout:
-            where = call.span.trace_id, call.span.span_id
-            rollout.answered[call.call_id] = AnsweredCall(call.call_id, *where, count)
+            rollout.answered[call.call_id] = AnsweredCall(call.call_id, call.span, count)
         answers = tuple(
             builder.answer(choice.prompt_ids, completion)
             for (_, builder), choice, completion in zip(

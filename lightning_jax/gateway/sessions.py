@@ -2,16 +2,19 @@
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from aiohttp import web
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.owners import Owner, Owners
 from lightning_jax.gateway.prompt.render import ConversationMemory
-from lightning_jax.gateway.retries import RunningCall, RunningCalls
+from lightning_jax.gateway.retries import RunningCall, RunningCalls, declared_timeout_s
 from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.store import Store
@@ -47,6 +50,9 @@ class Traffic:
 class HandledCall:
     """HTTP request for a call, while it is handled."""
 
+    request: web.Request
+    rollout: "OpenRollout | None"  # None: it is outside rollouts
+    started: float = field(default_factory=time.monotonic)
     identity: str = ""  # the same for all tries of one call; "" until the body is read
     running: RunningCall | None = None  # None until the call has begun
     failure: str = ""  # code of an infrastructure failure that was forwarded to the client
@@ -56,14 +62,19 @@ class HandledCall:
         """True once the engine has accepted the call. Until then only the request was read."""
         return self.running is not None and self.running.was_accepted
 
+    @property
+    def will_be_sent_again(self) -> bool:
+        """True if its client would retry a disconnected call, because its own timeout is over."""
+        patience = declared_timeout_s(self.request.headers)
+        return patience is not None and time.monotonic() - self.started >= 0.95 * patience
+
 
 @dataclass(frozen=True)
 class AnsweredCall:
-    """Location of an answered call's span, for rewards that are posted for the call."""
+    """Answered call and its span, for rewards that are posted for the call."""
 
     call_id: str
-    trace_id: str
-    span_id: str
+    span: OpenSpan
     num_choices: int
 
 

@@ -75,7 +75,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return ""
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not (_is_number(right) and abs(right) <= MAX_BITS):
+        if operator == "**" and not (isinstance(right, int | float) and abs(right) <= MAX_BITS):
             raise LimitError("an exponentiation is too large")
         if operator == "*":
             for many, number in ((left, right), (right, left)):
@@ -179,7 +179,3 @@ def _check_format(text: str) -> None:
 def _check_length(length: int) -> None:
     if length > MAX_LENGTH:
         raise LimitError(f"a text or a list is longer than {MAX_LENGTH}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)

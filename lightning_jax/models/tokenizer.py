@@ -8,9 +8,8 @@ from typing import Any
 
 import tokenizers
 
+from lightning_jax.errors import InvalidValue
 from lightning_jax.models import chat_template, token_bytes
-from lightning_jax.models.formats import gguf_vocab
-from lightning_jax.models.formats.gguf_vocab import TokenizerError
 from lightning_jax.types import Message
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -18,6 +17,10 @@ _NUM_REMEMBERED, _MAX_REMEMBERED = 512, 2**16  # cached texts, and characters of
 _UNLOCKED = 2**11  # characters; a longer text is encoded without holding the GIL
 _NUM_TOKEN_TEXTS = 2**16  # cached texts of single tokens: a few MB
 _REPLACEMENT = "\ufffd"  # decoded from bytes that are not, or not yet, a character
+
+
+class TokenizerError(InvalidValue):
+    """Error raised when a tokenizer cannot be read; its text is one sentence."""
 
 
 class Tokenizer:
@@ -41,7 +44,9 @@ class Tokenizer:
         self.added_ids = frozenset(added)  # matched whole in text, special or not
         # All rollouts of a group start with the same prompt.
         self._encode_once = functools.lru_cache(maxsize=_NUM_REMEMBERED)(self._encode)
-        self._text_once = functools.lru_cache(maxsize=_NUM_TOKEN_TEXTS)(self._text)
+        self._text_once = functools.lru_cache(maxsize=_NUM_TOKEN_TEXTS)(
+            lambda token_id: self.decode([token_id], skip_special=False)
+        )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text, without adding any, and cache recent texts.
@@ -80,9 +85,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special or not, and cache recent ones."""
         return self._text_once(token_id)
-
-    def _text(self, token_id: int) -> str:
-        return self.decode([token_id], skip_special=False)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of the token with this text, or None if the vocabulary lacks it."""
@@ -172,7 +174,10 @@ def from_hf(directory: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     settings = _read_json(directory / "tokenizer_config.json")
-    special = {name: _token_text(settings[name]) for name in _NAMES if settings.get(name)}
+    named = {name: settings[name] for name in _NAMES if settings.get(name)}
+    special = {
+        name: token if isinstance(token, str) else token["content"] for name, token in named.items()
+    }
     eos = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
     for name in ("generation_config.json", "config.json"):
         declared = _read_json(directory / name).get("eos_token_id")
@@ -187,17 +192,6 @@ def from_hf(directory: Path) -> Tokenizer:
     )
 
 
-def from_gguf(reader: Any) -> Tokenizer:
-    """Build the tokenizer from the metadata of an open gguf.GGUFReader. Raises TokenizerError."""
-    vocabulary = gguf_vocab.read(reader)
-    return Tokenizer(
-        vocabulary.backend,
-        template=vocabulary.template,
-        eos_ids=vocabulary.eos_ids,
-        special_tokens=vocabulary.special_tokens,
-    )
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -207,10 +201,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise TokenizerError(
             f"{path} is not readable JSON: {error}", reason="malformed", key=str(path)
         ) from error
-
-
-def _token_text(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
 
 
 def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
@@ -226,7 +216,8 @@ def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
 class StreamDecoder:
     """Decoder of a response whose tokens arrive one by one.
 
-    The joined pieces equal the text of all ids decoded at once.
+    The joined pieces equal the text of all ids decoded at once. The DecodeStream of `tokenizers`
+    does not serve: it raises when byte tokens of a byte-fallback vocabulary form no character.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

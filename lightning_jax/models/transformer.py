@@ -257,12 +257,9 @@ def _look_up_backward(saved: Any, grad: Any) -> tuple[Any, None]:
 _look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
-def _as_it_is(params: Params) -> Params:
-    return params
-
-
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _init(config: DecoderConfig, key: Any, dtype: Any) -> Params:
+def init_params(config: DecoderConfig, key: Any, dtype: Any = jnp.float32) -> Params:
+    """Return random parameters: normal with standard deviation 0.02, norms 1, biases 0."""
     x, index = jnp.zeros((1, 1, config.embed_dim)), jnp.zeros((1, 1), jnp.int32)
     chosen = None if config.num_adapters is None else jnp.zeros(1, jnp.int32)
     arrays = (x, _rope(config, index), index, None, index, None, chosen)
@@ -278,11 +275,6 @@ def _init(config: DecoderConfig, key: Any, dtype: Any) -> Params:
         head = Linear(config.vocab_size, turned=config.turned)
         parts["head"] = head.init(keys[-2], x)["params"]
     return jax.tree.map(lambda leaf: leaf.astype(dtype), parts)
-
-
-def init_params(config: DecoderConfig, key: Any, dtype: Any = jnp.float32) -> Params:
-    """Return random parameters: normal with standard deviation 0.02, norms 1, biases 0."""
-    return _init(config, key, dtype)
 
 
 def forward(  # noqa: PLR0913  (the arguments are independent)
@@ -318,7 +310,7 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
             reason="missing" if adapters is None else "conflict",
             key="adapters",
         )
-    gather = gather or _as_it_is
+    gather = gather or (lambda params: params)
     if remat and cache is None:
         arrays = (tokens, positions, ends, adapters)
         return _forward_recomputing(params, config, *arrays, gather), None

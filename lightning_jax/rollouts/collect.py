@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.app import Gateway
@@ -55,19 +57,21 @@ async def run_rollouts(
             reason="missing",
             key="store",
         )
+    if group_size is not None:
+        config = replace(config, group_size=group_size)
     agent, tasks = as_agent(agent), with_ids(tasks)
     if not tasks:
         raise ConfigError("there are no tasks; pass at least one", reason="empty", key="tasks")
     if step is None:
         step = await store.in_order(store.next_step, phase)
-    requests = make_requests(tasks, phase, step, group_size or config.group_size)
+    requests = make_requests(tasks, phase, step, config.group_size)
     async with isolate_agent(agent) as isolated:
         rollouts = await run_requests(requests, Runner(isolated, gateway, config, seed))
     await run_in_thread(FailureWatch(store).observe, rollouts, f"{phase} {step}")
     return await read_trajectories(store, rollouts, policy_version=gateway.engine.version)
 
 
-def with_ids(tasks: Sequence[Task]) -> list[Task]:
+def with_ids(tasks: Sequence[Any]) -> list[Task]:
     """Return the tasks, with their position as the id where they have none.
 
     Raises ConfigError if one is not a dict.

@@ -13,8 +13,8 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,8 +64,8 @@ async def run_program(
     received = bytearray()  # lines that `supervisor.py` defines
     with (
         tempfile.TemporaryFile() as task,
-        _tail(MAX_OUTPUT) as output,
-        _tail(MAX_ERRORS) as errors,
+        closing(_Tail(MAX_OUTPUT)) as output,
+        closing(_Tail(MAX_ERRORS)) as errors,
     ):
         task.write(stdin)  # a file, because an unread pipe would fill up
         task.seek(0)
@@ -154,12 +154,3 @@ class _Tail:
         del self._kept[:excess]
         self.num_dropped += excess
         return bool(chunk)
-
-
-@contextmanager
-def _tail(limit: int) -> Iterator[_Tail]:
-    tail = _Tail(limit)
-    try:
-        yield tail
-    finally:
-        tail.close()

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
@@ -11,20 +11,19 @@ from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, p
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, scopes_of
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.schema import Count, Natural, Positive, Section, require
+from lightning_jax.schema import Count, Natural, Section, require
 from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
 
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    # Folder of the data set, in the published or the compact layout. None: generate a data set.
+    # FILE:FUNCTION that makes the tasks; see docs/howto/bring_your_own_tasks.md. None: read the
+    # files at `root`.
+    load: str | None = None
+    # Argument of the loader, or a file of tasks, or a folder with train.jsonl and dev.jsonl.
     root: str | None = None
     max_train_tasks: Count | None = None  # None: all
-    # Tasks that the next settings leave out are counted.
-    max_schema_chars: Count | None = None  # leave out databases with a longer schema text
-    require_rows: bool = True  # leave out tasks whose gold query returns no row
-    sources: tuple[str, ...] | None = None  # for Calc-X: keep only tasks from these sources
-    max_question_chars: Count | None = None  # for Calc-X: leave out longer questions
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the loader
 
 
 @dataclass(frozen=True)
@@ -33,18 +32,6 @@ class EvalConfig(Section):
     num_tasks: Natural = 64  # from the dev split, always the same tasks
     at_start: bool = True  # also before the first step and after the warm-up
     by: str | None = None  # task field; also report a result for each of its values
-
-
-@dataclass(frozen=True)
-class SearchConfig(Section):
-    """Search service for agents that search paragraphs."""
-
-    retriever: Literal["bm25", "dense"] = "bm25"
-    encoder: str = "all-MiniLM-L6-v2"  # for dense: this name, a directory or a hub id
-    index: str | None = None  # folder with an index of this corpus; None: build and keep one
-    top_k: Count = 3  # paragraphs per query
-    max_chars: Count = 500  # length limit of a paragraph
-    start_timeout_s: Positive = 3600.0  # a large dense index takes long to build
 
 
 @dataclass(frozen=True)
@@ -221,7 +208,6 @@ class Config(Section):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    search: SearchConfig = field(default_factory=SearchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

@@ -1,25 +1,21 @@
-"""Readers of JSON records, and directories that are created atomically."""
+"""Tasks in JSON files, and the reader of their records."""
 
 import gzip
-import hashlib
 import json
-import os
 import random
-import shutil
-import tarfile
-import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning_jax.errors import UserError
-from lightning_jax.train.config import DataConfig
-from lightning_jax.train.tasks import evenly_spaced
 from lightning_jax.types import Task
 
 Record = dict[str, Any]
+
+DEV_SHARE = 0.2  # share of a single file
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
 
 
 class DatasetError(UserError, ValueError):
@@ -87,103 +83,8 @@ def _parse(text: str, where: str) -> Any:
         ) from error
 
 
-def require_text(record: Record, names: tuple[str, ...], where: str) -> None:
-    """Raise DatasetError unless each named field is a non-empty text."""
-    for name in names:
-        value = record.get(name)
-        if not isinstance(value, str) or not value.strip():
-            raise DatasetError(
-                f"{where}: {name} is {value!r}; expected a non-empty string.",
-                reason="invalid",
-                key=name,
-            )
-
-
-def check_split(split: str) -> None:
-    """Raise DatasetError unless `split` is "train" or "dev"."""
-    if split not in ("train", "dev"):
-        raise DatasetError(
-            f"split is {split!r}; expected 'train' or 'dev'.", reason="unknown", key="split"
-        )
-
-
-def limit_tasks(
-    tasks: list[Task], split: str, limit: int | None, dropped: Counter[str]
-) -> list[Task]:
-    """Return at most `limit` tasks of the train split, or all tasks of another split.
-
-    Tasks are spread over the file, because its start may have only one kind. Those left out are
-    counted in `dropped`.
-    """
-    if split != "train" or limit is None or limit >= len(tasks):
-        return tasks
-    dropped["over_max_train_tasks"] = len(tasks) - limit
-    return evenly_spaced(tasks, limit)
-
-
-def make_directory(target: Path, fill: Callable[[Path], None]) -> Path:
-    """Return `target`, created by `fill(directory)` if it does not exist.
-
-    The directory is filled under another name and renamed when complete. A crash thus leaves no
-    partial directory, and if two processes create it at once, the first one wins.
-    """
-    if target.is_dir():
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            fill(unfinished)
-            unfinished.chmod(0o755)
-            try:
-                os.rename(unfinished, target)
-            except OSError:
-                if not target.is_dir():
-                    raise
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as error:
-        raise DatasetError(
-            f"{target} cannot be written ({error}); free disk space, or choose another directory.",
-            reason="not_writable",
-            key=str(target),
-        ) from error
-    return target
-
-
-def unpack(archive: Path, cache_dir: Path) -> Path:
-    """Return the directory with the contents of the `.tar.gz`, unpacked once per content."""
-    try:
-        digest = hashlib.sha256(archive.read_bytes()).hexdigest()[:12]
-    except OSError as error:
-        raise DatasetError(
-            f"{archive} is not readable ({error.strerror}); expected the databases' archive there.",
-            reason="unreadable",
-            key=str(archive),
-        ) from error
-
-    def fill(directory: Path) -> None:
-        try:
-            with tarfile.open(archive, "r:gz") as tar:
-                tar.extractall(
-                    directory, filter="data"
-                )  # rejects links and paths that lead outside
-        except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DatasetError(
-                f"{archive} cannot be unpacked ({error}); download it again.",
-                reason="malformed",
-                key=str(archive),
-            ) from error
-
-    return make_directory(cache_dir / f"{archive.name.removesuffix('.tar.gz')}-{digest}", fill)
-
-
-DEV_SHARE = 0.2  # share of a single file
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
-
-
 def load_task_files(
-    root: str | Path | None, split: str, config: DataConfig, cache_dir: str | Path
+    root: str | Path | None, split: str, cache_dir: str | Path
 ) -> tuple[list[Task], dict[str, int]]:
     """Return the split's tasks as in the file, and the number left out for each reason.
 
@@ -192,7 +93,6 @@ def load_task_files(
     `id` it gets its position in the file. Repeated tasks are used once, and tasks in dev are not
     trained on. Writes nothing. Raises DatasetError.
     """
-    check_split(split)
     if root is None:
         raise DatasetError(
             "data.root is null; expected a file of tasks, or a folder with train.jsonl and "
@@ -220,11 +120,6 @@ def load_task_files(
         num_dev = min(max(1, int(DEV_SHARE * len(tasks))), len(tasks))
         held_out = set(random.Random(0).sample(range(len(tasks)), num_dev))
         found = [task for i, task in enumerate(tasks) if (i in held_out) == (split == "dev")]
-    if not found:
-        raise DatasetError(
-            f"{path} has no {split} tasks; add at least one.", reason="empty", key=split
-        )
-    found = limit_tasks(found, split, config.max_train_tasks, dropped)
     return found, {reason: number for reason, number in dropped.items() if number}
 
 

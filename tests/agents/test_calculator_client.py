@@ -113,7 +113,9 @@ async def test_a_broken_call_fails_alone(fault: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("code", NO_SERVERS.values(), ids=NO_SERVERS.keys())
-async def test_what_is_no_server_is_said(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_that_is_no_server_is_an_error(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calculator_client, "START_LIMIT_S", 1.0)
     calculator = Calculator([sys.executable, "-c", code])
     started = time.monotonic()
@@ -123,7 +125,7 @@ async def test_what_is_no_server_is_said(code: str, monkeypatch: pytest.MonkeyPa
     await calculator.close()
 
 
-async def test_a_missing_program_is_said() -> None:
+async def test_a_missing_program_is_an_error() -> None:
     with pytest.raises(CalculatorBroken, match="FileNotFoundError"):
         await Calculator(["/nowhere/python"]).tool()
 

@@ -84,7 +84,7 @@ async def test_a_wrong_answer_and_none_at_all() -> None:
         (calling("nothing", "{}"), "not found"),
     ],
 )
-async def test_a_bad_call_is_told_to_the_model(call: dict[str, Any], hint: str) -> None:
+async def test_the_model_sees_the_error_of_a_bad_call(call: dict[str, Any], hint: str) -> None:
     async with serving([call, "The answer is 72."]) as server:
         assert await calcx_math.run(TASK, server) == 1.0
     content = server.bodies[1]["messages"][-1]["content"]

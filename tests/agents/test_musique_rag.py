@@ -202,7 +202,7 @@ async def test_a_tool_that_does_not_exist_ends_the_rollout_with_a_reason() -> No
 
 
 @pytest.mark.parametrize("arguments", ['{"q": "Watt"}', '{"query": 7}', "{not JSON", "[]"])
-async def test_wrong_arguments_are_told_to_the_model(arguments: str) -> None:
+async def test_the_model_sees_the_error_of_wrong_arguments(arguments: str) -> None:
     async with serving([("search", arguments), "<answer>Glasgow</answer>"]) as parts:
         model, search, task, llm = parts
         assert (await musique_rag.run(task, llm))["em"] == 1.0
@@ -210,7 +210,7 @@ async def test_wrong_arguments_are_told_to_the_model(arguments: str) -> None:
     assert model.bodies[1]["input"][-1]["output"].startswith("Error: expected")
 
 
-async def test_nothing_found_is_told_to_the_model() -> None:
+async def test_the_model_sees_that_nothing_was_found() -> None:
     async with serving([query("zzz"), "x"], Search({"paragraphs": []})) as (model, _, task, llm):
         await musique_rag.run(task, llm)
     assert model.bodies[1]["input"][-1]["output"] == musique_rag.NOTHING_FOUND
@@ -258,7 +258,7 @@ def test_queries_hold_the_answers_they_refer_to() -> None:
     assert musique_rag.queries(odd) == ["#2 and #0 of a x"]
 
 
-async def test_demonstrations_search_for_each_fact() -> None:
+async def test_demonstrations_search_for_every_fact() -> None:
     async with serving([]) as (_, search, task, _):
         (record,) = await asyncio.to_thread(musique_rag.demonstrate, [task])
     assert search.queries == ["Who made the Lap Engine?", "James Watt educated at"]

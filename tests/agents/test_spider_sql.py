@@ -54,7 +54,7 @@ async def test_a_wrong_query_is_rewritten(task: dict[str, Any]) -> None:
     assert server.bodies[2]["messages"][-1]["content"] == "Write the corrected query."
 
 
-async def test_each_prompt_extends_the_one_before(task: dict[str, Any]) -> None:
+async def test_prompts_extend_the_one_before(task: dict[str, Any]) -> None:
     replies = ["SELECT nme FROM pet", "  SQL: SELECT 1;\n", "WRONG ", ""]
     async with serving(replies) as server:
         final = await spider_sql.answer(task, server)

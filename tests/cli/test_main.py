@@ -189,8 +189,8 @@ def test_what_new_makes_trains_and_goes_on(
     settings = TINY_RUN | {"model.name": model_dir, "eval.num_tasks": 2}
     command = ["train", "--config", "config.yaml", *(f"{k}={v}" for k, v in settings.items())]
     assert main(command) == 0
-    output = capsys.readouterr().out
-    assert re.findall(r"\d+", output.splitlines()[0]) == ["240", "60"]
+    output, logged = capsys.readouterr()
+    assert re.findall(r"\d+", logged.splitlines()[0]) == ["240", "60"]
     assert _num_rollouts(output) == [6, 0, 0]  # 2, and 2 evaluations of 2
     assert "runs/first/policy" in output and Path("runs/first/policy").is_dir()
     assert main(command) == 0

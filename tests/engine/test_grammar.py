@@ -34,18 +34,29 @@ EOS = min(TINY.eos_ids)
 COMPILER = GrammarCompiler(TINY)
 
 
+def open_matcher(compiler: GrammarCompiler, grammar_text: str) -> Matcher:
+    """Return a matcher at the start of a grammar that compiles."""
+    compiler.check(grammar_text)
+    return compiler.open(grammar_text)
+
+
+def allowed_ids(matcher: Matcher) -> list[int]:
+    """Return the ids of the tokens that may come next."""
+    return np.flatnonzero(np.unpackbits(matcher.packed(), bitorder="little")).tolist()
+
+
 def accepts(text: str, grammar_text: str) -> bool:
     """Return True if the grammar accepts the whole text, token by token."""
-    matcher = COMPILER.matcher(grammar_text)
+    matcher = open_matcher(COMPILER, grammar_text)
     for token_id in [*TINY.encode(text, special=False), EOS]:
-        if not matcher.allowed()[token_id]:
+        if token_id not in allowed_ids(matcher):
             return False
         matcher.push(token_id)
     return True
 
 
 def allowed_text(matcher: Matcher) -> set[str]:
-    return {TINY.decode([int(i)], skip_special=False) for i in np.flatnonzero(matcher.allowed())}
+    return {TINY.decode([i], skip_special=False) for i in allowed_ids(matcher)}
 
 
 def merging_tokenizer() -> Tokenizer:
@@ -61,26 +72,25 @@ def merging_tokenizer() -> Tokenizer:
 
 
 def test_a_matcher_shows_what_may_come_and_what_must():
-    matcher = COMPILER.matcher('start: "ab" ("x" | "y") "z"')
+    matcher = open_matcher(COMPILER, 'start: "ab" ("x" | "y") "z"')
     assert allowed_text(matcher) == {"a"} and matcher.forced == TINY.encode("a")[0]
     for token_id in TINY.encode("ab"):
         matcher.push(token_id)
     assert allowed_text(matcher) == {"x", "y"} and matcher.forced is None
-    assert not matcher.finished
     for token_id in TINY.encode("yz"):
         matcher.push(token_id)
-    assert allowed_text(matcher) == {"<|im_end|>"} and matcher.forced == EOS and matcher.finished
+    assert allowed_text(matcher) == {"<|im_end|>"} and matcher.forced == EOS
 
 
 def test_fixed_text_is_forced_in_the_tokenizers_own_tokens():
     tokenizer = merging_tokenizer()
     compiler = GrammarCompiler(tokenizer)
-    matcher = compiler.matcher(grammar(literal("<tool_call>ab")))
+    matcher = open_matcher(compiler, grammar(literal("<tool_call>ab")))
     assert matcher.forced == 258  # "<tool_call>"
     matcher.push(258)
     assert matcher.forced == tokenizer.token_id("ab")  # not "a"
-    free = compiler.matcher("start: /[ab]+/")
-    assert [int(i) for i in np.flatnonzero(free.allowed())] == sorted(
+    free = open_matcher(compiler, "start: /[ab]+/")
+    assert allowed_ids(free) == sorted(
         [*tokenizer.encode("a"), *tokenizer.encode("b"), *tokenizer.encode("ab")]
     )
 
@@ -90,12 +100,12 @@ def test_an_added_token_in_a_literal_comes_as_that_token():
     compiler = GrammarCompiler(tokenizer)
     text = "<tool_call>\n"
     choice = one_of(literal(text, tokenizer), literal("x"))
-    matcher = compiler.matcher(grammar(choice))
+    matcher = open_matcher(compiler, grammar(choice))
     expected = [*tokenizer.encode("x"), 258]
-    assert np.flatnonzero(matcher.allowed()).tolist() == expected  # no separate "<"
+    assert allowed_ids(matcher) == expected  # no separate "<"
     special = literal("a<|im_start|>b<|im_end|>", TINY)
     assert special == '("a" <[257]> "b" <[258]>)'
-    matcher = COMPILER.matcher(grammar(special))
+    matcher = open_matcher(COMPILER, grammar(special))
     for token_id in TINY.encode("a<|im_start|>b<|im_end|>"):
         assert matcher.forced == token_id
         matcher.push(token_id)
@@ -103,18 +113,18 @@ def test_an_added_token_in_a_literal_comes_as_that_token():
 
 def test_the_text_of_a_special_token_in_a_schema_is_ordinary_characters():
     spelled = TINY.encode('"<|im_end|>"', special=False)
-    matcher = COMPILER.matcher(grammar(json_schema({"const": "<|im_end|>"})))
+    matcher = open_matcher(COMPILER, grammar(json_schema({"const": "<|im_end|>"})))
     for token_id in spelled:
         assert matcher.forced == token_id
         matcher.push(token_id)
-    assert matcher.finished
+    assert matcher.forced == EOS
 
 
 def test_the_mask_has_the_models_width():
-    wide = GrammarCompiler(TINY, 300).matcher("start: /[^a]/")
-    assert wide.allowed().shape == (300,) and not wide.allowed()[259:].any()
+    wide = open_matcher(GrammarCompiler(TINY, 300), "start: /[^a]/")
+    assert wide.packed().shape == (38,) and max(allowed_ids(wide)) < 259
     with pytest.raises(GrammarError) as caught:
-        GrammarCompiler(TINY, 10).matcher('start: "a"').allowed()  # "a" has id 64
+        open_matcher(GrammarCompiler(TINY, 10), 'start: "a"').packed()  # "a" has id 64
     assert caught.value.reason == "dead_end"
 
 
@@ -172,29 +182,29 @@ def test_repetitions_keep_their_bounds():
 )
 def test_a_grammar_that_does_not_compile_gets_one_sentence(text, name):
     with pytest.raises(GrammarError) as raised:
-        COMPILER.matcher(text)
+        open_matcher(COMPILER, text)
     assert raised.value.reason == "invalid"
     assert name in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_a_token_that_is_not_allowed_is_refused():
-    matcher = COMPILER.matcher('start: "a"')
+    matcher = open_matcher(COMPILER, 'start: "a"')
     matcher.push(65)
     with pytest.raises(GrammarError) as caught:
-        matcher.allowed()
+        matcher.packed()
     assert caught.value.reason == "token_does_not_fit"
     assert "65" in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(GrammarError) as caught:
-        GrammarCompiler(Tokenizer(merging_tokenizer()._backend)).matcher('start: "a"')
+        open_matcher(GrammarCompiler(Tokenizer(merging_tokenizer()._backend)), 'start: "a"')
     assert caught.value.reason == "no_end_of_turn"
 
 
 def test_grammars_are_compiled_once_and_the_oldest_forgotten():
     compiler = GrammarCompiler(TINY, max_cached=2)
-    first = compiler.matcher('start: "a"')
+    first = open_matcher(compiler, 'start: "a"')
     first.push(TINY.encode("a")[0])
-    assert compiler.matcher('start: "a"').forced == TINY.encode("a")[0]  # starts again
-    matchers = [compiler.matcher(f'start: "{letter}"') for letter in "bac"]
+    assert open_matcher(compiler, 'start: "a"').forced == TINY.encode("a")[0]  # starts again
+    matchers = [open_matcher(compiler, f'start: "{letter}"') for letter in "bac"]
     assert compiler.counts == {"accepted": 3} and len(compiler._processes) == 2
     assert [matcher.forced for matcher in matchers] == TINY.encode("bac")  # still usable
 

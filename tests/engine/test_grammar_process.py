@@ -14,7 +14,13 @@ import pytest
 
 from lightning_jax.engine import grammar_child
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.grammar import GrammarCompiler, GrammarError, grammar, json_schema
+from lightning_jax.engine.grammar import (
+    GrammarCompiler,
+    GrammarError,
+    Matcher,
+    grammar,
+    json_schema,
+)
 from lightning_jax.engine.grammar_process import (
     GrammarLimits,
     GrammarProcess,
@@ -33,10 +39,15 @@ HUGE = grammar(
 )
 
 
+def open_matcher(compiler: GrammarCompiler, grammar_text: str) -> Matcher:
+    compiler.check(grammar_text)
+    return compiler.open(grammar_text)
+
+
 def refusal(compiler: GrammarCompiler, grammar: str) -> tuple[str, str]:
     """Return the reason and the message of the grammar's rejection."""
     with pytest.raises(GrammarError) as raised:
-        compiler.matcher(grammar)
+        open_matcher(compiler, grammar)
     return raised.value.reason, str(raised.value)
 
 
@@ -47,14 +58,14 @@ def children_of(pid: int) -> set[int]:
 
 def test_crash_ends_one_grammar_only() -> None:
     compiler = GrammarCompiler(TINY)
-    matcher = compiler.matcher('start: "ab"')
+    matcher = open_matcher(compiler, 'start: "ab"')
     assert refusal(compiler, CRASH)[0] == "crash"
     assert refusal(compiler, CRASH)[0] == "crash"
     assert compiler.counts == {"accepted": 1, "crash": 1}  # the verdict is remembered
     for token_id in TINY.encode("ab"):
         assert matcher.forced == token_id
         matcher.push(token_id)
-    assert matcher.finished
+    assert matcher.forced in TINY.eos_ids
 
 
 def test_time_limit_ends_compilation() -> None:
@@ -96,20 +107,20 @@ def test_rejected_grammars_keep_no_process() -> None:
 
 def test_lost_fork_server_starts_again() -> None:
     compiler = GrammarCompiler(TINY)
-    held = compiler.matcher('start: "a"')
+    held = open_matcher(compiler, 'start: "a"')
     server = compiler._server
     assert server is not None and server.pid is not None
     lost = server.pid
     os.kill(lost, signal.SIGKILL)
     os.waitid(os.P_PID, lost, os.WEXITED | os.WNOWAIT)
-    assert compiler.matcher('start: "b"').forced == TINY.encode("b")[0]
+    assert open_matcher(compiler, 'start: "b"').forced == TINY.encode("b")[0]
     assert server.pid != lost
     assert held.forced == TINY.encode("a")[0]  # its process is still alive
 
 
 def test_fork_server_ends_with_its_compiler() -> None:
     compiler = GrammarCompiler(TINY)
-    compiler.matcher('start: "a"').close()
+    open_matcher(compiler, 'start: "a"').close()
     server = compiler._server
     assert server is not None and server.pid is not None
     pid = server.pid

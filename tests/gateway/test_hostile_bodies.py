@@ -1,7 +1,7 @@
 """Tests that no body blocks the event loop, whatever its content.
 
-Each body blocked the loop for 2 to 27 s before issue 32. The limit here is generous for slow
-machines: `stalls.longest.seconds` is at most about 50 ms.
+Each body blocked the loop for 2 to 27 s before bodies were bounded. The limit here is generous for
+slow machines: `stalls.longest.seconds` is at most about 50 ms.
 """
 
 import asyncio

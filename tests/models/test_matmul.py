@@ -135,7 +135,7 @@ def test_with_float32_activations_a_bfloat16_model_differs_by_its_roundings(tied
     assert 1e-6 < error < 2**-7
 
 
-def test_an_adapter_of_rank_1_beside_bfloat16_on_several_devices():
+def test_an_adapter_of_rank_1_beside_bfloat16_on_multiple_devices():
     x, a, b = jnp.ones((1, 5, 8)), jnp.ones((8, 1), jnp.bfloat16), jnp.ones((1, 6), jnp.bfloat16)
     gradient = jax.grad(lambda b: matmul(matmul(x, a), b).astype(jnp.float32).sum())(b)
     np.testing.assert_array_equal(gradient, np.full((1, 6), 40.0))

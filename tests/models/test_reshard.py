@@ -159,7 +159,7 @@ def test_frozen_weights_are_shared_where_they_lie_as_the_engine_reads_them(
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(kept))
 
 
-def test_each_device_that_holds_the_base_whole_shares_it_with_its_engine() -> None:
+def test_devices_that_hold_the_whole_base_share_it_with_their_engine() -> None:
     model = adapted(MODEL, LoraConfig(rank=2), 0)
     mesh = make_mesh(MeshConfig(data=8, fsdp=1, tensor=1))
     loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)

@@ -38,7 +38,7 @@ ALONE = [one_of(MODEL, index) for index in (0, 1)]
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_rows_are_read_each_with_its_own_adapter(remat: bool) -> None:
+def test_rows_are_read_with_the_chosen_adapter(remat: bool) -> None:
     tokens = jax.random.randint(jax.random.key(2), (3, 20), 0, 259)
     positions = jnp.broadcast_to(jnp.arange(20), (3, 20))
     chosen = jnp.array([1, 0, 1])
@@ -86,7 +86,7 @@ def trained(model: LoadedModel, sequences: list, sizes: tuple[int, int, int]) ->
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
-def test_a_step_on_both_gives_each_what_a_step_of_its_own_gives(sizes) -> None:
+def test_a_step_on_both_adapters_equals_separate_steps(sizes) -> None:
     batches, _ = make_batches(SEQUENCES, SHAPE)
     chosen = np.concatenate([batch.adapters for batch in batches])
     assert {0, 1} == set(chosen.tolist())
@@ -103,7 +103,7 @@ def test_a_step_on_both_gives_each_what_a_step_of_its_own_gives(sizes) -> None:
             np.testing.assert_allclose(mixed[path][index], change, atol=1e-5)
 
 
-def test_slots_decode_each_with_its_own_adapter() -> None:
+def test_slots_decode_with_the_chosen_adapter() -> None:
     serve = ServeConfig(slots=4, max_len=64, prefill_buckets=(16,), prefix_cache_mib=0.0)
     engine = SlotPrograms(MODEL.config, serve)
     params, state = engine.put_on_mesh(MODEL.params), engine.init_state()

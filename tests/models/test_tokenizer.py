@@ -211,7 +211,7 @@ def test_honest_templates_stay_within_the_limits():
     assert render(template, stamp) == "1700000000000"
 
 
-def test_vocabulary_kinds_cut_text_in_their_own_way():
+def test_vocabulary_kinds_differ_in_how_they_cut_text():
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     pairs = [("1", "2"), ("12", "3"), ("Ġ", "x")]
     tokens = [*alphabet, "12", "123", "Ġx"]

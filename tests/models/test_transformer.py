@@ -59,7 +59,7 @@ def test_prefill_padding_is_not_written_and_changes_nothing():
     assert not np.any(cache.layers[0].values[0][0, :, 100:])
 
 
-def test_decode_rows_do_not_touch_each_other():
+def test_decode_rows_are_independent():
     tokens = _tokens(3, 40)
     cache = init_cache(MODEL.config, 3, 64)
     _, cache = run(MODEL.params, MODEL.config, tokens, _depths(3, 40), cache=cache)
@@ -72,7 +72,7 @@ def test_decode_rows_do_not_touch_each_other():
     assert np.argwhere(changed).tolist() == [[0, 40], [1, 25]]
 
 
-def test_a_tree_gives_each_branch_the_hidden_states_of_its_own_path():
+def test_branches_of_a_tree_have_the_hidden_states_of_their_paths():
     trunk, left, right = _tokens(1, 60, 3)[0], _tokens(1, 50, 4)[0], _tokens(1, 40, 5)[0]
     tokens = jnp.concatenate((trunk, left, right))[None]
     positions = jnp.concatenate((jnp.arange(60), jnp.arange(60, 110), jnp.arange(60, 100)))[None]

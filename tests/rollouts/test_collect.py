@@ -11,7 +11,7 @@ from coded import raises_coded
 
 import lightning_jax as lj
 from lightning_jax.engine.slots import SlotPrograms
-from lightning_jax.errors import InvalidValue
+from lightning_jax.errors import FieldError, InvalidValue
 from lightning_jax.rollouts.failures import BrokenAgent
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import tiny_model
@@ -109,6 +109,8 @@ async def test_a_wrong_argument_is_an_error_at_once(
 ) -> None:
     with raises_coded(ConfigError, reason, key):
         await lj.run_rollouts(agent, tasks, gateway)
+    with raises_coded(FieldError, "invalid", "group_size"):
+        await lj.run_rollouts(agent, tasks, gateway, group_size=0)
 
 
 async def test_a_temporary_store_is_deleted_with_its_gateway() -> None:

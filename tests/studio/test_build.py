@@ -49,7 +49,7 @@ def test_a_call_shows_what_is_new_in_its_prompt() -> None:
     assert second.tokens[1].logprob == pytest.approx(-0.2)
 
 
-def test_of_interleaved_agents_each_goes_on_with_its_own_call() -> None:
+def test_interleaved_agents_continue_their_previous_call() -> None:
     spans = [call("w", "writer: ", "x"), call("c", "checker: ", "y", at=1)]
     path = (
         spans[0].attributes[attributes.PROMPT_TOKEN_IDS]

@@ -107,7 +107,7 @@ def test_what_models_and_tools_write_is_never_markup() -> None:
     assert {name for _, given, _ in page.found for name in given} <= allowed | {"http-equiv"}
 
 
-def test_a_page_needs_nothing_from_elsewhere() -> None:
+def test_a_page_is_self_contained() -> None:
     source = render_page(None, [_view(conversation())])
     page = _Page(source)
     assert {tag for tag, _, _ in page.found}.isdisjoint(

@@ -30,7 +30,7 @@ def _view(
     return view_rollout(shown, spans, transitions, TOKENIZER, credit or StepCredit())
 
 
-def test_a_rollout_is_told_whole() -> None:
+def test_a_rollout_is_shown_whole() -> None:
     spans = [*conversation(), tool("u", "q", "", at=3.5, error="no such table")]
     text = _printed(
         render_rollout(_view(spans, StepCredit({"b": CallCredit(1.0, -0.5)})), 100), 100

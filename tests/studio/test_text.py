@@ -49,7 +49,7 @@ def test_a_prompt_is_split_between_characters() -> None:
     assert all(head + rest == parts[0][1] for head, rest in parts)
 
 
-def test_tokens_together_are_the_text() -> None:
+def test_tokens_add_up_to_the_text() -> None:
     ids = TOKENIZER.encode("日\x1b!<|im_end|>")
     assert token_texts(ids, TOKENIZER) == ("", "", "日", "\u241b", "!", "<|im_end|>")
     assert token_texts(ids[:2], TOKENIZER) == ("", "\ufffd")  # bytes that never form a character

@@ -126,7 +126,7 @@ def test_groups_that_were_replaced_are_not_in_the_batch() -> None:
     assert all(shown[name].note == EQUAL_GROUP for name in "cd")
 
 
-def test_of_several_attempts_the_one_that_ended_counts() -> None:
+def test_the_finished_attempt_counts() -> None:
     broken: dict[str, Any] = {"status": "infrastructure_failure", "reason": "crash"}
     attempts = [
         rollout(0, attempt=1, **broken),

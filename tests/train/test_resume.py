@@ -49,6 +49,20 @@ def test_an_edited_file_and_other_tasks_are_named(tmp_path: Path) -> None:
     ]
 
 
+def test_another_source_of_the_agent_function_is_named(tmp_path: Path) -> None:
+    def first(task: object, llm: object) -> float:
+        return 1.0
+
+    def second(task: object, llm: object) -> float:
+        return 0.5
+
+    config = Config(agent=AgentConfig("no_such_file.py:run"))
+    save_sources(tmp_path, digests(config, [], [], first))
+    assert changed_sources(tmp_path, digests(config, [], [], first)) == []
+    assert changed_sources(tmp_path, digests(config, [], [], second)) == ["agent (its source)"]
+    assert changed_sources(tmp_path, digests(config, [], [], abs)) == []  # has no source
+
+
 def test_sets_and_objects_are_the_same_in_every_process() -> None:
     code = (
         "from lightning_jax.train.config import Config\n"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from coded import raises_coded
 
-from lightning_jax.train.config import DataConfig
 from lightning_jax.train.task_files import DatasetError, load_task_files
 
 
@@ -17,8 +16,8 @@ def _write(path: Path, *tasks: dict[str, Any]) -> Path:
     return path
 
 
-def _load(root: Path | None, split: str, **settings: Any) -> tuple[list[dict], dict[str, int]]:
-    return load_task_files(root, split, DataConfig(**settings), "")
+def _load(root: Path | None, split: str) -> tuple[list[dict], dict[str, int]]:
+    return load_task_files(root, split, "")
 
 
 def test_a_fifth_of_a_single_file_is_dev(tmp_path: Path) -> None:
@@ -48,10 +47,6 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path) -> None:
         {"in_dev": 1},
     )
     assert _load(tmp_path, "dev") == ([{"q": "b", "id": "other"}, {"id": "2", "q": "d"}], {})
-    assert _load(tmp_path, "train", max_train_tasks=1)[1] == {
-        "in_dev": 1,
-        "over_max_train_tasks": 1,
-    }
 
 
 def test_a_mark_at_the_files_beginning_is_no_text(tmp_path: Path) -> None:
@@ -75,8 +70,6 @@ def test_a_compressed_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "reason", "locations"),
     [
-        (['{"q": 1}'], "empty", ["tasks.jsonl"]),
-        ([], "empty", ["tasks.jsonl"]),
         (['{"q": 1}', "[1]"], "wrong_type", ["tasks.jsonl:2"]),
         (['{"q": 1', '{"q": 2}'], "malformed", ["tasks.jsonl:1"]),
         (

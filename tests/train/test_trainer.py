@@ -18,9 +18,11 @@ from unittest.mock import Mock
 import jax
 import numpy as np
 import pytest
+import toy_agent
 from coded import raises_coded
 from log_events import events, records
 
+import lightning_jax as lj
 from lightning_jax.cli.verify import verify
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models import precision
@@ -136,6 +138,27 @@ def test_a_toy_task_is_learned_in_eight_steps(model_dir: Path, tmp_path: Path) -
     # Sampler and trainer share one forward function, so their log-probabilities agree.
     assert max(row.get("train/mismatch_kl", 0.0) for row in rows) < 1e-5
     _check_run_directory(tmp_path / "run", config)
+
+
+def test_a_run_takes_a_function_and_tasks_without_ids(model_dir: Path, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    async def agent(task: Task, llm: Any) -> float:
+        asked.append(task["id"])
+        return await toy_agent.run(task, llm)
+
+    config = _config(
+        model_dir,
+        tmp_path / "run",
+        num_steps=1,
+        agent=AgentConfig("no_such_file.py:run"),
+        rollout=RolloutConfig(tasks_per_step=2, group_size=2),
+    )
+    tasks = [{"question": "a"}, {"question": "b"}]
+    (row,) = asyncio.run(lj.train(config, tasks, [], agent=agent))
+    assert row["rollout/num_scored"] == 4.0 and sorted(asked) == ["0", "0", "1", "1"]
+    with raises_coded(ConfigError, "not_callable", "agent"):
+        asyncio.run(lj.train(config, tasks, [], agent="mine.py:run"))  # type: ignore[arg-type]
 
 
 def test_dpo_learns_it_from_pairs(model_dir: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
 
 from lightning_jax.engine.cache.radix import PAGE
 from lightning_jax.engine.config import ServeConfig
@@ -26,6 +25,7 @@ from lightning_jax.models.attention.kv_cache import (
 )
 from lightning_jax.models.sharding import platform_of
 from lightning_jax.models.transformer import DecoderConfig, init_cache
+from lightning_jax.types import Leaf
 
 MOST_PAGES = 8  # times the slots' own capacity: a tiny model takes no memory that it cannot use
 
@@ -33,10 +33,10 @@ MOST_PAGES = 8  # times the slots' own capacity: a tiny model takes no memory th
 class _Move(NamedTuple):
     """Consecutive blocks of a slot's row, from `first` on, and their pages."""
 
-    slot: Int32[Array, ""]
-    first: Int32[Array, ""]
-    page_ids: Int32[Array, " N"]  # padded to the blocks of a row
-    count: Int32[Array, ""]
+    slot: Leaf  # int32
+    first: Leaf  # int32
+    page_ids: Leaf  # int32 [N], padded to the blocks of a row
+    num_pages: Leaf  # int32
 
 
 class PageCopier:
@@ -104,7 +104,7 @@ class PageCopier:
         assert first + len(page_ids) <= self.num_blocks, "the row has no blocks left"
         padded = np.zeros(self.num_blocks, np.int32)
         padded[: len(page_ids)] = page_ids
-        return _Move(*map(np.int32, (slot, first)), padded, np.int32(len(page_ids)))
+        return _Move(np.int32(slot), np.int32(first), padded, np.int32(len(page_ids)))
 
 
 def page_bytes(config: DecoderConfig, dtype: Any, platform: str = "cpu") -> int:
@@ -139,7 +139,7 @@ def _copy_in_loop(
         at, to = places if to_row else places[::-1]
         return _copy_page(source, at, target, to)
 
-    low, high = jnp.maximum(move.first, begin), jnp.minimum(move.first + move.count, end)
+    low, high = jnp.maximum(move.first, begin), jnp.minimum(move.first + move.num_pages, end)
     return jax.lax.fori_loop(low, high, step, target)
 
 
@@ -151,7 +151,7 @@ def _copy_at_once(
     On a GPU the host would wait at each iteration of a loop.
     """
     index = jnp.arange(begin, end) - move.first
-    wanted = (index >= 0) & (index < move.count)
+    wanted = (index >= 0) & (index < move.num_pages)
     page_ids = move.page_ids[jnp.clip(index, 0, len(move.page_ids) - 1)]
 
     def put_in_row(pages: Any, rows: Any, axis: int) -> Any:

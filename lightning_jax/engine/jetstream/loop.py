@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_jax.engine.admission import Intake, LoopStatus
+from lightning_jax.engine.admission import SlotLoop
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import Delivery, EngineError, Generation, deliver
 from lightning_jax.engine.jetstream.engine import (
@@ -22,7 +22,7 @@ from lightning_jax.engine.response import Response, SampledToken
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
+from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import FinishReason
 
 
@@ -66,7 +66,7 @@ class _Channel:
         self._owner.finish(Delivery(self._generation, None, self._response.completion(reason)))
 
 
-class JetStreamLoop:
+class JetStreamLoop(SlotLoop[_Channel]):
     """JetStream's Driver with the interface of `EngineLoop`. Serves only: `load_weights` raises."""
 
     def __init__(
@@ -77,33 +77,13 @@ class JetStreamLoop:
         tokenizer: Tokenizer,
         serve: ServeConfig,
     ) -> None:
-        self._programs, self._tokenizer, self.version = programs, tokenizer, version
+        super().__init__(programs, tokenizer, serve)
+        self.version = version
         self._params = programs.put_on_mesh(params)
         self._adapter = JetStreamEngine(programs, self._params)
         self._driver: Any = None
         self._num_requests = self._num_tokens = 0
-        self._intake: Intake[_Channel] = Intake(
-            slots=programs.num_slots,
-            max_queue=serve.max_queue,
-            max_len=programs.max_len,
-            vocab_size=programs.config.vocab_size,
-        )
         self._adapter.on_failure = self._intake.fail
-
-    @property
-    def status(self) -> LoopStatus:
-        """Status like `EngineLoop.status`."""
-        return self._intake.status
-
-    @property
-    def num_slots(self) -> int:
-        """Number of requests decoded at once."""
-        return self._programs.num_slots
-
-    @property
-    def num_open(self) -> int:
-        """Number of requests running or waiting."""
-        return len(self._intake)
 
     def warmup(self) -> None:
         """Compile all programs. Call before `start`."""
@@ -153,17 +133,14 @@ class JetStreamLoop:
                 key="serve.orchestrator",
             )
         ids = tuple(prompt_ids)
-        self._intake.check_prompt(ids)
-        limit = min(sampling.max_tokens, self._programs.max_len - len(ids))
-        decoder = StreamDecoder(self._tokenizer)
-        response = Response(decoder, self._tokenizer.eos_ids, sampling, limit)
+        response = self._respond(ids, sampling)
         generation = Generation(self._cancel)
         channel = _Channel(self, generation, response)
         content = PromptText("prompt")
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         content.prompt = Prompt(ids, sampling, seed)
         channel.active = orchestrator.ActiveRequest(
-            max_tokens=limit,
+            max_tokens=response.limit,
             return_channel=channel,  # type: ignore[arg-type]
             prefill_content=content,
             is_client_side_tokenization=True,
@@ -181,10 +158,6 @@ class JetStreamLoop:
             reason="unsupported",
             key="serve.orchestrator",
         )
-
-    async def drain(self) -> None:
-        """Refuse new requests, and return when none is open."""
-        await self._intake.drain()
 
     def close(self) -> None:
         """Stop the Driver. Unfinished requests fail with EngineError."""

@@ -113,17 +113,19 @@ def attend_blocks(
 
 
 @jax.custom_vjp
-def _attend(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Any:
-    return _forward(queries, keys, values, index, ends)[0]
+def _attend(*inputs: Any) -> Any:
+    return _attend_forward(*inputs)[0]
 
 
-def _attend_forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Any:
-    out, log_sums = _forward(queries, keys, values, index, ends)
-    return out, (queries, keys, values, index, ends, out, log_sums)
+def _attend_forward(*inputs: Any) -> Any:
+    kernels = blockwise.forward, flash_tpu.forward, flash_gpu.forward
+    out, log_sums = _by_platform(*kernels, *inputs)
+    return out, (*inputs, out, log_sums)
 
 
 def _attend_backward(saved: Any, out_grad: Any) -> Any:
-    return *_backward(*saved, out_grad), None, None
+    kernels = blockwise.backward, flash_tpu.backward, flash_gpu.backward
+    return *_by_platform(*kernels, *saved, out_grad), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -135,23 +137,13 @@ def _per_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(functools.partial(per_device, kernel))
 
 
-def _forward(*arrays: Any) -> Any:
+def _by_platform(loop: Callable[..., Any], tpu: Any, gpu: Any, *arrays: Any) -> Any:
     return jax.lax.platform_dependent(
         *arrays,
-        cpu=functools.partial(blockwise.forward, size=_CPU_BLOCK),
-        tpu=_per_device(flash_tpu.forward),
-        cuda=_per_device(flash_gpu.forward),
-        default=functools.partial(blockwise.forward, size=_DEFAULT_BLOCK),
-    )
-
-
-def _backward(*arrays: Any) -> Any:
-    return jax.lax.platform_dependent(
-        *arrays,
-        cpu=functools.partial(blockwise.backward, size=_CPU_BLOCK),
-        tpu=_per_device(flash_tpu.backward),
-        cuda=_per_device(flash_gpu.backward),
-        default=functools.partial(blockwise.backward, size=_DEFAULT_BLOCK),
+        cpu=functools.partial(loop, size=_CPU_BLOCK),
+        tpu=_per_device(tpu),
+        cuda=_per_device(gpu),
+        default=functools.partial(loop, size=_DEFAULT_BLOCK),
     )
 
 
@@ -189,10 +181,6 @@ def attend_masked(
     kv_heads = keys.shape[2]
     grouped = queries.reshape(rows, length, kv_heads, heads // kv_heads, size) * size**-0.5
     scores = jnp.einsum("btkgd,bckd->bkgtc", grouped, keys, preferred_element_type=jnp.float32)
-    weights = _softmax(scores, seen[:, None, None, :, :])
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
     out = jnp.einsum("bkgtc,bckd->btkgd", weights.astype(values.dtype), values)
     return out.reshape(queries.shape)
-
-
-def _softmax(scores: Any, seen: Any) -> Any:
-    return jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)

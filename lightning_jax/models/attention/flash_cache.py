@@ -202,21 +202,9 @@ def attend_tpu(
     return out[:, :, :members]
 
 
-def _tpu_kernel(
-    pairs: Any,
-    counts: Any,
-    rows: Any,
-    query: Any,
-    limits: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    *scratch: Any,
-) -> None:
-    """Attend from one block of queries to one block of tokens, for some key heads.
-
-    `scratch` holds their Sums.
-    """
+def _tpu_kernel(pairs: Any, counts: Any, rows: Any, *refs: Any) -> None:
+    """Attend from one block of queries to one block of tokens, for some key heads."""
+    query, limits, key, value, out, *scratch = refs  # `scratch` holds the heads' Sums
     step = step_of(pairs, counts, 0, pl.program_id(1))
     size = key.shape[1]
 

@@ -40,23 +40,17 @@ def forward(
     return by_token(outs)[:, :length, :, :width], log_sums[..., :length]
 
 
-def backward(  # noqa: PLR0913  (the saved arrays)
-    queries: Any,
-    keys: Any,
-    values: Any,
-    index: Any,
-    ends: Any,
-    out: Any,
-    log_sums: Any,
-    out_grad: Any,
-    *,
-    interpret: bool = False,
+def backward(
+    queries: Any, keys: Any, values: Any, index: Any, ends: Any, *rest: Any, interpret: bool = False
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values.
+
+    `rest` is the two results of `forward` and the gradient of the first.
+    """
     b = _split(queries, keys, values, index, ends)
     length, width = queries.shape[1], queries.shape[3]
-    out_grads, *saved = flash.split_gradient(b, out, log_sums, out_grad)
-    more = [pad_to(out_grads, b.queries.shape[4], 4), *saved]
+    out_grads, *numbers = flash.split_gradient(b, *rest)
+    more = [pad_to(out_grads, b.queries.shape[4], 4), *numbers]
     (query_grads,) = _run(
         functools.partial(_query_kernel, scale=width**-0.5),
         b,
@@ -106,7 +100,7 @@ def _run(
     counts = met.sum(axis=2, dtype=jnp.int32)
     rows, kv_heads, group, _, width = b.queries.shape
     num_warps = 4 if width * b.keys.dtype.itemsize <= 128 else 8
-    specs = _key_specs(b) if by_key else _query_specs(b)
+    specs = _specs(b, by_key)
     inputs = ["order", "count", "index", "ends", "query", "key", "key"]
     inputs += ["query", "number", "number"] if more else []
     # The first grid axis changes fastest, so that heads that share keys run side by side.
@@ -121,49 +115,40 @@ def _run(
     )(order, counts, b.index, b.ends, b.queries, b.keys, b.values, *more)
 
 
-def _query_specs(b: Blocks) -> dict[str, pl.BlockSpec]:
-    """Return the part of each kind of array that the program of a block of queries sees."""
-    size, length, width = b.size, b.keys.shape[2], b.keys.shape[3]
+def _specs(b: Blocks, by_key: bool) -> dict[str, pl.BlockSpec]:
+    """Return the part of each kind of array that a program sees.
+
+    It is one block of queries and all keys of their key head, or with `by_key` one block of keys
+    and all queries of all heads that share it.
+    """
+    group, num_queries, width = b.queries.shape[2:]
+    num_keys = b.keys.shape[2]
+    heads, queries, keys = (group, num_queries, b.size) if by_key else (None, b.size, num_keys)
+
+    def query(i: Any) -> Any:
+        return 0 if by_key else i
+
+    def key(i: Any) -> Any:
+        return i if by_key else 0
+
+    num_others = (num_queries if by_key else num_keys) // b.size
     return {
-        "order": pl.BlockSpec((None, None, length // size), lambda g, i, k, row: (row, i, 0)),
+        "order": pl.BlockSpec((None, None, num_others), lambda g, i, k, row: (row, i, 0)),
         "count": pl.BlockSpec((None, None), lambda g, i, k, row: (row, i)),
-        "index": pl.BlockSpec((None, size), lambda g, i, k, row: (row, i)),
-        "ends": pl.BlockSpec((None, length), lambda g, i, k, row: (row, 0)),
+        "index": pl.BlockSpec((None, queries), lambda g, i, k, row: (row, query(i))),
+        "ends": pl.BlockSpec((None, keys), lambda g, i, k, row: (row, key(i))),
         "query": pl.BlockSpec(
-            (None, None, None, size, width), lambda g, i, k, row: (row, k, g, i, 0)
+            (None, None, heads, queries, width), lambda g, i, k, row: (row, k, g, query(i), 0)
         ),
-        "number": pl.BlockSpec((None, None, None, size), lambda g, i, k, row: (row, k, g, i)),
-        "key": pl.BlockSpec((None, None, length, width), lambda g, i, k, row: (row, k, 0, 0)),
+        "number": pl.BlockSpec(
+            (None, None, heads, queries), lambda g, i, k, row: (row, k, g, query(i))
+        ),
+        "key": pl.BlockSpec((None, None, keys, width), lambda g, i, k, row: (row, k, key(i), 0)),
     }
 
 
-def _key_specs(b: Blocks) -> dict[str, pl.BlockSpec]:
-    """Return the part of each kind of array that the program of a block of keys sees."""
-    size, group, length, width = b.size, *b.queries.shape[2:]
-    return {
-        "order": pl.BlockSpec((None, None, length // size), lambda _, j, k, row: (row, j, 0)),
-        "count": pl.BlockSpec((None, None), lambda _, j, k, row: (row, j)),
-        "index": pl.BlockSpec((None, length), lambda _, j, k, row: (row, 0)),
-        "ends": pl.BlockSpec((None, size), lambda _, j, k, row: (row, j)),
-        "query": pl.BlockSpec(
-            (None, None, group, length, width), lambda _, j, k, row: (row, k, 0, 0, 0)
-        ),
-        "number": pl.BlockSpec((None, None, group, length), lambda _, j, k, row: (row, k, 0, 0)),
-        "key": pl.BlockSpec((None, None, size, width), lambda _, j, k, row: (row, k, j, 0)),
-    }
-
-
-def _forward_kernel(  # noqa: PLR0913
-    order: Any,
-    count: Any,
-    index: Any,
-    ends: Any,
-    query: Any,
-    keys: Any,
-    values: Any,
-    out: Any,
-    log_sums: Any,
-) -> None:
+def _forward_kernel(order: Any, count: Any, *refs: Any) -> None:
+    index, ends, query, keys, values, out, log_sums = refs
     size, width = query.shape
     rows, at = query[...], index[...][:, None]
 
@@ -179,21 +164,8 @@ def _forward_kernel(  # noqa: PLR0913
     log_sums[...] = (sums.top + jnp.log(sums.total)).reshape(size)
 
 
-def _query_kernel(  # noqa: PLR0913
-    order: Any,
-    count: Any,
-    index: Any,
-    ends: Any,
-    query: Any,
-    keys: Any,
-    values: Any,
-    out_grad: Any,
-    log_sums: Any,
-    inner: Any,
-    query_grad: Any,
-    *,
-    scale: float,
-) -> None:
+def _query_kernel(order: Any, count: Any, *refs: Any, scale: float) -> None:
+    index, ends, query, keys, values, out_grad, log_sums, inner, query_grad = refs
     size, width = query.shape
     rows, at, grad = query[...], index[...][:, None], out_grad[...]
     saved = log_sums[...][:, None], inner[...][:, None]
@@ -211,20 +183,8 @@ def _query_kernel(  # noqa: PLR0913
     query_grad[...] = (total * scale).astype(query_grad.dtype)
 
 
-def _key_kernel(  # noqa: PLR0913
-    order: Any,
-    count: Any,
-    index: Any,
-    ends: Any,
-    queries: Any,
-    key: Any,
-    value: Any,
-    out_grads: Any,
-    log_sums: Any,
-    inner: Any,
-    key_grad: Any,
-    value_grad: Any,
-) -> None:
+def _key_kernel(order: Any, count: Any, *refs: Any) -> None:
+    index, ends, queries, key, value, out_grads, log_sums, inner, key_grad, value_grad = refs
     size, width = key.shape
     first_key, last = pl.program_id(1) * size, ends[...][:, None]
     rows, weighed = key[...], value[...]

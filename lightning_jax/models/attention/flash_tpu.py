@@ -43,22 +43,16 @@ def forward(
     return by_token(outs)[:, : queries.shape[1]], log_sums[..., 0, : queries.shape[1]]
 
 
-def backward(  # noqa: PLR0913  (the saved arrays)
-    queries: Any,
-    keys: Any,
-    values: Any,
-    index: Any,
-    ends: Any,
-    out: Any,
-    log_sums: Any,
-    out_grad: Any,
-    *,
-    interpret: bool = False,
+def backward(
+    queries: Any, keys: Any, values: Any, index: Any, ends: Any, *rest: Any, interpret: bool = False
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values.
+
+    `rest` is the two results of `forward` and the gradient of the first.
+    """
     b = flash.split(queries, keys, values, index, ends, _SIZES)
-    out_grads, *saved = flash.split_gradient(b, out, log_sums, out_grad)
-    more = [out_grads, *(numbers[..., None, :] for numbers in saved)]
+    out_grads, *numbers = flash.split_gradient(b, *rest)
+    more = [out_grads, *(number[..., None, :] for number in numbers)]
     (query_grads,) = _run(
         functools.partial(_query_kernel, scale=queries.shape[3] ** -0.5),
         b,
@@ -192,18 +186,8 @@ def split_pair(pair: Any) -> tuple[Any, Any]:
     return pair >> _BITS, pair & (2**_BITS - 1)
 
 
-def _forward_kernel(  # noqa: PLR0913
-    pairs: Any,
-    counts: Any,
-    index: Any,
-    ends: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    log_sums: Any,
-    *scratch: Any,
-) -> None:
+def _forward_kernel(pairs: Any, counts: Any, *refs: Any) -> None:
+    index, ends, query, key, value, out, log_sums, *scratch = refs
     step = step_of(pairs, counts, pl.program_id(0), pl.program_id(3))
     sums = Sums(*scratch)
 
@@ -226,22 +210,8 @@ def _forward_kernel(  # noqa: PLR0913
         log_sums[0] = (sums.top[...] + jnp.log(sums.total[...]))[:, 0]
 
 
-def _query_kernel(  # noqa: PLR0913
-    pairs: Any,
-    counts: Any,
-    index: Any,
-    ends: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out_grad: Any,
-    log_sums: Any,
-    inner: Any,
-    query_grad: Any,
-    total: Any,
-    *,
-    scale: float,
-) -> None:
+def _query_kernel(pairs: Any, counts: Any, *refs: Any, scale: float) -> None:
+    index, ends, query, key, value, out_grad, log_sums, inner, query_grad, total = refs
     step = step_of(pairs, counts, pl.program_id(0), pl.program_id(3))
 
     @pl.when(step.is_first)
@@ -259,22 +229,9 @@ def _query_kernel(  # noqa: PLR0913
         query_grad[...] = (total[...] * scale).astype(query_grad.dtype)
 
 
-def _key_kernel(  # noqa: PLR0913
-    pairs: Any,
-    counts: Any,
-    index: Any,
-    ends: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out_grad: Any,
-    log_sums: Any,
-    inner: Any,
-    key_grad: Any,
-    value_grad: Any,
-    key_total: Any,
-    value_total: Any,
-) -> None:
+def _key_kernel(pairs: Any, counts: Any, *refs: Any) -> None:
+    index, ends, query, key, value, out_grad, log_sums, inner, *results = refs
+    key_grad, value_grad, key_total, value_total = results
     step = step_of(pairs, counts, pl.program_id(0), pl.program_id(2))
     member = pl.program_id(3)
 

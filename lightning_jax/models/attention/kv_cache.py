@@ -10,8 +10,9 @@ A token's key is contiguous there. With tokens on the last axis, the TPU compile
 all keys to write one, and transpose them back.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -207,19 +208,15 @@ def _attend_whole(queries: Any, layer: LayerCache, index: Any, rows: Any) -> Any
     arrays = (queries, keys, values, index, rows)
     if keys.shape[TOKEN_AXIS] % flash_cache.SIZE:
         return _at_once(*arrays)
-    kernels = {"cuda": _on_gpu, "tpu": _on_tpu}
+    kernels = {"cuda": flash_cache.attend_gpu, "tpu": flash_cache.attend_tpu}
+    kernels = {name: _per_device(kernel) for name, kernel in kernels.items()}
     return jax.lax.platform_dependent(*arrays, **kernels, default=_at_once)
 
 
 # These are jitted so that they are traced once for all layers of a model.
-@jax.jit
-def _on_gpu(*arrays: Any) -> Any:
-    return flash_cache.per_device(flash_cache.attend_gpu, *arrays)
-
-
-@jax.jit
-def _on_tpu(*arrays: Any) -> Any:
-    return flash_cache.per_device(flash_cache.attend_tpu, *arrays)
+@functools.cache
+def _per_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(functools.partial(flash_cache.per_device, kernel))
 
 
 @jax.jit

@@ -8,10 +8,9 @@ import numpy as np
 from gguf.quants import dequantize
 
 from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
+from lightning_jax.models.formats.families import find_family
 from lightning_jax.models.formats.param_names import ModelError, named_params, unflatten
 from lightning_jax.models.transformer import DecoderConfig, Params
-
-_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def open_file(path: Path) -> gguf.GGUFReader:
@@ -32,20 +31,14 @@ def open_file(path: Path) -> gguf.GGUFReader:
 
 def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
     """Read the model's shape. Raises ModelError for an unknown architecture."""
-    family = _value(reader, "general.architecture")
-    if family not in _FAMILIES:
-        raise ModelError(
-            f"the GGUF file has architecture {family!r}; supported are {sorted(_FAMILIES)}. "
-            "Use a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
-            reason="unsupported",
-            key="general.architecture",
-        )
+    name = _value(reader, "general.architecture")
+    family = find_family(name, "the GGUF file", "general.architecture")
 
-    def value(name: str, default: Any = None) -> Any:
-        found = _value(reader, f"{family}.{name}", default)
+    def value(field: str, default: Any = None) -> Any:
+        found = _value(reader, f"{name}.{field}", default)
         if found is None:
             raise ModelError(
-                f"the GGUF file lacks {family}.{name}, which every {family} model needs; "
+                f"the GGUF file lacks {name}.{field}, which every {name} model needs; "
                 "download the file again"
             )
         return found
@@ -71,10 +64,10 @@ def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
         rope_scaling=None if factors is None else _rope_scaling(factors.data, head_dim, theta),
         norm_eps=_short_float(value("attention.layer_norm_rms_epsilon", 1e-5)),
         tie_embeddings="output.weight" not in tensors,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         max_positions=int(value("context_length", 2048)),
-        family=family,
+        family=name,
     )
 
 

@@ -1,13 +1,11 @@
 """Byte-level BPE vocabulary from a GGUF file's metadata."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from lightning_jax.errors import InvalidValue
+from lightning_jax.models.tokenizer import Tokenizer, TokenizerError
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are never split
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -24,22 +22,8 @@ _SINGLE_DIGITS = ("smollm",)
 _PLAIN = ("gpt-2", "default")
 
 
-class TokenizerError(InvalidValue):
-    """Error raised when a tokenizer cannot be read; its text is one sentence."""
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Parts from which a tokenizer is built."""
-
-    backend: tokenizers.Tokenizer
-    template: str | None
-    eos_ids: tuple[int, ...]
-    special_tokens: Mapping[str, str]
-
-
-def read(reader: Any) -> Vocabulary:
-    """Read the vocabulary of an open gguf.GGUFReader. Raises TokenizerError for an unknown kind."""
+def read(reader: Any) -> Tokenizer:
+    """Build the tokenizer from the metadata of an open gguf.GGUFReader. Raises TokenizerError."""
 
     def value(name: str, default: Any = None) -> Any:
         entry = reader.fields.get(f"tokenizer.{name}")
@@ -66,10 +50,10 @@ def read(reader: Any) -> Vocabulary:
         )
     ids = {name: value(f"ggml.{name}_token_id") for name in _NAMES}
     eos = {value(f"ggml.{name}_token_id") for name in ("eos", "eot")} - {None}
-    return Vocabulary(
-        backend=backend,
+    return Tokenizer(
+        backend,
         template=value("chat_template"),
-        eos_ids=tuple(sorted(eos)),
+        eos_ids=eos,
         special_tokens={_NAMES[name]: tokens[i] for name, i in ids.items() if i is not None},
     )
 

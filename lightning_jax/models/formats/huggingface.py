@@ -13,6 +13,7 @@ import safetensors
 import safetensors.numpy
 
 from lightning_jax.models.attention.attention import RopeScaling
+from lightning_jax.models.formats.families import FAMILIES, find_family
 from lightning_jax.models.formats.param_names import (
     ModelError,
     NamedParam,
@@ -22,17 +23,12 @@ from lightning_jax.models.formats.param_names import (
 )
 from lightning_jax.models.transformer import DecoderConfig, Params
 
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+_REQUIRED = {  # our name of a field -> its name in config.json
+    "vocab_size": "vocab_size",
+    "embed_dim": "hidden_size",
+    "mlp_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
 }
 
 
@@ -51,15 +47,8 @@ def read_config(directory: Path) -> DecoderConfig:
         raise ModelError(
             f"{path} is not readable JSON: {error}", reason="malformed", key=str(path)
         ) from error
-    family = fields.get("model_type")
-    if family not in _ARCHITECTURES:
-        raise ModelError(
-            f"{path} has model_type={family!r}; supported are {sorted(_ARCHITECTURES)}. "
-            "Use a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
-            reason="unsupported",
-            key="model_type",
-        )
-    missing = [name for name in _REQUIRED if name not in fields]
+    family = find_family(fields.get("model_type"), path, "model_type")
+    missing = [name for name in _REQUIRED.values() if name not in fields]
     if missing:
         raise ModelError(
             f"{path} lacks {missing}; download it again",
@@ -69,23 +58,18 @@ def read_config(directory: Path) -> DecoderConfig:
     _refuse_variants(path, fields)
     heads = fields["num_attention_heads"]
     theta, scaling = _read_rope(path, fields)
-    default_head_dim = 128 if family == "qwen3" else fields["hidden_size"] // heads
     return DecoderConfig(
-        vocab_size=fields["vocab_size"],
-        embed_dim=fields["hidden_size"],
-        mlp_dim=fields["intermediate_size"],
-        num_layers=fields["num_hidden_layers"],
-        num_heads=heads,
+        **{ours: fields[theirs] for ours, theirs in _REQUIRED.items()},
         num_kv_heads=fields.get("num_key_value_heads") or heads,
-        head_dim=fields.get("head_dim") or default_head_dim,
+        head_dim=fields.get("head_dim") or family.head_dim or fields["hidden_size"] // heads,
         rope_theta=float(theta),
         rope_scaling=scaling,
         norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         max_positions=fields.get("max_position_embeddings", 2048),
-        family=family,
+        family=fields["model_type"],
     )
 
 
@@ -188,13 +172,9 @@ def _to_rows(param: NamedParam, leaf: Any) -> np.ndarray:
 
 def _config_fields(config: DecoderConfig) -> dict[str, Any]:
     fields = {
-        "architectures": [_ARCHITECTURES[config.family]],
+        "architectures": [FAMILIES[config.family].architecture],
         "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.embed_dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+        **{theirs: getattr(config, ours) for ours, theirs in _REQUIRED.items()},
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",

@@ -19,7 +19,7 @@ import jax
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from lightning_jax.models import tokenizer
-from lightning_jax.models.formats import gguf, huggingface
+from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
 from lightning_jax.models.formats.known_shapes import SHAPES
 from lightning_jax.models.formats.param_names import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ def load_model(
         else:
             reader = gguf.open_file(path)
             config = gguf.read_config(reader)
-            vocabulary = tokenizer.from_gguf(reader)
+            vocabulary = gguf_vocab.read(reader)
             with _on_host():
                 params = gguf.read_params(reader, config, dtype)
     except tokenizer.TokenizerError as error:
@@ -108,7 +108,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         if path.is_dir():
             return tokenizer.from_hf(path)
-        return tokenizer.from_gguf(gguf.open_file(path))
+        return gguf_vocab.read(gguf.open_file(path))
     except tokenizer.TokenizerError as error:
         raise ModelError(str(error), reason=error.reason, key=error.key) from error
 

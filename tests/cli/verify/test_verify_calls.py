@@ -10,7 +10,7 @@ from lightning_jax.traces import attributes
 from lightning_jax.types import Span
 
 
-def test_calls_of_lost_or_several_versions_are_counted() -> None:
+def test_calls_of_lost_or_multiple_versions_are_counted() -> None:
     one, lost, mixed = (StoredCall(transition([1], [2, 3], version=v), True) for v in (0, 1, 0))
     changed = dataclasses.replace(mixed.transition, policy_versions=(0, 2))
     kept, reasons = with_known_weights([one, lost, StoredCall(changed, True)], {0, 2})

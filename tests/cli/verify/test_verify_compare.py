@@ -5,7 +5,7 @@ from lightning_jax.cli.verify.compare import _batch
 from lightning_jax.testing.records import transition
 
 
-def test_a_row_holds_one_call_and_each_target_its_node() -> None:
+def test_a_row_holds_one_call_and_targets_name_their_nodes() -> None:
     batch = _batch([StoredCall(transition([5, 6, 7], [8, 9]), True)], 2, 64)
     assert batch.tokens[0, :6].tolist() == [5, 6, 7, 8, 9, 0]
     assert batch.ends[0, :6].tolist() == [5, 5, 5, 5, 5, 6]  # padding attends only to itself

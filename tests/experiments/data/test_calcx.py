@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calcx import load_calcx, plain_number
 from coded import raises_coded
-from data.calcx import load_calcx, plain_number
-from data.generated_problems import generated_problems, solve
+from generated_problems import generated_problems, solve
 
-from lightning_jax.train.config import DataConfig
 from lightning_jax.train.task_files import DatasetError
 
 ROWS: list[dict[str, Any]] = [
@@ -23,8 +22,8 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def load(root: Path | None, split: str = "train", **settings: Any) -> Any:
-    return load_calcx(root, split, DataConfig(**settings), "unused")
+def load(root: Path | None, split: str = "train", **options: Any) -> Any:
+    return load_calcx(root, split, "unused", **options)
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -60,7 +59,7 @@ def test_published_layouts(tmp_path: Path, name: str) -> None:
     assert [task["id"] for task in load(tmp_path, "dev")[0]] == ["a"]
 
 
-def test_several_parquet_files_follow_each_other(tmp_path: Path) -> None:
+def test_parquet_parts_are_read_in_order(tmp_path: Path) -> None:
     for part in (0, 1):
         write_parquet(
             tmp_path / "data" / f"train-0000{part}-of-00002.parquet", ROWS[part : part + 1]
@@ -82,9 +81,9 @@ def test_the_compact_layout(tmp_path: Path) -> None:
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     rows = [ROWS[0] | {"id": str(n), "source_ds": "xy"[n % 2]} for n in range(10)]
     write_lines(tmp_path / "train.jsonl", [*rows, ROWS[1] | {"source_ds": "x"}])
-    tasks, left_out = load(tmp_path, sources=("x",), max_question_chars=5, max_train_tasks=2)
-    assert [task["id"] for task in tasks] == ["0", "4"]
-    assert left_out == {"other_source": 5, "question_too_long": 1, "over_max_train_tasks": 3}
+    tasks, left_out = load(tmp_path, sources=("x",), max_question_chars=5)
+    assert [task["id"] for task in tasks] == ["0", "2", "4", "6", "8"]
+    assert left_out == {"other_source": 5, "question_too_long": 1}
 
 
 @pytest.mark.parametrize(
@@ -92,8 +91,6 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     [
         ([{"id": "a", "result": "1"}], "invalid", "question", "train.jsonl:1"),
         ([{"id": "a", "question": "?"}], "missing", "result", "train.jsonl:1"),
-        ([ROWS[0], ROWS[0]], "duplicate", "id", "train.jsonl:2"),
-        ([ROWS[2]], "empty", "train", ""),
     ],
 )
 def test_bad_rows_are_named(
@@ -110,8 +107,6 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         load(tmp_path / "none")
     with raises_coded(DatasetError, "missing", "train"):
         load(tmp_path)
-    with raises_coded(DatasetError, "unknown", "split"):
-        load(tmp_path, "test")
     (tmp_path / "train.jsonl").write_text("{}\n{")
     with raises_coded(DatasetError, "invalid", "id"):
         load(tmp_path)
@@ -172,7 +167,7 @@ def test_generated_problems_are_right_and_always_the_same(split: str) -> None:
             assert eval(f"Fraction('{left}') {sign} Fraction('{right}')") == Fraction(output)
 
 
-def test_dev_problems_have_people_and_things_of_their_own() -> None:
+def test_dev_problems_share_no_people_or_things_with_train() -> None:
     words = {
         split: {
             w for t in generated_problems(split) for w in re.findall(r"[A-Z]\w+", t["question"])

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data.generated_sql import generated_root, write_generated
-from data.spider import load_spider
-
-from lightning_jax.train.config import DataConfig
+from generated_sql import generated_root, write_generated
+from spider import load_spider
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +22,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def splits(cache: Path) -> dict[str, list[dict[str, Any]]]:
-    loaded = {split: load_spider(None, split, DataConfig(), cache) for split in ("train", "dev")}
+    loaded = {split: load_spider(None, split, cache) for split in ("train", "dev")}
     assert all(dropped == {} for _, dropped in loaded.values())
     return {split: tasks for split, (tasks, _) in loaded.items()}
 
@@ -58,7 +56,7 @@ def test_questions_are_distinct_and_short(splits: dict[str, list[dict[str, Any]]
     assert max(len(task["query"]) for task in everything) <= 100
 
 
-def test_every_answer_has_rows_and_tells_queries_apart(
+def test_answers_have_rows_and_differ_between_queries(
     splits: dict[str, list[dict[str, Any]]],
 ) -> None:
     same = pairs = 0

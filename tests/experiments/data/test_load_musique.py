@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,11 @@ from typing import Any
 
 import pytest
 from coded import raises_coded
-from data.musique import corpus_of, load_musique, read_corpus
+from musique import Search, corpus_of, load_musique, load_with_search, read_corpus
 
-from lightning_jax.train.config import DataConfig
 from lightning_jax.train.task_files import DatasetError
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "musique"
-ALL = DataConfig()
 TEXTS = {
     "Lap Engine": "The Lap Engine was designed by James Watt.",
     "James Watt": "Watt worked at the University of Glasgow.",
@@ -107,7 +106,7 @@ def compact(tmp_path: Path) -> Path:
 
 
 def test_the_released_files(released: Path, tmp_path: Path) -> None:
-    tasks, dropped = load_musique(released, "train", ALL, tmp_path / "cache")
+    tasks, dropped = load_musique(released, "train", tmp_path / "cache")
     assert dropped == {"not_answerable": 1, "hop_without_paragraph": 1}
     assert [task["id"] for task in tasks] == ["2hop__0", "2hop__2"]
     assert tasks[1]["answer_aliases"] == []
@@ -139,11 +138,11 @@ def test_the_released_files(released: Path, tmp_path: Path) -> None:
     corpus = read_corpus(corpus_of(released, tmp_path / "cache"))
     assert [paragraph["title"] for paragraph in corpus.by_pid.values()] == [*TEXTS, "Steam"]
     assert corpus.by_pid["p000003"]["text"] == "Other."
-    dev, none = load_musique(released, "dev", ALL, tmp_path / "cache")
+    dev, none = load_musique(released, "dev", tmp_path / "cache")
     assert [task["supporting"] for task in dev] == [["p000000", "p000001"]] and none == {}
 
 
-def test_the_corpus_is_made_once_for_each_content(released: Path, tmp_path: Path) -> None:
+def test_the_corpus_is_made_once_per_content(released: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = corpus_of(released, cache)
     before = first.stat().st_mtime_ns
@@ -153,24 +152,30 @@ def test_the_corpus_is_made_once_for_each_content(released: Path, tmp_path: Path
     # The release's archive has the files in a folder "data".
     (tmp_path / "archive").mkdir()
     released.rename(tmp_path / "archive" / "data")
-    assert len(load_musique(tmp_path / "archive", "dev", ALL, cache)[0]) == 2
-
-
-def test_a_corpus_that_is_given_is_not_made_or_read_again(released: Path, tmp_path: Path) -> None:
-    corpus = read_corpus(corpus_of(released, tmp_path / "cache"))
-    again = load_musique(released, "train", ALL, tmp_path / "untouched", corpus=corpus)
-    assert again == load_musique(released, "train", ALL, tmp_path / "cache")
-    assert not (tmp_path / "untouched").exists()
+    assert len(load_musique(tmp_path / "archive", "dev", cache)[0]) == 2
 
 
 def test_the_compact_files(compact: Path, tmp_path: Path) -> None:
-    tasks, dropped = load_musique(compact, "train", DataConfig(max_train_tasks=2), tmp_path)
-    assert [task["id"] for task in tasks] == ["q0", "q2"]  # 2 of 4, evenly spaced
-    assert dropped == {"over_max_train_tasks": 2}
+    tasks, dropped = load_musique(compact, "train", tmp_path)
+    assert [task["id"] for task in tasks] == ["q0", "q1", "q2", "q3"]
+    assert dropped == {}
     assert tasks[0]["decomposition"][1]["paragraph"]["title"] == "James Watt"
     assert tasks[0]["supporting"] == ["p0", "p1"] and tasks[0]["hops"] == 2
-    assert len(load_musique(compact, "dev", DataConfig(max_train_tasks=2), tmp_path)[0]) == 4
     assert corpus_of(compact, tmp_path) == compact / "corpus.jsonl.gz"
+
+
+def test_both_splits_share_one_search(compact: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bm25s", reason="the extra musique is not installed")
+    splits = [
+        load_with_search(compact, split, tmp_path, search=Search(top_k=1))[0]
+        for split in ("train", "dev")
+    ]
+    (url,) = {task["search_url"] for tasks in splits for task in tasks}
+    request = urllib.request.Request(f"{url}/search", b'{"query": "engine of Watt"}')
+    with urllib.request.urlopen(request, timeout=30) as response:
+        (paragraph,) = json.load(response)["paragraphs"]
+    assert paragraph["pid"] in ("p0", "p1")
+    assert (tmp_path / "index-compact-bm25").is_dir()
 
 
 def _question(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -188,7 +193,6 @@ def _question(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], No
     [
         (_question(lambda row: row.pop("answer")), "invalid", "answer", "train.jsonl.gz:2"),
         (_question(lambda row: row.update(question=7)), "invalid", "question", ":2"),
-        (_question(lambda row: row.update(id="q0")), "duplicate", "id", ":2"),
         (
             _question(lambda row: row.update(answer_aliases="x")),
             *("wrong_type", "answer_aliases", ":2"),
@@ -206,7 +210,6 @@ def _question(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], No
             *("unknown", "pid", ":2"),
         ),
         (lambda root: _jsonl(root / "train.jsonl.gz", ["{"]), "malformed", None, "gz:1"),
-        (lambda root: _jsonl(root / "train.jsonl.gz", []), "empty", "train", ""),
         (lambda root: (root / "train.jsonl.gz").unlink(), "not_found", None, "train.jsonl.gz"),
         (
             lambda root: _jsonl(root / "corpus.jsonl.gz", [{"pid": "p", "text": "x"}]),
@@ -234,7 +237,7 @@ def test_broken_compact_files_are_one_sentence(
 ) -> None:
     spoil(compact)
     with raises_coded(DatasetError, reason, key) as caught:
-        load_musique(compact, "train", ALL, tmp_path / "cache")
+        load_musique(compact, "train", tmp_path / "cache")
     assert location in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -253,25 +256,23 @@ def test_broken_released_files_are_one_sentence(
 ) -> None:
     _write_released(released, "train", [_released_row(0, **changes)])
     with raises_coded(DatasetError, reason, key) as caught:
-        load_musique(released, "train", ALL, tmp_path / "cache")
+        load_musique(released, "train", tmp_path / "cache")
     assert "train.jsonl:1" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_what_is_missing_is_named(released: Path, tmp_path: Path) -> None:
-    with raises_coded(DatasetError, "unknown", "split"):
-        load_musique(released, "test", ALL, tmp_path)
     with raises_coded(DatasetError, "not_found", "data.root"):
-        load_musique(tmp_path / "no", "train", ALL, tmp_path)
+        load_musique(tmp_path / "no", "train", tmp_path)
     path = released / "musique_ans_v1.0_dev.jsonl"
     path.unlink()
     with raises_coded(DatasetError, "unreadable", str(path)):
-        load_musique(released, "train", ALL, tmp_path)
+        load_musique(released, "train", tmp_path)
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="needs the real files in ../shared/data/musique")
 def test_real_files(tmp_path: Path) -> None:
     for split, hops in (("train", {2: 336, 3: 198, 4: 221}), ("dev", {2: 55, 3: 71, 4: 24})):
-        tasks, dropped = load_musique(REAL, split, ALL, tmp_path)
+        tasks, dropped = load_musique(REAL, split, tmp_path)
         assert dropped == {}
         assert Counter(task["hops"] for task in tasks) == hops
         for task in tasks:  # as in the release, each hop's answer is in its paragraph
@@ -288,7 +289,7 @@ def test_generated_questions_can_be_answered_from_the_corpus(tmp_path: Path) -> 
     assert len(corpus.by_pid) == 530
     names: dict[str, set[str]] = {}
     for split, number in (("train", 480), ("dev", 120)):
-        tasks, dropped = load_musique(None, split, ALL, tmp_path)
+        tasks, dropped = load_musique(None, split, tmp_path)
         assert dropped == {} and len({task["question"] for task in tasks}) == number
         assert Counter(task["hops"] for task in tasks) == {2: number // 2, 3: number // 2}
         names[split] = set()

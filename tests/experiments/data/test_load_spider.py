@@ -7,14 +7,14 @@ import sqlite3
 import tarfile
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from coded import raises_coded
-from data.spider import load_spider, schema_text
+from spider import load_spider, schema_text
 
-from lightning_jax.train.config import DataConfig
 from lightning_jax.train.task_files import DatasetError
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "spider"
@@ -37,7 +37,7 @@ QUESTIONS = [
     {"db_id": "pets", "question": "Which old?", "query": "SELECT pet_id FROM pet WHERE pet_id > 9"},
     {"db_id": "pets", "question": "Which new?", "query": "SELECT pet_id FROM pet WHERE pet_id < 9"},
 ]
-KEEP_ALL = DataConfig(require_rows=False)
+load_all = partial(load_spider, require_rows=False)
 
 
 def _database(folder: Path) -> Path:
@@ -86,27 +86,27 @@ def compact(tmp_path: Path) -> Path:
 
 
 def test_published_layout(published: Path, tmp_path: Path) -> None:
-    tasks, dropped = load_spider(published, "train", KEEP_ALL, tmp_path / "cache")
+    tasks, dropped = load_all(published, "train", tmp_path / "cache")
     assert dropped == {}
     assert [task["id"] for task in tasks] == [f"spider_train_{i:05d}" for i in range(5)]
     path = published / "database" / "pets" / "pets.sqlite"
     expected = {"id": "spider_train_00000", "db_path": str(path), "schema": SCHEMA_TEXT}
     assert tasks[0] == QUESTIONS[0] | expected
-    assert len(load_spider(published, "dev", KEEP_ALL, tmp_path)[0]) == 2
+    assert len(load_all(published, "dev", tmp_path)[0]) == 2
     (published / "train_others.json").unlink()  # optional
-    assert len(load_spider(published, "train", KEEP_ALL, tmp_path)[0]) == 4
+    assert len(load_all(published, "train", tmp_path)[0]) == 4
 
 
 def test_compact_layout_is_unpacked_once(compact: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    tasks, dropped = load_spider(compact, "train", KEEP_ALL, cache)
+    tasks, dropped = load_all(compact, "train", cache)
     assert (len(tasks), dropped) == (4, {})
     assert tasks[3]["id"] == "q3" and tasks[3]["n_rows"] == 3 and tasks[3]["schema"] == SCHEMA_TEXT
     path = Path(tasks[0]["db_path"])
     assert path.is_absolute() and path.is_relative_to(cache)
     (unpacked,) = cache.iterdir()  # no partial directory next to it
     before = path.stat().st_mtime_ns, path.stat().st_ino
-    assert load_spider(compact, "train", KEEP_ALL, cache)[0] == tasks
+    assert load_all(compact, "train", cache)[0] == tasks
     assert (path.stat().st_mtime_ns, path.stat().st_ino) == before
     assert list(cache.iterdir()) == [unpacked]
 
@@ -114,31 +114,19 @@ def test_compact_layout_is_unpacked_once(compact: Path, tmp_path: Path) -> None:
 def test_what_is_left_out_is_counted(published: Path, compact: Path, tmp_path: Path) -> None:
     broken = {"db_id": "pets", "question": "What?", "query": "SELECT nothing FROM pet"}
     (published / "train_others.json").write_text(json.dumps([broken]))
-    tasks, dropped = load_spider(published, "train", DataConfig(), tmp_path)
+    tasks, dropped = load_spider(published, "train", tmp_path)
     assert [task["id"][-1] for task in tasks] == ["0", "1", "3"]
     assert dropped == {"gold_returns_no_row": 1, "gold_fails": 1}
     # The compact files give the number of rows: 0 for the first task.
-    tasks, dropped = load_spider(compact, "train", DataConfig(max_train_tasks=2), tmp_path)
-    assert dropped == {"gold_returns_no_row": 1, "over_max_train_tasks": 1}
-    assert [task["id"] for task in tasks] == ["q1", "q2"]
+    tasks, dropped = load_spider(compact, "train", tmp_path)
+    assert dropped == {"gold_returns_no_row": 1}
+    assert [task["id"] for task in tasks] == ["q1", "q2", "q3"]
 
 
-def test_max_train_tasks_is_spread_and_leaves_dev_alone(published: Path, tmp_path: Path) -> None:
-    config = DataConfig(require_rows=False, max_train_tasks=2)
-    tasks, dropped = load_spider(published, "train", config, tmp_path)
-    assert [task["id"][-1] for task in tasks] == ["0", "2"]  # 2 of 5
-    assert dropped == {"over_max_train_tasks": 3}
-    (published / "dev.json").write_text(json.dumps(QUESTIONS))
-    assert len(load_spider(published, "dev", config, tmp_path)[0]) == 4
-
-
-def test_no_task_left_is_an_error(published: Path, tmp_path: Path) -> None:
-    config = DataConfig(max_schema_chars=len(SCHEMA_TEXT))
-    assert len(load_spider(published, "dev", config, tmp_path)[0]) == 2
-    config = DataConfig(max_schema_chars=len(SCHEMA_TEXT) - 1)
-    with raises_coded(DatasetError, "empty", "dev") as caught:
-        load_spider(published, "dev", config, tmp_path)
-    assert "'schema_too_long': 2" in str(caught.value)
+def test_long_schemas_are_left_out(published: Path, tmp_path: Path) -> None:
+    load = partial(load_all, published, "dev", tmp_path)
+    assert len(load(max_schema_chars=len(SCHEMA_TEXT))[0]) == 2
+    assert load(max_schema_chars=len(SCHEMA_TEXT) - 1) == ([], {"schema_too_long": 2})
 
 
 def _rows(change: Callable[[list[Any]], object]) -> Callable[[Path], None]:
@@ -158,7 +146,6 @@ def _rows(change: Callable[[list[Any]], object]) -> Callable[[Path], None]:
         (_rows(lambda rows: rows[1].pop("query")), "invalid", "query", "train.jsonl.gz:2"),
         (_rows(lambda rows: rows[3].update(question=7)), "invalid", "question", "gz:4"),
         (_rows(lambda rows: rows[0].update(db_id="x")), "unknown", "db_id", "gz:1"),
-        (_rows(lambda rows: [r.update(id="a") for r in rows]), "duplicate", "id", "gz:2"),
         (
             lambda root: (root / "train.jsonl.gz").write_bytes(b"x"),
             *("unreadable", None, "train.jsonl.gz"),
@@ -190,7 +177,7 @@ def test_broken_input_is_one_sentence(
     spoil(compact)
     cache = tmp_path / "cache"
     with raises_coded(DatasetError, reason, key) as caught:
-        load_spider(compact, "train", KEEP_ALL, cache)
+        load_all(compact, "train", cache)
     assert location in str(caught.value) and "\n" not in str(caught.value)
     assert not [path for path in cache.glob(".*") if path.is_dir()]  # no partial directory
 
@@ -199,15 +186,15 @@ def test_a_broken_archive_leaves_nothing(compact: Path, tmp_path: Path) -> None:
     archive = compact / "databases_train.tar.gz"
     archive.write_bytes(archive.read_bytes()[:-200])
     with raises_coded(DatasetError, "malformed", f"{compact}/databases_train.tar.gz"):
-        load_spider(compact, "train", KEEP_ALL, tmp_path / "cache")
+        load_all(compact, "train", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_an_archive_cannot_write_elsewhere(compact: Path, tmp_path: Path) -> None:
+def test_an_archive_cannot_write_outside_its_directory(compact: Path, tmp_path: Path) -> None:
     with tarfile.open(compact / "databases_train.tar.gz", "w:gz") as tar:
         tar.addfile(tarfile.TarInfo("../../escaped"), io.BytesIO())
     with raises_coded(DatasetError, "malformed", f"{compact}/databases_train.tar.gz"):
-        load_spider(compact, "train", KEEP_ALL, tmp_path / "a" / "cache")
+        load_all(compact, "train", tmp_path / "a" / "cache")
     assert not list(tmp_path.rglob("escaped"))
 
 
@@ -215,19 +202,17 @@ def test_a_missing_database_or_root_is_named(published: Path, tmp_path: Path) ->
     database = published / "database" / "pets" / "pets.sqlite"
     database.unlink()
     with raises_coded(DatasetError, "not_found", str(database)) as caught:
-        load_spider(published, "dev", KEEP_ALL, tmp_path)
+        load_all(published, "dev", tmp_path)
     assert "dev.json: item 1" in str(caught.value)
     with raises_coded(DatasetError, "not_a_directory", "data.root") as caught:
-        load_spider(tmp_path / "no", "dev", KEEP_ALL, tmp_path)
+        load_all(tmp_path / "no", "dev", tmp_path)
     assert str(tmp_path / "no") in str(caught.value)
-    with raises_coded(DatasetError, "unknown", "split"):
-        load_spider(published, "test", KEEP_ALL, tmp_path)
 
 
 def test_a_cache_that_cannot_be_written(compact: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with raises_coded(DatasetError, "not_writable"):
-        load_spider(compact, "train", KEEP_ALL, tmp_path / "file")
+        load_all(compact, "train", tmp_path / "file")
 
 
 def test_schema_text() -> None:
@@ -238,7 +223,7 @@ def test_schema_text() -> None:
 @pytest.mark.skipif(not REAL.is_dir(), reason="needs the real files in ../shared/data/spider")
 @pytest.mark.parametrize("split, size, without_rows", [("train", 6639, 155), ("dev", 659, 41)])
 def test_real_files(tmp_path: Path, split: str, size: int, without_rows: int) -> None:
-    tasks, dropped = load_spider(REAL, split, DataConfig(), tmp_path)
+    tasks, dropped = load_spider(REAL, split, tmp_path)
     assert len(tasks) == size - without_rows
     assert dropped == {"gold_returns_no_row": without_rows}
     for task in tasks[:: len(tasks) // 40]:

@@ -181,6 +181,15 @@ def _content(*parts: Any, role: str = "user") -> dict[str, Any]:
             "unknown",
         ),
         (
+            {
+                "generationConfig": {
+                    "responseSchema": {"properties": {str(i): 1 for i in range(10**5)}}
+                }
+            },
+            "responseSchema.properties",
+            "too_many",
+        ),
+        (
             {"generationConfig": {"responseModalities": ["IMAGE"]}},
             "responseModalities",
             "unsupported",

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from gateway_bench import Bench, Connect, MakeBench
 from templates import TEMPLATES, tokenizer_with
@@ -36,11 +37,12 @@ def _accepts(grammar: str | None, text: str) -> bool:
     assert grammar is not None
     tokenizer = tiny_tokenizer()
     try:
-        matcher = COMPILER.matcher(grammar)
+        COMPILER.check(grammar)
+        matcher = COMPILER.open(grammar)
         for token in tokenizer.encode(text, special=False):
             matcher.push(token)
         (end,) = tokenizer.eos_ids
-        return bool(matcher.finished or matcher.allowed()[end])
+        return bool(np.unpackbits(matcher.packed(), bitorder="little")[end])
     except GrammarError:
         return False
 

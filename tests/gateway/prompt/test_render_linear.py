@@ -41,7 +41,7 @@ class OldMemory:
 
 
 def old_render(messages: Any, tokenizer: Tokenizer, memory: OldMemory) -> Rendered:
-    """Render with the algorithm before issue 32.
+    """Render with the quadratic algorithm that `render` replaced.
 
     It compares whole prompts and searches for one mark at a time.
     """

@@ -170,7 +170,7 @@ def per_device(platform: str) -> tuple[Any, Any]:
     return forward, backward
 
 
-def test_each_device_computes_its_rows_and_heads() -> None:
+def test_devices_compute_their_rows_and_heads() -> None:
     mesh = make_mesh(MeshConfig(*SIZES))
     inputs = random_inputs(random_rows(1))
     out, _ = jax.jit(per_device("tpu")[0])(*jax.device_put(inputs[:5], batch_sharding(mesh)))
@@ -180,7 +180,7 @@ def test_each_device_computes_its_rows_and_heads() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", KERNELS)
-def test_each_device_computes_the_gradients_of_its_rows_and_heads(platform: str) -> None:
+def test_devices_compute_the_gradients_of_their_rows_and_heads(platform: str) -> None:
     mesh = make_mesh(MeshConfig(*SIZES))
     inputs = random_inputs(random_rows(1))
     forward, backward = per_device(platform)

@@ -69,7 +69,7 @@ def test_rows_read_what_they_see(platform, rows, slots, heads, members, width, s
         ([0, 1], 2, 7, 640, 40),  # fewer queries than a block has, and parts of unequal size
     ],
 )
-def test_several_tokens_of_any_row(
+def test_multiple_tokens_of_any_row(
     platform, rows, slots, members, span, programs, monkeypatch
 ) -> None:
     monkeypatch.setattr(flash_cache, "_GPU_PROGRAMS", programs)

@@ -72,7 +72,7 @@ def test_a_kernel_reads_a_row_in_one_piece_and_as_wide_as_it_wants() -> None:
     assert [row_length(600, platform) for platform in ("cpu", "gpu", "tpu")] == [600, 640, 640]
 
 
-def test_join_puts_together_what_split_took_apart():
+def test_join_reverses_split():
     cache, _, _ = _filled(2, 300)
     parts = cache.split()
     assert [part.length for part in parts] == [256, 44]

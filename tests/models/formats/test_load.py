@@ -232,7 +232,7 @@ def test_the_known_name_falls_back_to_the_hub_without_the_package(tmp_path, monk
     assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
 
 
-def test_weights_may_lie_in_several_files_and_others_are_ignored(tmp_path):
+def test_weights_are_read_from_multiple_files_and_others_are_ignored(tmp_path):
     save_hf(tmp_path / "model", TINY)
     path = tmp_path / "model" / "model.safetensors"
     arrays = safetensors.numpy.load_file(path)

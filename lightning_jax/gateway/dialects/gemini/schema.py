@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
 
 from lightning_jax.gateway.fields import Fields, Listed, Strings, harmless
 from lightning_jax.gateway.request import JsonSchema
@@ -28,6 +29,16 @@ _SAME = {
 }
 
 
+MAX_PROPERTIES = 10_000  # of one object
+
+
+def _bounded(properties: Any) -> Any:
+    # Unlike a list, a dictionary is read to its end before its first error is raised.
+    if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+        raise PydanticCustomError("too_many", "expected at most {most}", {"most": MAX_PROPERTIES})
+    return properties
+
+
 def _lower(kind: Any) -> Any:
     if kind == "TYPE_UNSPECIFIED":
         return None
@@ -40,7 +51,7 @@ class Schema(CamelFields):
     type: Annotated[Type | None, BeforeValidator(_lower)] = None
     nullable: Any = None
     format: Any = None
-    properties: dict[str, "Schema"] | None = None
+    properties: Annotated[dict[str, "Schema"] | None, BeforeValidator(_bounded)] = None
     property_ordering: Strings = ()
     required: Strings = ()
     items: "Schema | None" = None

@@ -1,1 +1,0 @@
-"""Tasks of the experiments: published data sets and generated ones."""

@@ -1,0 +1,34 @@
+"""Model families that the decoder computes, and how each differs from Llama."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_jax.models.formats.param_names import ModelError
+
+
+@dataclass(frozen=True)
+class Family:
+    architecture: str  # name of the model's class in transformers
+    head_dim: int | None = None  # if a file does not say; None: embed_dim / num_heads
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+# By the name that files have: model_type in config.json, general.architecture in GGUF.
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),  # SmolLM and SmolLM2 too
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+}
+
+
+def find_family(name: Any, where: object, key: str) -> Family:
+    """Return the family of this name. Raises ModelError if there is none."""
+    if name not in FAMILIES:
+        raise ModelError(
+            f"{where} has {key}={name!r}; supported are {sorted(FAMILIES)}. "
+            "Use a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
+            reason="unsupported",
+            key=key,
+        )
+    return FAMILIES[name]
