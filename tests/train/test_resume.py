@@ -57,7 +57,7 @@ def test_another_source_of_the_agent_function_is_named(tmp_path: Path) -> None:
         return 0.5
 
     config = Config(agent=AgentConfig("no_such_file.py:run"))
-    save_sources(tmp_path, digests(config, [], [], first))
+    (tmp_path / NAME).write_text(json.dumps(digests(config, [], [], first)))
     assert changed_sources(tmp_path, digests(config, [], [], first)) == []
     assert changed_sources(tmp_path, digests(config, [], [], second)) == ["agent (its source)"]
     assert changed_sources(tmp_path, digests(config, [], [], abs)) == []  # has no source
