@@ -26,7 +26,7 @@ def settings_page() -> str:
     return "\n".join((HEADER, *_sections((), Config, vars(Config()))))
 
 
-def _sections(key: tuple[str, ...], section: type, values: Mapping[str, Any]) -> Iterator[str]:
+def _sections(key: tuple[str, ...], section: Any, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the text of a section with these default values, then of each section in it."""
     source = inspect.getsource(section)
     (tree,) = ast.parse(source).body
@@ -35,7 +35,7 @@ def _sections(key: tuple[str, ...], section: type, values: Mapping[str, Any]) ->
         ast.unparse(node.target): node for node in tree.body if isinstance(node, ast.AnnAssign)
     }
     lines, below = ["  " * depth + f"{name}:" for depth, name in enumerate(key)], []
-    for field in fields(section):  # pyright: ignore[reportArgumentType]
+    for field in fields(section):
         name, value = field.name, values[field.name]
         inner = get_args(field.type)[-1:] if get_origin(field.type) is dict else ()
         if is_dataclass(value):

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -42,7 +43,7 @@ def test_page_is_current_and_printed(capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
-def _keys(node: object, prefix: str = "") -> list[str]:
+def _keys(node: Any, prefix: str = "") -> list[str]:
     if not OmegaConf.is_dict(node):
         return [prefix.rstrip(".")]
     return [key for name in node for key in _keys(node._get_node(name), f"{prefix}{name}.")]
