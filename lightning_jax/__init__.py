@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lightning_jax.traces.store import Store as Store
     from lightning_jax.train.config import Config as Config
     from lightning_jax.train.memory.plan import plan_run as plan  # noqa: F401
-    from lightning_jax.train.trainer import open_run as open_run
+    from lightning_jax.train.startup import open_run as open_run
     from lightning_jax.train.trainer import train as train
     from lightning_jax.types import LLM as LLM
     from lightning_jax.types import Rollout as Rollout
@@ -72,7 +72,7 @@ _MODULES = {
     "losses": "rl.losses",
     # A whole run.
     "train": "train",
-    "open_run": "train.trainer",
+    "open_run": "train.startup",
     "plan": "train.memory.plan",
     "verify": "cli.verify",
     # Settings.

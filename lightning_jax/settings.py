@@ -53,24 +53,18 @@ def load_config(schema: type[T], argv: list[str], *, only: Sequence[str] | None 
             given = OmegaConf.merge(given, layer)
     try:
         # `merged` has defaults for missing keys. A reader of a run does not need its secrets.
-        unset = sorted(
-            key for key in OmegaConf.missing_keys(given) if only is None or not _is_secret(key)
-        )
-        if unset:
-            raise ConfigError(
-                f"{unset[0]} is required; add {unset[0]}=VALUE.",
-                reason="missing",
-                key=unset[0],
-            )
-        return _to_object(merged)
-    except ConfigError:
-        raise
+        missing = OmegaConf.missing_keys(given)
+        unset = sorted(key for key in missing if only is None or not _is_secret(key))
+        if not unset:
+            return _to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(_one_sentence(error), **_fields(error)) from error
     except InvalidValue as error:
         raise ConfigError(str(error), reason=error.reason, key=error.key) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    message = f"{unset[0]} is required; add {unset[0]}=VALUE."
+    raise ConfigError(message, reason="missing", key=unset[0])
 
 
 def save_config(config: Any, path: Path) -> None:
@@ -213,7 +207,7 @@ def _load_yaml(path: str) -> Any:
 def _to_object(node: Any, key: str = "") -> Any:
     """Convert the section at `key`.
 
-    Raises ConfigError with the full key of a field that is invalid.
+    Raises FieldError with the full key of a field that is invalid.
     """
     try:
         return OmegaConf.to_object(node)
@@ -222,10 +216,8 @@ def _to_object(node: Any, key: str = "") -> Any:
             if OmegaConf.is_dict(node[name]):  # its own error has the longer key
                 _to_object(node[name], f"{key}.{name}" if key else str(name))
         if not key:
-            raise ConfigError(str(error), reason=error.reason, key=error.key) from error
-        raise ConfigError(
-            f"{key}.{error}", reason=error.reason, key=f"{key}.{error.key}"
-        ) from error
+            raise
+        raise FieldError(f"{key}.{error}", reason=error.reason, key=f"{key}.{error.key}") from error
 
 
 def _fields(error: OmegaConfBaseException) -> dict[str, str]:

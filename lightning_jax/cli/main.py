@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as left:  # argparse has printed a help text or an error
         return int(left.code or 0)
     try:
-        if arguments.run is not _new:  # which only copies files, without JAX
+        if arguments.run not in (_new, _settings):  # these need no JAX
             log_plainly()
             keep_compiled()
         return arguments.run(arguments)
@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         ("verify", "check a run's log-probs against its weights", _add_verify, _verify),
         ("view", "show a run's rollouts, or the timeline of one", _add_view, _view),
         ("plan", "report the memory that a run needs on each device", _add_plan, _plan),
+        ("settings", "print every setting of a run", lambda _: None, _settings),
     ):
         command = commands.add_parser(name, help=text, description=run.__doc__)
         command.set_defaults(run=run, parser=command)  # error messages point to its --help
@@ -301,6 +302,14 @@ def _view(arguments: argparse.Namespace) -> int:
         chars=arguments.chars,
         html=arguments.html,
     )
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> int:
+    """Print every setting of a run with its default, its meaning and the values that it allows."""
+    from lightning_jax.cli.reference import settings_page
+
+    print(settings_page(), end="")
     return 0
 
 

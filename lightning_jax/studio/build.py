@@ -198,12 +198,8 @@ def _call(span: Span, number: int, texts: _Texts, transition: Transition | None)
     )
 
 
-def _tool_calls(
-    response: Sequence[int], tokenizer: Tokenizer | None
-) -> tuple[tuple[str, str], ...]:
+def _tool_calls(response: Sequence[int], tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]:
     """Parse the tool calls that the gateway would read from the response if tools were offered."""
-    if tokenizer is None:
-        return ()
     parser = ToolCallParser(format_of(tokenizer))
     calls: list[tuple[str, str]] = []
     for piece in (*parser.push(tokenizer.decode(response)), *parser.finish()):

@@ -104,7 +104,8 @@ def _waterfall(view: RolloutView, width: int) -> Table:
     bar_width = max(10, width // 3)
     table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
     table.add_column("span", no_wrap=True, overflow="ellipsis", ratio=1)
-    table.add_column(_scale(view.duration_s, bar_width), no_wrap=True, width=bar_width)
+    scale = "0" + f"{view.duration_s:.2f} s".rjust(bar_width - 1)
+    table.add_column(_text(scale), no_wrap=True, width=bar_width)
     table.add_column("s", justify="right", no_wrap=True)
     for span in view.spans[:MAX_SPANS]:
         style = "red" if span.error is not None else STYLES[span.kind]
@@ -112,11 +113,6 @@ def _waterfall(view: RolloutView, width: int) -> Table:
         bar = _bar(span, view.duration_s, bar_width)
         table.add_row(_text(label, style), _text(bar, style), _text(f"{span.duration_s:.3f}"))
     return table
-
-
-def _scale(duration_s: float, width: int) -> Text:
-    end = f"{duration_s:.2f} s"
-    return _text("0" + end.rjust(width - 1))
 
 
 def _bar(span: SpanView, duration_s: float, width: int) -> str:

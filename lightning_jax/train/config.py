@@ -1,7 +1,7 @@
 """Settings of a whole run."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -151,13 +151,13 @@ def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleC
                 reason="unknown",
                 key=f"roles.{name}.policy",
             )
-    named = {role.policy for role in roles.values()} - {None}
+    named = {role.policy for role in roles.values() if role.policy is not None}
     for name in policies:
         if named and name not in named:
             raise InvalidValue(
-                f"policies.{name} has no role, although roles name {_listed(named)}; correct its "
-                f"name, or, if agents request it as their model, add roles.{name}={{model: {name}, "
-                f"policy: {name}}}.",
+                f"policies.{name} has no role, although roles name {', '.join(sorted(named))}; "
+                "correct its name, or, if agents request it as their model, add "
+                f"roles.{name}={{model: {name}, policy: {name}}}.",
                 reason="unused",
                 key=f"policies.{name}",
             )
@@ -178,10 +178,6 @@ def _check_initial(
                 reason="conflict",
                 key=f"roles.{name}.served_by",
             )
-
-
-def _listed(names: Iterable[str | None]) -> str:
-    return ", ".join(sorted(str(name) for name in names))
 
 
 @dataclass(frozen=True)

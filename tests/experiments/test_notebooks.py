@@ -55,7 +55,7 @@ def test_an_agent_is_trained_its_run_analysed_and_a_larger_one_planned(
     assert "train-00000-000-0" in trained and "advantage" in trained
     assert "image/png" in analysed and "rollouts: 4 scored" in analysed
     assert "train-00000-000-00-1 call 1" in analysed
-    assert "step 1: reward " in looped and "<|im_start|>assistant" in looped
+    assert "step 1: reward " in looped and "= ?\nassistant\n" in looped
     assert "GiB" in planned
 
 
