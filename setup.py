@@ -28,7 +28,6 @@ setup(
         "annotated-types>=0.7",
         "prometheus-client>=0.21",
         "omegaconf>=2.4",  # Literal types
-        "pydantic>=2.11",
         "jaxtyping>=0.3.3",
         "matplotlib>=3.10",
         "rich>=14.0",
