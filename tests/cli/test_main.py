@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -103,9 +102,7 @@ async def test_it_ends_in_time_and_a_random_key_is_printed(model_dir: Path) -> N
                 assert ended.code == "engine_error"
         assert await asyncio.to_thread(process.wait, 20) == 0
         lines = process.communicate()[1].splitlines()
-        compiling = next(i for i, line in enumerate(lines) if "compiling" in line)
-        assert re.search(r"\b\d+ s\b", lines[compiling + 1]), lines  # how long it took
-        assert found[1].removesuffix("/v1") in lines[compiling + 2], lines
+        assert any(found[1].removesuffix("/v1") in line for line in lines), lines
         assert re.search(r"\b8\b", lines[-1]), lines  # how many were cut off
 
 
@@ -114,18 +111,16 @@ async def _running(http: aiohttp.ClientSession, base_url: str) -> float:
         return (await got.json())["engine"]["serve/running"]
 
 
-def test_stopped_while_it_compiles_it_says_so(model_dir: Path) -> None:
+def test_stopped_while_it_compiles_it_ends_without_an_error(model_dir: Path) -> None:
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     command = [sys.executable, "-m", "lightning_jax", "serve", "--model", str(model_dir)]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        while "compiling" not in process.stderr.readline():
-            assert process.poll() is None
-        time.sleep(0.3)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert "http" in process.stdout.readline()  # the first programs are being compiled
         process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-        assert rest.count("\n") == 1 and "Traceback" not in rest
-    assert process.returncode == 130
+        assert "Traceback" not in process.communicate(timeout=60)[1]
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(
