@@ -1,18 +1,17 @@
-"""Random model small enough for a test, with a real tokenizer made in memory."""
+"""Random models small enough for a test, and settings for a run of seconds."""
 
 from dataclasses import replace
 
 import jax
-import tokenizers
-from tokenizers import pre_tokenizers
 
 from lightning_jax.models.config import LoraConfig
-from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, unflatten
 from lightning_jax.models.lora import adapted
-from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.models.transformer import DecoderConfig, Params, init_params
+from lightning_jax.models.tiny import CHATML as CHATML
+from lightning_jax.models.tiny import NAME, tiny_config
+from lightning_jax.models.tiny import tiny_tokenizer as tiny_tokenizer
+from lightning_jax.models.transformer import Params, init_params
 
 # Settings for a run that takes seconds with this model.
 TINY_RUN = {
@@ -26,48 +25,13 @@ TINY_RUN = {
     "batch.row_len": 1024,
     "mesh.fsdp": 1,
 }
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
-def tiny_tokenizer() -> Tokenizer:
-    """Return a tokenizer with one token per byte, in the byte alphabet's order, then the specials.
-
-    Its template is ChatML.
-    """
-    backend = byte_level_bpe(sorted(pre_tokenizers.ByteLevel.alphabet()), [], "gpt-2")
-    backend.add_tokens(
-        [tokenizers.AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
-    )
-    end_of_turn = 256 + SPECIAL_TOKENS.index("<|im_end|>")
-    return Tokenizer(
-        backend,
-        template=CHATML,
-        eos_ids=[end_of_turn],
-        special_tokens={"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-    )
 
 
 def tiny_model(seed: int = 0, *, num_layers: int = 2, embed_dim: int = 32) -> LoadedModel:
-    """Return random float32 weights: 4 query heads, 2 key heads, 259 tokens, tied embeddings."""
-    tokenizer = tiny_tokenizer()
-    config = DecoderConfig(
-        vocab_size=tokenizer.vocab_size,
-        embed_dim=embed_dim,
-        mlp_dim=2 * embed_dim,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=embed_dim // 4,
-        max_positions=2048,
-    )
+    """Return the model `tiny` with random float32 weights."""
+    config = tiny_config(num_layers=num_layers, embed_dim=embed_dim)
     params = init_params(config, jax.random.key(seed))
-    return LoadedModel(name="tiny", config=config, params=params, tokenizer=tokenizer)
+    return LoadedModel(NAME, config, params, tiny_tokenizer())
 
 
 def tiny_policies(lora: LoraConfig, number: int = 2) -> LoadedModel:

@@ -1,6 +1,6 @@
 """Model loading by name: a Hugging Face directory or hub id, or a GGUF file.
 
-The name `smollm2-135m-instruct` also works.
+The names `smollm2-135m-instruct` and `tiny` also work. The latter is a random model.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ import huggingface_hub
 import jax
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from lightning_jax.models import tokenizer
+from lightning_jax.models import tiny, tokenizer
 from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
 from lightning_jax.models.formats.known_shapes import SHAPES
 from lightning_jax.models.formats.param_names import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.models.transformer import DecoderConfig, Params
+from lightning_jax.models.transformer import DecoderConfig, Params, init_params
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,11 @@ def load_model(
     what to do.
     """
     started = time.monotonic()
+    if name == tiny.NAME:
+        config, vocabulary = tiny.tiny_config(), tiny.tiny_tokenizer()
+        params = init_params(config, jax.random.key(0), dtype)
+        config = replace(config, activation_dtype=activation_dtype)
+        return LoadedModel(name, config, params, vocabulary)
     path = _resolve(name)
     try:
         if path.is_dir():
@@ -94,6 +99,8 @@ def load_like(model: LoadedModel, name: str) -> LoadedModel:
 
 def load_shape(name: str) -> DecoderConfig:
     """Load the shape of the named model, without its weights. Raises ModelError."""
+    if name == tiny.NAME:
+        return tiny.tiny_config()
     if name in SHAPES:
         return SHAPES[name]
     path = _resolve(name)
@@ -104,6 +111,8 @@ def load_shape(name: str) -> DecoderConfig:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer of the named model, without its weights. Raises ModelError."""
+    if name == tiny.NAME:
+        return tiny.tiny_tokenizer()
     path = _resolve(name)
     try:
         if path.is_dir():

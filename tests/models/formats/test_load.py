@@ -14,7 +14,13 @@ from coded import raises_coded
 
 from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
 from lightning_jax.models.formats import load
-from lightning_jax.models.formats.load import load_like, load_model, load_tokenizer, save_hf
+from lightning_jax.models.formats.load import (
+    load_like,
+    load_model,
+    load_shape,
+    load_tokenizer,
+    save_hf,
+)
 from lightning_jax.models.formats.param_names import ModelError, flatten, named_params, unflatten
 from lightning_jax.models.transformer import DecoderConfig, init_params
 from lightning_jax.testing.tiny import tiny_model
@@ -267,3 +273,10 @@ def test_a_tokenizer_needs_no_weights(tmp_path):
     (tmp_path / "tokenizer.json").unlink()
     with raises_coded(ModelError, "missing", str(tmp_path / "tokenizer.json")):
         load_tokenizer(str(tmp_path))
+
+
+def test_the_name_tiny_is_a_random_model() -> None:
+    model = load_model("tiny", "bfloat16", "float32")
+    assert model.config == dataclasses.replace(load_shape("tiny"), activation_dtype="float32")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(model.params)} == {"bfloat16"}
+    assert model.tokenizer.vocabulary == load_tokenizer("tiny").vocabulary
