@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lightning-jax", description="Train an agent, or serve a model.")
+    parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, text, add_flags, run in (
         ("new", "create a directory with an example agent and tasks", _add_new, _new),
@@ -100,6 +102,11 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, parser=command)  # error messages point to its --help
         add_flags(command)
     return parser
+
+
+def _versions() -> str:
+    names = ("lightning-jax", "jax", "jaxlib")
+    return ", ".join(f"{name} {version(name)}" for name in names)
 
 
 def _number(hint: Any) -> Callable[[str], int | float]:

@@ -46,8 +46,7 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
         engine.start()
         runner.run(gateway.start())
         log.info("the first answers wait for programs to compile, for seconds")
-        announce(gateway)
-        runner.run(_until_stopped(engine, config.drain_s))
+        runner.run(_until_stopped(engine, config.drain_s, lambda: announce(gateway)))
 
 
 def _load(config: ServerConfig) -> Engine:
@@ -63,8 +62,9 @@ def _load(config: ServerConfig) -> Engine:
     return Engine(model, config.serve, dtype=named.dtype, mesh=mesh)
 
 
-async def _until_stopped(engine: Engine, drain_s: float) -> None:
+async def _until_stopped(engine: Engine, drain_s: float, on_start: Callable[[], None]) -> None:
     with _signals() as stop:
+        on_start()  # only now, so that a signal right after it ends the server in good order
         await stop.wait()
         if not (open_requests := engine.num_open):
             return
