@@ -8,7 +8,7 @@ from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import load_tasks
 from lightning_jax.train.multihost import is_leader
-from lightning_jax.train.report import failure_table, result_table
+from lightning_jax.train.report import failure_table, learning_table, result_table
 from lightning_jax.train.trainer import train
 
 
@@ -21,6 +21,11 @@ def train_and_report(config: Config) -> None:
     if not is_leader():
         return
     print("\n" + result_table(rows, config.eval.by))
+    if learned := learning_table(rows):
+        print("\n" + learned)
     with closing(Store(directory / "store.sqlite")) as store:
         print("\n" + failure_table(store))
-    print(f"\ncurves: {directory / 'curves.png'}   policy: {directory / 'policy'}")
+    policy = directory / "policy"
+    print(f"\ncurves: {directory / 'curves.png'}   policy: {policy}")
+    if not config.policies:
+        print(f"next: lightning-jax view {directory}; lightning-jax serve --model {policy}")

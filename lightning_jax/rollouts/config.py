@@ -110,6 +110,9 @@ class RolloutConfig(Section):
     # Numbers to keep per rollout in addition to the reward, and distinct ones in a metrics row.
     max_metrics: Natural = 100
     max_infrastructure_failures: Share = 0.2  # the run stops if a larger share of a step fails
+    # The run stops if the agent fails for one reason in more than this share of a step's rollouts,
+    # twice in a row. 1: never.
+    max_agent_failures: Share = 0.5
     # Sampling in training rollouts, overriding the agent's request. None: as the agent asks.
     temperature: Annotated[float, Ge(0), Le(10)] | None = 1.0
     top_p: Annotated[float, Gt(0), Le(1)] | None = 1.0

@@ -44,21 +44,26 @@ def failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
 
 
 class BrokenAgent(UserError, RuntimeError):
-    """Failure of all rollouts before any answer of the policy: there is nothing to learn from."""
+    """Failure of too many rollouts for reasons of the agent: there is nothing to learn from."""
 
 
 class FailureWatch:
-    """Warning about each kind of failed rollout when it first occurs."""
+    """Warning about each kind of failed rollout when it first occurs.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    `max_share` is `rollout.max_agent_failures`.
+    """
+
+    def __init__(self, store: Store, max_share: float = 1.0) -> None:
+        self._store, self._max_share = store, max_share
         self._known_failures: set[tuple[str, str]] = set()
+        self._last_reason: str | None = None  # of most failures in the last set of rollouts
 
     def observe(self, rollouts: Sequence[Rollout], what: str) -> None:
         """Read the finished rollouts of `what`, such as "step 3".
 
-        Raises BrokenAgent if all failed by the agent and the policy answered none of their calls. A
-        fixed agent runs them again.
+        Raises BrokenAgent if all failed by the agent and the policy answered none of their calls,
+        or if too many failed by the agent for one reason, for the second time in a row. A fixed
+        agent runs them again.
         """
         found = failures(rollouts)
         if rollouts and all(
@@ -73,6 +78,7 @@ class FailureWatch:
                 reason="all_failed",
                 key=found[0].example,
             )
+        self._check_share(found, rollouts, what)
         for failure in found:
             if (failure.status, failure.reason) not in self._known_failures:
                 self._known_failures.add((failure.status, failure.reason))
@@ -87,6 +93,26 @@ class FailureWatch:
                         "total": len(rollouts),
                     },
                 )
+
+    def _check_share(
+        self, found: Sequence[Failure], rollouts: Sequence[Rollout], what: str
+    ) -> None:
+        by_agent = [failure for failure in found if failure.status == "agent_failure"]
+        worst = by_agent[0] if by_agent else None
+        if worst is None or worst.count <= self._max_share * len(rollouts):
+            self._last_reason = None
+            return
+        if worst.reason == self._last_reason:
+            self._store.supersede(rollouts[0].step)
+            raise BrokenAgent(
+                f"{what}: {worst.count} of {len(rollouts)} rollouts failed by the agent as in the "
+                f"step before, such as {_such_as(worst)}; fix the agent, or raise "
+                f"rollout.max_agent_failures={self._max_share:g} if it may fail, then run the same "
+                "command to resume.",
+                reason="too_many_failures",
+                key=worst.example,
+            )
+        self._last_reason = worst.reason
 
     def _answered(self, rollout: Rollout) -> bool:
         """Return True if the policy answered one of the rollout's calls."""

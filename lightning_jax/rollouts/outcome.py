@@ -4,9 +4,11 @@ Everything here handles foreign objects, whose methods may fail in any way.
 """
 
 import math
+import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,8 +17,10 @@ from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.system.descriptors import is_exhausted
 from lightning_jax.types import LLM, RolloutStatus
 
+# Folders whose frames say little about an agent's error.
+LIBRARIES = (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib")))
 MAX_REASON = 100  # characters; a reason becomes part of a metric's name
-MAX_DETAIL = 500  # characters
+MAX_DETAIL = 500  # characters of a message
 MAX_METRIC_NAME = 100  # characters
 MAX_METRIC = 1e30  # magnitude; sums over a step stay finite in float32
 DROPPED_METRICS = "dropped_metrics"  # counts the metrics beyond the limit
@@ -111,7 +115,7 @@ def _outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
 
 
 def _detail(error: BaseException, raised: BaseException) -> str:
-    """Return the error's message or, without one (as for a timeout), where it was raised.
+    """Return the error's message and where the agent raised it.
 
     A member of a group may never have been raised itself. Then use the group's traceback.
     """
@@ -119,15 +123,16 @@ def _detail(error: BaseException, raised: BaseException) -> str:
         words = str.strip(str(error))
     except BaseException:  # noqa: BLE001  (foreign code may fail here too)
         words = ""
-    if words:
-        return _storable(words[:MAX_DETAIL])
     frames = traceback.extract_tb(error.__traceback__ or raised.__traceback__)
-    if not frames:
-        return "raised without a message"
-    last = frames[-1]
-    return _storable(
-        f"raised without a message at {last.filename}:{last.lineno} in {last.name}"[:MAX_DETAIL]
-    )
+    places = [frame for frame in frames if not _is_library(frame.filename)]
+    if not words:
+        words, places = "raised without a message", places or frames
+    where = [f" (at {last.filename}:{last.lineno} in {last.name})" for last in places[-1:]]
+    return _storable("".join([words[:MAX_DETAIL], *where]))
+
+
+def _is_library(filename: str) -> bool:
+    return any(Path(filename).is_relative_to(folder) for folder in LIBRARIES)
 
 
 def _bad(name: Any, value: Any, expected: str) -> Outcome:

@@ -25,7 +25,7 @@ class Collector:
         self, config: Config, pipelines: Pipelines, runner: Runner, tokenizer: Tokenizer
     ) -> None:
         self._config, self._pipelines, self._runner = config, pipelines, runner
-        self._failures = FailureWatch(runner.store)
+        self._failures = FailureWatch(runner.store, config.rollout.max_agent_failures)
         self._reader = TraceReader(
             config.roles, config.reward_rules, tokenizer.decode, config.policies, config.rollout
         )

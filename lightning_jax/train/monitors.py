@@ -3,7 +3,8 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lightning_jax.errors import UserError
 from lightning_jax.rl.config import BatchConfig
@@ -101,6 +102,72 @@ class DropWatch:
                         "reason": reason,
                         "count": number,
                     },
+                )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Reason why a step taught little or nothing, with the share of the step that it holds for."""
+
+    kind: str
+    share: float
+    text: str
+
+
+def findings(row: Mapping[str, float | int]) -> list[Finding]:
+    """Return what kept the agent of a step's metrics row from learning.
+
+    Steps without rollouts, such as those of a warm-up, have none.
+    """
+    num_rollouts = row.get("rollout/num_scored", 0.0)
+    shares = {
+        "no_calls": row.get("rollout/dropped_no_calls", 0.0) / max(num_rollouts, 1.0),
+        "equal_groups": row.get("train/equal_groups_share", 0.0),
+        "cut_short": row.get("rollout/cut_short_share", 0.0),
+    }
+    return [
+        Finding(kind, shares[kind], text)
+        for kind, (limit, text) in _FINDINGS.items()
+        if shares[kind] >= limit
+    ]
+
+
+_FINDINGS = {  # kind -> (smallest share to report, text)
+    "no_calls": (
+        0.01,
+        "{share:.0%} of the scored rollouts made no call to the policy, so nothing is learned from "
+        "them; turn off the agent framework's cache of answers, and check that it calls "
+        "llm.base_url",
+    ),
+    "equal_groups": (
+        1.0,
+        "all attempts at each task earned the same, so there is no gradient; reward partial "
+        "success, or warm up on demonstrations",
+    ),
+    "cut_short": (
+        0.5,
+        "{share:.0%} of the replies were cut at the token limit; raise rollout.max_tokens and the "
+        "agent's own max_tokens, or ask for shorter answers",
+    ),
+}
+TROUBLESHOOTING = 'see "When it does not learn" in docs/agents.md'
+
+
+class LearningWatch:
+    """One-time warning for each kind of finding, when it first occurs."""
+
+    def __init__(self) -> None:
+        self._known_kinds: set[str] = set()
+
+    def observe(self, metrics: Metrics, step: int) -> None:
+        """Read a step's metrics."""
+        for finding in findings(metrics):
+            if finding.kind not in self._known_kinds:
+                self._known_kinds.add(finding.kind)
+                log.warning(
+                    "step %d: %s (%s)",
+                    *(step, finding.text.format(share=finding.share), TROUBLESHOOTING),
+                    extra={"event": "little_learned", "finding": finding, "step": step},
                 )
 
 

@@ -1,10 +1,11 @@
-"""Tables that a run prints at its end: results of evaluations, and failures."""
+"""Tables that a run prints at its end: evaluations, what kept it from learning, and failures."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from lightning_jax.rollouts.failures import failures
 from lightning_jax.traces.store import Store
+from lightning_jax.train.monitors import TROUBLESHOOTING, findings
 
 
 def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> str:
@@ -20,6 +21,30 @@ def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = Non
             values = [name.removeprefix(start) for name in row if name.startswith(start)]
             lines += [f"      {by}={value}: {_result(row, f'/{by}={value}')}" for value in values]
     return "\n".join(lines)
+
+
+def learning_table(rows: Sequence[Mapping[str, float | int]]) -> str:
+    """Return why steps taught little, with a line per reason, or "" if none did.
+
+    Say so if no step with rollouts changed the weights.
+    """
+    steps = [row for row in rows if "rollout/num_rollouts" in row]
+    found = [finding for row in steps for finding in findings(row)]
+    lines = []
+    if steps and not any(_num_updates(row) for row in steps):
+        lines.append("nothing was trained: no step with rollouts changed the weights")
+    for kind, number in Counter(finding.kind for finding in found).items():
+        largest = max((f for f in found if f.kind == kind), key=lambda finding: finding.share)
+        text = largest.text.format(share=largest.share)
+        lines.append(f"in {number} of {len(steps)} steps {text}")
+    return "\n".join([*lines, TROUBLESHOOTING] if lines else [])
+
+
+def _num_updates(row: Mapping[str, float | int]) -> float:
+    """Return the number of updates that changed any policy's weights."""
+    made = sum(value for name, value in row.items() if name.startswith("train/num_updates"))
+    skipped = sum(value for name, value in row.items() if name.startswith("train/skipped_updates"))
+    return made - skipped
 
 
 def failure_table(store: Store) -> str:

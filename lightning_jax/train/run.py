@@ -23,6 +23,7 @@ from lightning_jax.train.metrics import MetricsLog
 from lightning_jax.train.monitors import (
     DropWatch,
     FiniteWatch,
+    LearningWatch,
     PackingWatch,
     serve_metrics,
     warn_of_mismatch,
@@ -59,6 +60,7 @@ class Run:
             PackingWatch(config.batch),
             DropWatch(config.batch),
         )
+        self.learning = LearningWatch()
         self.metrics = MetricsLog(self.directory / "metrics.jsonl", self.step)
         self.saving: asyncio.Task[float] | None = None  # the checkpoint being written
         self.row_at = time.monotonic()  # when the last row was complete
@@ -125,6 +127,7 @@ class Run:
         metrics |= of_data | {"time/prepare_s": time.monotonic() - prepared}
         metrics |= await self._learn(sequences)
         warn_of_mismatch(metrics, self.step, self.config.model.dtype)
+        self.learning.observe(metrics, self.step)
         return metrics
 
     async def _learn(self, sequences: Sequence[TrainingSequence]) -> Metrics:

@@ -1,6 +1,7 @@
 """Tests of outcomes: an agent's result or error fails only its rollout, with the right blame."""
 
 import asyncio
+import json
 import socket
 import urllib.error
 from http.client import IncompleteRead
@@ -238,3 +239,19 @@ def test_metrics_over_the_limit_are_counted() -> None:
     assert len(metrics) == 8 and metrics[DROPPED_METRICS] == 99_993
     long = outcome_of({"reward": 0.5, "n" * (MAX_METRIC_NAME + 1): 1.0, "f1": 0.5}).metrics
     assert long == {"f1": 0.5, DROPPED_METRICS: 1.0}
+
+
+def test_an_error_says_where_the_agent_raised_it() -> None:
+    def agent() -> None:
+        int("x")  # raised in no file of Python or of the package
+
+    def reads_json() -> None:
+        json.loads("{")
+
+    for function in (agent, reads_json):
+        try:
+            function()
+        except ValueError as error:
+            found = outcome_of_error(error, LLM_HERE)
+            line = function.__code__.co_firstlineno + 1
+            assert f"{__file__}:{line} in {function.__name__}" in (found.detail or "")

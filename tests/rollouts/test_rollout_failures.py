@@ -67,3 +67,22 @@ def test_a_run_ends_where_no_rollout_gets_an_answer(store: Store) -> None:
 
 def test_a_step_without_rollouts_is_no_failure(store: Store) -> None:
     FailureWatch(store).observe([], "train 0")
+
+
+def test_an_agent_that_mostly_fails_for_one_reason_ends_the_run_at_the_second_step(
+    store: Store,
+) -> None:
+    def step(num_failed: int, reason: str = "KeyError") -> list[Rollout]:
+        failed = [rollout(i, "agent_failure", reason, "'text'") for i in range(num_failed)]
+        return [*failed, *(rollout(i) for i in range(num_failed, 4))]
+
+    watch = FailureWatch(store, max_share=0.5)
+    for number, rollouts in enumerate(
+        [step(3), step(2), step(3), step(3, "ValueError"), step(3, "KeyError")]
+    ):
+        watch.observe(rollouts, f"train {number}")  # never twice in a row for one reason
+    with raises_coded(BrokenAgent, "too_many_failures", "r0"):
+        watch.observe(step(3), "train 5")
+    tolerant = FailureWatch(store, max_share=1.0)
+    for number in range(3):
+        tolerant.observe(step(3), f"train {number}")

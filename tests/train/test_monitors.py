@@ -11,8 +11,10 @@ from lightning_jax.rl.multi_policy.scope import PolicyScope
 from lightning_jax.train.monitors import (
     DropWatch,
     FiniteWatch,
+    LearningWatch,
     NotFinite,
     PackingWatch,
+    findings,
     summary,
 )
 
@@ -73,3 +75,34 @@ def test_failed_rollouts_are_told_with_the_step() -> None:
     assert summary(row) == "eval 0.25 entropy 1.23"
     row |= {"eval/num_agent_failures": 2.0, "rollout/num_infrastructure_failures": 1.0}
     assert summary(row) == "eval 0.25 entropy 1.23 failed 3"
+
+
+LEARNS = {
+    "rollout/num_rollouts": 8.0,
+    "rollout/num_scored": 8.0,
+    "train/equal_groups_share": 0.5,
+    "rollout/cut_short_share": 0.1,
+}
+
+
+def test_a_step_that_learns_has_no_findings() -> None:
+    assert findings(LEARNS) == [] == findings({"warmup/loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "share"),
+    [
+        ({"rollout/dropped_no_calls": 2.0}, "no_calls", 0.25),
+        ({"train/equal_groups_share": 1.0}, "equal_groups", 1.0),
+        ({"rollout/cut_short_share": 0.75}, "cut_short", 0.75),
+    ],
+)
+def test_what_keeps_a_step_from_learning_is_warned_of_once(
+    changed: dict[str, float], kind: str, share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "lightning_jax")
+    watch = LearningWatch()
+    for step, row in enumerate([LEARNS, LEARNS | changed, LEARNS | changed]):
+        watch.observe(row, step)
+    (record,) = records(caplog, "little_learned")
+    assert (record.step, record.finding.kind, record.finding.share) == (1, kind, share)

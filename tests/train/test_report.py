@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train.report import failure_table, result_table
+from lightning_jax.train.report import failure_table, learning_table, result_table
 from lightning_jax.types import Rollout, RolloutStatus, Span
 
 
@@ -68,3 +68,15 @@ def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
     assert re.fullmatch(r"\W*agent\W*2 deadline\b.*\br1: it took long 1", agent)
     assert re.fullmatch(r"\W*call\W*1 call_timeout\b.*\br0", call_)
     store.close()
+
+
+def test_a_run_that_changed_no_weights_says_so() -> None:
+    steps = [{"step": s, "rollout/num_rollouts": 8.0, "train/num_updates": 0.0} for s in range(3)]
+    equal = [row | {"train/equal_groups_share": 1.0} for row in steps[:2]]
+    lines = learning_table([*equal, steps[2]]).splitlines()
+    assert len(lines) == 3 and "nothing was trained" in lines[0]
+    assert re.findall(r"\d+", lines[1]) == ["2", "3"]
+    trained = steps[2] | {"train/num_updates": 1.0, "train/skipped_updates": 0.0}
+    assert learning_table([trained]) == "" == learning_table([{"step": 0, "warmup/loss": 1.0}])
+    skipped = trained | {"train/skipped_updates": 1.0}
+    assert "nothing was trained" in learning_table([skipped])
