@@ -25,6 +25,9 @@ class ServeConfig(Section):
     port: Annotated[int, Ge(0), Le(65535)] = 0  # 0: any free port
     # Key of the owner; each rollout has its own key. None: a random key.
     api_key: str | None = field(default=None, repr=False)
+    # Refuse model names, under a rollout's URL too, that are neither the policy's nor a role's.
+    # Otherwise the policy answers for them there. A server without a run always refuses them.
+    strict_models: bool = False
     # Requests decoded at once, per copy of the engine and per policy with its own weights.
     slots: Count = 16
     max_len: Annotated[int, Ge(16)] = 1024  # tokens of prompt and response in one slot

@@ -9,14 +9,15 @@ from functools import partial
 from aiohttp import web
 
 from lightning_jax.gateway.auth import Callers
-from lightning_jax.gateway.dialects.base import Dialect, Reply
+from lightning_jax.gateway.dialects.base import Dialect, Reply, Sender
 from lightning_jax.gateway.errors import ApiError, our_fault
 from lightning_jax.gateway.feedback import Reports
-from lightning_jax.gateway.fields import Body
+from lightning_jax.gateway.fields import Body, brief
 from lightning_jax.gateway.http import Bodies, refusal
 from lightning_jax.gateway.metrics import HUNG_UP
 from lightning_jax.gateway.offload import Turns, dump_json
 from lightning_jax.gateway.proxy import ProxiedCall, pass_on
+from lightning_jax.gateway.request import is_accepted, is_policy
 from lightning_jax.gateway.responder import Prepared, Responder
 from lightning_jax.gateway.retries import (
     RunningCall,
@@ -53,6 +54,7 @@ class CallHandler:
         self._reports = reports
         self._bodies = bodies
         self._turns = Turns()
+        self._has_noted_model = False
         self.working: set[asyncio.Task] = set()  # tasks of calls, which may outlive their requests
 
     async def close(self) -> None:
@@ -107,6 +109,7 @@ class CallHandler:
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)
         parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
+        self._note_model(parsed.model, sender)
         prepared = await self._responders[route.role.served_by].prepare(parsed, rollout, len(raw))
         running = call.running = self._start(call, route, prepared)
 
@@ -123,6 +126,18 @@ class CallHandler:
             num_bytes = num_tokens * (1 + parsed.top_logprobs) * BYTES_PER_TOKEN
             text = await self._bodies.offload.run(num_bytes, lambda: dump_json(reply.body(answers)))
             return web.json_response(text=text)
+
+    def _note_model(self, model: str, sender: Sender) -> None:
+        """Log the first unknown model name that the policy answers for."""
+        is_known = not model or is_policy(model) or is_accepted(model, sender.known)
+        if not (is_known or self._has_noted_model):
+            self._has_noted_model = True
+            log.info(
+                "an agent asked for model %s; the policy answers in its place, as for any unknown "
+                "name (serve.strict_models=true refuses them)",
+                brief(model),
+                extra={"event": "model_substituted", "model": model},
+            )
 
     def _start(self, call: HandledCall, route: Route, prepared: Prepared) -> RunningCall:
         """Return the running call that the request repeats, or start a new one."""

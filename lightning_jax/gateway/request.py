@@ -111,15 +111,25 @@ def _check_tools(functions: tuple[Function, ...], choice: ToolChoice) -> None:
         raise invalid(message, "tool_choice", reason="unknown_tool")
 
 
+def is_policy(model: str) -> bool:
+    """Return whether the model name is the policy's, with or without an agent."""
+    name, colon, agent = model.partition(":")
+    return name == POLICY and bool(colon) == bool(agent)
+
+
+def is_accepted(model: str, accepted: Sequence[str]) -> bool:
+    """Return whether the model name matches one of the accepted patterns."""
+    return any(fnmatchcase(model.removesuffix(":latest"), pattern) for pattern in accepted)
+
+
 def check_model(model: str, accepted: Sequence[str]) -> str:
     """Return the agent in the model name, or "" if there is none.
 
     Raise ApiError if the model is not the policy and matches none of the accepted patterns.
     """
-    name, colon, agent = model.partition(":")
-    if name == POLICY and bool(colon) == bool(agent):
+    if is_policy(model):
         return agent_in(model)
-    if any(fnmatchcase(model.removesuffix(":latest"), pattern) for pattern in accepted):
+    if is_accepted(model, accepted):
         return ""
     others = " or ".join(repr(pattern) for pattern in accepted)
     message = f"model is {brief(model)}; expected {POLICY!r}, '{POLICY}:AGENT' or {others}."

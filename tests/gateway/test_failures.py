@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import sqlite3
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import aiohttp
 import openai
 import pytest
 from gateway_bench import Bench, Connect, MakeBench
+from log_events import records
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.answer import AnswerBuilder
@@ -19,6 +21,7 @@ from lightning_jax.gateway.app import Gateway, GatewayError
 from lightning_jax.gateway.feedback import Reports
 from lightning_jax.gateway.http import check_exposure
 from lightning_jax.gateway.streaming import EventStream
+from lightning_jax.traces import attributes
 from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.types import Rollout
 
@@ -46,7 +49,6 @@ async def _until(condition: Callable[[], bool]) -> None:
         (b'{"stop": "\xed\xa0\x80"}', 400, "invalid_value", None, ()),
         ('{"model": "policy"}'.encode("utf-16"), 400, "invalid_value", None, ()),
         (b"[]", 400, "invalid_value", None, ()),
-        (BODY | {"model": "gpt-4"}, 404, "model_not_found", "model", ("'gpt-4'",)),
         (BODY | {"temperature": -1}, 400, "invalid_value", "temperature", ("-1.0",)),
         (
             BODY | {"messages": [{"role": "x"}]},
@@ -78,6 +80,28 @@ async def test_a_request_that_cannot_work_is_refused(
         assert all(name in reply["error"]["message"] for name in names)
         assert set(reply["error"]) == {"message", "type", "param", "code"}
     assert bench.gateway.close_rollout("r1").unanswered == ()
+
+
+async def test_the_policy_answers_for_an_unknown_model_name_of_an_agent(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_jax")
+    base = bench.rollout().base_url
+    for model in ("gpt-4o-mini", "gpt-4o-mini", "claude", "policy"):
+        assert (await bench.post(BODY | {"model": model}, base=base))[0] == 200
+    asked = [span.attributes[attributes.POLICY] for span in bench.store.spans("r1")]
+    assert asked == ["gpt-4o-mini", "gpt-4o-mini", "claude", "policy"]
+    assert [record.model for record in records(caplog, "model_substituted")] == ["gpt-4o-mini"]
+    status, reply, _ = await bench.post(BODY | {"model": "gpt-4o-mini"})  # outside of rollouts
+    assert (status, reply["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_strict_models_refuses_unknown_names_in_rollouts(make_bench: MakeBench) -> None:
+    async with make_bench(strict_models=True) as bench:
+        body = BODY | {"model": "gpt-4"}
+        status, reply, _ = await bench.post(body, base=bench.rollout().base_url)
+        assert (status, reply["error"]["code"]) == (404, "model_not_found")
+        assert "'gpt-4'" in reply["error"]["message"] and reply["error"]["param"] == "model"
 
 
 async def test_a_refused_stream_has_a_status(bench: Bench, connect: Connect) -> None:

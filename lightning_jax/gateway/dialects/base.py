@@ -40,11 +40,17 @@ class Sender:
     count_tokens: Callable[[PolicyRequest], int] = _no_policy
     other_models: tuple[str, ...] = ()  # patterns of model names that roles match
     policies: tuple[str, ...] = ()  # names, if there are several policies
+    accepts_any_model: bool = False  # the policy also answers for unknown names
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Patterns of known model names other than the policy and its agents."""
+        return (*self.policies, _literal(self.model_name), *self.other_models)
 
     @property
     def accepted(self) -> tuple[str, ...]:
         """Patterns of accepted model names other than the policy and its agents."""
-        return (*self.policies, _literal(self.model_name), *self.other_models)
+        return (*self.known, "*") if self.accepts_any_model else self.known
 
     @property
     def model_names(self) -> tuple[str, ...]:
