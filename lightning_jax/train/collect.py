@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tqdm.auto import tqdm
-
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.advantages import equal_groups
 from lightning_jax.rl.credit import assign_credit
@@ -15,6 +13,7 @@ from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.config import Config
 from lightning_jax.train.pipelines import Pipelines
+from lightning_jax.train.progress import Progress
 from lightning_jax.types import Metrics, Rollout, Task, Trajectory
 
 
@@ -22,9 +21,15 @@ class Collector:
     """Source of each step's rollouts."""
 
     def __init__(
-        self, config: Config, pipelines: Pipelines, runner: Runner, tokenizer: Tokenizer
+        self,
+        config: Config,
+        pipelines: Pipelines,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        progress: Progress,
     ) -> None:
         self._config, self._pipelines, self._runner = config, pipelines, runner
+        self._progress = progress
         self._failures = FailureWatch(runner.store, config.rollout.max_agent_failures)
         self._reader = TraceReader(
             config.roles, config.reward_rules, tokenizer.decode, config.policies, config.rollout
@@ -73,11 +78,9 @@ class Collector:
             for request in make_requests(tasks, phase, step, group_size)
         ]
         name = f"{phase} {step}"
-        with tqdm(total=len(requests), desc=name, leave=False, disable=None) as bar:
-
-            def on_done(rollout: Rollout) -> None:
-                bar.update()
-
-            rollouts = await run_requests(requests, self._runner, on_done=on_done)
+        self._progress.begin(name, len(requests))
+        rollouts = await run_requests(
+            requests, self._runner, on_done=lambda rollout: self._progress.advance()
+        )
         await run_in_thread(self._failures.observe, rollouts, name)
         return rollouts

@@ -1,6 +1,7 @@
 """One step of a run: collect rollouts, prepare sequences, update, publish the weights, save."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,13 +27,17 @@ from lightning_jax.train.monitors import (
     LearningWatch,
     PackingWatch,
     serve_metrics,
+    summary,
     warn_of_mismatch,
 )
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
+from lightning_jax.train.progress import Progress
 from lightning_jax.train.runtime import return_freed_memory
 from lightning_jax.train.state import Replica
 from lightning_jax.types import Metrics
+
+log = logging.getLogger(__name__)
 
 
 class Run:
@@ -54,7 +59,8 @@ class Run:
         self.config, self.directory, self.model = config, Path(config.run_dir), model
         self.pipelines, self.leader, self.replica = pipelines, leader, leader.target
         self.engines, self.gateway, self.store = engines, runner.gateway, runner.store
-        self.collector = Collector(config, pipelines, runner, model.tokenizer)
+        self.progress = Progress(lambda: self.gateway.stats()["serve/tokens_generated"])
+        self.collector = Collector(config, pipelines, runner, model.tokenizer, self.progress)
         self.watches = (
             FiniteWatch(config.weight_scopes, config.algorithm.max_nonfinite_steps),
             PackingWatch(config.batch),
@@ -96,7 +102,10 @@ class Run:
     async def evaluate(self) -> Metrics:
         """Return the metrics of an evaluation of the current weights, or {} if none is due."""
         tasks = self.pipelines.dev_tasks
-        return await evaluate_if_due(self.config, self.collector, self.store, tasks, self.step)
+        results = await evaluate_if_due(self.config, self.collector, self.store, tasks, self.step)
+        if results:  # now, because the row of metrics waits for the update
+            log.info("step %d: %s", self.step, summary(results))
+        return results
 
     async def _warmup_step(self) -> Metrics:
         """Learn demonstrations."""
@@ -135,6 +144,7 @@ class Run:
 
         If no sequence has a gradient, the weights stay the same.
         """
+        self.progress.begin(f"update {self.step}")
         of_save, started = await self.saved(), time.monotonic()
         metrics = await run_in_thread(self.leader.call, Replica.update, sequences)
         for watch in self.watches:

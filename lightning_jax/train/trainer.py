@@ -33,6 +33,8 @@ from lightning_jax.traces.convert import COLDEST
 from lightning_jax.train import multihost
 from lightning_jax.train.config import Config
 from lightning_jax.train.monitors import summary
+from lightning_jax.train.progress import show_progress
+from lightning_jax.train.run import Run
 from lightning_jax.train.startup import load_trainable, open_run, with_dtypes
 from lightning_jax.train.state import Replica
 from lightning_jax.types import Task
@@ -76,16 +78,21 @@ async def train(
                 disable=None,  # without a terminal, the log lines are enough
             ) as bar,
         ):
-            while run.step < config.total_steps:
-                row = await run.one_step()
-                bar.update()
-                log.info("step %d: %s", run.step - 1, summary(row))
-            if final := await run.evaluate():
-                run.metrics.write(run.step, final)
-                log.info("step %d: %s", run.step, summary(final))
+            async with show_progress(run.progress, bar):
+                await _run_steps(run, config.total_steps, bar)
         await run.save()
         await run_in_thread(run.export)
     return run.metrics.rows
+
+
+async def _run_steps(run: Run, total_steps: int, bar: tqdm) -> None:
+    while run.step < total_steps:
+        row = await run.one_step()
+        bar.update()
+        of_update = {k: v for k, v in row.items() if not k.startswith("eval/")}  # logged before
+        log.info("step %d: %s", run.step - 1, summary(of_update))
+    if final := await run.evaluate():
+        run.metrics.write(run.step, final)
 
 
 async def _follow(config: Config) -> None:

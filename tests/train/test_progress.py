@@ -1,0 +1,40 @@
+"""Tests of the progress of a run within a step."""
+
+import asyncio
+import logging
+import re
+
+import pytest
+from tqdm import tqdm
+
+from lightning_jax.train import progress as progress_module
+from lightning_jax.train.progress import Progress, show_progress
+
+
+def numbers(line: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", line)]
+
+
+def test_rollouts_and_tokens_of_the_phase_are_counted() -> None:
+    num_tokens = 100.0
+    progress = Progress(lambda: num_tokens)
+    progress.begin("train 3", 5)
+    for _ in range(2):
+        progress.advance()
+    assert progress.line().startswith("train 3: ") and numbers(progress.line()) == [3, 2, 5, 0, 0]
+    progress.begin("update 3")
+    assert numbers(progress.line()) == [3, 0]
+
+
+async def test_without_a_terminal_the_line_is_logged_at_times(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_jax")
+    monkeypatch.setattr(progress_module, "LOG_EVERY_S", 0.01)
+    progress = Progress(lambda: 0.0)
+    async with show_progress(progress, tqdm(disable=True)):
+        while len(caplog.records) < 3:
+            await asyncio.sleep(0.01)
+    number = len(caplog.records)
+    await asyncio.sleep(0.05)
+    assert len(caplog.records) == number  # it ends with the block
