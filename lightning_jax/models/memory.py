@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from lightning_jax.models.lora import frozen_part, pick, trained_part
 from lightning_jax.models.reshard import layout, lies_at
-from lightning_jax.models.sharding import MESH_AXES, param_shapes, param_shardings, platform_of
-from lightning_jax.models.transformer import DecoderConfig, init_cache
+from lightning_jax.models.sharding import MESH_AXES, param_shardings, platform_of
+from lightning_jax.models.transformer import DecoderConfig, init_cache, param_shapes
 
 
 def weight_bytes(

@@ -3,7 +3,6 @@
 In a multi-process run all processes must call `place` and `to_host` in the same order.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.param_names import Path, flatten, unflatten
 from lightning_jax.models.mesh_axes import AXES, MESH_AXES, partition
-from lightning_jax.models.transformer import DecoderConfig, Gather, Params, init_params
+from lightning_jax.models.transformer import DecoderConfig, Gather, Params, param_shapes
 from lightning_jax.settings import ConfigError
 
 # Parameter -> its logical axes, by the last two keys of its path.
@@ -69,12 +68,6 @@ def make_mesh(
     if math.prod(sizes) == len(jax.devices()) and devices == jax.devices():
         return jax.make_mesh(tuple(sizes), AXES, axis_types=types)
     return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), AXES, axis_types=types)
-
-
-@functools.cache
-def param_shapes(config: DecoderConfig) -> Params:
-    """Return a tree of the parameters' shapes in float32. Do not modify it."""
-    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
 def serving_mesh(

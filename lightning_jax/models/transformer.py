@@ -16,7 +16,7 @@ For decoding on a CPU, each kernel [in, out] becomes a kernel_t [out, in] (matmu
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -275,6 +275,18 @@ def init_params(config: DecoderConfig, key: Any, dtype: Any = jnp.float32) -> Pa
         head = Linear(config.vocab_size, turned=config.turned)
         parts["head"] = head.init(keys[-2], x)["params"]
     return jax.tree.map(lambda leaf: leaf.astype(dtype), parts)
+
+
+@functools.cache
+def param_shapes(config: DecoderConfig) -> Params:
+    """Return a tree of the parameters' shapes in float32. Do not modify it.
+
+    All layers have the same shapes, so only one is traced.
+    """
+    one = replace(config, num_layers=1)
+    shapes = jax.eval_shape(lambda: init_params(one, jax.random.key(0)))
+    layers = {f"layers_{i}": shapes["layers_0"] for i in range(config.num_layers)}
+    return shapes | layers
 
 
 def forward(  # noqa: PLR0913  (the arguments are independent)

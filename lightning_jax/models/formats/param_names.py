@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lightning_jax.errors import UserError
-from lightning_jax.models.transformer import DecoderConfig, Params, init_params
+from lightning_jax.models.transformer import DecoderConfig, Params, param_shapes
 
 Path = tuple[str, ...]
 
@@ -64,8 +64,7 @@ _IN_LAYER = {
 def named_params(config: DecoderConfig) -> list[NamedParam]:
     """List every parameter of a model with this config, without adapters."""
     base = replace(config, lora=None, num_adapters=None)  # adapters are in separate files
-    shapes = jax.eval_shape(lambda: init_params(base, jax.random.key(0)))
-    return [_named_param(path, leaf.shape) for path, leaf in flatten(shapes).items()]
+    return [_named_param(path, leaf.shape) for path, leaf in flatten(param_shapes(base)).items()]
 
 
 def _named_param(path: Path, shape: tuple[int, ...]) -> NamedParam:

@@ -10,7 +10,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lightning_jax.models.lora import frozen_part, pick, trained_part
-from lightning_jax.models.sharding import batch_sharding, param_shapes, param_shardings
+from lightning_jax.models.sharding import batch_sharding, param_shardings
+from lightning_jax.models.transformer import param_shapes
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.losses.objectives import metric_names
