@@ -131,12 +131,14 @@ def restored_sigterm() -> Iterator[None]:
     signal.signal(signal.SIGTERM, handler)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def restored_logging() -> Iterator[None]:
-    """Restore the logging that a command changes in this process."""
-    root, ours = logging.getLogger(), logging.getLogger("lightning_jax")
-    handlers, levels = list(root.handlers), (root.level, ours.level)
+    """Undo the logging set-up of commands that run in this process."""
     yield
-    root.handlers[:] = handlers
-    root.setLevel(levels[0])
-    ours.setLevel(levels[1])
+    root = logging.getLogger()
+    # pytest's own handlers are of other types.
+    root.handlers[:] = [
+        found for found in root.handlers if type(found) is not logging.StreamHandler
+    ]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("lightning_jax").setLevel(logging.NOTSET)

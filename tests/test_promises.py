@@ -96,7 +96,6 @@ def test_command_prints_what_is_promised(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    restored_logging: None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lightning_jax.cli.main.stop_on_sigterm", lambda: None)

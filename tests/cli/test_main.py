@@ -149,7 +149,6 @@ def test_mistakes_give_one_sentence(
     names: tuple[str, ...],
     model_dir: Path,
     capsys: pytest.CaptureFixture[str],
-    restored_logging: None,
 ) -> None:
     if flags[:1] == ["serve"] and "--model" not in flags:
         flags = [*flags, "--model", str(model_dir)]
@@ -165,7 +164,6 @@ def test_what_new_makes_trains_and_goes_on(
     model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    restored_logging: None,
     restored_sigterm: None,
 ) -> None:
     folder = tmp_path / "mine"
@@ -199,7 +197,6 @@ def test_a_mended_or_edited_agent_is_asked_again(
     model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    restored_logging: None,
     restored_sigterm: None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -244,7 +241,6 @@ def test_mistakes_before_training_give_one_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    restored_logging: None,
     restored_sigterm: None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -282,7 +278,7 @@ def compiled() -> Iterator[list[str]]:
 
 
 def test_a_taken_port_is_said_before_anything_compiles(
-    model_dir: Path, capsys: pytest.CaptureFixture[str], restored_logging: None, compiled: list[str]
+    model_dir: Path, capsys: pytest.CaptureFixture[str], compiled: list[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

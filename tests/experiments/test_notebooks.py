@@ -62,15 +62,12 @@ def test_an_agent_is_trained_its_run_analysed_and_a_larger_one_planned(
 def test_the_loop_of_the_readme_is_that_of_the_notebook() -> None:
     """So that running the notebook tests both."""
     readme = (NOTEBOOKS.parent / "README.md").read_text()
-    (block,) = (part for part in readme.split("```python\n") if part.startswith("import asyncio"))
+    (block,) = (part for part in readme.split("```python\n") if part.startswith("import lightning"))
     shown = {line.strip() for line in block.split("```")[0].splitlines()}
     loop = nbformat.read(NOTEBOOKS / "loop.ipynb", as_version=4)
     run = {line.strip() for cell in loop.cells for line in cell.source.splitlines()}
-    own = {"tasks = ", "model = ", "for step in ", "async def main", "asyncio.run", "print(step, "}
-    left = {line for line in shown - run if not line.startswith(tuple(own))}
-    assert left == {
-        "import asyncio",
+    own = ("model, algorithm = ", "for step in ", "print(step, ")
+    assert {line for line in shown - run if not line.startswith(own)} == {
         "async with lj.Engine(model) as engine, lj.Gateway(engine) as gateway:",
-        "trajectories, metrics = await lj.run_rollouts(agent, tasks, gateway, group_size=8)",
-        'lj.save_hf("trained", learner.model)',
+        "trajectories, metrics = await lj.run_rollouts(run, tasks, gateway, group_size=8)",
     }

@@ -18,8 +18,6 @@ from lightning_jax.traces.config import RewardRule, RoleConfig
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 
-pytestmark = pytest.mark.usefixtures("restored_logging")
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:

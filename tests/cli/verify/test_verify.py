@@ -50,7 +50,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def test_an_honest_run_is_within_rounding(
-    trained: Path, capsys: pytest.CaptureFixture[str], restored_logging: None
+    trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = verify(trained)
     assert [(v.version, v.weights) for v in report.versions] == [
@@ -96,9 +96,7 @@ def test_calls_that_the_run_has_set_aside_are_counted(run: Path) -> None:
     assert report.not_compared["superseded"] > 0 and report.off == []
 
 
-def test_one_falsified_number_is_named(
-    run: Path, capsys: pytest.CaptureFixture[str], restored_logging: None
-) -> None:
+def test_one_falsified_number_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call_id, rollout_id, stored = _falsify(run, attributes.BEHAVIOR_LOGPROBS, by=0.01)
     (off,) = verify(run).off
     assert (off.call.call_id, off.kind, off.differences.argmax()) == (call_id, "behavior", 1)
@@ -126,9 +124,7 @@ def test_a_limit_is_spread_over_the_versions(trained: Path) -> None:
     assert "10 calls" in as_text(report)
 
 
-def test_mistakes_give_one_sentence(
-    run: Path, capsys: pytest.CaptureFixture[str], restored_logging: None
-) -> None:
+def test_mistakes_give_one_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run / "nowhere")]) == 1
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1

@@ -252,7 +252,7 @@ def test_too_large_names_the_setting(changes: dict, setting: str) -> None:
 
 
 def test_the_command_compiles_and_compares(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], restored_logging: None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_hf(tmp_path / "tiny", MODEL)
     model = ModelConfig(name=str(tmp_path / "tiny"), remat=True)
