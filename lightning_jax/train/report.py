@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from lightning_jax.rollouts.failures import failures
 from lightning_jax.traces.store import Store
-from lightning_jax.train.monitors import TROUBLESHOOTING, findings
+from lightning_jax.train.monitors import TROUBLESHOOTING, findings, unused_names
 
 
 def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> str:
@@ -37,6 +38,8 @@ def learning_table(rows: Sequence[Mapping[str, float | int]]) -> str:
         largest = max((f for f in found if f.kind == kind), key=lambda finding: finding.share)
         text = largest.text.format(share=largest.share)
         lines.append(f"in {number} of {len(steps)} steps {text}")
+    for kind, name in unused_names(steps):
+        lines.append(f"{kind} {name} matched nothing in any step; correct it or remove it")
     return "\n".join([*lines, TROUBLESHOOTING] if lines else [])
 
 
@@ -45,6 +48,17 @@ def _num_updates(row: Mapping[str, float | int]) -> float:
     made = sum(value for name, value in row.items() if name.startswith("train/num_updates"))
     skipped = sum(value for name, value in row.items() if name.startswith("train/skipped_updates"))
     return made - skipped
+
+
+def checkpoint_line(directory: Path, keep: int) -> str:
+    """Return how much space the checkpoints of a run directory take, and how to need less."""
+    folder = directory / "checkpoints"
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    fewer = ", or lower checkpoint.keep" if keep > 1 else ""
+    return (
+        f"checkpoints: {size / 1e9:.1f} GB in {folder} (checkpoint.keep={keep}); delete them if "
+        f"you will not continue or verify this run{fewer}"
+    )
 
 
 def failure_table(store: Store) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train.report import failure_table, learning_table, result_table
+from lightning_jax.train.report import checkpoint_line, failure_table, learning_table, result_table
 from lightning_jax.types import Rollout, RolloutStatus, Span
 
 
@@ -68,6 +68,15 @@ def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
     assert re.fullmatch(r"\W*agent\W*2 deadline\b.*\br1: it took long 1", agent)
     assert re.fullmatch(r"\W*call\W*1 call_timeout\b.*\br0", call_)
     store.close()
+
+
+def test_the_size_of_checkpoints_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/3/state").mkdir(parents=True)
+    with (tmp_path / "checkpoints/3/state/data").open("wb") as file:
+        file.truncate(1_900_000_000)
+    one, two = (checkpoint_line(tmp_path, keep) for keep in (1, 2))
+    assert "1.9 GB" in one and "keep=1" in one and one.count("checkpoint.keep") == 1
+    assert two.count("checkpoint.keep") == 2
 
 
 def test_a_run_that_changed_no_weights_says_so() -> None:
