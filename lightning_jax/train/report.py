@@ -29,10 +29,10 @@ def learning_table(rows: Sequence[Mapping[str, float | int]]) -> str:
 
     Say so if no step with rollouts changed the weights.
     """
-    steps = [row for row in rows if "rollout/num_rollouts" in row]
+    steps = _with_rollouts(rows)
     found = [finding for row in steps for finding in findings(row)]
     lines = []
-    if steps and not any(_num_updates(row) for row in steps):
+    if is_untrained(rows):
         lines.append("nothing was trained: no step with rollouts changed the weights")
     for kind, number in Counter(finding.kind for finding in found).items():
         largest = max((f for f in found if f.kind == kind), key=lambda finding: finding.share)
@@ -43,11 +43,26 @@ def learning_table(rows: Sequence[Mapping[str, float | int]]) -> str:
     return "\n".join([*lines, TROUBLESHOOTING] if lines else [])
 
 
+def is_untrained(rows: Sequence[Mapping[str, float | int]]) -> bool:
+    """Return True if the run has steps with rollouts and none changed the weights."""
+    steps = _with_rollouts(rows)
+    return bool(steps) and not any(_num_updates(row) for row in steps)
+
+
+def _with_rollouts(
+    rows: Sequence[Mapping[str, float | int]],
+) -> list[Mapping[str, float | int]]:
+    return [row for row in rows if "rollout/num_rollouts" in row]
+
+
 def _num_updates(row: Mapping[str, float | int]) -> float:
-    """Return the number of updates that changed any policy's weights."""
-    made = sum(value for name, value in row.items() if name.startswith("train/num_updates"))
-    skipped = sum(value for name, value in row.items() if name.startswith("train/skipped_updates"))
-    return made - skipped
+    """Return the number of updates that changed any policy's weights.
+
+    A step without sequences has one skipped update and none that was made.
+    """
+    made, skipped = "train/num_updates", "train/skipped_updates"
+    policies = [name.removeprefix(made) for name in row if name.startswith(made)]
+    return sum(max(row[made + p] - row.get(skipped + p, 0.0), 0.0) for p in policies)
 
 
 def checkpoint_line(directory: Path, keep: int) -> str:

@@ -81,6 +81,7 @@ def test_the_size_of_checkpoints_is_reported(tmp_path: Path) -> None:
 
 def test_a_run_that_changed_no_weights_says_so() -> None:
     steps = [{"step": s, "rollout/num_rollouts": 8.0, "train/num_updates": 0.0} for s in range(3)]
+    steps[0] |= {"train/skipped_updates": 1.0}
     equal = [row | {"train/equal_groups_share": 1.0} for row in steps[:2]]
     lines = learning_table([*equal, steps[2]]).splitlines()
     assert len(lines) == 3 and "nothing was trained" in lines[0]
