@@ -276,6 +276,7 @@ class ForkServer:
                     continue
                 message = receive_message(self._control)
                 if message is None:
+                    signal.set_wakeup_fd(-1)  # children may end after its socket is closed
                     return
                 self._fork(message[0].decode(), socket.socket(fileno=message[1][0]))
 
