@@ -213,7 +213,7 @@ def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     }
     if rewards.size:
         metrics["eval/reward_mean"] = float(rewards.mean())
-        metrics["eval/reward_stderr"] = _standard_error(rewards)
+        metrics["eval/reward_stderr"] = standard_error(rewards)
     return metrics | _reported(rollouts, "eval")
 
 
@@ -229,7 +229,7 @@ def eval_change(before: Sequence[Rollout], rollouts: Sequence[Rollout]) -> Metri
         return {}
     return {
         "eval/change_mean": float(changes.mean()),
-        "eval/change_stderr": _standard_error(changes),
+        "eval/change_stderr": standard_error(changes),
         "eval/num_better": float((changes > 0.0).sum()),
         "eval/num_worse": float((changes < 0.0).sum()),
     }
@@ -265,7 +265,7 @@ def _earned(rollout: Rollout) -> float:
     return rollout.reward or 0.0 if rollout.status == "scored" else 0.0
 
 
-def _standard_error(values: Float[np.ndarray, " N"]) -> float:
+def standard_error(values: Float[np.ndarray, " N"]) -> float:
     """Return the standard error of the mean of at least one value; 0 for a single value."""
     return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
 
