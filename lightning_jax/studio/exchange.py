@@ -67,8 +67,8 @@ def remote_call(
         num_counted_tokens=read.num_response_tokens,
     )
     calls = [f"calls {name}({arguments})" for name, arguments in read.tool_calls]
-    said = "\n".join([*filter(None, [read.response]), *calls])
-    return call, (*read.messages, f"assistant: {said}")
+    response = "\n".join([*filter(None, [read.response]), *calls])
+    return call, (*read.messages, f"assistant: {response}")
 
 
 def _num_shared(messages: Sequence[str], others: Sequence[str]) -> int:

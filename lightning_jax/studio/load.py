@@ -49,11 +49,25 @@ def open_run(directory: Path) -> Iterator["RunReader"]:
 
 
 class RunReader:
-    """Open run. A view has a note for anything that cannot be read."""
+    """Open run. A view has a note for anything that cannot be read.
 
-    def __init__(self, directory: Path, store: Store) -> None:
+    Settings and tokenizer are by default read from the directory. Without `has_credit`, views show
+    no credit and no reason for that.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        store: Store,
+        *,
+        config: Config | None = None,
+        tokenizer: Tokenizer | None = None,
+        has_credit: bool = True,
+    ) -> None:
+        self._has_credit = has_credit
         self._directory = directory
         self._store = store
+        self._given_config, self._given_tokenizer = config, tokenizer
         self._credit_of_steps: dict[int, tuple[set[str], StepCredit]] = {}
 
     def run(
@@ -111,6 +125,8 @@ class RunReader:
     @functools.cached_property
     def _tokenizer(self) -> tuple[Tokenizer | None, str]:
         """Pair of the tokenizer of the run's model, or None, and the reason if there is none."""
+        if self._given_tokenizer is not None:
+            return self._given_tokenizer, ""
         try:
             config = load_config(Config, [str(self._directory / "config.yaml")], only=["model"])
             return load_tokenizer(config.model.name), ""
@@ -125,6 +141,8 @@ class RunReader:
     @functools.cached_property
     def _config(self) -> tuple[Config | None, str]:
         """Pair of the settings that shape credit, or None, and the reason if it is None."""
+        if self._given_config is not None:
+            return self._given_config, ""
         sections = ["algorithm", "model", "policies", "roles", "reward_rules"]
         try:
             config = load_config(Config, [str(self._directory / "config.yaml")], only=sections)
@@ -146,6 +164,8 @@ class RunReader:
     def _credit(self, rollout: Rollout) -> StepCredit:
         """Return the credit of the calls of the rollout's step, or a note if there is none."""
         config, why_not = self._config
+        if not self._has_credit:
+            return StepCredit()
         if rollout.phase != "train":
             return StepCredit(notes=(EVALUATION,))
         if rollout.reward is None:
