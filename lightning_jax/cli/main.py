@@ -165,7 +165,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
+    run = "a run directory, or a file of `try --record`"
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help=run)
     rollout = "rollout to show (default: a table of all)"
     parser.add_argument("rollout_id", metavar="ROLLOUT", nargs="?", help=rollout)
     parser.add_argument("--phase", choices=("train", "eval"), help="only rollouts of this phase")

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.rule import Rule
 
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.settings import ConfigError
+from lightning_jax.settings import ConfigError, save_config
 from lightning_jax.studio.evaluation import cut_share, no_call_share
-from lightning_jax.studio.load import RunReader
+from lightning_jax.studio.load import RunReader, recorded_settings
 from lightning_jax.studio.results import count_calls
 from lightning_jax.studio.terminal import render_rollout, render_run
 from lightning_jax.studio.text import cut, printable
@@ -75,7 +75,8 @@ def try_agent(
         for line in _summary(store, rollouts, is_greedy):
             _say(console, line)
     if record is not None:
-        _say(console, f"recorded in {record}")
+        save_config(config, recorded_settings(record))
+        _say(console, f"recorded; show it again with: lightning-jax view {record} ROLLOUT")
     return 0 if all(done.status == "scored" for done in rollouts) else 1
 
 

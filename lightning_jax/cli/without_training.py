@@ -24,7 +24,7 @@ def add_try(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", dest="attempts", type=_count, default=1, metavar="N", help=attempts)
     greedy = "sample greedily, as evaluations do (default: as training does)"
     parser.add_argument("--greedy", action="store_true", help=greedy)
-    record = "add the rollouts to this SQLite file, for `view`"
+    record = "add the rollouts to this SQLite file, which `view` shows"
     parser.add_argument("--record", metavar="FILE", type=Path, help=record)
     chars = "maximum number of characters per text, 0 for no limit (default: %(default)s)"
     parser.add_argument("--chars", type=_natural, default=DEFAULT_CHARS, help=chars)
@@ -121,14 +121,17 @@ def _load(arguments: argparse.Namespace) -> "tuple[Config, PolicySource]":
 
     stop_on_sigterm()
     run_dir, url, model = arguments.run_dir, arguments.url, arguments.model
-    for flag, is_wrong in {
-        "--url": run_dir is not None and url is not None,
-        "--model": run_dir is not None and model is not None,
-    }.items():
-        if is_wrong:
+    for flag, value in (("--url", url), ("--model", model)):
+        if run_dir is not None and value is not None:
             raise ConfigError(
                 f"--run and {flag} are both set; drop one of them.", reason="conflict", key=flag
             )
+    if arguments.api_key is not None and url is None:
+        raise ConfigError(
+            "--api-key is set without --url; add --url, or drop it.",
+            reason="conflict",
+            key="--api-key",
+        )
     source = PolicySource(run_dir=run_dir, model=model)
     if run_dir is not None:
         _ = source.version  # before its settings are read, which may be missing as well

@@ -51,7 +51,7 @@ class PolicySource:
         """Return the policy's name for people."""
         if self.server is not None:
             named = self.server.served_model
-            return self.server.served_by + (f" with {named}" if named else "")
+            return f"{named} at {self.server.served_by}" if named else self.server.served_by
         return str(self.run_dir / "policy") if self.run_dir else self.model or config.model.name
 
     def model_names(self, config: Config) -> list[str]:

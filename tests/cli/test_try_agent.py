@@ -12,7 +12,7 @@ from agent_folder import write_folder
 from remote_server import serving
 
 from lightning_jax.cli.main import main
-from lightning_jax.studio.load import open_run
+from lightning_jax.studio.load import EVALUATION, open_run
 from lightning_jax.traces.store import Store
 
 
@@ -96,8 +96,7 @@ def test_rollouts_are_kept_on_request(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "from-the-environment")
-    (folder / "kept").mkdir()
-    record = folder / "kept" / "store.sqlite"
+    record = folder / "kept.sqlite"
     with serving(lambda text: "wrong") as server:
         for _ in range(2):
             flags = ["--url", server.url, "--greedy", "--record", str(record)]
@@ -107,8 +106,11 @@ def test_rollouts_are_kept_on_request(
     with closing(Store(record, read_only=True)) as store:
         kept = store.rollouts()
     assert [(rollout.phase, rollout.step) for rollout in kept] == [("eval", 0), ("eval", 1)]
-    with open_run(record.parent) as reader:
-        assert reader.rollout(kept[1].rollout_id).calls[0].response == "wrong"
+    with open_run(record) as reader:
+        view = reader.rollout(kept[1].rollout_id)
+    assert view.calls[0].response == "wrong" and view.notes == (EVALUATION,)
+    assert main(["view", str(record)]) == 0
+    assert kept[0].rollout_id in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,7 @@ def test_rollouts_are_kept_on_request(
         (["--run", "runs/none"], ("runs/none",)),
         (["--run", "."], ("policy",)),
         (["--run", "runs/x", "--url", "http://a/v1"], ("--run", "--url")),
+        (["--api-key", "k"], ("--api-key", "--url")),
         (["no.yaml"], ("no.yaml",)),
         (["data.root=none"], ("data.root", "'none'")),
         (["agent.function=agent.py:walk"], ("'agent.py:walk'",)),
