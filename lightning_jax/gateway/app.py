@@ -24,6 +24,7 @@ from lightning_jax.gateway.http import Bodies, listen, openai_errors, reachable_
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.prompt.tool_formats import format_of
+from lightning_jax.gateway.remote import RemoteEngine
 from lightning_jax.gateway.request import POLICY
 from lightning_jax.gateway.responder import PolicyLoop, Responder
 from lightning_jax.gateway.routing import Routing
@@ -50,7 +51,7 @@ class Gateway:
 
     def __init__(
         self,
-        engine: Engine | LoopsByPolicy,
+        engine: Engine | LoopsByPolicy | RemoteEngine,
         store: Store | None = None,
         *,
         records: bool = True,
