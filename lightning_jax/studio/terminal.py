@@ -20,7 +20,12 @@ MAX_SPANS = 200  # lines in a waterfall
 # task and reason are below the id, and phase and step are omitted: the id contains them.
 WIDE = 100
 STYLES = {"agent": "magenta", "llm": "cyan", "tool": "yellow", "reward": "green", "other": ""}
-STATUS_STYLES = {"scored": "green", "agent_failure": "red", "infrastructure_failure": "red"}
+STATUS_STYLES = {
+    "scored": "green",
+    "agent_failure": "red",
+    "infrastructure_failure": "red",
+    "stopped": "yellow",
+}
 
 
 def render_run(view: RunView, width: int) -> RenderableType:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +29,14 @@ from lightning_jax.rollouts.runner import (
 )
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.config import RoleConfig
-from lightning_jax.traces.store import Store, temporary_store
+from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
 from lightning_jax.train.export import EXPORTED
 from lightning_jax.train.progress import Progress, show_progress
 from lightning_jax.train.startup import open_service, with_dtypes
 from lightning_jax.types import Metrics, Rollout, Task
+
+BAR = "{percentage:3.0f}%|{bar:20}|{postfix}"  # the postfix is `Progress.line`
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ async def evaluate(
     """
     source = PolicySource(run_dir=None if run_dir is None else Path(run_dir))
     tasks = with_ids(tasks)
-    with temporary_store() as store:
+    with closing(TemporaryStore()) as store:
         async with open_runner(config, source, store, agent=agent) as runner:
             rollouts = await run_tasks(runner, tasks, "eval", 0, repeats)
         FailureWatch(store).observe(rollouts, "the evaluation")
@@ -181,7 +183,7 @@ async def run_tasks(
     progress.begin("rollouts", len(requests))
     with (
         logging_redirect_tqdm(),
-        tqdm(total=len(requests), unit="rollout", disable=None, leave=False) as bar,
+        tqdm(total=len(requests), disable=None, leave=False, bar_format=BAR) as bar,
     ):
 
         def count(rollout: Rollout) -> None:

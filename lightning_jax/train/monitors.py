@@ -150,7 +150,7 @@ _FINDINGS = {  # kind -> (smallest share to report, text)
         "agent's own max_tokens, or ask for shorter answers",
     ),
 }
-TROUBLESHOOTING = 'see "When it does not learn" in docs/agents.md'
+TROUBLESHOOTING = "see docs/get_started/troubleshooting.md"
 
 
 class LearningWatch:
