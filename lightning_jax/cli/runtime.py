@@ -30,6 +30,29 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_optional_settings(parser: argparse.ArgumentParser) -> None:
+    """Add `--config FILE`, which may be left out, and settings. See `settings_layers`."""
+    parser.add_argument("--config", help="YAML file with settings (default: config.yaml)")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="FILE|key=value",
+        help="YAML files and settings; later values override earlier ones",
+    )
+
+
+def settings_layers(arguments: argparse.Namespace, default: Path) -> list[str]:
+    """Return the files and settings of a command line, lowest first.
+
+    The file `default`, if it exists, comes first if the command line names no file.
+    """
+    layers = [arguments.config] * (arguments.config is not None) + arguments.settings
+    has_file = any("=" not in layer or Path(layer).is_file() for layer in layers)
+    if has_file or not default.is_file():
+        return layers
+    return [str(default), *layers]
+
+
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Call `parse_args`, but accept settings on both sides of `--config`."""
     arguments, rest = parser.parse_known_args(argv)

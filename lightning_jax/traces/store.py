@@ -7,10 +7,12 @@ import asyncio
 import contextlib
 import itertools
 import json
+import shutil
 import sqlite3
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -329,14 +331,17 @@ class Store:
         return [WeightsVersion(*row) for row in rows]
 
 
-@contextlib.contextmanager
-def temporary_store() -> Iterator[Store]:
-    """Yield a new store, which is deleted at the end."""
-    with (
-        tempfile.TemporaryDirectory(prefix="lightning_jax-") as directory,
-        contextlib.closing(Store(Path(directory) / "store.sqlite")) as store,
-    ):
-        yield store
+class TemporaryStore(Store):
+    """Store in a directory of its own. `close` deletes the directory, at the latest at exit."""
+
+    def __init__(self) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="lightning_jax-"))
+        self._delete = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+        super().__init__(directory / "store.sqlite")
+
+    def close(self) -> None:
+        super().close()
+        self._delete()
 
 
 def _check_transition(rollout_id: str, old: RolloutStatus | None, new: RolloutStatus) -> None:

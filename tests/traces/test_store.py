@@ -26,6 +26,7 @@ from lightning_jax.traces.store import (
     STOP,
     IllegalTransition,
     Store,
+    TemporaryStore,
 )
 from lightning_jax.traces.tree import call_order
 from lightning_jax.types import Rollout, RolloutStatus, Span
@@ -406,3 +407,27 @@ def test_store_and_its_journals_are_private(tmp_path: Path) -> None:
         files = sorted(tmp_path.iterdir())
         assert len(files) == 3
         assert all(path.stat().st_mode & 0o077 == 0 for path in files)
+
+
+FORGOTTEN = """
+import sys
+from lightning_jax.traces.store import TemporaryStore
+
+store = TemporaryStore()
+sys.stdout.write(str(store.path.parent))
+"""
+
+
+def test_a_forgotten_temporary_store_is_deleted_silently_at_exit() -> None:
+    python = [sys.executable, "-X", "dev", "-c", FORGOTTEN]
+    ended = subprocess.run(python, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    assert ended.stdout and not Path(ended.stdout).exists()
+
+
+def test_closing_a_temporary_store_deletes_its_directory() -> None:
+    store = TemporaryStore()
+    assert store.path.exists()
+    store.close()
+    assert not store.path.parent.exists()
+    store.close()
