@@ -180,14 +180,14 @@ async def run_tasks(
     """
     requests = make_requests(tasks, phase, step, group_size)
     progress = Progress(lambda: runner.gateway.stats().get("serve/tokens_generated", 0.0))
-    progress.begin("rollouts", len(requests))
+    progress.begin(phase, len(requests))
     with (
         logging_redirect_tqdm(),
         tqdm(total=len(requests), disable=None, leave=False, bar_format=BAR) as bar,
     ):
 
         def count(rollout: Rollout) -> None:
-            progress.advance()
+            progress.advance(phase)
             bar.update()
 
         async with show_progress(progress, bar):
