@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -18,23 +19,26 @@ log = logging.getLogger(__name__)
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add `--config FILE` and settings, parsed to `arguments.config` and `arguments.settings`."""
-    parser.add_argument("--config", required=True, help="YAML file with settings")
+    """Add files and settings, which `parse` collects in `arguments.settings`."""
+    parser.add_argument("--config", metavar="FILE", help="the same as FILE before all others")
     parser.add_argument(
         "settings",
         nargs="*",
-        metavar="key=value",
-        help="or another YAML file; later values override earlier ones",
+        metavar="FILE | key=value",
+        help="YAML file, or a setting; later ones override earlier ones",
     )
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Call `parse_args`, but accept settings on both sides of `--config`."""
+    """Call `parse_args`, but accept settings on both sides of `--config`, and require one."""
     arguments, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(arguments, "settings") or any(word.startswith("-") for word in rest)):
         getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        arguments.settings += rest
+    if hasattr(arguments, "settings"):
+        file = [arguments.config] if arguments.config is not None else []
+        arguments.settings = [*file, *arguments.settings, *rest]
+        if not arguments.settings:
+            arguments.parser.error("a config FILE is required")
     return arguments
 
 
@@ -75,10 +79,7 @@ def keep_compiled() -> None:
     Compilation is most of the wait when a run resumes, a second run begins or a server restarts.
     The cache takes little space: SmolLM2's programs take 0.2 MB each.
     """
-    import jax
-
-    configured: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if configured is not None:
+    if _jax_setting("jax_compilation_cache_dir") is not None:
         return
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "lightning_jax" / f"compiled-{_machine()}"
@@ -90,8 +91,24 @@ def keep_compiled() -> None:
     if not writable:
         log.info("%s is not writable; programs are compiled again at every start", folder)
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
+    _set_in_jax("jax_compilation_cache_dir", str(folder))
+    _set_in_jax("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
+
+
+def _jax_setting(name: str) -> str | None:
+    jax = sys.modules.get("jax")
+    return getattr(jax.config, name) if jax else os.environ.get(name.upper())
+
+
+def _set_in_jax(name: str, value: float | str) -> None:
+    """Set a value in JAX or, if it is not imported yet, in the variable that it reads then.
+
+    A wrong setting is told seconds earlier without JAX.
+    """
+    if jax := sys.modules.get("jax"):
+        jax.config.update(name, value)
+    else:
+        os.environ[name.upper()] = str(value)
 
 
 def _machine() -> str:

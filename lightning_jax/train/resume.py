@@ -22,7 +22,8 @@ from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)
 
-SETTINGS, NAME = "config.yaml", "sources.json"  # in a run's directory
+# Names in a run's directory.
+SETTINGS, NAME, STORE, CHECKPOINTS = "config.yaml", "sources.json", "store.sqlite", "checkpoints"
 
 # Settings that may change when a run resumes while stored rollouts stay valid.
 HARMLESS = (
@@ -33,6 +34,23 @@ HARMLESS = (
 
 # Settings that affect a step's update but not the rollouts of existing weights.
 LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "model.remat")
+
+
+def require_run(directory: Path, *names: str) -> None:
+    """Raise ConfigError unless this is the directory of a run, with files of these names."""
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{directory} is no directory; expected the directory of a run. Check the path.",
+            reason="not_found",
+            key=str(directory),
+        )
+    for name in names:
+        if not (directory / name).is_file():
+            raise ConfigError(
+                f"{directory} has no {name}; expected the directory of a run. Check the path.",
+                reason="incomplete",
+                key=str(directory / name),
+            )
 
 
 def find_changes(config: Config, sources: dict[str, str]) -> list[str]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_jax.models.formats.param_names import ModelError
+from lightning_jax.models.formats.names import ModelError
 
 
 @dataclass(frozen=True)
