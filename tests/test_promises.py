@@ -71,7 +71,7 @@ TEXTS: dict[str, Callable[[Path], str]] = {
 }
 # What a command prints last, and its exit code.
 PRINTED: dict[str, tuple[list[str], int]] = {
-    "config_missing": (["train"], 2),
+    "config_missing": (["train"], 1),
     "agent_missing": (["train", "num_steps=1"], 1),
     "config_file_missing": (["train", "--config", "no.yaml"], 1),
     "tasks_missing": (["train", "--config", "own.yaml"], 1),

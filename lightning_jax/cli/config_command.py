@@ -1,27 +1,35 @@
-"""`lightning-jax config`: the settings of a run, a search in them, and a check of a file."""
+"""`lightning-jax config`: the settings of a run, a search in them, and a check of a file.
+
+Nothing heavy is imported before the command runs.
+"""
 
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_jax.errors import UserError
 from lightning_jax.schema import PathKind
-from lightning_jax.settings import changed_keys, load_with_derived
-from lightning_jax.train.check import check_start, named_files
-from lightning_jax.train.config import Config
-from lightning_jax.train.resume import HARMLESS, SETTINGS
+
+if TYPE_CHECKING:
+    from lightning_jax.train.config import Config
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print what the arguments ask for, and return the exit code.
+def add_config(parser: argparse.ArgumentParser) -> None:
+    words = "words to search for, or: check FILE [key=value ...]"
+    parser.add_argument("words", metavar="WORD", nargs="*", help=words)
 
-    Raises UserError for a wrong file or a word that occurs nowhere.
+
+def run_config(arguments: argparse.Namespace) -> int:
+    """Print every setting of a run with its default, meaning, unit and the values that it allows.
+
+    With a WORD, print the settings in whose key or meaning it occurs. `check FILE [key=value ...]`
+    checks a file as `train` does before it starts, and prints the values that it derives.
     """
     words: list[str] = arguments.words
     if words[:1] == ["check"]:
         if not words[1:]:
-            arguments.parser.error("check needs a config FILE")
+            raise UserError("check needs a FILE; pass a config.", reason="missing", key="FILE")
         _check(words[1:])
         return 0
     from lightning_jax.cli.reference import as_entry, find_settings, settings_page
@@ -45,6 +53,12 @@ def _check(argv: list[str]) -> None:
 
     Tasks in files are read. A loader is not called, because it may take long.
     """
+    from lightning_jax.settings import changed_keys, load_with_derived
+    from lightning_jax.train.check import check_start
+    from lightning_jax.train.config import Config
+    from lightning_jax.train.directory import SETTINGS
+    from lightning_jax.train.resume import HARMLESS
+
     config, derived = load_with_derived(Config, argv)
     check_start(config)
     if config.data.load is None:
@@ -62,8 +76,10 @@ def _check(argv: list[str]) -> None:
         print(f"begins {config.run_dir}")
 
 
-def _files(config: Config) -> Iterator[tuple[str, Any]]:
+def _files(config: "Config") -> Iterator[tuple[str, Any]]:
     """Yield the settings that name files, and not a known function or model."""
+    from lightning_jax.train.check import named_files
+
     for key, kind, value in named_files(config):
         is_known = kind is PathKind.FUNCTION and ":" not in str(value)
         if not is_known and key != "model.name":

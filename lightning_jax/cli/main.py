@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 from annotated_types import Ge, Le
 
 from lightning_jax.cli.config import ServerConfig
+from lightning_jax.cli.config_command import add_config, run_config
 from lightning_jax.cli.runtime import (
     STOPPED,
     add_settings,
@@ -23,8 +24,10 @@ from lightning_jax.cli.runtime import (
     keep_compiled,
     log_plainly,
     parse,
+    settings_layers,
     stop_on_sigterm,
 )
+from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_try
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
@@ -70,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(left.code or 0)
     try:
         log_plainly()
-        if arguments.run not in (_new, _config):  # these need no JAX
+        if arguments.run not in (_new, run_config):  # these need no JAX
             keep_compiled()
         return arguments.run(arguments)
     except UserError as error:
@@ -91,12 +94,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, text, add_flags, run in (
         ("new", "create a directory with an example agent and tasks", _add_new, _new),
+        ("try", "run the agent on one task and show the rollout", add_try, run_try),
         ("train", "train an agent on your own tasks", add_settings, _train),
+        ("eval", "score a policy on tasks without training", add_eval, run_eval),
         ("serve", "serve a model over OpenAI's API and others", _add_serve, _serve),
         ("verify", "check a run's log-probs against its weights", _add_verify, _verify),
         ("view", "show a run's rollouts, or the timeline of one", _add_view, _view),
         ("plan", "report the memory that a run needs on each device", _add_plan, _plan),
-        ("config", "print, search or check settings of a run", _add_config, _config),
+        ("config", "print, search or check settings of a run", add_config, run_config),
     ):
         command = commands.add_parser(name, help=text, description=run.__doc__)
         command.set_defaults(run=run, parser=command)  # error messages point to its --help
@@ -162,7 +167,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
+    run = "a run directory, or a file of `try --record`"
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help=run)
     rollout = "rollout to show (default: a table of all)"
     parser.add_argument("rollout_id", metavar="ROLLOUT", nargs="?", help=rollout)
     parser.add_argument("--phase", choices=("train", "eval"), help="only rollouts of this phase")
@@ -185,11 +191,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-gib", type=_number(Positive), metavar="GIB", help=memory)
     quick = "estimate a step's memory from shapes instead of compiling it"
     parser.add_argument("--quick", action="store_true", help=quick)
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    words = "words to search for, or: check FILE [key=value ...]"
-    parser.add_argument("words", metavar="WORD", nargs="*", help=words)
 
 
 def _new(arguments: argparse.Namespace) -> int:
@@ -221,7 +222,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from lightning_jax.train.data import load_tasks
 
     stop_on_sigterm()
-    config = load_config(Config, arguments.settings)
+    config = load_config(Config, settings_layers(arguments))
     check_start(config)
     tasks = load_tasks(config)
 
@@ -242,7 +243,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     if arguments.devices is not None and arguments.target is not None:
         return _fail("error: --devices and --target are both set; choose one.", 2)
-    config = load_config(Config, arguments.settings)
+    config = load_config(Config, settings_layers(arguments))
     check_model(config)
 
     from lightning_jax.train.memory import plan  # imports JAX, after the checks
@@ -298,7 +299,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     The exit code is 1 if any differs.
     """
-    from lightning_jax.train.resume import SETTINGS, STORE, require_run
+    from lightning_jax.train.directory import SETTINGS, STORE, require_run
 
     require_run(arguments.run_dir, SETTINGS, STORE)
 
@@ -314,13 +315,14 @@ def _view(arguments: argparse.Namespace) -> int:
 
     The waterfall has agent, LLM and tool spans with prompts, responses, credit and advantages.
     """
-    from lightning_jax.train.resume import STORE, require_run
+    from lightning_jax.train.directory import STORE, require_run
 
     if arguments.rollout_id and (arguments.phase or arguments.step is not None):
         return _fail(
             "error: --phase and --step cannot be combined with a rollout; drop one of them.", 2
         )
-    require_run(arguments.run_dir, STORE)
+    if not arguments.run_dir.is_file():  # of `try --record`
+        require_run(arguments.run_dir, STORE)
 
     from lightning_jax.studio.command import show  # imports JAX, after the check
 
@@ -334,17 +336,6 @@ def _view(arguments: argparse.Namespace) -> int:
         html=arguments.html,
     )
     return 0
-
-
-def _config(arguments: argparse.Namespace) -> int:
-    """Print every setting of a run with its default, meaning, unit and the values that it allows.
-
-    With a WORD, print the settings in whose key or meaning it occurs. `check FILE [key=value ...]`
-    checks a file as `train` does before it starts, and prints the values that it derives.
-    """
-    from lightning_jax.cli import config_command
-
-    return config_command.run(arguments)
 
 
 def _fail(message: str, code: int) -> int:

@@ -31,6 +31,8 @@ UNITS = {  # by a part of a key
     "kib": "KiB",
     "len": "tokens",
     "tokens": "tokens",
+    "buckets": "tokens",
+    "chunk": "tokens",
     "chars": "characters",
     "steps": "steps",
 }

@@ -1,6 +1,7 @@
 """Helpers of the `lightning-jax` command. Imports nothing heavy."""
 
 import argparse
+import asyncio
 import errno
 import hashlib
 import logging
@@ -8,9 +9,12 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+
+from lightning_jax.errors import UserError
 
 STOPPED = "stopped; run the same command to resume from the last checkpoint"
 MIN_COMPILE_S = 0.3  # faster compilations are not cached
@@ -19,26 +23,43 @@ log = logging.getLogger(__name__)
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add files and settings, which `parse` collects in `arguments.settings`."""
+    """Add files and settings, which `settings_layers` reads."""
     parser.add_argument("--config", metavar="FILE", help="the same as FILE before all others")
     parser.add_argument(
         "settings",
         nargs="*",
-        metavar="FILE | key=value",
-        help="YAML file, or a setting; later ones override earlier ones",
+        metavar="FILE|key=value",
+        help="YAML files and settings; later values override earlier ones (default: config.yaml)",
     )
 
 
+def settings_layers(arguments: argparse.Namespace, folder: Path = Path()) -> list[str]:
+    """Return the files and settings of a command line, lowest first.
+
+    If the command line names no file, the config.yaml in `folder`, if there is one, comes first.
+    Raises UserError if nothing is left.
+    """
+    layers = [arguments.config] * (arguments.config is not None) + arguments.settings
+    has_file = any("=" not in layer or Path(layer).is_file() for layer in layers)
+    default = folder / "config.yaml"
+    if not has_file and default.is_file():
+        layers = [str(default), *layers]
+    if not layers:
+        raise UserError(
+            f"there is no {default}; pass FILE, or change to the directory that has it.",
+            reason="missing",
+            key="FILE",
+        )
+    return layers
+
+
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Call `parse_args`, but accept settings on both sides of `--config`, and require one."""
+    """Call `parse_args`, but accept settings on both sides of `--config`."""
     arguments, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(arguments, "settings") or any(word.startswith("-") for word in rest)):
         getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")
-    if hasattr(arguments, "settings"):
-        file = [arguments.config] if arguments.config is not None else []
-        arguments.settings = [*file, *arguments.settings, *rest]
-        if not arguments.settings:
-            arguments.parser.error("a config FILE is required")
+    if rest:
+        arguments.settings += rest
     return arguments
 
 
@@ -63,6 +84,34 @@ def stop_on_sigterm() -> None:
         interrupt(signal.SIGINT, frame)
 
     signal.signal(signal.SIGTERM, stop)
+
+
+@contextmanager
+def cancel_at_stop() -> Iterator[None]:
+    """Cancel the current task at the first Ctrl-C or SIGTERM; at the second, end the process.
+
+    It then ends without any cleanup. An ignored signal, as in background jobs, stays ignored.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None, "a coroutine runs in a task"
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if received:
+            os.write(2, f"{STOPPED}\n".encode())
+            os._exit(130)
+        received.append(number)
+        loop.call_soon_threadsafe(task.cancel)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    replaced = {n: handler for n, handler in handlers.items() if handler is not signal.SIG_IGN}
+    for number in replaced:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
 
 
 def is_unwritable(error: OSError) -> bool:

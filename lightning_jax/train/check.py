@@ -11,7 +11,7 @@ from lightning_jax.rollouts.config import require_agent
 from lightning_jax.schema import PathKind, inner_section, path_kind
 from lightning_jax.settings import ConfigError, changed_keys, read_saved
 from lightning_jax.train.config import Config
-from lightning_jax.train.resume import CHECKPOINTS, SETTINGS
+from lightning_jax.train.directory import CHECKPOINTS, SETTINGS
 
 
 def check_start(config: Config) -> None:
@@ -20,8 +20,14 @@ def check_start(config: Config) -> None:
     Files, functions and programs that the settings name must exist, and the run directory must be
     usable and hold no checkpoint of other weights.
     """
-    require_agent(config.agent)
     check_model(config)
+    check_agent(config)
+    _check_directory(config)
+
+
+def check_agent(config: Config) -> None:
+    """Raise ConfigError if no agent is named, or a file, function or program does not exist."""
+    require_agent(config.agent)
     for key, kind, value in named_files(config):
         if kind is PathKind.FUNCTION and isinstance(value, str) and ":" in value:
             check_reference(value)
@@ -29,7 +35,6 @@ def check_start(config: Config) -> None:
             find_program(value, key)
         if kind is PathKind.COMMAND:
             find_program(value[0], key)
-    _check_directory(config)
 
 
 def check_model(config: Config) -> None:

@@ -16,14 +16,14 @@ from typing import Any
 
 from lightning_jax.settings import ConfigError, changed_keys, save_config
 from lightning_jax.system.files import write_whole
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.store import CRASH, Store
 from lightning_jax.train.config import Config
+from lightning_jax.train.directory import SETTINGS
 from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)
 
-# Names in a run's directory.
-SETTINGS, NAME, STORE, CHECKPOINTS = "config.yaml", "sources.json", "store.sqlite", "checkpoints"
+NAME = "sources.json"  # in a run's directory
 
 # Settings that may change when a run resumes while stored rollouts stay valid.
 HARMLESS = (
@@ -34,23 +34,6 @@ HARMLESS = (
 
 # Settings that affect a step's update but not the rollouts of existing weights.
 LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "model.remat")
-
-
-def require_run(directory: Path, *names: str) -> None:
-    """Raise ConfigError unless this is the directory of a run, with files of these names."""
-    if not directory.is_dir():
-        raise ConfigError(
-            f"{directory} is no directory; expected the directory of a run. Check the path.",
-            reason="not_found",
-            key=str(directory),
-        )
-    for name in names:
-        if not (directory / name).is_file():
-            raise ConfigError(
-                f"{directory} has no {name}; expected the directory of a run. Check the path.",
-                reason="incomplete",
-                key=str(directory / name),
-            )
 
 
 def find_changes(config: Config, sources: dict[str, str]) -> list[str]:
@@ -86,7 +69,7 @@ def resume(
     directory = Path(config.run_dir)
     save_config(config, directory / SETTINGS)
     write_whole(directory / NAME, json.dumps(sources, indent=1) + "\n")
-    if abandoned := store.abandon_running():
+    if abandoned := store.abandon_running(CRASH):
         log.info(
             "%d rollouts were interrupted when the last process ended; running them again",
             abandoned,

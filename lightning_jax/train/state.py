@@ -27,7 +27,7 @@ from lightning_jax.rl.train_state import TrainState, init_state
 from lightning_jax.rl.updater import NO_MOMENTS, Updater
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import Config
-from lightning_jax.train.resume import CHECKPOINTS
+from lightning_jax.train.directory import CHECKPOINTS
 from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Metrics, Trajectory
 
@@ -51,13 +51,16 @@ class Replica:
         self.adapts = adapted_facts(model)  # before the state takes ownership of the weights
         if config.policies:
             self.adapts["policies"] = ", ".join(self._described(name) for name in config.policies)
-        self.checkpointer = Checkpointer(directory / CHECKPOINTS, config.checkpoint)
+        self.checkpointer = Checkpointer(
+            directory / CHECKPOINTS, config.checkpoint, deletes_drafts=True
+        )
         self.learners = {
             "warmup": phase_updater(model.config, config, supervised=True),
             "policy": phase_updater(model.config, config, supervised=False),
         }
         self.scopes = config.weight_scopes
         self.states = self._restore() or self._first_states()
+        self.checkpointer.warn_of_disk(pack(self.scopes, self.states))
         self.reference = self._first_reference()
 
     @property

@@ -50,25 +50,18 @@ def test_a_check_does_not_call_a_loader() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    "words",
     [
-        (["check"], 2),
-        (["check", "gone.yaml"], 1),
-        (["check", "mine/c.yaml", "lr=3"], 1),
-        (["check", "mine/c.yaml", "agent.function=gone.py:run"], 1),
-        (["check", "mine/c.yaml", "data.root=gone.jsonl"], 1),
-        (["zebra"], 1),
+        ["check"],
+        ["check", "gone.yaml"],
+        ["check", "mine/c.yaml", "lr=3"],
+        ["check", "mine/c.yaml", "agent.function=gone.py:run"],
+        ["check", "mine/c.yaml", "data.root=gone.jsonl"],
+        ["zebra"],
     ],
 )
-def test_mistakes_give_one_sentence(
-    words: list[str], code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if code == 2:
-        with pytest.raises(SystemExit) as left:
-            main(["config", *words])
-        assert left.value.code == 2
-    else:
-        assert main(["config", *words]) == code
+def test_mistakes_give_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *words]) == 1
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
 

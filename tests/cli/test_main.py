@@ -228,7 +228,7 @@ def test_a_mended_or_edited_agent_is_asked_again(
         (["new"], 2, ("DIR", "lightning-jax new --help")),
         (["new", "."], 1, (".",)),
         (["new", "file/below"], 1, ("file/below", "[Errno 20]")),
-        (["train"], 2, ("FILE", "lightning-jax train --help")),
+        (["train"], 1, ("config.yaml", "FILE")),
         (["train", "no.yaml"], 1, ("config", "no.yaml")),
         (["train", "--config", "no.yaml"], 1, ("config", "no.yaml")),
         (["train", "--config", "own.yaml"], 1, ("data.root",)),
