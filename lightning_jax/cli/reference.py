@@ -98,8 +98,8 @@ def as_entry(setting: Setting) -> str:
     """Format a setting by itself: its whole key and default, then its meaning, indented."""
     whole = replace(setting, key=(".".join(setting.key),))
     values = f"  [{setting.values}]" if setting.values else ""
-    indent = {"initial_indent": "    ", "subsequent_indent": "    "}
-    return "\n".join((whole.text + values, *textwrap.wrap(setting.meaning, WIDTH, **indent)))
+    meaning = textwrap.indent(textwrap.fill(setting.meaning, WIDTH - 4), "    ")
+    return f"{whole.text}{values}\n{meaning}"
 
 
 def _sections(
