@@ -22,12 +22,11 @@ from lightning_jax.studio.evaluation import (
 from lightning_jax.studio.results import count_calls, read_rewards, task_results, write_results
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
-from lightning_jax.train.data import load_tasks
+from lightning_jax.train.data import evenly_spaced, load_tasks
 from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
 from lightning_jax.train.monitors import findings
 from lightning_jax.train.report import failure_table
 from lightning_jax.train.task_files import read_tasks
-from lightning_jax.train.tasks import evenly_spaced
 from lightning_jax.types import Rollout, Task
 
 

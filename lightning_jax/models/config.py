@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_jax.schema import FinitePositive, Natural, Section, require
+from lightning_jax.schema import FinitePositive, Natural, PathOrName, Section, require
 
 AUTO = "auto"  # dtype: the fastest one on the devices here
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # in each layer of a model
@@ -33,7 +33,8 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """Settings of the model and its precision."""
 
-    name: str = "smollm2-135m-instruct"  # name, Hugging Face directory or hub id, or .gguf file
+    # A known name, a Hugging Face directory or hub id, or a .gguf file.
+    name: PathOrName = "smollm2-135m-instruct"
     # Dtype of weights and activations. auto takes the fastest on the devices here; on a CPU it is
     # measured (models/precision.py). A run keeps its first choice.
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
@@ -71,7 +72,7 @@ class PolicyConfig:
     trains: bool = True  # False: only the warm-up trains it
     # Initial weights: a model with the shape and vocabulary of model.name. None: model.name, which
     # adapters always start from.
-    base: str | None = None
+    base: PathOrName | None = None
 
 
 def policy_indices(policies: Iterable[str]) -> dict[str, int]:

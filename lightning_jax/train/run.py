@@ -20,8 +20,9 @@ from lightning_jax.system.threads import run_in_thread, run_to_end
 from lightning_jax.train.collect import Collector
 from lightning_jax.train.compile_ahead import CompileAhead
 from lightning_jax.train.config import Config
+from lightning_jax.train.directory import EXPORTED
 from lightning_jax.train.evaluate import evaluate_if_due
-from lightning_jax.train.export import EXPORTED, export
+from lightning_jax.train.export import export
 from lightning_jax.train.metrics import MetricsLog
 from lightning_jax.train.monitors import (
     DropWatch,

@@ -31,10 +31,11 @@ from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
+from lightning_jax.train.directory import SETTINGS
 from lightning_jax.train.memory import plan
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
-from lightning_jax.train.resume import SETTINGS, digests, find_changes, resume
+from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
 from lightning_jax.train.runtime import freeze_objects
 from lightning_jax.train.state import Replica
