@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 
 STOPPED = "stopped; run the same command to resume from the last checkpoint"
-MIN_COMPILE_S = 0.3  # faster compilations are not cached
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,8 @@ def keep_compiled() -> None:
     JAX_ENABLE_COMPILATION_CACHE=false disables the cache. An unwritable directory is not an error.
 
     Compilation is most of the wait when a run resumes, a second run begins or a server restarts.
-    The cache takes little space: SmolLM2's programs take 0.2 MB each.
+    Programs of any size are kept, so that a second start compiles nothing. The cache takes little
+    space: SmolLM2's programs take 0.2 MB each.
     """
     import jax
 
@@ -91,7 +91,7 @@ def keep_compiled() -> None:
         log.info("%s is not writable; programs are compiled again at every start", folder)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _machine() -> str:
