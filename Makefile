@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS := .venv-docs
 READY := $(VENV)/.ready
 # make calcx CONFIG=experiments/configs/calcx.yaml ARGS='data.root=DIR run_dir=runs/mine'
 EXPERIMENTS := spider musique calcx sums
@@ -17,7 +18,7 @@ QUICK := test_layering.py test_voice.py test_settings.py test_types.py test_prom
 	rl/losses/test_segments.py gateway/test_routing.py gateway/prompt/test_tool_calls.py \
 	experiments/data/test_sums.py train/test_tasks.py train/test_demonstrations.py rollouts/test_outcome.py
 
-.PHONY: $(EXPERIMENTS) test check quick lint clean setup
+.PHONY: $(EXPERIMENTS) test check quick lint clean setup docs
 
 # Huge pages take a tenth off an update on a CPU; a C library that is not glibc ignores this.
 $(EXPERIMENTS): export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -40,6 +41,15 @@ lint: $(READY)
 
 setup: $(READY)
 
+# The site, in site/. mkdocs has an environment of its own, which needs neither JAX nor .venv.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 $(READY): requirements.txt requirements-nodeps.txt setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"{sys.executable} is Python {v.major}.{v.minor}; expected 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
@@ -50,4 +60,4 @@ $(READY): requirements.txt requirements-nodeps.txt setup.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(DOCS) site

@@ -78,6 +78,7 @@ setup(
         "ollama": ["ollama>=0.6"],  # agents/ollama_chat.py
         # google-jetstream itself is installed with --no-deps, see requirements-nodeps.txt
         "jetstream": ["grpcio", "protobuf", "prometheus-client", "shortuuid", "tiktoken"],
+        "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0", "ruff>=0.14"],  # make docs
         "dev": [
             "beartype>=0.21",
             "hypothesis>=6.140",

@@ -1,6 +1,6 @@
 """Compare credit schemes by the steps that an agent with many calls needs to learn.
 
-    python benchmarks/credit.py [--seeds 20] [--max-steps 100] [--plot docs/credit.png]
+    python benchmarks/credit.py [--seeds 20] [--max-steps 100] [--plot docs/results/credit.png]
 
 An agent answers NUM_CALLS questions in a row. The prompt of a call has its position, the number of
 right answers so far, and the question. Each question has one right answer at every position. The
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--value-learning-rate", type=float, default=VALUE_LEARNING_RATE)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--plot", default="docs/credit.png")
+    parser.add_argument("--plot", default="docs/results/credit.png")
     parser.add_argument("--json", help="where to write each run's shares of success, step by step")
     args = parser.parse_args()
     started, everything = time.monotonic(), {}

@@ -1,6 +1,6 @@
 """Compare ways to train two policies that must agree on a code: one frozen, separate, or joint.
 
-    python benchmarks/policies.py [--seeds 10] [--steps 120] [--plot docs/policies.png]
+    python benchmarks/policies.py [--seeds 10] [--steps 120] [--plot docs/results/policies.png]
 
 In each of NUM_ROUNDS rounds a speaker sees one of NUM_SYMBOLS symbols and says one token. A
 listener must guess the symbol from that token. Neither sees the other's input. Both see the round
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--value-learning-rate", type=float, default=VALUE_LEARNING_RATE)
-    parser.add_argument("--plot", default="docs/policies.png")
+    parser.add_argument("--plot", default="docs/results/policies.png")
     parser.add_argument("--json", help="where to write each run's mean returns, step by step")
     args = parser.parse_args()
     started, everything = time.monotonic(), {}

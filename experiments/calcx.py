@@ -6,8 +6,8 @@ model makes no well-formed call at first. Then GRPO rewards the right number as 
 
     python experiments/calcx.py --config experiments/configs/calcx_cpu.yaml [key=value ...]
 
-Without `data.root` the problems are generated; docs/results.md has the results. `data.root=DIR`
-reads Calc-X as published. To train without the calculator, set
+Without `data.root` the problems are generated; docs/results/calcx.md has the results.
+`data.root=DIR` reads Calc-X as published. To train without the calculator, set
 `agent.function=agents/calcx_math.py:run_without_tool`
 `warmup.demonstrations=agents/calcx_math.py:demonstrate_without_tool`. The same command resumes
 after a crash, and `run_dir=DIR` starts another run.

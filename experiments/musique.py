@@ -9,8 +9,9 @@ supervised steps on demonstrated searches, then runs GRPO on 0.9 * answer F1 + 0
 
 Without `data.root` the questions and their paragraphs are generated, about an invented world.
 `data.root=DIR` reads MuSiQue as released (musique_ans_v1.0_train.jsonl and _dev.jsonl).
-`data.options.search.retriever=dense` searches by meaning instead of words. docs/results.md has the
-results. The same command resumes after a crash, and `run_dir=DIR` starts another run.
+`data.options.search.retriever=dense` searches by meaning instead of words. The results are in
+docs/results/musique.md. The same command resumes after a crash, and `run_dir=DIR` starts another
+run.
 """
 
 import sys

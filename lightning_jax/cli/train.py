@@ -1,15 +1,31 @@
 """A training run from the command line, and the report at its end."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from lightning_jax.cli.runtime import cancel_at_stop
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import load_tasks
 from lightning_jax.train.multihost import is_leader
-from lightning_jax.train.report import failure_table, learning_table, result_table
+from lightning_jax.train.report import (
+    checkpoint_line,
+    failure_table,
+    is_untrained,
+    learning_table,
+    result_table,
+)
 from lightning_jax.train.trainer import train
+from lightning_jax.types import Task
+
+
+async def _train(
+    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+) -> list[dict[str, float | int]]:
+    with cancel_at_stop():
+        return await train(config, train_tasks, dev_tasks)
 
 
 def train_and_report(config: Config) -> None:
@@ -17,7 +33,10 @@ def train_and_report(config: Config) -> None:
     tasks = load_tasks(config)
     directory = Path(config.run_dir)
     print(f"run directory: {directory}", flush=True)
-    rows = asyncio.run(train(config, *tasks))
+    try:
+        rows = asyncio.run(_train(config, *tasks))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     if not is_leader():
         return
     print("\n" + result_table(rows, config.eval.by))
@@ -25,7 +44,9 @@ def train_and_report(config: Config) -> None:
         print("\n" + learned)
     with closing(Store(directory / "store.sqlite")) as store:
         print("\n" + failure_table(store))
+    print("\n" + checkpoint_line(directory, config.checkpoint.keep))
     policy = directory / "policy"
-    print(f"\ncurves: {directory / 'curves.png'}   policy: {policy}")
+    untrained = " (no rollout changed it)" if is_untrained(rows) else ""
+    print(f"curves: {directory / 'curves.png'}   policy: {policy}{untrained}")
     if not config.policies:
         print(f"next: lightning-jax view {directory}; lightning-jax serve --model {policy}")

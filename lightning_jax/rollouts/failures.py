@@ -62,8 +62,9 @@ class FailureWatch:
         """Read the finished rollouts of `what`, such as "step 3".
 
         Raises BrokenAgent if all failed by the agent and the policy answered none of their calls,
-        or if too many failed by the agent for one reason, for the second time in a row. A fixed
-        agent runs them again.
+        or if too many failed by the agent for one reason, for the second time in a row. If
+        `max_share` is below 1, raises it also if all training rollouts were scored and none called
+        the policy. A fixed agent runs them again.
         """
         found = failures(rollouts)
         if rollouts and all(
@@ -74,10 +75,11 @@ class FailureWatch:
             raise BrokenAgent(
                 f"{what}: all {len(rollouts)} rollouts failed before the policy answered a call, "
                 f"such as {_such_as(found[0])}; fix the agent, its tasks or the setting in that "
-                "message, then run the same command to resume.",
+                "message, then run the same command again.",
                 reason="all_failed",
                 key=found[0].example,
             )
+        self._check_calls(rollouts, what)
         self._check_share(found, rollouts, what)
         for failure in found:
             if (failure.status, failure.reason) not in self._known_failures:
@@ -94,6 +96,21 @@ class FailureWatch:
                     },
                 )
 
+    def _check_calls(self, rollouts: Sequence[Rollout], what: str) -> None:
+        trained = [r for r in rollouts if r.phase == "train" and r.status == "scored"]
+        if self._max_share == 1.0 or len(trained) < len(rollouts) or not rollouts:
+            return
+        if not any(self._answered(rollout) for rollout in rollouts):
+            self._store.supersede(rollouts[0].step)
+            raise BrokenAgent(
+                f"{what}: all {len(rollouts)} rollouts were scored without a call to the policy, "
+                f"such as {rollouts[0].rollout_id}, so there is nothing to learn from; turn off "
+                "the agent framework's cache of answers, check that it calls llm.base_url, then "
+                "run the same command to resume.",
+                reason="no_calls",
+                key=rollouts[0].rollout_id,
+            )
+
     def _check_share(
         self, found: Sequence[Failure], rollouts: Sequence[Rollout], what: str
     ) -> None:
@@ -108,7 +125,7 @@ class FailureWatch:
                 f"{what}: {worst.count} of {len(rollouts)} rollouts failed by the agent as in the "
                 f"step before, such as {_such_as(worst)}; fix the agent, or raise "
                 f"rollout.max_agent_failures={self._max_share:g} if it may fail, then run the same "
-                "command to resume.",
+                "command again.",
                 reason="too_many_failures",
                 key=worst.example,
             )

@@ -4,12 +4,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 import numpy as np
 from jaxtyping import Float
 
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import DROPPED_METRICS, is_bounded
+from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RewardRule
 from lightning_jax.traces.convert import spans_to_transitions, to_trajectory
 from lightning_jax.traces.rewards import Decode, apply_rules
@@ -77,6 +79,8 @@ def to_trajectories(
     trajectories = []
     dropped: Counter[str] = Counter()
     rules: Counter[str] = Counter(dict.fromkeys(reader.rules, 0))
+    used = Counter({f"role={name}": 0 for name in reader.roles})
+    used.update({f"policy={name}": 0 for name in reader.policies})
     judged: list[Rollout] = []
     for rollout in rollouts:
         judged.append(rollout)
@@ -87,6 +91,7 @@ def to_trajectories(
         transitions, reasons, applied = reader.transitions(spans)
         dropped.update(reasons)
         rules.update(applied)
+        used.update(_used(spans, transitions, reader))
         judged[-1] = reader.judge(rollout, transitions)
         if judged[-1] is not rollout:
             transitions = tuple(replace(call, reward=0.0) for call in transitions)
@@ -96,8 +101,9 @@ def to_trajectories(
         if not transitions:
             dropped["no_calls"] += 1
         trajectories.append(to_trajectory(judged[-1], transitions))
-    counts = {f"rollout/dropped_{_code(reason)}": float(n) for reason, n in dropped.items()}
-    counts |= {f"rollout/rule_{_code(name)}": float(n) for name, n in rules.items()}
+    counts = {f"rollout/dropped_{metric_code(reason)}": float(n) for reason, n in dropped.items()}
+    counts |= {f"rollout/rule_{metric_code(name)}": float(n) for name, n in rules.items()}
+    counts |= {f"rollout/num_rollouts/{name}": float(n) for name, n in used.items()}
     counts |= rollout_metrics(judged, trajectories, policy_version)
     counts |= agent_metrics(trajectories) | policy_metrics(trajectories)
     num_frozen = sum(
@@ -106,6 +112,21 @@ def to_trajectories(
     if num_frozen:
         counts["rollout/dropped_frozen_calls"] = float(num_frozen)
     return [only_trained(trajectory) for trajectory in trajectories], counts
+
+
+def _used(
+    spans: Sequence[Span], transitions: Sequence[Transition], reader: TraceReader
+) -> set[str]:
+    """Return the roles and policies of a rollout's calls.
+
+    Calls that another server answered are spans without tokens.
+    """
+    roles = {call.role for call in transitions}
+    roles |= {str(span.attributes.get(attributes.ROLE, "")) for span in spans}
+    policies = {call.answered_by for call in transitions}
+    return {f"role={name}" for name in roles & reader.roles.keys()} | {
+        f"policy={name}" for name in policies & reader.policies.keys()
+    }
 
 
 def agent_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
@@ -171,8 +192,8 @@ def rollout_metrics(
         "rollout/prompt_tokens": float(sum(len(call.prompt_token_ids) for call in calls)),
     }
     metrics |= _reported(rollouts, "rollout")
-    shown = _shown(Counter(_code(r.reason) for r in rollouts if r.reason))
-    failures = Counter((r.status, shown[_code(r.reason)]) for r in rollouts if r.reason)
+    shown = _shown(Counter(metric_code(r.reason) for r in rollouts if r.reason))
+    failures = Counter((r.status, shown[metric_code(r.reason)]) for r in rollouts if r.reason)
     metrics |= {f"rollout/{status}_{code}": float(n) for (status, code), n in failures.items()}
     if trajectories:
         rewards = np.asarray([trajectory.reward for trajectory in trajectories])
@@ -202,18 +223,25 @@ def _lengths(calls: Sequence[Transition]) -> Metrics:
 def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     """Return the mean reward of an evaluation and its standard error. A failed agent counts as 0.
 
-    A rollout that the infrastructure failed in all attempts is counted separately.
+    A task's reward is the mean of its rollouts, so repeats do not make the error look smaller. A
+    rollout that the infrastructure failed in all attempts is counted separately.
     """
-    rewards = np.asarray([_earned(r) for r in rollouts if r.status in FINISHED])
-    failed = sum(r.status == "agent_failure" for r in rollouts)
+    by_task: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.status in FINISHED:
+            by_task[rollout.group_id].append(_earned(rollout))
+    rewards = np.asarray([fmean(values) for values in by_task.values()])
+    status = Counter(rollout.status for rollout in rollouts)
     metrics = {
         "eval/num_tasks": float(len(rewards)),
-        "eval/num_agent_failures": float(failed),
-        "eval/num_infrastructure_failures": float(len(rollouts) - len(rewards)),
+        "eval/num_agent_failures": float(status["agent_failure"]),
+        "eval/num_infrastructure_failures": float(
+            len(rollouts) - status["agent_failure"] - status["scored"]
+        ),
     }
     if rewards.size:
         metrics["eval/reward_mean"] = float(rewards.mean())
-        metrics["eval/reward_stderr"] = _standard_error(rewards)
+        metrics["eval/reward_stderr"] = standard_error(rewards)
     return metrics | _reported(rollouts, "eval")
 
 
@@ -223,13 +251,16 @@ def eval_change(before: Sequence[Rollout], rollouts: Sequence[Rollout]) -> Metri
     The standard error is that of the mean difference. It is much smaller than those of the two
     means if most tasks have the same result in both. Empty if there is no common task.
     """
-    old, new = _measured(before), _measured(rollouts)
+    old, new = (
+        {task: fmean(values) for task, values in task_rewards(measured).items()}
+        for measured in (before, rollouts)
+    )
     changes = np.asarray([new[task] - old[task] for task in new if task in old])
     if not changes.size:
         return {}
     return {
         "eval/change_mean": float(changes.mean()),
-        "eval/change_stderr": _standard_error(changes),
+        "eval/change_stderr": standard_error(changes),
         "eval/num_better": float((changes > 0.0).sum()),
         "eval/num_worse": float((changes < 0.0).sum()),
     }
@@ -243,21 +274,35 @@ def eval_metrics_by(
     `rollouts` are in the order of `tasks`. Empty if `field` is None. A task without the field
     counts under `missing`.
     """
+    return {
+        f"{name}/{part}": value
+        for part, members in split_by(field, tasks, rollouts).items()
+        for name, value in eval_metrics(members).items()
+    }
+
+
+def split_by(
+    field: str | None, tasks: Sequence[Task], rollouts: Sequence[Rollout]
+) -> dict[str, list[Rollout]]:
+    """Return the rollouts of each value of a task field, such as `source=svamp`, sorted by value.
+
+    `rollouts` are in the order of `tasks`. Empty if `field` is None.
+    """
     if field is None:
         return {}
     parts: dict[str, list[Rollout]] = defaultdict(list)
     for task, rollout in zip(tasks, rollouts, strict=True):
         parts[f"{field}={task.get(field, 'missing')}"].append(rollout)
-    return {
-        f"{name}/{part}": value
-        for part, members in sorted(parts.items())
-        for name, value in eval_metrics(members).items()
-    }
+    return dict(sorted(parts.items()))
 
 
-def _measured(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the reward of each task. The newest attempt counts."""
-    return {rollout.task_id: _earned(rollout) for rollout in rollouts if rollout.status in FINISHED}
+def task_rewards(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Return the rewards of each task's finished rollouts. The newest attempt counts."""
+    newest = {(r.task_id, r.index): _earned(r) for r in rollouts if r.status in FINISHED}
+    found: dict[str, list[float]] = defaultdict(list)
+    for (task, _), reward in newest.items():
+        found[task].append(reward)
+    return dict(found)
 
 
 def _earned(rollout: Rollout) -> float:
@@ -265,7 +310,7 @@ def _earned(rollout: Rollout) -> float:
     return rollout.reward or 0.0 if rollout.status == "scored" else 0.0
 
 
-def _standard_error(values: Float[np.ndarray, " N"]) -> float:
+def standard_error(values: Float[np.ndarray, " N"]) -> float:
     """Return the standard error of the mean of at least one value; 0 for a single value."""
     return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
 
@@ -283,7 +328,10 @@ def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
         for name, value in rollout.metrics.items():
             kept = shown[name] == name
             sums[name if kept else DROPPED_METRICS] += value if kept else 1.0
-    return {f"{area}/agent_{_code(name)}_mean": sums[name] / len(finished) for name in sorted(sums)}
+    return {
+        f"{area}/agent_{metric_code(name)}_mean": sums[name] / len(finished)
+        for name in sorted(sums)
+    }
 
 
 def _shown(counts: Counter[str]) -> dict[str, str]:
@@ -295,7 +343,7 @@ def _shown(counts: Counter[str]) -> dict[str, str]:
     return {name: name if name in kept else OTHER for name in counts}
 
 
-def _code(reason: str) -> str:
+def metric_code(reason: str) -> str:
     """Return the reason as part of a metric's name."""
     return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", reason).lower()).strip(
         "_"

@@ -5,6 +5,8 @@ ran out of time or returned no reward. It is an *infrastructure failure* if the 
 a call that the server could not answer. A connection error that the agent raised also counts: a
 service such as search is down.
 
+A rollout is *stopped* if its run was stopped before it ended.
+
 Only an infrastructure failure is retried, and it never counts as a reward. A lost connection to the
 gateway is an agent failure if the agent gave up a call that the gateway was working on.
 """
@@ -25,6 +27,8 @@ from lightning_jax.gateway.sessions import derive_seed
 from lightning_jax.loading import load_function
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import (
+    DEADLINE,
+    DEADLINE_IN_QUEUE,
     LostGateway,
     Outcome,
     failure,
@@ -34,7 +38,7 @@ from lightning_jax.rollouts.outcome import (
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import OpenSpan, below
-from lightning_jax.traces.store import CRASH, Store
+from lightning_jax.traces.store import CRASH, STOP, Store
 from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task
 
 log = logging.getLogger(__name__)
@@ -203,11 +207,16 @@ class Runner:
             return newest
         attempt = newest.attempt if newest else 0
         last = attempt + self.config.max_attempts
-        # An attempt lost in a crash is repeated with the same seed.
-        num_lost = sum(rollout.reason == CRASH for rollout in known)
+        # An attempt that a stop or a crash ended is repeated with the same seed.
+        num_lost = sum(rollout.reason in (STOP, CRASH) for rollout in known)
         while True:
             attempt += 1
-            rollout = await self._attempt(request, attempt, draw=attempt - num_lost)
+            try:
+                rollout = await self._attempt(request, attempt, draw=attempt - num_lost)
+            except asyncio.CancelledError:
+                stopped = request.rollout(attempt).rollout_id
+                await self.store.in_order(self.store.abandon_running, STOP, stopped)
+                raise
             if rollout.status in FINISHED or attempt == last:
                 return rollout
             log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
@@ -225,7 +234,7 @@ class Runner:
             self.gateway.close_rollout(rollout.rollout_id)
             raise
         traffic = self.gateway.close_rollout(rollout.rollout_id)
-        outcome = _blamed(outcome, traffic, clock)
+        outcome = _blamed(outcome, traffic, clock, self.config.timeout_s)
         if outcome.status == "agent_failure":
             outcome = replace(outcome, reward=self.config.agent_failure_reward)
         values = {
@@ -258,7 +267,7 @@ class Runner:
             if not running.done():
                 await _end(running, rollout_id)
         if late:
-            return failure("deadline", f"the agent ran longer than {self.config.timeout_s:g} s")
+            return failure(DEADLINE, f"the agent ran longer than {self.config.timeout_s:g} s")
         if running.cancelled():
             return failure("CancelledError", "the agent cancelled itself")
         return running.result()
@@ -316,11 +325,17 @@ class _Clock:
         return agent.done()
 
 
-def _blamed(outcome: Outcome, traffic: Traffic, clock: _Clock) -> Outcome:
-    """Return the outcome with the status that the gateway's knowledge of the calls implies."""
+def _blamed(outcome: Outcome, traffic: Traffic, clock: _Clock, timeout_s: float) -> Outcome:
+    """Return the outcome with the status that the gateway's knowledge of the calls implies.
+
+    A deadline also has another reason if calls waited in the queue for most of the time.
+    """
     if outcome.status == "agent_failure" and traffic.unanswered:
         # The agent stopped after a call that the server could not answer.
         return replace(outcome, status="infrastructure_failure", reason=traffic.unanswered[0])
+    if outcome.reason == DEADLINE and traffic.waited_s > timeout_s / 2:
+        detail = f"{outcome.detail}, and its calls waited for {traffic.waited_s:.1f} s"
+        outcome = replace(outcome, reason=DEADLINE_IN_QUEUE, detail=detail)
     gave_up = traffic.num_cancelled > 0 and clock.standstill_s < STANDSTILL_S
     if isinstance(outcome, LostGateway) and gave_up and not traffic.unanswered:
         return replace(outcome, status="agent_failure")

@@ -1,6 +1,7 @@
 """Tests of the runner: one status per rollout, and only infrastructure failures are retried."""
 
 import asyncio
+import contextlib
 import functools
 import threading
 import time
@@ -14,6 +15,7 @@ import aiohttp
 import httpx
 import openai
 import pytest
+import toy_agent
 from coded import raises_coded
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -22,10 +24,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.event_loop import isolate_agent
+from lightning_jax.rollouts.metrics import rollout_metrics
 from lightning_jax.rollouts.runner import (
     Runner,
     TooManyFailures,
@@ -35,6 +40,8 @@ from lightning_jax.rollouts.runner import (
 )
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.traces.store import CRASH, STOP, Store
+from lightning_jax.train.monitors import findings
 from lightning_jax.types import LLM, Rollout, Task
 
 TOY = Path(__file__).parents[1] / "toy_agent.py"
@@ -404,11 +411,56 @@ async def test_a_rollout_that_a_crash_broke_off_is_made_again_as_it_was(tmp_path
             if name == "broken":
                 lost = request.rollout(1)
                 runner.store.add_rollout(lost)
-                runner.store.abandon_running()
+                runner.store.abandon_running(CRASH)
             rollout = await runner.run(request)
             _, span = runner.store.spans(rollout.rollout_id)
             responses.append(span.attributes["lightning.response_token_ids"])
     assert rollout.attempt == 2 and responses[0] == responses[1]
+
+
+async def test_a_stopped_rollout_is_no_failure_and_repeats(tmp_path: Path) -> None:
+    responses, has_called = [], asyncio.Event()
+
+    async def waits(task: Task, llm: LLM) -> float:
+        reward = await toy_agent.run(task, llm)
+        if not has_called.is_set():
+            has_called.set()
+            await asyncio.sleep(60)
+        return reward
+
+    async with _runner(tmp_path, "run") as runner:
+        runner = replace(runner, agent=waits)
+        running = asyncio.create_task(_one(runner))
+        await has_called.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        again = await _one(runner)
+        stopped, scored = runner.store.rollouts()
+        assert (stopped.status, stopped.reason) == ("stopped", STOP)
+        assert scored == again and (again.status, again.attempt) == ("scored", 2)
+        for rollout in (stopped, scored):
+            spans = runner.store.spans(rollout.rollout_id)
+            name = "lightning.response_token_ids"
+            responses += [span.attributes[name] for span in spans if name in span.attributes]
+        assert len(responses) == 2 and responses[0] == responses[1]
+
+
+async def test_a_deadline_spent_in_the_queue_has_its_own_reason(tmp_path: Path) -> None:
+    model, programs = _model_and_engine()
+    engine = Engine(model, SERVE, programs=[programs])  # not started, so calls wait
+    with contextlib.closing(Store(tmp_path / "store.sqlite")) as store:
+        gateway = Gateway(engine, store)
+        await gateway.start()
+        try:
+            config = RolloutConfig(timeout_s=2.0)
+            rollout = await _one(Runner(load_agent(f"{TOY}:run"), gateway, config, seed=0))
+        finally:
+            await gateway.close()
+            engine.close()
+    assert (rollout.status, rollout.reason) == ("agent_failure", "deadline_in_queue")
+    metrics = rollout_metrics([rollout], [], 0)
+    assert [finding.kind for finding in findings(metrics)] == ["deadline_in_queue"]
 
 
 async def test_a_forged_root_does_not_end_the_run(tmp_path: Path) -> None:

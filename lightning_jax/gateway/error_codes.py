@@ -1,0 +1,30 @@
+"""Error codes of the gateway's answers, with the HTTP status that each of them has."""
+
+# Code -> (status, meaning). The documentation lists them.
+CODES = {
+    "invalid_value": (400, "a field's value cannot be used; the message names field and values"),
+    "invalid_type": (400, "a field has another JSON type than expected"),
+    "unsupported_parameter": (400, "the request asks for something that a text policy cannot do"),
+    "invalid_schema": (400, "a JSON schema cannot be kept, or is too large or too slow to compile"),
+    "context_length_exceeded": (400, "the prompt has more tokens than `serve.max_len` leaves"),
+    "too_many_tokens": (400, "the rollout has used `serve.max_tokens_per_rollout`"),
+    "previous_response_not_found": (400, "`previous_response_id` is unknown or was forgotten"),
+    "invalid_api_key": (401, "the key is missing, or belongs to another rollout"),
+    "model_not_found": (404, "no policy and no role has the requested model name"),
+    "rollout_not_found": (404, "the rollout of this URL is unknown or has ended"),
+    "call_not_found": (404, "a reward names a call that the rollout did not make"),
+    "response_not_found": (404, "a saved response is unknown or was forgotten"),
+    "body_too_large": (413, "the body exceeds `serve.max_body_mib` or `serve.max_json_values`"),
+    "too_many_spans": (413, "the rollout exceeds `rollout.max_spans` or `rollout.max_spans_mib`"),
+    "unsupported_encoding": (415, "the body is compressed by something other than gzip or deflate"),
+    "queue_full": (429, "the caller has its share of the queue; it is told when to try again"),
+    "too_many_calls": (429, "the rollout has `serve.max_calls_per_rollout` calls in flight"),
+    "too_many_choices": (429, "the rollout has `serve.max_choices_per_rollout` in flight"),
+    "too_many_exports": (429, "the rollout has eight requests with spans in flight"),
+    "internal_error": (500, "the gateway failed"),
+    "engine_error": (500, "the engine failed"),
+    "store_error": (500, "the call cannot be recorded"),
+    "upstream_error": (502, "the server of a role with a URL failed"),
+    "draining": (503, "the server is shutting down"),
+    "call_timeout": (504, "the call took longer than `rollout.call_timeout_s`"),
+}

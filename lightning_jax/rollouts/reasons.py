@@ -1,0 +1,83 @@
+"""Reasons for which rollouts fail: who is to blame, what happened and what to do."""
+
+from typing import NamedTuple
+
+
+class Reason(NamedTuple):
+    """Meaning of a failure reason."""
+
+    who: str  # agent or infrastructure
+    text: str
+    fix: str
+
+
+REASONS = {
+    "no_reward": Reason(
+        "agent",
+        "the agent returned None or a text, and posted no reward",
+        "return a number, or a dict with `reward`",
+    ),
+    "bad_reward": Reason(
+        "agent",
+        "a reward or another returned number is not finite, or above `rollout.max_abs_reward`",
+        "check the division or the parsing that made it",
+    ),
+    "deadline": Reason(
+        "agent",
+        "the agent ran longer than `rollout.timeout_s`",
+        "raise it, ask for fewer tokens, or lower `rollout.concurrency` on a busy machine",
+    ),
+    "CancelledError": Reason(
+        "agent", "the agent cancelled its own task", "catch the cancellation in the agent"
+    ),
+    "unreadable_error": Reason(
+        "agent", "the agent raised an error that cannot be printed", "fix the error's class"
+    ),
+    "unnamed_error": Reason(
+        "agent", "the agent raised an error whose class has no name", "name the class"
+    ),
+    "ExitStatus": Reason(
+        "agent",
+        "a program ended with another exit status than 0",
+        "read the last line of its standard error, which is the detail",
+    ),
+    "KilledBySignal": Reason(
+        "agent", "a signal ended a program", "look for a crash or the kernel's memory killer"
+    ),
+    "OverLimit": Reason(
+        "agent",
+        "a program used more than `agent.max_processes` or `agent.memory_mib`",
+        "raise the limit that the detail names",
+    ),
+    "TemporaryFailure": Reason(
+        "infrastructure",
+        "a program ended with exit status 75: something that it needs is down",
+        "start that service; the rollout is tried again",
+    ),
+    "NotStarted": Reason(
+        "infrastructure", "a program cannot be started any more", "check memory and open files"
+    ),
+    "crash": Reason(
+        "infrastructure",
+        "the trainer ended while the rollout ran",
+        "run the same command: the rollout is repeated with the same seed",
+    ),
+    "call_timeout": Reason(
+        "infrastructure",
+        "a call took longer than `rollout.call_timeout_s`, and no retry was answered",
+        "raise it, or lower `rollout.concurrency`",
+    ),
+    "draining": Reason("infrastructure", "the server was shutting down", "run the command again"),
+    "engine_error": Reason(
+        "infrastructure", "the engine failed", "read the error in the log and report it"
+    ),
+    "internal_error": Reason(
+        "infrastructure", "the gateway failed", "read the error in the log and report it"
+    ),
+    "store_error": Reason(
+        "infrastructure", "the record of a call cannot be written", "free disk space"
+    ),
+    "upstream_error": Reason(
+        "infrastructure", "the server of a role with a URL failed", "check that server"
+    ),
+}

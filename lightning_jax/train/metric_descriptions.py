@@ -1,0 +1,162 @@
+"""Units and meanings of the metrics in a row of `metrics.jsonl`."""
+
+import re
+from typing import NamedTuple
+
+PLACEHOLDERS = {"NAME": r".+", "REASON": r"[a-z0-9_]+"}
+
+
+class Description(NamedTuple):
+    """Unit and meaning of a metric."""
+
+    unit: str
+    text: str
+
+
+AREAS = {
+    "eval": "An evaluation: the same unseen tasks each time, one greedy rollout of each.",
+    "rollout": "The rollouts that a step learns from.",
+    "train": "The update. Means are over trained tokens unless the text says otherwise.",
+    "serve": "The server during the step.",
+    "time": "Seconds of the step's parts. Some of them overlap.",
+}
+
+_TEXTS = {
+    "eval/reward_mean": "reward: mean greedy reward; a rollout that the agent failed counts as 0",
+    "eval/reward_stderr": "reward: standard error of that mean over tasks",
+    "eval/change_mean": "reward: mean change per task since the first evaluation of the phase",
+    "eval/change_stderr": "reward: standard error of the mean change",
+    "eval/num_better": "tasks: number whose reward rose since then",
+    "eval/num_worse": "tasks: number whose reward fell since then",
+    "eval/change_since_step": "step: the evaluation that the change is measured from",
+    "eval/num_tasks": "tasks: number that were measured",
+    "eval/num_agent_failures": "rollouts: number that the agent failed",
+    "eval/num_infrastructure_failures": "rollouts: number without a result, left out of all means",
+    "eval/agent_NAME_mean": "agent's: mean of a number that the agent returned",
+    "rollout/reward_mean": "reward: mean over rollouts that have a reward",
+    "rollout/reward_std": "reward: standard deviation over the same rollouts",
+    "rollout/num_rollouts": "rollouts: all of the step",
+    "rollout/num_scored": "rollouts: number with a reward of their own",
+    "rollout/num_agent_failures": "rollouts: number that the agent failed",
+    "rollout/num_infrastructure_failures": "rollouts: number that failed in every attempt",
+    "rollout/num_retries": "rollouts: number that needed more than one attempt",
+    "rollout/agent_failure_REASON": "rollouts: number that the agent failed for this reason",
+    "rollout/infrastructure_failure_REASON": "rollouts: number that failed for this reason",
+    "rollout/num_calls": "calls: number of recorded calls to the policy",
+    "rollout/calls_mean": "calls: mean per rollout",
+    "rollout/call_reward_mean": "reward: mean own reward of a call, by agent or policy",
+    "rollout/prompt_tokens": "tokens: all prompts together",
+    "rollout/response_tokens": "tokens: all responses together",
+    "rollout/response_tokens_mean": "tokens: mean length of a response",
+    "rollout/response_tokens_max": "tokens: longest response",
+    "rollout/cut_short_share": "share: responses that the token limit cut",
+    "rollout/agent_NAME_mean": "agent's: mean of a number that the agent returned",
+    "rollout/rule_NAME": "times: how often a reward rule applied",
+    "rollout/rule_NAME_without_call": "times: how often no recorded call had caused it",
+    "rollout/num_sampling_rounds": "rounds: rounds of rollouts (dynamic sampling)",
+    "rollout/num_groups_left_out": "groups: number left out because all returns are equal",
+    "rollout/num_groups_replaced": "groups: number of further tasks drawn for them",
+    "rollout/dropped_no_reward": "rollouts: number without a reward, not trained on",
+    "rollout/dropped_bad_reward": "rollouts: number with a reward above rollout.max_abs_reward",
+    "rollout/dropped_no_calls": "rollouts: number that made no call to the policy",
+    "rollout/dropped_frozen_calls": "calls: number made by roles or policies that do not train",
+    "rollout/dropped_served_elsewhere": "calls: number that a role's own server answered",
+    "rollout/dropped_empty_response": "calls: number with an empty prompt or response",
+    "rollout/dropped_no_logprobs": "calls: number without recorded log-probabilities",
+    "rollout/dropped_reward_without_call": "rewards: number for a call that is not in the record",
+    "rollout/dropped_REASON": "calls: number that ended with this error",
+    "train/loss": "loss: sum over the step's weighted tokens",
+    "train/nll": "nats: mean negative log-likelihood of a demonstrated token",
+    "train/entropy": "nats: mean entropy of the policy at a trained token",
+    "train/mismatch_kl": "nats: KL between sampler and trainer; above 1e-3 in float32 is a bug",
+    "train/kl_to_reference": "nats: estimated KL to the reference policy",
+    "train/clip_fraction": "share: tokens whose gradient a bound of the ratio cut",
+    "train/ratio_mean": "ratio: mean ratio of the current to the proximal policy",
+    "train/ratio_max": "ratio: largest such ratio",
+    "train/correction_ratio_mean": "ratio: mean ratio of the old to the behavior policy",
+    "train/correction_ratio_max": "ratio: largest such ratio",
+    "train/correction_truncated_share": "share: tokens whose correction was cut",
+    "train/correction_masked_share": "share: tokens that the correction left out",
+    "train/correction_changed_share": "share: tokens that a custom correction changed",
+    "train/grad_norm": "norm: gradient of the policy before clipping",
+    "train/num_updates": "updates: optimizer updates of the step",
+    "train/skipped_updates": "updates: number whose gradient was not finite",
+    "train/num_batches": "microbatches: number of the step",
+    "train/num_tokens": "tokens: trained tokens",
+    "train/num_sequences": "calls: number in the batch",
+    "train/num_rows": "rows: rows of the batch",
+    "train/num_distinct_targets": "targets: pairs of a node and a next token, counted once",
+    "train/tokens_naive": "tokens: prompts and responses, if each call were computed alone",
+    "train/tokens_forest": "tokens: the same with shared prefixes computed once",
+    "train/tokens_forced": "tokens: number that a grammar forced, not trained",
+    "train/tokens_per_s": "tokens/s: `train/tokens_naive` by the update's time",
+    "train/forest_tokens_per_s": "tokens/s: `train/tokens_forest` by the update's time",
+    "train/padding_share": "share: unused places of the batch's rows",
+    "train/targets_share": "share: used places for targets",
+    "train/dropped_too_long": "calls: number longer than batch.row_len",
+    "train/dropped_too_many_targets": "calls: number with more targets than batch.max_targets",
+    "train/dropped_empty_response": "calls: number with an empty response",
+    "train/dropped_all_forced": "calls: number in which a grammar forced every token",
+    "train/dropped_zero_advantage": "calls: number with advantage 0, which have no gradient",
+    "train/dropped_stale": "calls: number older than algorithm.max_staleness",
+    "train/dropped_pairs": "pairs: number with a call that fits no row (DPO)",
+    "train/dropped_tokens": "tokens: sampled tokens of all dropped calls",
+    "train/num_groups": "groups: number of tasks with their rollouts",
+    "train/equal_groups_share": "share: groups whose returns are all equal, which teach nothing",
+    "train/only_call_rewards_share": "share: groups that differ by rewards of single calls alone",
+    "train/advantage_abs_mean": "advantage: mean magnitude over calls",
+    "train/overlong_penalty_mean": "reward: mean penalty of a call for its length",
+    "train/staleness_mean": "steps: mean age of the weights that sampled a trained token",
+    "train/num_pairs": "pairs: number of rollouts compared (DPO)",
+    "train/preference_accuracy": "share: pairs with a margin above 0 before the update (DPO)",
+    "train/preference_margin": "nats: mean margin before the update (DPO)",
+    "train/value_loss": "reward²: half the squared error of the values",
+    "train/value_mean": "reward: mean value of the step's states",
+    "train/value_explained_variance": "share: variance of the returns that the values explain",
+    "train/value_grad_norm": "norm: gradient of the value head",
+    "train/value_clip_fraction": "share: values whose gradient algorithm.value_clip cut",
+    "train/calls_without_value": "calls: number too long for a row, without a value",
+    "train/num_tasks": "tasks: tasks of a warm-up step",
+    "train/num_conversations": "conversations: demonstrations of a warm-up step",
+    "serve/requests": "requests: number that began",
+    "serve/steps": "steps: decode steps",
+    "serve/tokens_generated": "tokens: sampled tokens",
+    "serve/prefix_hit_share": "share: prompt tokens that were found in the prefix cache",
+    "serve/prefix_breaks": "calls: number that replay a response but not its token ids",
+    "serve/malformed_tool_calls": "calls: tool calls that could not be read",
+    "serve/joined_calls": "calls: retries that joined a running or answered call",
+    "serve/compiles": "programs: number compiled since the start",
+    "serve/publish_gb_per_s": "GB/s: rate at which new weights reached the engines",
+    "time/step_s": "s: from the row before to this one",
+    "time/rollout_s": "s: rollouts of the step",
+    "time/eval_s": "s: evaluation",
+    "time/prepare_s": "s: credit, advantages and token weights",
+    "time/values_s": "s: forward pass that measures the values",
+    "time/batching_s": "s: packing of the batch",
+    "time/train_s": "s: update",
+    "time/publish_s": "s: new weights to the engines",
+    "time/checkpoint_s": "s: writing the checkpoint before this one, beside the rollouts",
+    "time/checkpoint_wait_s": "s: time that the update waited for it",
+}
+# NAME and REASON stand for any name and reason.
+METRICS = {name: Description(*text.split(": ", 1)) for name, text in _TEXTS.items()}
+
+
+def describe(name: str) -> Description | None:
+    """Return the description of a metric in a row, or None if there is none.
+
+    A metric of one agent, policy or task field, such as `eval/reward_mean/source=svamp`, has the
+    description of the whole. A warm-up's `warmup/` metrics have those of `train/`.
+    """
+    area, _, rest = name.partition("/")
+    whole = f"{'train' if area == 'warmup' else area}/{rest.split('/', 1)[0]}"
+    if whole in METRICS:
+        return METRICS[whole]
+    return next((METRICS[key] for key, made in _PATTERNS if made.fullmatch(whole)), None)
+
+
+_PATTERNS = [
+    (key, re.compile(re.sub("|".join(PLACEHOLDERS), lambda found: PLACEHOLDERS[found[0]], key)))
+    for key in sorted(METRICS, key=len, reverse=True)
+    if any(word in key for word in PLACEHOLDERS)
+]
