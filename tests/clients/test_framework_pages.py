@@ -30,5 +30,5 @@ def test_page_has_an_agent_that_earns_a_reward(page: str) -> None:
     names: dict = {"__name__": page}
     exec(compile(found[1], f"{page}.md", "exec"), names)
     result = names["run"]({"text": "July 4, 1976", "date": "1976-07-04"}, LLM)
-    reward = asyncio.run(result) if inspect.isawaitable(result) else result
+    reward = asyncio.run(result) if inspect.iscoroutine(result) else result
     assert 0.0 <= reward <= 1.0
