@@ -17,7 +17,6 @@ from types import FrameType
 from lightning_jax.errors import UserError
 
 STOPPED = "stopped; run the same command to resume from the last checkpoint"
-MIN_COMPILE_S = 0.3  # faster compilations are not cached
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +125,8 @@ def keep_compiled() -> None:
     JAX_ENABLE_COMPILATION_CACHE=false disables the cache. An unwritable directory is not an error.
 
     Compilation is most of the wait when a run resumes, a second run begins or a server restarts.
-    The cache takes little space: SmolLM2's programs take 0.2 MB each.
+    Programs of any size are kept, so that a second start compiles nothing. The cache takes little
+    space: SmolLM2's programs take 0.2 MB each.
     """
     if _jax_setting("jax_compilation_cache_dir") is not None:
         return
@@ -141,7 +141,7 @@ def keep_compiled() -> None:
         log.info("%s is not writable; programs are compiled again at every start", folder)
         return
     _set_in_jax("jax_compilation_cache_dir", str(folder))
-    _set_in_jax("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
+    _set_in_jax("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _jax_setting(name: str) -> str | None:
