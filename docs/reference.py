@@ -155,8 +155,8 @@ def failures() -> str:
     text += _table(("reason", "failed by", "what happened", "what to do"), rows)
     text += (
         "\n## Of a call\n\n"
-        "The gateway refuses a call in the error format of its client API. Errors of 500 and above\n"
-        "are the infrastructure's: if no retry is answered, the whole rollout is tried again.\n\n"
+        "The gateway refuses a call in the error format of its client API. Errors of 500 and\n"
+        "above are the infrastructure's: if no retry is answered, the whole rollout is tried again.\n\n"
     )
     rows = [(str(status), f"`{code}`", words) for code, (status, words) in CODES.items()]
     return text + _table(("status", "code", "meaning"), rows)
