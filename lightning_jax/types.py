@@ -17,8 +17,11 @@ from lightning_jax.errors import InvalidValue
 Leaf = Any  # an array, or JAX's placeholder while it transforms a record
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
-# "scored" and the two failures are final. Only an infrastructure failure is retried.
-RolloutStatus = Literal["queued", "running", "scored", "agent_failure", "infrastructure_failure"]
+# All but "queued" and "running" are final. Only an infrastructure failure is retried. A rollout is
+# "stopped" if its run ended first; a resumed run samples it again with the same seed.
+RolloutStatus = Literal[
+    "queued", "running", "scored", "agent_failure", "infrastructure_failure", "stopped"
+]
 FINISHED = ("scored", "agent_failure")  # statuses that measure the policy and are not retried
 Message = dict[str, Any]  # an OpenAI chat message
 Advantage = float | tuple[float, ...]  # of a whole call, or of each trained token
@@ -128,7 +131,7 @@ class Rollout:
     attempt: int  # 1 for the first attempt
     status: RolloutStatus
     reward: float | None = None
-    reason: str | None = None  # short code of the failure
+    reason: str | None = None  # short code of the failure, or of what stopped it
     detail: str | None = None  # one sentence for people
     metrics: dict[str, float] = field(default_factory=dict)  # other numbers that the agent returned
     superseded: bool = False  # True if settings changed since, so that it is not reused

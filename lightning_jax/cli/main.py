@@ -25,6 +25,7 @@ from lightning_jax.cli.runtime import (
     parse,
     stop_on_sigterm,
 )
+from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_try
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
@@ -91,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, text, add_flags, run in (
         ("new", "create a directory with an example agent and tasks", _add_new, _new),
+        ("try", "run the agent on one task and show the rollout", add_try, run_try),
         ("train", "train an agent on your own tasks", add_settings, _train),
+        ("eval", "score a policy on tasks without training", add_eval, run_eval),
         ("serve", "serve a model over OpenAI's API and others", _add_serve, _serve),
         ("verify", "check a run's log-probs against its weights", _add_verify, _verify),
         ("view", "show a run's rollouts, or the timeline of one", _add_view, _view),
@@ -162,7 +165,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
+    run = "a run directory, or a file of `try --record`"
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help=run)
     rollout = "rollout to show (default: a table of all)"
     parser.add_argument("rollout_id", metavar="ROLLOUT", nargs="?", help=rollout)
     parser.add_argument("--phase", choices=("train", "eval"), help="only rollouts of this phase")

@@ -1,13 +1,15 @@
 """Helpers of the `lightning-jax` command. Imports nothing heavy."""
 
 import argparse
+import asyncio
 import errno
 import hashlib
 import logging
 import os
 import platform
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +28,29 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="or another YAML file; later values override earlier ones",
     )
+
+
+def add_optional_settings(parser: argparse.ArgumentParser) -> None:
+    """Add `--config FILE`, which may be left out, and settings. See `settings_layers`."""
+    parser.add_argument("--config", help="YAML file with settings (default: config.yaml)")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="FILE|key=value",
+        help="YAML files and settings; later values override earlier ones",
+    )
+
+
+def settings_layers(arguments: argparse.Namespace, default: Path) -> list[str]:
+    """Return the files and settings of a command line, lowest first.
+
+    The file `default`, if it exists, comes first if the command line names no file.
+    """
+    layers = [arguments.config] * (arguments.config is not None) + arguments.settings
+    has_file = any("=" not in layer or Path(layer).is_file() for layer in layers)
+    if has_file or not default.is_file():
+        return layers
+    return [str(default), *layers]
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -59,6 +84,34 @@ def stop_on_sigterm() -> None:
         interrupt(signal.SIGINT, frame)
 
     signal.signal(signal.SIGTERM, stop)
+
+
+@contextmanager
+def cancel_at_stop() -> Iterator[None]:
+    """Cancel the current task at the first Ctrl-C or SIGTERM; at the second, end the process.
+
+    It then ends without any cleanup. An ignored signal, as in background jobs, stays ignored.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None, "a coroutine runs in a task"
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if received:
+            os.write(2, f"{STOPPED}\n".encode())
+            os._exit(130)
+        received.append(number)
+        loop.call_soon_threadsafe(task.cancel)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    replaced = {n: handler for n, handler in handlers.items() if handler is not signal.SIG_IGN}
+    for number in replaced:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
 
 
 def is_unwritable(error: OSError) -> bool:

@@ -1,15 +1,25 @@
 """A training run from the command line, and the report at its end."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from lightning_jax.cli.runtime import cancel_at_stop
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import load_tasks
 from lightning_jax.train.multihost import is_leader
 from lightning_jax.train.report import failure_table, learning_table, result_table
 from lightning_jax.train.trainer import train
+from lightning_jax.types import Task
+
+
+async def _train(
+    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+) -> list[dict[str, float | int]]:
+    with cancel_at_stop():
+        return await train(config, train_tasks, dev_tasks)
 
 
 def train_and_report(config: Config) -> None:
@@ -17,7 +27,10 @@ def train_and_report(config: Config) -> None:
     tasks = load_tasks(config)
     directory = Path(config.run_dir)
     print(f"run directory: {directory}", flush=True)
-    rows = asyncio.run(train(config, *tasks))
+    try:
+        rows = asyncio.run(_train(config, *tasks))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     if not is_leader():
         return
     print("\n" + result_table(rows, config.eval.by))

@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -24,13 +24,14 @@ from lightning_jax.gateway.http import Bodies, listen, openai_errors, reachable_
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.prompt.tool_formats import format_of
+from lightning_jax.gateway.remote import RemoteEngine
 from lightning_jax.gateway.request import POLICY
 from lightning_jax.gateway.responder import PolicyLoop, Responder
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
 from lightning_jax.traces import otlp
 from lightning_jax.traces.context import OpenSpan
-from lightning_jax.traces.store import Store, temporary_store
+from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Gateway:
 
     def __init__(
         self,
-        engine: Engine | LoopsByPolicy,
+        engine: Engine | LoopsByPolicy | RemoteEngine,
         store: Store | None = None,
         *,
         records: bool = True,
@@ -58,9 +59,8 @@ class Gateway:
         routing: Routing | None = None,
         initial: PolicyLoop | None = None,
     ) -> None:
-        self._at_close = ExitStack()
-        if store is None and records:
-            store = self._at_close.enter_context(temporary_store())
+        self._temporary = TemporaryStore() if store is None and records else None
+        store = store or self._temporary
         self.store, self.model_name = store, engine.model_name
         serve, tokenizer = serve or engine.serve, engine.tokenizer
         self.engine = engine
@@ -118,7 +118,8 @@ class Gateway:
             self._runner = None
         await self._calls.close()
         self._offload.close()
-        self._at_close.close()
+        if self._temporary:
+            self._temporary.close()
 
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """Return what the rollout's agent needs to call the policy. Raise ValueError if open."""

@@ -61,6 +61,10 @@ class ProxiedCall:
         """Return the call's span. `reason` is a short code, and `message` is one sentence."""
         return self.span.fail(self._name, self._values, reason, message)
 
+    def setting(self, name: str, otherwise: str) -> str:
+        """Return the setting of the call's role, or `otherwise` if no role of a config matched."""
+        return f"roles.{self.route.role_name}.{name}" if self.route.role_name else otherwise
+
     @property
     def _name(self) -> str:
         return f"{attributes.CHAT} {self.route.model}"
@@ -96,10 +100,7 @@ async def pass_on(
         await write(store, call.rollout_id, call.failed("upstream_error", reason))
         if isinstance(error, _Torn):
             raise
-        expected = (
-            f"start the server of role {call.route.role_name!r} or correct "
-            f"roles.{call.route.role_name}.served_by."
-        )
+        expected = f"start that server, or correct {call.setting('served_by', 'its URL')}."
         raise ApiError(
             502, "upstream_error", f"{reason}; {expected}", infrastructure=True
         ) from error
@@ -137,7 +138,7 @@ async def _exchange(
         if 300 <= answer.status < 400:
             raise _Unusable(
                 f"it redirects with status {answer.status}; set "
-                f"roles.{call.route.role_name}.served_by to the final URL"
+                f"{call.setting('served_by', 'its URL')} to the final one"
             )
         if (answer.content_length or 0) > max_bytes:
             raise _Unusable(_too_long(call))
@@ -159,10 +160,8 @@ async def _exchange(
 
 
 def _too_long(call: ProxiedCall) -> str:
-    return (
-        f"its response is larger than roles.{call.route.role_name}.max_response_mib, "
-        f"{call.route.role.max_response_mib:g}"
-    )
+    limit = call.setting("max_response_mib", "the limit of MiB")
+    return f"its response is larger than {limit}, {call.route.role.max_response_mib:g}"
 
 
 def _url(request: web.Request, call: ProxiedCall) -> URL:

@@ -42,15 +42,16 @@ class Routing:
 
     roles: Roles = field(default_factory=dict)
     policies: Policies = field(default_factory=dict)
+    fallback: RoleConfig = PLAIN  # of calls that match no role
 
     def __bool__(self) -> bool:
         """Return whether calls have to be inspected to route them."""
-        return bool(self.roles or self.policies)
+        return bool(self.roles or self.policies or self.fallback != PLAIN)
 
     def route(self, *, agent: str, model: str, system: str) -> Route:
         """Return the route of a call, given its `read_traits`."""
         name = find_role(self.roles, agent=agent, model=model, system=system)
-        role, policy, adapter = self.roles.get(name, PLAIN), "", None
+        role, policy, adapter = self.roles.get(name, self.fallback), "", None
         if self.policies and role.served_by == "policy":
             policy = select_policy(self.policies, role, model)
             adapter = policy_indices(self.policies).get(policy)

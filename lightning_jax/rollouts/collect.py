@@ -95,8 +95,13 @@ async def read_trajectories(
     reader: TraceReader | None = None,
 ) -> tuple[list[Trajectory], Metrics]:
     """Return `to_trajectories` in a thread, once all spans of the rollouts are stored."""
-    await asyncio.to_thread(flush_process_tracer)
-    await store.in_order(lambda: None)  # wait for pending writes
+    await wait_for_spans(store)
     return await run_in_thread(
         to_trajectories, store, rollouts, policy_version=policy_version, reader=reader
     )
+
+
+async def wait_for_spans(store: Store) -> None:
+    """Return once the spans of finished rollouts are stored."""
+    await asyncio.to_thread(flush_process_tracer)
+    await store.in_order(lambda: None)  # wait for pending writes

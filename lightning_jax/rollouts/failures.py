@@ -74,7 +74,7 @@ class FailureWatch:
             raise BrokenAgent(
                 f"{what}: all {len(rollouts)} rollouts failed before the policy answered a call, "
                 f"such as {_such_as(found[0])}; fix the agent, its tasks or the setting in that "
-                "message, then run the same command to resume.",
+                "message, then run the same command again.",
                 reason="all_failed",
                 key=found[0].example,
             )
@@ -108,7 +108,7 @@ class FailureWatch:
                 f"{what}: {worst.count} of {len(rollouts)} rollouts failed by the agent as in the "
                 f"step before, such as {_such_as(worst)}; fix the agent, or raise "
                 f"rollout.max_agent_failures={self._max_share:g} if it may fail, then run the same "
-                "command to resume.",
+                "command again.",
                 reason="too_many_failures",
                 key=worst.example,
             )

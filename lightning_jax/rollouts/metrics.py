@@ -4,6 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 import numpy as np
 from jaxtyping import Float
@@ -202,18 +203,25 @@ def _lengths(calls: Sequence[Transition]) -> Metrics:
 def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     """Return the mean reward of an evaluation and its standard error. A failed agent counts as 0.
 
-    A rollout that the infrastructure failed in all attempts is counted separately.
+    A task's reward is the mean of its rollouts, so repeats do not make the error look smaller. A
+    rollout that the infrastructure failed in all attempts is counted separately.
     """
-    rewards = np.asarray([_earned(r) for r in rollouts if r.status in FINISHED])
-    failed = sum(r.status == "agent_failure" for r in rollouts)
+    by_task: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.status in FINISHED:
+            by_task[rollout.group_id].append(_earned(rollout))
+    rewards = np.asarray([fmean(values) for values in by_task.values()])
+    status = Counter(rollout.status for rollout in rollouts)
     metrics = {
         "eval/num_tasks": float(len(rewards)),
-        "eval/num_agent_failures": float(failed),
-        "eval/num_infrastructure_failures": float(len(rollouts) - len(rewards)),
+        "eval/num_agent_failures": float(status["agent_failure"]),
+        "eval/num_infrastructure_failures": float(
+            len(rollouts) - status["agent_failure"] - status["scored"]
+        ),
     }
     if rewards.size:
         metrics["eval/reward_mean"] = float(rewards.mean())
-        metrics["eval/reward_stderr"] = _standard_error(rewards)
+        metrics["eval/reward_stderr"] = standard_error(rewards)
     return metrics | _reported(rollouts, "eval")
 
 
@@ -223,13 +231,16 @@ def eval_change(before: Sequence[Rollout], rollouts: Sequence[Rollout]) -> Metri
     The standard error is that of the mean difference. It is much smaller than those of the two
     means if most tasks have the same result in both. Empty if there is no common task.
     """
-    old, new = _measured(before), _measured(rollouts)
+    old, new = (
+        {task: fmean(values) for task, values in task_rewards(measured).items()}
+        for measured in (before, rollouts)
+    )
     changes = np.asarray([new[task] - old[task] for task in new if task in old])
     if not changes.size:
         return {}
     return {
         "eval/change_mean": float(changes.mean()),
-        "eval/change_stderr": _standard_error(changes),
+        "eval/change_stderr": standard_error(changes),
         "eval/num_better": float((changes > 0.0).sum()),
         "eval/num_worse": float((changes < 0.0).sum()),
     }
@@ -243,21 +254,35 @@ def eval_metrics_by(
     `rollouts` are in the order of `tasks`. Empty if `field` is None. A task without the field
     counts under `missing`.
     """
+    return {
+        f"{name}/{part}": value
+        for part, members in split_by(field, tasks, rollouts).items()
+        for name, value in eval_metrics(members).items()
+    }
+
+
+def split_by(
+    field: str | None, tasks: Sequence[Task], rollouts: Sequence[Rollout]
+) -> dict[str, list[Rollout]]:
+    """Return the rollouts of each value of a task field, such as `source=svamp`, sorted by value.
+
+    `rollouts` are in the order of `tasks`. Empty if `field` is None.
+    """
     if field is None:
         return {}
     parts: dict[str, list[Rollout]] = defaultdict(list)
     for task, rollout in zip(tasks, rollouts, strict=True):
         parts[f"{field}={task.get(field, 'missing')}"].append(rollout)
-    return {
-        f"{name}/{part}": value
-        for part, members in sorted(parts.items())
-        for name, value in eval_metrics(members).items()
-    }
+    return dict(sorted(parts.items()))
 
 
-def _measured(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the reward of each task. The newest attempt counts."""
-    return {rollout.task_id: _earned(rollout) for rollout in rollouts if rollout.status in FINISHED}
+def task_rewards(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Return the rewards of each task's finished rollouts. The newest attempt counts."""
+    newest = {(r.task_id, r.index): _earned(r) for r in rollouts if r.status in FINISHED}
+    found: dict[str, list[float]] = defaultdict(list)
+    for (task, _), reward in newest.items():
+        found[task].append(reward)
+    return dict(found)
 
 
 def _earned(rollout: Rollout) -> float:
@@ -265,7 +290,7 @@ def _earned(rollout: Rollout) -> float:
     return rollout.reward or 0.0 if rollout.status == "scored" else 0.0
 
 
-def _standard_error(values: Float[np.ndarray, " N"]) -> float:
+def standard_error(values: Float[np.ndarray, " N"]) -> float:
     """Return the standard error of the mean of at least one value; 0 for a single value."""
     return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
 

@@ -5,6 +5,8 @@ ran out of time or returned no reward. It is an *infrastructure failure* if the 
 a call that the server could not answer. A connection error that the agent raised also counts: a
 service such as search is down.
 
+A rollout is *stopped* if its run was stopped before it ended.
+
 Only an infrastructure failure is retried, and it never counts as a reward. A lost connection to the
 gateway is an agent failure if the agent gave up a call that the gateway was working on.
 """
@@ -34,7 +36,7 @@ from lightning_jax.rollouts.outcome import (
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import OpenSpan, below
-from lightning_jax.traces.store import CRASH, Store
+from lightning_jax.traces.store import CRASH, STOP, Store
 from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task
 
 log = logging.getLogger(__name__)
@@ -203,11 +205,16 @@ class Runner:
             return newest
         attempt = newest.attempt if newest else 0
         last = attempt + self.config.max_attempts
-        # An attempt lost in a crash is repeated with the same seed.
-        num_lost = sum(rollout.reason == CRASH for rollout in known)
+        # An attempt that a stop or a crash ended is repeated with the same seed.
+        num_lost = sum(rollout.reason in (STOP, CRASH) for rollout in known)
         while True:
             attempt += 1
-            rollout = await self._attempt(request, attempt, draw=attempt - num_lost)
+            try:
+                rollout = await self._attempt(request, attempt, draw=attempt - num_lost)
+            except asyncio.CancelledError:
+                stopped = request.rollout(attempt).rollout_id
+                await self.store.in_order(self.store.abandon_running, STOP, stopped)
+                raise
             if rollout.status in FINISHED or attempt == last:
                 return rollout
             log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)

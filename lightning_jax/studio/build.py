@@ -11,6 +11,7 @@ from lightning_jax.gateway.prompt.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.packing import common_prefix
 from lightning_jax.rollouts.failures import failures
+from lightning_jax.studio.exchange import is_remote, remote_call
 from lightning_jax.studio.records import (
     CallView,
     Kind,
@@ -130,18 +131,22 @@ def _calls(
     credit: StepCredit,
 ) -> dict[str, CallView]:
     """Return the calls by span id."""
-    holders = sorted((span for span in spans if _holds_prompt(span)), key=call_order)
-    paths: list[np.ndarray] = []  # prompt and response of each call so far
+    shown = [span for span in spans if _holds_prompt(span) or is_remote(span)]
+    paths: dict[int, np.ndarray] = {}  # prompt and response by the number of the call
+    messages: dict[int, tuple[str, ...]] = {}  # of calls that another server answered
     found = {}
-    for span in holders:
+    for number, span in enumerate(sorted(shown, key=call_order), start=1):
+        if is_remote(span):
+            found[span.span_id], messages[number] = remote_call(span, number, messages)
+            continue
         prompt = np.asarray(span.attributes[attributes.PROMPT_TOKEN_IDS], np.int64)
         response = np.asarray(span.attributes.get(attributes.RESPONSE_TOKEN_IDS, ()), np.int64)
-        shared = [common_prefix(path, prompt) for path in paths]
-        longest = max(shared, default=0)
-        with_call = len(shared) - shared[::-1].index(longest) if longest else None
-        paths.append(np.concatenate([prompt, response]))
+        shared = {earlier: common_prefix(path, prompt) for earlier, path in paths.items()}
+        longest = max(shared.values(), default=0)
+        with_call = max(n for n, size in shared.items() if size == longest) if longest else None
+        paths[number] = np.concatenate([prompt, response])
         texts = _texts(span, longest, tokenizer)
-        call = _call(span, len(paths), texts, transitions.get(span.span_id))
+        call = _call(span, number, texts, transitions.get(span.span_id))
         found[span.span_id] = replace(
             call,
             shares_with=with_call,

@@ -20,6 +20,7 @@ from lightning_jax.studio import DEFAULT_LIMIT
 from lightning_jax.studio.build import newest_first, view_rollout, view_run
 from lightning_jax.studio.credit import step_credit, trained_on
 from lightning_jax.studio.records import RolloutView, RunView, StepCredit
+from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import attach_loose_calls
 from lightning_jax.train.config import Config
@@ -34,7 +35,14 @@ class ViewError(UserError, ValueError):
 
 @contextlib.contextmanager
 def open_run(directory: Path) -> Iterator["RunReader"]:
-    """Open the run in that directory. Raises ViewError or StoreError if there is none."""
+    """Open the run in that directory, or the store of `try --record`.
+
+    Raises ViewError or StoreError if there is none.
+    """
+    if directory.is_file():
+        with contextlib.closing(Store(directory, read_only=True)) as store:
+            yield RunReader(directory.parent, store, settings=recorded_settings(directory))
+        return
     path = directory / "store.sqlite"
     if not path.is_file():
         is_there = directory.is_dir()
@@ -48,12 +56,34 @@ def open_run(directory: Path) -> Iterator["RunReader"]:
         yield RunReader(directory, store)
 
 
-class RunReader:
-    """Open run. A view has a note for anything that cannot be read."""
+def recorded_settings(store: Path) -> Path:
+    """Return the file of the settings with which the rollouts of `try --record` ran."""
+    return store.with_name(f"{store.name}.yaml")
 
-    def __init__(self, directory: Path, store: Store) -> None:
+
+class RunReader:
+    """Open run. A view has a note for anything that cannot be read.
+
+    Settings and tokenizer are by default read from the file `settings`, which is by default the
+    directory's. Without `has_credit`, views show
+    no credit and no reason for that.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        store: Store,
+        *,
+        settings: Path | None = None,
+        config: Config | None = None,
+        tokenizer: Tokenizer | None = None,
+        has_credit: bool = True,
+    ) -> None:
+        self._has_credit = has_credit
         self._directory = directory
+        self._settings = settings or directory / "config.yaml"
         self._store = store
+        self._given_config, self._given_tokenizer = config, tokenizer
         self._credit_of_steps: dict[int, tuple[set[str], StepCredit]] = {}
 
     def run(
@@ -69,11 +99,12 @@ class RunReader:
     def rollout(self, rollout_id: str) -> RolloutView:
         """Return one rollout with its calls. Raises ViewError for an unknown id."""
         rollout = self._find(rollout_id)
-        tokenizer, why_no_text = self._tokenizer
+        spans = attach_loose_calls(self._store.spans(rollout_id))
+        has_tokens = any(attributes.PROMPT_TOKEN_IDS in span.attributes for span in spans)
+        tokenizer, why_no_text = self._tokenizer if has_tokens else (None, "")
         credit = self._credit(rollout)
         if why_no_text:
             credit = replace(credit, notes=(why_no_text, *credit.notes))
-        spans = attach_loose_calls(self._store.spans(rollout_id))
         transitions, _, _ = self._trace_reader.transitions(spans)
         return view_rollout(rollout, spans, transitions, tokenizer, credit)
 
@@ -111,8 +142,10 @@ class RunReader:
     @functools.cached_property
     def _tokenizer(self) -> tuple[Tokenizer | None, str]:
         """Pair of the tokenizer of the run's model, or None, and the reason if there is none."""
+        if self._given_tokenizer is not None:
+            return self._given_tokenizer, ""
         try:
-            config = load_config(Config, [str(self._directory / "config.yaml")], only=["model"])
+            config = load_config(Config, [str(self._settings)], only=["model"])
             return load_tokenizer(config.model.name), ""
         except (ConfigError, ModelError) as error:
             why = f"texts of prompts and responses are unavailable: {error}"
@@ -125,9 +158,11 @@ class RunReader:
     @functools.cached_property
     def _config(self) -> tuple[Config | None, str]:
         """Pair of the settings that shape credit, or None, and the reason if it is None."""
+        if self._given_config is not None:
+            return self._given_config, ""
         sections = ["algorithm", "model", "policies", "roles", "reward_rules"]
         try:
-            config = load_config(Config, [str(self._directory / "config.yaml")], only=sections)
+            config = load_config(Config, [str(self._settings)], only=sections)
         except ConfigError as error:
             return None, f"no credit or advantages: {error}"
         if config.reward_rules and self._tokenizer[0] is None:
@@ -136,16 +171,20 @@ class RunReader:
 
     @functools.cached_property
     def _trace_reader(self) -> TraceReader:
-        config, tokenizer = self._config[0], self._tokenizer[0]
-        if config is None or tokenizer is None:
-            return TraceReader(
-                config.roles if config else {}, policies=config.policies if config else {}
-            )
+        config = self._config[0]
+        if config is None:
+            return TraceReader()
+        if not config.reward_rules:  # nothing else needs the tokenizer
+            return TraceReader(config.roles, policies=config.policies)
+        tokenizer = self._tokenizer[0]
+        assert tokenizer is not None, "_config has checked it"
         return TraceReader(config.roles, config.reward_rules, tokenizer.decode, config.policies)
 
     def _credit(self, rollout: Rollout) -> StepCredit:
         """Return the credit of the calls of the rollout's step, or a note if there is none."""
         config, why_not = self._config
+        if not self._has_credit:
+            return StepCredit()
         if rollout.phase != "train":
             return StepCredit(notes=(EVALUATION,))
         if rollout.reward is None:

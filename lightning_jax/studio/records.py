@@ -38,10 +38,13 @@ class TokenView:
 
 @dataclass(frozen=True)
 class CallView:
-    """One LLM call: the prompt that the policy read and its response."""
+    """One LLM call: the prompt that the policy or another server read, and the response.
+
+    Tokens of another server are unknown. It may have counted them.
+    """
 
     number: int  # 1, 2, ... in order of start
-    num_prompt_tokens: int
+    num_prompt_tokens: int | None
     shared_text: str  # part of the prompt that an earlier call had read or written
     new_text: str  # the rest of the prompt
     tokens: tuple[TokenView, ...]
@@ -56,11 +59,26 @@ class CallView:
     trains: bool = True  # False if its role does not train or the call failed
     shares_with: int | None = None  # the earlier call that this prompt shares a prefix with
     num_shared_tokens: int = 0
+    num_shared_messages: int = 0  # in place of tokens, for another server
     credit: CallCredit | None = None
+    served_by: str = ""  # URL of the other server that answered
+    text: str = ""  # its response
+    num_counted_tokens: int | None = None  # of its response
 
     @property
     def response(self) -> str:
-        return "".join(token.text for token in self.tokens)
+        return self.text or "".join(token.text for token in self.tokens)
+
+    @property
+    def num_response_tokens(self) -> int | None:
+        return self.num_counted_tokens if self.served_by else len(self.tokens)
+
+    @property
+    def shared_size(self) -> str:
+        """Length of `shared_text`, such as "12 tokens"."""
+        if self.num_shared_messages:
+            return f"{self.num_shared_messages} messages"
+        return f"{self.num_shared_tokens} tokens"
 
 
 @dataclass(frozen=True)

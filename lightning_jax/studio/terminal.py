@@ -20,7 +20,12 @@ MAX_SPANS = 200  # lines in a waterfall
 # task and reason are below the id, and phase and step are omitted: the id contains them.
 WIDE = 100
 STYLES = {"agent": "magenta", "llm": "cyan", "tool": "yellow", "reward": "green", "other": ""}
-STATUS_STYLES = {"scored": "green", "agent_failure": "red", "infrastructure_failure": "red"}
+STATUS_STYLES = {
+    "scored": "green",
+    "agent_failure": "red",
+    "infrastructure_failure": "red",
+    "stopped": "yellow",
+}
 
 
 def render_run(view: RunView, width: int) -> RenderableType:
@@ -152,9 +157,9 @@ def _call(call: CallView, chars: int) -> Iterator[RenderableType]:
     shared = ""
     if call.shares_with is not None:
         end = call.shared_text[-60:].replace("\n", "⏎")
-        shared = f": {call.num_shared_tokens} tokens as call {call.shares_with} ...{end}, then"
+        shared = f": {call.shared_size} as call {call.shares_with} ...{end}, then"
     yield from _block(f"prompt{shared}", call.new_text, chars)
-    if call.tokens:
+    if call.response or call.tokens:
         yield from _block("response", call.response, chars)
     for name, arguments in call.tool_calls:
         yield _text(cut(f"calls {name}({arguments})", chars), "yellow")
@@ -162,7 +167,9 @@ def _call(call: CallView, chars: int) -> Iterator[RenderableType]:
 
 def facts(call: CallView) -> list[str]:
     """Return the numbers of a call, each as a short phrase."""
-    found = [f"{call.num_prompt_tokens} + {len(call.tokens)} tokens"]
+    found = [f"by {call.served_by}"] if call.served_by else []
+    if call.num_prompt_tokens is not None:
+        found.append(f"{call.num_prompt_tokens} + {call.num_response_tokens or 0} tokens")
     if call.finish_reason:
         found.append(f"finish {call.finish_reason}")
     if call.mean_logprob is not None:

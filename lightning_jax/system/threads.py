@@ -1,8 +1,8 @@
-"""Work in a thread that shutdown has to wait for."""
+"""Work that shutdown has to wait for."""
 
 import asyncio
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -14,7 +14,12 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
     A thread cannot be cancelled. It may still start device programs, and closing objects or sending
     commands to other processes must not come in between.
     """
-    work = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
+    return await run_to_end(asyncio.to_thread(function, *args, **kwargs))
+
+
+async def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await the coroutine. If cancelled, do not cancel it, and wait for its end before raising."""
+    work = asyncio.create_task(coroutine)
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

@@ -7,10 +7,12 @@ import asyncio
 import contextlib
 import itertools
 import json
+import shutil
 import sqlite3
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,14 +27,16 @@ from lightning_jax.types import Rollout, RolloutStatus, Span
 # Allowed next statuses of each status. None: not in the store yet.
 LEGAL_TRANSITIONS: dict[RolloutStatus | None, frozenset[RolloutStatus]] = {
     None: frozenset({"queued"}),
-    "queued": frozenset({"running"}),
-    "running": frozenset({"scored", "agent_failure", "infrastructure_failure"}),
+    "queued": frozenset({"running", "stopped"}),
+    "running": frozenset({"scored", "agent_failure", "infrastructure_failure", "stopped"}),
     "scored": frozenset(),
     "agent_failure": frozenset(),
     "infrastructure_failure": frozenset(),
+    "stopped": frozenset(),
 }
 
-CRASH = "crash"  # reason of a rollout that ended with its process
+# Reasons of stopped rollouts: their run was asked to stop, or its process was killed.
+STOP, CRASH = "stop", "crash"
 
 ROLLOUT_COLUMNS = (
     "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, reason, detail, "
@@ -141,7 +145,7 @@ class Store:
     ) -> None:
         """Change a rollout's status. Raises IllegalTransition, or ValueError if a value is missing.
 
-        A scored rollout needs a reward, a failed one a reason code.
+        A scored rollout needs a reward, a failed or stopped one a reason code.
         """
         _check_result(rollout_id, status, reward, reason)
         with self._transaction() as db:
@@ -186,17 +190,17 @@ class Store:
             query = "SELECT coalesce(max(step), -1) + 1 FROM rollouts WHERE phase = ?"
             return db.execute(query, (phase,)).fetchone()[0]
 
-    def abandon_running(self) -> int:
-        """Mark queued and running rollouts as infrastructure failures, and return their number.
+    def abandon_running(self, reason: str, rollout_id: str | None = None) -> int:
+        """Mark queued and running rollouts, or only that one, as stopped. Return their number.
 
-        Call this when resuming after a crash, before new rollouts start.
+        `reason` is STOP, or CRASH when resuming, before new rollouts start.
         """
         with self._transaction() as db:
             return db.execute(
-                "UPDATE rollouts SET status = 'infrastructure_failure', reason = ?, "
+                "UPDATE rollouts SET status = 'stopped', reason = ?1, "
                 "detail = 'the run ended while this rollout was ' || status "
-                "WHERE status IN ('queued', 'running')",
-                (CRASH,),
+                "WHERE status IN ('queued', 'running') AND (?2 IS NULL OR rollout_id = ?2)",
+                (reason, rollout_id),
             ).rowcount
 
     def supersede(self, step: int) -> None:
@@ -327,14 +331,17 @@ class Store:
         return [WeightsVersion(*row) for row in rows]
 
 
-@contextlib.contextmanager
-def temporary_store() -> Iterator[Store]:
-    """Yield a new store, which is deleted at the end."""
-    with (
-        tempfile.TemporaryDirectory(prefix="lightning_jax-") as directory,
-        contextlib.closing(Store(Path(directory) / "store.sqlite")) as store,
-    ):
-        yield store
+class TemporaryStore(Store):
+    """Store in a directory of its own. `close` deletes the directory, at the latest at exit."""
+
+    def __init__(self) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="lightning_jax-"))
+        self._delete = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+        super().__init__(directory / "store.sqlite")
+
+    def close(self) -> None:
+        super().close()
+        self._delete()
 
 
 def _check_transition(rollout_id: str, old: RolloutStatus | None, new: RolloutStatus) -> None:
@@ -357,9 +364,9 @@ def _check_result(
             reason="missing",
             key="reward",
         )
-    if status.endswith("_failure") and not reason:
+    if (status.endswith("_failure") or status == "stopped") and not reason:
         raise InvalidValue(
-            f"rollout {rollout_id!r} fails without a reason; expected a short code.",
+            f"rollout {rollout_id!r} ends without a reason; expected a short code.",
             reason="missing",
             key="reason",
         )

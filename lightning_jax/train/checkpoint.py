@@ -41,7 +41,14 @@ class Checkpointer:
     not saved: `restore` takes them from the state it is given.
     """
 
-    def __init__(self, directory: Path, config: CheckpointConfig) -> None:
+    def __init__(
+        self, directory: Path, config: CheckpointConfig, *, deletes_drafts: bool = False
+    ) -> None:
+        """Open the directory, or create it.
+
+        `deletes_drafts` deletes checkpoints that a killed process did not complete. Nobody else may
+        be writing there.
+        """
         self._directory = directory.resolve()
         try:
             make_private(self._directory.parent)  # any process may get here first
@@ -49,7 +56,10 @@ class Checkpointer:
             self._manager = ocp.CheckpointManager(
                 self._directory,
                 options=ocp.CheckpointManagerOptions(
-                    max_to_keep=config.keep, enable_async_checkpointing=False, create=True
+                    max_to_keep=config.keep,
+                    enable_async_checkpointing=False,
+                    create=True,
+                    cleanup_tmp_directories=deletes_drafts,
                 ),
             )
         except OSError as error:

@@ -51,6 +51,7 @@ def failure_table(store: Store) -> str:
     """Return how a run's rollouts and calls ended, with a line per failure reason."""
     rollouts, failed_calls = store.rollouts(), store.failed_calls()
     counts = Counter(rollout.status for rollout in rollouts)
+    stopped = counts["stopped"] or ""
     num_failed = sum(number for _, number, _ in failed_calls)
     found = [
         (
@@ -65,7 +66,8 @@ def failure_table(store: Store) -> str:
     found += [("call", number, reason, example, "") for reason, number, example in failed_calls]
     lines = [
         f"rollouts: {counts['scored']} scored, {counts['agent_failure']} failed by the agent, "
-        f"{counts['infrastructure_failure']} by the infrastructure; "
+        f"{counts['infrastructure_failure']} by the infrastructure"
+        f"{stopped and f', {stopped} stopped'}; "
         f"calls: {store.num_calls() - num_failed} answered, {num_failed} failed"
     ]
     for what, number, reason, example, detail in found:

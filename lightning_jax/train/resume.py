@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_jax.settings import ConfigError, changed_keys, save_config
 from lightning_jax.system.files import write_whole
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.store import CRASH, Store
 from lightning_jax.train.config import Config
 from lightning_jax.types import Task
 
@@ -68,7 +68,7 @@ def resume(
     directory = Path(config.run_dir)
     save_config(config, directory / SETTINGS)
     write_whole(directory / NAME, json.dumps(sources, indent=1) + "\n")
-    if abandoned := store.abandon_running():
+    if abandoned := store.abandon_running(CRASH):
         log.info(
             "%d rollouts were interrupted when the last process ended; running them again",
             abandoned,

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.system.files import write_whole
-from lightning_jax.system.threads import run_in_thread
+from lightning_jax.system.threads import run_in_thread, run_to_end
 from lightning_jax.train.collect import Collector
 from lightning_jax.train.config import Config
 from lightning_jax.train.evaluate import evaluate_if_due
@@ -68,6 +69,9 @@ class Run:
         )
         self.learning = LearningWatch()
         self.metrics = MetricsLog(self.directory / "metrics.jsonl", self.step)
+        self._changes = asyncio.Lock()  # held by commands to `leader`, except of `saving`
+        # Positions in the pipelines at this step, or None while its state is changing.
+        self._positions: dict[str, Any] | None = pipelines.progress()
         self.saving: asyncio.Task[float] | None = None  # the checkpoint being written
         self.row_at = time.monotonic()  # when the last row was complete
 
@@ -80,18 +84,34 @@ class Run:
         """Run one step and return its metrics row.
 
         A step is an evaluation if one is due, the updates, and the publication of new weights.
-        Raises NotFinite if the gradients of too many steps in a row were not finite.
+        Once the update begins, a cancelled step is finished first. Raises NotFinite if the
+        gradients of too many steps in a row were not finite.
         """
-        step, row = self.step, await self.evaluate()
-        served = self.gateway.stats()
-        if self.replica.phase == "warmup":
-            row |= await self._warmup_step()
+        row, served = await self.evaluate(), self.gateway.stats()
+        prepare = self._demonstrations if self._is_warmup else self._policy_sequences
+        sequences, metrics = await prepare()
+        metrics |= await self.saved()  # it reads the state that the update replaces
+        return await run_to_end(self._finish_step(row, served, sequences, metrics))
+
+    async def _finish_step(
+        self, row: Metrics, served: Metrics, sequences: Sequence[TrainingSequence], metrics: Metrics
+    ) -> Metrics:
+        """Learn from the sequences, publish the weights, and write and return the metrics row."""
+        step, is_warmup = self.step, self._is_warmup
+        async with self._changes:
+            self._positions = None
+            metrics |= await self._learn(sequences)
+            row |= await run_in_thread(self._publish)
+            self._positions = self.pipelines.progress()
+            if self.step % self.config.checkpoint.every == 0:
+                await self._begin_save()
+        if is_warmup:
+            metrics = {name.replace("train/", "warmup/"): v for name, v in metrics.items()}
         else:
-            row |= await self._policy_step()
-        row |= serve_metrics(served, self.gateway.stats())
-        row |= await run_in_thread(self._publish)
-        if self.step % self.config.checkpoint.every == 0:
-            await self._begin_save()
+            warn_of_mismatch(metrics, step, self.config.model.dtype)
+            self.learning.observe(metrics, step)
+        log.info("step %d: %s", step, summary(metrics))
+        row |= metrics | serve_metrics(served, self.gateway.stats())
         # From row to row, so that it includes drawing the curves of the previous row.
         row["time/step_s"] = time.monotonic() - self.row_at
         self.row_at += row["time/step_s"]
@@ -107,22 +127,26 @@ class Run:
             log.info("step %d: %s", self.step, summary(results))
         return results
 
-    async def _warmup_step(self) -> Metrics:
-        """Learn demonstrations."""
+    @property
+    def _is_warmup(self) -> bool:
+        return self.replica.phase == "warmup"
+
+    async def _demonstrations(self) -> tuple[Sequence[TrainingSequence], Metrics]:
+        """Return the demonstrations of the next step."""
         started = time.monotonic()
         sequences, metrics = await asyncio.to_thread(self.pipelines.next_demonstrations)
-        metrics["time/prepare_s"] = time.monotonic() - started
-        metrics |= await self._learn(sequences)
-        return {name.replace("train/", "warmup/"): value for name, value in metrics.items()}
+        return sequences, metrics | {"time/prepare_s": time.monotonic() - started}
 
-    async def _policy_step(self) -> Metrics:
-        """Collect rollouts, and learn from them."""
+    async def _policy_sequences(self) -> tuple[Sequence[TrainingSequence], Metrics]:
+        """Collect rollouts, and prepare what the next step learns from them."""
         started = time.monotonic()
         trajectories, metrics = await self.collector.sample(self.step)
         metrics["time/rollout_s"] = time.monotonic() - started
         values = None
         if self.config.algorithm.has_critic:  # else sending trajectories everywhere is useless
-            values, of_values = await run_in_thread(self.leader.call, Replica.values, trajectories)
+            async with self._changes:
+                found = await run_in_thread(self.leader.call, Replica.values, trajectories)
+            values, of_values = found
             metrics |= of_values
         prepared = time.monotonic()
         sequences, of_data = await run_in_thread(
@@ -133,23 +157,16 @@ class Run:
             policy_version=self.step,
             values=values,
         )
-        metrics |= of_data | {"time/prepare_s": time.monotonic() - prepared}
-        metrics |= await self._learn(sequences)
-        warn_of_mismatch(metrics, self.step, self.config.model.dtype)
-        self.learning.observe(metrics, self.step)
-        return metrics
+        return sequences, metrics | of_data | {"time/prepare_s": time.monotonic() - prepared}
 
     async def _learn(self, sequences: Sequence[TrainingSequence]) -> Metrics:
-        """Train on the sequences, once the checkpoint being written no longer reads the state.
-
-        If no sequence has a gradient, the weights stay the same.
-        """
+        """Train on the sequences. If none has a gradient, the weights stay the same."""
         self.progress.begin(f"update {self.step}")
-        of_save, started = await self.saved(), time.monotonic()
+        started = time.monotonic()
         metrics = await run_in_thread(self.leader.call, Replica.update, sequences)
         for watch in self.watches:
             watch.observe(metrics, self.step)
-        return of_save | metrics | {"time/train_s": time.monotonic() - started}
+        return metrics | {"time/train_s": time.monotonic() - started}
 
     def _publish(self) -> Metrics:
         """Go to the next step, load its weights into the engines, and return timing metrics.
@@ -176,11 +193,12 @@ class Run:
 
         It is written while the next rollouts run. `saved` waits for it.
         """
-        progress = self.pipelines.progress()
+        positions = self._positions
+        assert positions is not None, "the state is whole"
 
         def save() -> float:
             started = time.monotonic()
-            self.leader.call(Replica.save, progress)
+            self.leader.call(Replica.save, positions)
             return time.monotonic() - started
 
         self.saving = asyncio.create_task(run_in_thread(save))
@@ -192,18 +210,26 @@ class Run:
 
         Raises CheckpointError if it could not be written.
         """
-        saving, self.saving = self.saving, None
+        saving, started = self.saving, time.monotonic()
         if saving is None:
             return {}
-        started = time.monotonic()
-        took = await saving
+        try:
+            took = await asyncio.shield(saving)
+        finally:
+            if saving.done():
+                self.saving = None
         return {"time/checkpoint_s": took, "time/checkpoint_wait_s": time.monotonic() - started}
 
     async def save(self) -> None:
-        """Write a checkpoint of this step, unless there is one."""
+        """Write a checkpoint of this step, unless there is one.
+
+        During an update, wait for its end. If it failed, write none.
+        """
         await self.saved()
-        await self._begin_save()
-        await self.saved()
+        async with self._changes:
+            if self._positions is not None:
+                await self._begin_save()
+                await self.saved()
 
     def export(self) -> None:
         """Export the policies. See `export.export`."""

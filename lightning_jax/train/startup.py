@@ -26,7 +26,7 @@ from lightning_jax.rl.multi_policy.scope import ALL
 from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.program import make_agent
-from lightning_jax.rollouts.runner import AgentFunction, Runner, as_agent
+from lightning_jax.rollouts.runner import Agent, AgentFunction, Runner, as_agent
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.traces.store import Store
@@ -86,24 +86,37 @@ async def open_run(
             for params in [state.policy for state in replica.states]
         ]
         running = engines if initial is None else [*engines, initial]
-        for engine in running:
-            at_end.callback(engine.close)
         gateway = Gateway(
             _responders(config, engines),
             store,
             routing=Routing(config.roles, config.policies),
             initial=None if initial is None else _responders(config, [initial] * len(engines)),
         )
-        at_end.push_async_callback(gateway.close)
-        isolated = await at_end.enter_async_context(isolate_agent(made))
-        await gateway.start()
-        for engine in running:
-            engine.start()
-        at_end.enter_context(freeze_objects())
-        runner = Runner(isolated, gateway, config.rollout, config.seed)
+        service = open_service(gateway, running, made, config)
+        runner = await at_end.enter_async_context(service)
         run = Run(replica.config, model, pipelines, leader, engines, runner)
         at_end.push_async_callback(run.close)
         yield run
+
+
+@asynccontextmanager
+async def open_service(
+    gateway: Gateway, engines: Sequence[Engine], agent: Agent, config: Config
+) -> AsyncIterator[Runner]:
+    """Start the engines and the gateway, and yield a runner of the agent.
+
+    All are closed at the end.
+    """
+    async with AsyncExitStack() as at_end:
+        for engine in engines:
+            at_end.callback(engine.close)
+        at_end.push_async_callback(gateway.close)
+        isolated = await at_end.enter_async_context(isolate_agent(agent))
+        await gateway.start()
+        for engine in engines:
+            engine.start()
+        at_end.enter_context(freeze_objects())
+        yield Runner(isolated, gateway, config.rollout, config.seed)
 
 
 @contextmanager

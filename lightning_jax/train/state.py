@@ -50,7 +50,9 @@ class Replica:
         self.adapts = adapted_facts(model)  # before the state takes ownership of the weights
         if config.policies:
             self.adapts["policies"] = ", ".join(self._described(name) for name in config.policies)
-        self.checkpointer = Checkpointer(directory / "checkpoints", config.checkpoint)
+        self.checkpointer = Checkpointer(
+            directory / "checkpoints", config.checkpoint, deletes_drafts=True
+        )
         self.learners = {
             "warmup": phase_updater(model.config, config, supervised=True),
             "policy": phase_updater(model.config, config, supervised=False),

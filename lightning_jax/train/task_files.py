@@ -39,7 +39,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
             yield where, record
     except FileNotFoundError:
         raise DatasetError(
-            f"{path} does not exist; expected it beside the other files.",
+            f"{path} does not exist; check the path.",
             reason="not_found",
             key=str(path),
         ) from None
@@ -121,6 +121,14 @@ def load_task_files(
         held_out = set(random.Random(0).sample(range(len(tasks)), num_dev))
         found = [task for i, task in enumerate(tasks) if (i in held_out) == (split == "dev")]
     return found, {reason: number for reason, number in dropped.items() if number}
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """Return the distinct tasks of one file, as `load_task_files`. Raises DatasetError."""
+    tasks = _read(path, Counter())
+    if not tasks:
+        raise DatasetError(f"{path} has no tasks; add one.", reason="empty", key=str(path))
+    return tasks
 
 
 def _file(folder: Path, split: str) -> Path:

@@ -15,24 +15,27 @@
 
 Version s of the weights is the result of s trainer steps. A step makes one optimizer update, or
 more if `algorithm.num_epochs` and `num_minibatches` say so. After a crash the loop resumes from the
-newest checkpoint. The rollouts of repeated steps come from the store and are not sampled twice.
+newest checkpoint; a run that is stopped writes one. The rollouts of repeated steps come from the
+store and are not sampled twice.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lightning_jax.rollouts.runner import AgentFunction
+from lightning_jax.rollouts.failures import BrokenAgent
+from lightning_jax.rollouts.runner import AgentFunction, TooManyFailures
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import limit_of_files, number_free
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.convert import COLDEST
 from lightning_jax.train import multihost
+from lightning_jax.train.checkpoint import CheckpointError
 from lightning_jax.train.config import Config
-from lightning_jax.train.monitors import summary
 from lightning_jax.train.progress import show_progress
 from lightning_jax.train.run import Run
 from lightning_jax.train.startup import load_trainable, open_run, with_dtypes
@@ -79,20 +82,55 @@ async def train(
             ) as bar,
         ):
             async with show_progress(run.progress, bar):
-                await _run_steps(run, config.total_steps, bar)
-        await run.save()
+                await _save_at_end(run, _run_steps(run, config.total_steps, bar))
         await run_in_thread(run.export)
     return run.metrics.rows
 
 
 async def _run_steps(run: Run, total_steps: int, bar: tqdm) -> None:
     while run.step < total_steps:
-        row = await run.one_step()
+        await run.one_step()
         bar.update()
-        of_update = {k: v for k, v in row.items() if not k.startswith("eval/")}  # logged before
-        log.info("step %d: %s", run.step - 1, summary(of_update))
     if final := await run.evaluate():
         run.metrics.write(run.step, final)
+
+
+async def _save_at_end(run: Run, steps: Coroutine[Any, Any, None]) -> None:
+    """Run the steps, and save the last one.
+
+    Also save if the run is stopped, while its agents end, or if its rollouts fail too often.
+    """
+    running = asyncio.create_task(steps)
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        log.info("stopping: finishing an update if one runs, then saving (Ctrl-C again: stop now)")
+        running.cancel()
+        if run.step == 0:  # there is nothing to save unless the first update is running
+            await asyncio.wait({running})
+        try:
+            await _save_progress(run)
+        finally:
+            await asyncio.wait({running})
+        if not running.cancelled():
+            running.result()
+        raise
+    except (BrokenAgent, TooManyFailures):
+        await _save_progress(run)
+        raise
+    await run.save()
+
+
+async def _save_progress(run: Run) -> None:
+    """Save the last finished step of a run that ends early, if it has one."""
+    if run.step == 0:
+        return
+    try:
+        await run.save()
+    except CheckpointError as error:  # the run has another reason to end
+        log.warning("%s", error)
+    else:
+        log.info("saved step %d", run.step)
 
 
 async def _follow(config: Config) -> None:

@@ -73,3 +73,37 @@ def test_sigterm_goes_to_the_present_handler_of_sigint(restored_sigterm: None) -
     finally:
         signal.signal(signal.SIGINT, handler)
     assert seen == [signal.SIGINT]
+
+
+STOPPABLE = """
+import asyncio, os, signal
+from lightning_jax.cli.runtime import cancel_at_stop
+
+async def main():
+    with cancel_at_stop():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            print("cancelled", flush=True)
+            {then}
+            raise
+
+try:
+    asyncio.run(main())
+except asyncio.CancelledError:
+    print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "lines", "code"),
+    [
+        ("pass", ["cancelled", "ended"], 0),
+        ("os.kill(os.getpid(), signal.SIGINT); __import__('time').sleep(30)", ["cancelled"], 130),
+    ],
+)
+def test_the_second_stop_ends_the_process_at_once(then: str, lines: list[str], code: int) -> None:
+    command = [sys.executable, "-c", STOPPABLE.format(then=then)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (child.stdout.split(), child.returncode) == (lines, code)

@@ -283,8 +283,8 @@ async def test_drain_finishes_what_is_open_and_takes_no_more(bench: Bench):
 
 async def test_a_crash_fails_every_request_and_hangs_none(model, engine):
     loop = EngineLoop(engine, {"no": np.zeros(1)}, 0, model.tokenizer, SERVE)
-    loop.start()
     generations = [loop.submit([1, 2, 3], greedy()) for _ in range(6)]
+    loop.start()
     for generation in generations:
         with pytest.raises(EngineError) as caught:
             await asyncio.wait_for(generation.result(), 20)

@@ -225,7 +225,7 @@ async def test_a_server_that_fails_is_infrastructure(make_bench: MakeBench) -> N
         base = bench.rollout("r2").base_url
         status, reply, _ = await bench.post(BODY | {"model": "far"}, base=base)
         assert (status, reply["error"]["code"]) == (502, "upstream_error")
-        assert "'judge'" in reply["error"]["message"]
+        assert "roles.judge.served_by" in reply["error"]["message"]
         assert bench.gateway.close_rollout("r2").unanswered == ("upstream_error",)
 
 

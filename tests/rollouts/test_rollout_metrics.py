@@ -14,6 +14,7 @@ from lightning_jax.rollouts.metrics import (
     eval_metrics,
     eval_metrics_by,
     rollout_metrics,
+    task_rewards,
     to_trajectories,
 )
 from lightning_jax.testing.records import trajectory, transition
@@ -27,7 +28,7 @@ def _rollout(index: int, status: str, **fields: object) -> Rollout:
     values = {
         "rollout_id": f"r{index}",
         "task_id": "t",
-        "group_id": "g",
+        "group_id": f"g{index}",
         "phase": "train",
         "step": 0,
         "index": index,
@@ -96,6 +97,23 @@ def test_an_evaluation_has_its_standard_error() -> None:
     assert metrics["eval/reward_stderr"] == pytest.approx(0.25)
     assert metrics["eval/num_infrastructure_failures"] == 1
     assert "eval/reward_mean" not in eval_metrics([])
+
+
+def test_repeats_of_a_task_count_as_one_measurement() -> None:
+    rewards = {"a": (1.0, 0.0, 0.5), "b": (1.0,), "c": (0.0, 0.0)}
+    rollouts = [
+        _rollout(index, "scored", reward=reward, task_id=task, group_id=f"g-{task}")
+        for task, values in rewards.items()
+        for index, reward in enumerate(values)
+    ]
+    rollouts.append(_rollout(1, "agent_failure", task_id="b", group_id="g-b", reason="deadline"))
+    metrics = eval_metrics(rollouts)
+    # Task means 0.5, 0.5 and 0: mean 1/3, variance 1/12.
+    assert (metrics["eval/num_tasks"], metrics["eval/num_agent_failures"]) == (3, 1)
+    assert metrics["eval/reward_mean"] == pytest.approx(1 / 3)
+    assert metrics["eval/reward_stderr"] == pytest.approx((1 / 12 / 3) ** 0.5)
+    newer = replace(rollouts[0], attempt=2, reward=0.25)
+    assert task_rewards([*rollouts, newer])["a"] == [0.25, 0.0, 0.5]
 
 
 def _of_task(index: int, status: str, **fields: object) -> Rollout:

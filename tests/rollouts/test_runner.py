@@ -14,6 +14,7 @@ import aiohttp
 import httpx
 import openai
 import pytest
+import toy_agent
 from coded import raises_coded
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -35,6 +36,7 @@ from lightning_jax.rollouts.runner import (
 )
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.traces.store import CRASH, STOP
 from lightning_jax.types import LLM, Rollout, Task
 
 TOY = Path(__file__).parents[1] / "toy_agent.py"
@@ -404,11 +406,39 @@ async def test_a_rollout_that_a_crash_broke_off_is_made_again_as_it_was(tmp_path
             if name == "broken":
                 lost = request.rollout(1)
                 runner.store.add_rollout(lost)
-                runner.store.abandon_running()
+                runner.store.abandon_running(CRASH)
             rollout = await runner.run(request)
             _, span = runner.store.spans(rollout.rollout_id)
             responses.append(span.attributes["lightning.response_token_ids"])
     assert rollout.attempt == 2 and responses[0] == responses[1]
+
+
+async def test_a_stopped_rollout_is_no_failure_and_repeats(tmp_path: Path) -> None:
+    responses, has_called = [], asyncio.Event()
+
+    async def waits(task: Task, llm: LLM) -> float:
+        reward = await toy_agent.run(task, llm)
+        if not has_called.is_set():
+            has_called.set()
+            await asyncio.sleep(60)
+        return reward
+
+    async with _runner(tmp_path, "run") as runner:
+        runner = replace(runner, agent=waits)
+        running = asyncio.create_task(_one(runner))
+        await has_called.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        again = await _one(runner)
+        stopped, scored = runner.store.rollouts()
+        assert (stopped.status, stopped.reason) == ("stopped", STOP)
+        assert scored == again and (again.status, again.attempt) == ("scored", 2)
+        for rollout in (stopped, scored):
+            spans = runner.store.spans(rollout.rollout_id)
+            name = "lightning.response_token_ids"
+            responses += [span.attributes[name] for span in spans if name in span.attributes]
+        assert len(responses) == 2 and responses[0] == responses[1]
 
 
 async def test_a_forged_root_does_not_end_the_run(tmp_path: Path) -> None:

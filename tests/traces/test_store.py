@@ -20,7 +20,14 @@ from coded import raises_coded
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.traces._sqlite import StoreError
-from lightning_jax.traces.store import LEGAL_TRANSITIONS, IllegalTransition, Store
+from lightning_jax.traces.store import (
+    CRASH,
+    LEGAL_TRANSITIONS,
+    STOP,
+    IllegalTransition,
+    Store,
+    TemporaryStore,
+)
 from lightning_jax.traces.tree import call_order
 from lightning_jax.types import Rollout, RolloutStatus, Span
 
@@ -39,7 +46,7 @@ def store(tmp_path: Path):
 
 def _move(store: Store, rollout_id: str, *statuses: RolloutStatus) -> None:
     for status in statuses:
-        failed = status.endswith("_failure")
+        failed = status == "stopped" or status.endswith("_failure")
         reward = 1.0 if status == "scored" else None
         store.set_status(rollout_id, status, reward=reward, reason="why" if failed else None)
 
@@ -50,6 +57,7 @@ PATHS: dict[RolloutStatus, tuple[RolloutStatus, ...]] = {
     "scored": ("running", "scored"),
     "agent_failure": ("running", "agent_failure"),
     "infrastructure_failure": ("running", "infrastructure_failure"),
+    "stopped": ("running", "stopped"),
 }
 
 
@@ -58,7 +66,9 @@ def test_only_legal_changes_happen(store: Store, old: RolloutStatus, new: Rollou
     store.add_rollout(QUEUED)
     _move(store, "r1", *PATHS[old])
     # The table of legal changes, written independently.
-    legal = (old, new) == ("queued", "running") or (old == "running" and new in STATUSES[2:])
+    legal = (old == "running" and new in STATUSES[2:]) or (
+        old == "queued" and new in ("running", "stopped")
+    )
     if legal:
         _move(store, "r1", new)
         assert store.rollout("r1").status == new
@@ -120,11 +130,12 @@ def test_a_resumed_run_gives_up_what_was_running(store: Store) -> None:
     for rollout_id, statuses in paths.items():
         store.add_rollout(replace(QUEUED, rollout_id=rollout_id))
         _move(store, rollout_id, *statuses)
-    assert store.abandon_running() == 2
-    assert [store.rollout(name).reason for name in "ab"] == ["crash"] * 2
-    assert counts(store) == {"infrastructure_failure": 2, "scored": 1}
+    assert store.abandon_running(STOP, "a") == 1
+    assert store.abandon_running(CRASH) == 1
+    assert [store.rollout(name).reason for name in "ab"] == [STOP, CRASH]
+    assert counts(store) == {"stopped": 2, "scored": 1}
     assert store.rollout("b").detail == "the run ended while this rollout was running"
-    assert store.abandon_running() == 0
+    assert store.abandon_running(CRASH) == 0
 
 
 def test_rollouts_of_other_settings_stay_on_record(store: Store) -> None:
@@ -396,3 +407,27 @@ def test_store_and_its_journals_are_private(tmp_path: Path) -> None:
         files = sorted(tmp_path.iterdir())
         assert len(files) == 3
         assert all(path.stat().st_mode & 0o077 == 0 for path in files)
+
+
+FORGOTTEN = """
+import sys
+from lightning_jax.traces.store import TemporaryStore
+
+store = TemporaryStore()
+sys.stdout.write(str(store.path.parent))
+"""
+
+
+def test_a_forgotten_temporary_store_is_deleted_silently_at_exit() -> None:
+    python = [sys.executable, "-X", "dev", "-c", FORGOTTEN]
+    ended = subprocess.run(python, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    assert ended.stdout and not Path(ended.stdout).exists()
+
+
+def test_closing_a_temporary_store_deletes_its_directory() -> None:
+    store = TemporaryStore()
+    assert store.path.exists()
+    store.close()
+    assert not store.path.parent.exists()
+    store.close()

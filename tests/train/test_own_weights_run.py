@@ -119,15 +119,15 @@ def test_after_a_break_each_policy_is_served_by_its_own_weights(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(models, tmp_path / "run")
-    policy_step = Run._policy_step
+    policy_sequences = Run._policy_sequences
 
     async def breaks(run: Run) -> Any:
         if run.step == 1:
             await run.saved()
             raise RuntimeError("the machine is gone")
-        return await policy_step(run)
+        return await policy_sequences(run)
 
-    monkeypatch.setattr(Run, "_policy_step", breaks)
+    monkeypatch.setattr(Run, "_policy_sequences", breaks)
     with pytest.raises(RuntimeError, match="the machine is gone"):
         asyncio.run(train(config, TASKS, []))
     monkeypatch.undo()

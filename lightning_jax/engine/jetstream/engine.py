@@ -28,6 +28,7 @@ from lightning_jax.engine.sampling import Sampled
 from lightning_jax.engine.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.attention.kv_cache import KVCache
+from lightning_jax.settings import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,11 @@ def _importing_jetstream() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"serve.orchestrator is jetstream, but {error.name} is not installed; install "
-            "lightning-jax[jetstream] and requirements-nodeps.txt (google-jetstream 0.2.2)"
+        raise ConfigError(
+            f"serve.orchestrator is jetstream, but {error.name} is not installed; run pip install "
+            "'lightning-jax[jetstream]' and pip install --no-deps google-jetstream==0.2.2",
+            reason="not_installed",
+            key="serve.orchestrator",
         ) from error
     finally:
         root.setLevel(level)

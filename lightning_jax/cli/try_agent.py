@@ -1,0 +1,142 @@
+"""`lightning-jax try`: run an agent on one task and show its rollouts as `view` does."""
+
+import asyncio
+import difflib
+import json
+import statistics
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.rule import Rule
+
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.settings import ConfigError, save_config
+from lightning_jax.studio.evaluation import cut_share, no_call_share
+from lightning_jax.studio.load import RunReader, recorded_settings
+from lightning_jax.studio.results import count_calls
+from lightning_jax.studio.terminal import render_rollout, render_run
+from lightning_jax.studio.text import cut, printable
+from lightning_jax.traces.store import Store, temporary_store
+from lightning_jax.train.config import Config
+from lightning_jax.train.data import load_tasks
+from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
+from lightning_jax.train.monitors import findings
+from lightning_jax.types import Rollout, Task
+
+MAX_TASK_CHARS = 400
+
+
+def try_agent(
+    config: Config,
+    source: PolicySource,
+    *,
+    task: str | None,
+    num_attempts: int,
+    is_greedy: bool,
+    record: Path | None,
+    chars: int,
+) -> int:
+    """Run the agent on one task and print each rollout. Return 0 if all attempts are scored.
+
+    The rollouts are kept only with `record`, the path of a store. Raises UserError if the settings,
+    the task or the policy are unusable.
+    """
+    console = Console(highlight=False)
+    # A failure is what the user wants to see, at once.
+    rollout = replace(config.rollout, max_attempts=1, max_infrastructure_failures=1.0)
+    config = replace(config, rollout=rollout)
+    found = find_task(config, task)
+    agent = config.agent.function if config.agent.command is None else config.agent.command[0]
+    shown = cut(printable(json.dumps(found, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
+    _say(console, f"{agent} on task {printable(found['id'])} with {source.label(config)}: {shown}")
+    store_context: AbstractContextManager[Store] = (
+        temporary_store() if record is None else closing(Store(record))
+    )
+    with store_context as store:
+        phase = "eval" if is_greedy else "train"
+        step = store.next_step(phase)
+        rollouts, tokenizer = asyncio.run(
+            _attempts(config, source, store, found, phase=phase, step=step, number=num_attempts)
+        )
+        reader = RunReader(
+            Path(store.path), store, config=config, tokenizer=tokenizer, has_credit=num_attempts > 1
+        )
+        for number, done in enumerate(rollouts):
+            if number:
+                console.print(Rule(style="dim"))
+            console.print(render_rollout(reader.rollout(done.rollout_id), console.width, chars))
+        if num_attempts > 1:
+            console.print(Rule(style="dim"))
+            view = reader.run(phase=phase, step=step, limit=num_attempts)
+            console.print(render_run(view, console.width))
+        for line in _summary(store, rollouts, is_greedy):
+            _say(console, line)
+    if record is not None:
+        save_config(config, recorded_settings(record))
+        _say(console, f"recorded; show it again with: lightning-jax view {record} ROLLOUT")
+    return 0 if all(done.status == "scored" for done in rollouts) else 1
+
+
+def find_task(config: Config, name: str | None) -> Task:
+    """Return the task with that id, or else at that position of the training tasks.
+
+    By default return the first. Raises ConfigError if there is none.
+    """
+    train_tasks, dev_tasks = load_tasks(config)
+    if name is None:
+        return train_tasks[0]
+    by_id = {task["id"]: task for task in (*dev_tasks, *train_tasks)}
+    if name in by_id:
+        return by_id[name]
+    if name.isdecimal() and int(name) < len(train_tasks):
+        return train_tasks[int(name)]
+    close = difflib.get_close_matches(name, by_id, n=3, cutoff=0.5)
+    hint = f"the closest are {', '.join(close)}" if close else f"such as {train_tasks[0]['id']}"
+    raise ConfigError(
+        f"no task has the id {name!r}; pass an id ({hint}), or a position below "
+        f"{len(train_tasks)}.",
+        reason="unknown",
+        key="--task",
+    )
+
+
+async def _attempts(
+    config: Config,
+    source: PolicySource,
+    store: Store,
+    task: Task,
+    *,
+    phase: str,
+    step: int,
+    number: int,
+) -> tuple[list[Rollout], Tokenizer]:
+    async with open_runner(config, source, store) as runner:
+        rollouts = await run_tasks(runner, [task], phase, step, number)
+        return rollouts, runner.gateway.engine.tokenizer
+
+
+def _summary(store: Store, rollouts: Sequence[Rollout], is_greedy: bool) -> list[str]:
+    """Return the spread of the rewards, and what would keep training from learning."""
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    lines = []
+    if len(rewards) > 1:
+        spread = statistics.stdev(rewards)
+        lines.append(f"reward {statistics.fmean(rewards):.3f}, standard deviation {spread:.3f}")
+    calls = count_calls(store, rollouts)
+    row = {
+        "rollout/num_scored": float(len(rollouts)),
+        "rollout/dropped_no_calls": no_call_share(rollouts, calls) * len(rollouts),
+        "rollout/cut_short_share": cut_share(rollouts, calls) or 0.0,
+        "train/equal_groups_share": float(
+            len(rewards) > 1 and len(set(rewards)) == 1 and not is_greedy
+        ),
+    }
+    notes = [finding.text.format(share=finding.share) for finding in findings(row)]
+    return lines + [f"note: {note}" for note in notes]
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,117 @@
+"""Tables of an evaluation and of its comparison with an earlier one. Pure functions."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lightning_jax.rollouts.metrics import eval_metrics
+from lightning_jax.studio.compare_tasks import TaskComparison
+from lightning_jax.studio.results import Calls
+from lightning_jax.studio.text import printable
+from lightning_jax.types import Metrics, Rollout
+
+MAX_COLUMNS = 5  # of the agent's own numbers; the others are listed below the table
+MAX_CHANGES = 10  # tasks in a comparison
+AGENT = "eval/agent_"  # the agent's own numbers in `eval_metrics`
+
+
+def no_call_share(rollouts: Sequence[Rollout], calls: Mapping[str, Calls]) -> float:
+    """Return the share of the scored rollouts that made no call."""
+    scored = [calls[r.rollout_id] for r in rollouts if r.status == "scored"]
+    return sum(found.number == 0 for found in scored) / max(len(scored), 1)
+
+
+def cut_share(rollouts: Sequence[Rollout], calls: Mapping[str, Calls]) -> float | None:
+    """Return the share of the responses that ended at the token limit, or None if unknown."""
+    found = [calls[rollout.rollout_id] for rollout in rollouts]
+    total = sum(part.num_responses for part in found)
+    return sum(part.num_cut for part in found) / total if total else None
+
+
+def render_evaluation(
+    parts: Mapping[str, Sequence[Rollout]], calls: Mapping[str, Calls]
+) -> RenderableType:
+    """Render a line for each part, such as all rollouts or those of one kind of task.
+
+    The error is the standard error of the mean over tasks.
+    """
+    metrics = {name: eval_metrics(rollouts) for name, rollouts in parts.items()}
+    numbers = dict.fromkeys(
+        name.removeprefix(AGENT).removesuffix("_mean")
+        for found in metrics.values()
+        for name in found
+        if name.startswith(AGENT)
+    )
+    columns, others = list(numbers)[:MAX_COLUMNS], list(numbers)[MAX_COLUMNS:]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("tasks")
+    for name in ("n", "reward", "failed", "no call", "calls", "cut", *map(printable, columns)):
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    for part, found in metrics.items():
+        table.add_row(
+            Text(printable(part)),
+            f"{found['eval/num_tasks']:.0f}",
+            _reward(found),
+            f"{_num_failed(found):.0f}",
+            f"{no_call_share(parts[part], calls):.0%}",
+            _calls(parts[part], calls),
+            _share(cut_share(parts[part], calls)),
+            *(_number(found, name) for name in columns),
+        )
+    below = [
+        Text(f"{printable(part)}: " + "  ".join(f"{n} {_number(found, n)}" for n in others))
+        for part, found in metrics.items()
+        if others
+    ]
+    return Group(table, *below)
+
+
+def _reward(metrics: Metrics) -> str:
+    if "eval/reward_mean" not in metrics:
+        return ""
+    return f"{metrics['eval/reward_mean']:.3f} ± {metrics['eval/reward_stderr']:.3f}"
+
+
+def _num_failed(metrics: Metrics) -> float:
+    return metrics["eval/num_agent_failures"] + metrics["eval/num_infrastructure_failures"]
+
+
+def _calls(rollouts: Sequence[Rollout], calls: Mapping[str, Calls]) -> str:
+    total = sum(calls[rollout.rollout_id].number for rollout in rollouts)
+    return f"{total / max(len(rollouts), 1):.1f}"
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def _number(metrics: Metrics, name: str) -> str:
+    value = metrics.get(f"{AGENT}{name}_mean")
+    return "" if value is None else f"{value:.3f}"
+
+
+def render_comparison(comparison: TaskComparison, with_what: str) -> RenderableType:
+    """Render how a result differs from an earlier one, and the tasks that changed most."""
+    found, number = comparison, len(comparison.changes)
+    head = f"compared with {printable(with_what)} on {number} common tasks"
+    if found.num_only_before or found.num_only_after:
+        head += f" ({found.num_only_before} only there, {found.num_only_after} only here)"
+    if found.change_mean is None:
+        return Text(head)
+    result = Text(
+        f"reward {found.change_mean:+.3f} ± {found.change_stderr:.3f}; {found.num_won} won, "
+        f"{found.num_lost} lost, {found.num_equal} equal; sign test p = {found.p_value:.2g}"
+    )
+    most = [change for change in found.changes if change.change][:MAX_CHANGES]
+    if not most:
+        return Group(Text(head), result)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("task", overflow="fold")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for change in most:
+        values = (f"{change.before:.3f}", f"{change.after:.3f}", f"{change.change:+.3f}")
+        table.add_row(Text(printable(change.task_id)), *values)
+    return Group(Text(head), result, "", table)

@@ -1,0 +1,128 @@
+"""Results of an evaluation for each task: made from rollouts, saved as JSON lines, read again."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+from lightning_jax.rollouts.metrics import task_rewards
+from lightning_jax.settings import ConfigError
+from lightning_jax.studio.compare_tasks import Rewards
+from lightning_jax.system.files import write_whole
+from lightning_jax.traces import attributes
+from lightning_jax.traces.store import Store
+from lightning_jax.traces.tree import from_gateway, is_gateway_call
+from lightning_jax.train.task_files import read_records
+from lightning_jax.types import FINISHED, Rollout
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Number of a rollout's calls, and of its responses that ended at the token limit."""
+
+    number: int
+    num_responses: int  # 0 if another server answered
+    num_cut: int
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Rollouts of one task."""
+
+    id: str
+    rewards: tuple[float, ...]  # of finished rollouts; a failed agent has earned 0
+    num_calls: tuple[int, ...]
+    failures: Mapping[str, int]  # number of failed rollouts by reason
+    metrics: Mapping[str, float]  # means of the other numbers that the agent returned
+
+
+def count_calls(store: Store, rollouts: Sequence[Rollout]) -> dict[str, Calls]:
+    """Return the calls of each rollout by its id."""
+    found = {}
+    for rollout in rollouts:
+        spans = [span for span in store.spans(rollout.rollout_id) if from_gateway(span)]
+        reasons = [
+            reason
+            for span in spans
+            for reason in span.attributes.get(attributes.RESPONSE_FINISH_REASONS, ())
+        ]
+        number = sum(map(is_gateway_call, spans))
+        found[rollout.rollout_id] = Calls(number, len(reasons), reasons.count("length"))
+    return found
+
+
+def task_results(rollouts: Sequence[Rollout], calls: Mapping[str, Calls]) -> list[TaskResult]:
+    """Return the result of each task, in the order of the rollouts."""
+    by_task: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        by_task[rollout.task_id].append(rollout)
+    rewards = task_rewards(rollouts)
+    return [
+        TaskResult(
+            id=task,
+            rewards=tuple(rewards.get(task, ())),
+            num_calls=tuple(calls[rollout.rollout_id].number for rollout in members),
+            failures=dict(Counter(r.reason for r in members if r.reason is not None)),
+            metrics=_mean_metrics(members),
+        )
+        for task, members in by_task.items()
+    ]
+
+
+def _mean_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean of each number over finished rollouts, with 0 where it is missing."""
+    finished = [rollout.metrics for rollout in rollouts if rollout.status in FINISHED]
+    names = dict.fromkeys(name for metrics in finished for name in metrics)
+    return {name: fmean(metrics.get(name, 0.0) for metrics in finished) for name in names}
+
+
+def write_results(path: Path, results: Sequence[TaskResult]) -> None:
+    """Write a line of JSON for each task."""
+    write_whole(path, "".join(json.dumps(asdict(result)) + "\n" for result in results))
+
+
+def read_rewards(path: Path) -> tuple[str, Rewards]:
+    """Return (name, rewards of each task) of saved results or of a run's last evaluation.
+
+    Raises UserError if there are none.
+    """
+    return _of_run(path) if path.is_dir() else (str(path), _of_file(path))
+
+
+def _of_file(path: Path) -> Rewards:
+    found: dict[str, list[float]] = {}
+    for where, record in read_records(path):
+        task, rewards = record.get("id"), record.get("rewards")
+        if (
+            not isinstance(task, str)
+            or not isinstance(rewards, list)
+            or not all(isinstance(reward, int | float) for reward in rewards)
+        ):
+            raise ConfigError(
+                f"{where} is no result of a task; expected a file that eval --save wrote.",
+                reason="malformed",
+                key=where,
+            )
+        found[task] = rewards
+    return found
+
+
+def _of_run(directory: Path) -> tuple[str, Rewards]:
+    path = directory / "store.sqlite"
+    rollouts: list[Rollout] = []
+    if path.is_file():
+        with closing(Store(path, read_only=True)) as store:
+            rollouts = [r for r in store.rollouts(phase="eval") if not r.superseded]
+    last = max((rollout.step for rollout in rollouts if rollout.status in FINISHED), default=None)
+    if last is None:
+        raise ConfigError(
+            f"{directory} has no evaluation; expected a run with one, or a file that eval --save "
+            "wrote.",
+            reason="empty",
+            key=str(directory),
+        )
+    measured = task_rewards([rollout for rollout in rollouts if rollout.step == last])
+    return f"{directory}, step {last}", measured

@@ -1,0 +1,164 @@
+"""Rollouts without training, on a policy or on another server. No run directory is written."""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from lightning_jax.engine.by_policy import LoopsByPolicy
+from lightning_jax.engine.engine import Engine, make_programs
+from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.remote import RemoteEngine, remote_routing
+from lightning_jax.gateway.routing import Routing
+from lightning_jax.models.formats.load import load_like, load_model
+from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.rollouts.collect import wait_for_spans
+from lightning_jax.rollouts.program import make_agent
+from lightning_jax.rollouts.runner import (
+    AgentFunction,
+    Runner,
+    as_agent,
+    make_requests,
+    run_requests,
+)
+from lightning_jax.settings import ConfigError
+from lightning_jax.traces.config import RoleConfig
+from lightning_jax.traces.store import Store
+from lightning_jax.train.config import Config
+from lightning_jax.train.export import EXPORTED
+from lightning_jax.train.progress import Progress, show_progress
+from lightning_jax.train.startup import open_service, with_dtypes
+from lightning_jax.types import Rollout, Task
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """Weights or a server that answers an agent's calls.
+
+    By default these are the weights that a run of the settings starts from. At most one field is
+    set.
+    """
+
+    run_dir: Path | None = None  # the policy that this run trained
+    model: str | None = None  # a model in place of `model.name`
+    server: RoleConfig | None = None  # see `gateway.remote.remote_role`
+
+    def label(self, config: Config) -> str:
+        """Return the policy's name for people."""
+        if self.server is not None:
+            named = self.server.served_model
+            return f"{named} at {self.server.served_by}" if named else self.server.served_by
+        return str(self.run_dir / "policy") if self.run_dir else self.model or config.model.name
+
+    def model_names(self, config: Config) -> list[str]:
+        """Return the model of each policy of the settings, in order, or the only one.
+
+        Raises ConfigError if the run has no trained policy.
+        """
+        if self.run_dir is not None:
+            _exported_step(self.run_dir)
+            return [str(self.run_dir / "policy" / name) for name in config.policies or ("",)]
+        if self.model is not None:
+            return [self.model] * max(len(config.policies), 1)
+        bases = [policy.base for policy in config.policies.values()] or [None]
+        return [base or config.model.name for base in bases]
+
+    @property
+    def version(self) -> int:
+        """Number of steps that trained the weights."""
+        return 0 if self.run_dir is None else _exported_step(self.run_dir)
+
+
+def _exported_step(run_dir: Path) -> int:
+    """Return the step of the run's trained policy. Raises ConfigError if there is none."""
+    exported = run_dir / EXPORTED
+    if not exported.is_file():
+        fact = "has no trained policy yet" if run_dir.is_dir() else "does not exist"
+        fix = "let the run end" if run_dir.is_dir() else "check the path"
+        raise ConfigError(f"run {run_dir} {fact}; {fix}.", reason="not_found", key=str(run_dir))
+    return json.loads(exported.read_text())["step"]
+
+
+@asynccontextmanager
+async def open_runner(
+    config: Config, source: PolicySource, store: Store, *, agent: AgentFunction | None = None
+) -> AsyncIterator[Runner]:
+    """Yield a runner of the agent whose calls `source` answers, recorded in the store.
+
+    `agent` is by default the one that `config` names. Everything but the store is closed at the
+    end. Raises UserError if the agent, the policy or the server's settings are unusable.
+    """
+    made = make_agent(config.agent) if agent is None else as_agent(agent)
+    if source.server is not None:
+        remote = RemoteEngine(source.label(config), config.serve)
+        gateway = Gateway(remote, store, routing=remote_routing(config.roles, source.server))
+        engines: Sequence[Engine] = ()
+    else:
+        gateway, engines = _serve_policies(with_dtypes(config), source, store)
+    async with open_service(gateway, engines, made, config) as runner:
+        yield runner
+
+
+def _serve_policies(
+    config: Config, source: PolicySource, store: Store
+) -> tuple[Gateway, Sequence[Engine]]:
+    """Load the weights and return a gateway to them, with its engines.
+
+    Adapters are not stacked: a trained policy has them merged, and before training they are zero.
+    """
+    names = source.model_names(config)
+    has_initial = any(role.served_by == "initial" for role in config.roles.values())
+    first, *others = dict.fromkeys(names + [config.model.name] * has_initial)
+    model = load_model(first, config.model.dtype, config.model.activation_dtype)
+    mesh = serving_mesh(config.serve.mesh, config.mesh)
+    programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
+    engines = {
+        name: Engine(
+            model if name == first else load_like(model, name),
+            config.serve,
+            programs=programs,
+            version=source.version if name in names else 0,
+        )
+        for name in (first, *others)
+    }
+
+    def responders(models: Sequence[str]) -> Engine | LoopsByPolicy:
+        answering = [engines[name] for name in models]
+        return LoopsByPolicy(answering) if config.policies else answering[0]
+
+    gateway = Gateway(
+        responders(names),
+        store,
+        routing=Routing(config.roles, config.policies),
+        initial=responders([config.model.name] * len(names)) if has_initial else None,
+    )
+    return gateway, list(engines.values())
+
+
+async def run_tasks(
+    runner: Runner, tasks: Sequence[Task], phase: str, step: int, group_size: int
+) -> list[Rollout]:
+    """Return `group_size` finished rollouts of each task, with the progress on the screen.
+
+    Raises TooManyFailures if the infrastructure failed too often.
+    """
+    requests = make_requests(tasks, phase, step, group_size)
+    progress = Progress(lambda: runner.gateway.stats().get("serve/tokens_generated", 0.0))
+    progress.begin("rollouts", len(requests))
+    with (
+        logging_redirect_tqdm(),
+        tqdm(total=len(requests), unit="rollout", disable=None, leave=False) as bar,
+    ):
+
+        def count(rollout: Rollout) -> None:
+            progress.advance()
+            bar.update()
+
+        async with show_progress(progress, bar):
+            rollouts = await run_requests(requests, runner, on_done=count)
+    await wait_for_spans(runner.store)
+    return rollouts

@@ -1,0 +1,135 @@
+"""Tests of `lightning-jax eval`, on a run's policy and on another server."""
+
+import json
+import re
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from agent_folder import write_folder
+from remote_server import serving
+
+from lightning_jax.cli.main import main
+from lightning_jax.rollouts.metrics import task_rewards
+from lightning_jax.traces.store import Store
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a user's folder with a run of a policy that echoes nothing right."""
+    folder = tmp_path_factory.mktemp("eval")
+    write_folder(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _inside(folder: Path, monkeypatch: pytest.MonkeyPatch, restored_sigterm: None) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def _row(lines: list[list[str]], name: str) -> list[str]:
+    (row,) = (line[1:] for line in lines if line[:1] == [name] and len(line) > 3)
+    return row
+
+
+def test_a_policy_scores_as_in_its_run(capsys: pytest.CaptureFixture[str]) -> None:
+    agent = Path("agent.py").read_text()
+    # The reward depends on the weights, so that equal rewards mean equal weights.
+    Path("letters.py").write_text(
+        agent.replace(
+            'float(reply.choices[0].message.content == "right")',
+            "-round(reply.choices[0].logprobs.content[0].logprob, 3)",
+        ).replace("max_tokens=4", "max_tokens=4, logprobs=True")
+    )
+    settings = ["agent.function=letters.py:run", "num_steps=0"]
+    assert main(["train", "--config", "config.yaml", *settings]) == 0
+    capsys.readouterr()
+    flags = ["--run", "run", "--compare", "run", "--save", "after.jsonl"]
+    assert main(["eval", *flags]) == 0
+    lines = _lines(capsys)
+    assert ["compared", "with", "run,", "step", "0", "on", "6", "common", "tasks"] in lines
+    assert any("0 won, 0 lost, 6 equal" in " ".join(line) for line in lines)
+    saved = [json.loads(line) for line in Path("after.jsonl").read_text().splitlines()]
+    with closing(Store(Path("run/store.sqlite"), read_only=True)) as store:
+        trained = task_rewards(store.rollouts(phase="eval"))
+    assert {result["id"]: result["rewards"] for result in saved} == trained
+    assert len({tuple(rewards) for rewards in trained.values()}) > 1
+    # The initial policy is the same one, because the run made no step.
+    initial = ["eval", "config.yaml", settings[0], "--limit", "2", "--compare", "after.jsonl"]
+    assert main(initial) == 0
+    lines = _lines(capsys)
+    assert any("0 won, 0 lost, 2 equal" in " ".join(line) for line in lines)
+    assert _row(lines, "all")[0] == "2"
+    assert sorted(path.name for path in Path().iterdir() if path.is_dir()) == ["run"]
+
+
+def test_a_server_is_scored_by_field_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    def reply(text: str) -> str:
+        return "right" if text in ("1 + 1", "3 + 3", "4 + 4") else "wrong"
+
+    with serving(reply) as server:
+        flags = ["--url", server.url, "--model", "big", "--save", "first.jsonl", "--repeats", "2"]
+        assert main(["eval", *flags]) == 0
+    lines = _lines(capsys)
+    # Tasks, reward, error, failed, no call, calls, the agent's own number.
+    assert _row(lines, "all") == ["6", "0.500", "±", "0.224", "0", "0%", "1.0", "0.250"]
+    assert _row(lines, "kind=even") == ["3", "0.333", "±", "0.333", "0", "0%", "1.0", "0.250"]
+    assert _row(lines, "kind=odd")[:2] == ["3", "0.667"]
+    assert len(server.bodies) == 12
+    first = json.loads(Path("first.jsonl").read_text().splitlines()[0])
+    assert first == {
+        "id": "d0",
+        "rewards": [0.0, 0.0],
+        "num_calls": [1, 1],
+        "failures": {},
+        "metrics": {"own": 0.25},
+    }
+    with serving(lambda text: "right") as server:
+        assert main(["eval", "--url", server.url, "--compare", "first.jsonl"]) == 0
+    lines = _lines(capsys)
+    assert any("3 won, 0 lost, 3 equal; sign test p = 0.25" in " ".join(line) for line in lines)
+    assert ["d0", "0.000", "1.000", "+1.000"] in lines
+
+
+def test_failures_and_rollouts_without_a_call_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda text: "right") as server:
+        flags = ["--url", server.url, "--tasks", "train", "--limit", "5"]
+        assert main(["eval", *flags, "--save", "train.jsonl"]) == 0
+        printed = capsys.readouterr().out
+        lines = [line.split() for line in printed.splitlines()]
+        # The agent breaks in one of five tasks and makes no call in one of the four others.
+        assert _row(lines, "all")[:6] == ["5", "0.800", "±", "0.200", "1", "25%"]
+        assert re.search(r"agent: 1 KeyError, .*agent\.py:8 in run", printed)
+        assert "note: 25%" in printed
+        assert main(["eval", "--url", server.url, "--tasks", "dev.jsonl", "--limit", "3"]) == 0
+        assert _row(_lines(capsys), "all")[0] == "3"
+    results = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
+    assert [result["failures"] for result in results] == [{}, {"KeyError": 1}, {}, {}, {}]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--save", "results.csv"], ("--save", "results.csv", ".jsonl")),
+        (["--save", "no/results.jsonl"], ("--save", "no/results.jsonl")),
+        (["--compare", "none.jsonl"], ("none.jsonl",)),
+        (["--compare", "dev.jsonl"], ("dev.jsonl:1",)),
+        (["--compare", "."], ("no evaluation",)),
+        (["--tasks", "none.jsonl"], ("none.jsonl",)),
+        (["--model", "./none"], ("'./none'",)),
+        (["agent.function=agent.py:run", "--url", "http://127.0.0.1:1/v1"], ("upstream_error",)),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    flags: list[str],
+    words: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["eval", "rollout.retry_delay_s=0", *flags]) == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and all(word in errors[0] for word in words), errors
