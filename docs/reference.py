@@ -74,7 +74,7 @@ def command_line() -> str:
 
 
 def _is_shown(action: argparse.Action) -> bool:
-    return action.required and not isinstance(action, argparse._HelpAction)
+    return action.required and action.nargs != "*"
 
 
 def _flag(action: argparse.Action) -> str:
