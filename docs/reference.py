@@ -156,7 +156,8 @@ def failures() -> str:
     text += (
         "\n## Of a call\n\n"
         "The gateway refuses a call in the error format of its client API. Errors of 500 and\n"
-        "above are the infrastructure's: if no retry is answered, the whole rollout is tried again.\n\n"
+        "above are the infrastructure's: if no retry is answered, the whole rollout is tried\n"
+        "again.\n\n"
     )
     rows = [(str(status), f"`{code}`", words) for code, (status, words) in CODES.items()]
     return text + _table(("status", "code", "meaning"), rows)

@@ -60,8 +60,8 @@ def test_every_error_code_of_the_gateway_is_listed() -> None:
     for call in _calls("gateway", {"ApiError", "_server_error", "_too_many", "invalid"}):
         kind = ast.unparse(call.func)
         index = {"_too_many": 0, "invalid": 2}.get(kind, 1)
-        if len(call.args) > index and isinstance(call.args[index], ast.Constant):
-            codes.add(str(call.args[index].value))
+        if len(call.args) > index and isinstance(code := call.args[index], ast.Constant):
+            codes.add(str(code.value))
     assert len(codes) > 15 and codes - set(CODES) == set()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from lightning_jax.studio.evaluation import (
     render_evaluation,
 )
 from lightning_jax.studio.results import count_calls, read_rewards, task_results, write_results
-from lightning_jax.traces.store import Store, temporary_store
+from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import load_tasks
 from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
@@ -58,7 +59,7 @@ def evaluate(config: Config, source: PolicySource, evaluation: Evaluation) -> No
     repeats = f" x {evaluation.repeats}" * (evaluation.repeats > 1)
     what = f"{len(tasks)}{repeats} tasks ({evaluation.tasks}), {how}"
     console.print(f"{source.label(config)} on {what}", markup=False, soft_wrap=True)
-    with temporary_store() as store:
+    with closing(TemporaryStore()) as store:
         rollouts = asyncio.run(_rollouts(config, source, store, tasks, evaluation))
         FailureWatch(store).observe(rollouts, "the evaluation")
         _print_results(console, config, store, tasks, rollouts)

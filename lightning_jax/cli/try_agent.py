@@ -5,7 +5,7 @@ import difflib
 import json
 import statistics
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from lightning_jax.studio.load import RunReader, recorded_settings
 from lightning_jax.studio.results import count_calls
 from lightning_jax.studio.terminal import render_rollout, render_run
 from lightning_jax.studio.text import cut, printable
-from lightning_jax.traces.store import Store, temporary_store
+from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import load_tasks
 from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
@@ -52,10 +52,7 @@ def try_agent(
     agent = config.agent.function if config.agent.command is None else config.agent.command[0]
     shown = cut(printable(json.dumps(found, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
     _say(console, f"{agent} on task {printable(found['id'])} with {source.label(config)}: {shown}")
-    store_context: AbstractContextManager[Store] = (
-        temporary_store() if record is None else closing(Store(record))
-    )
-    with store_context as store:
+    with closing(Store(record) if record else TemporaryStore()) as store:
         phase = "eval" if is_greedy else "train"
         step = store.next_step(phase)
         rollouts, tokenizer = asyncio.run(

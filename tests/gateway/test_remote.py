@@ -1,5 +1,7 @@
 """Tests of a gateway without a model, whose calls all go to another server."""
 
+from contextlib import closing
+
 import openai
 import pytest
 from aiohttp import web
@@ -11,7 +13,7 @@ from lightning_jax.gateway.remote import RemoteEngine, remote_role, remote_routi
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RoleConfig
-from lightning_jax.traces.store import temporary_store
+from lightning_jax.traces.store import TemporaryStore
 
 URL = "http://localhost:8000/v1"
 
@@ -53,7 +55,7 @@ async def test_the_server_answers_and_a_wrong_port_is_infrastructure() -> None:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
     messages = [{"role": "user", "content": "Hello"}]
-    with temporary_store() as store:
+    with closing(TemporaryStore()) as store:
         async with TestServer(app) as server:
             url = str(server.make_url("/v1"))
             routing = remote_routing({}, remote_role(url, "its-key", "big"))

@@ -1,5 +1,6 @@
 """Tests of rollouts without training: several policies, and roles that the initial weights play."""
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from lightning_jax.settings import load_config
 from lightning_jax.testing.tiny import TINY_RUN, tiny_model
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.convert import spans_to_transitions
-from lightning_jax.traces.store import temporary_store
+from lightning_jax.traces.store import TemporaryStore
 from lightning_jax.train.config import Config
 from lightning_jax.train.export import EXPORTED
 from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
@@ -44,7 +45,7 @@ async def test_each_policy_of_a_run_answers_its_role(trained: Path) -> None:
     )
     task = {"id": "t", "question": "Who?"}
     calls = {}
-    with temporary_store() as store:
+    with closing(TemporaryStore()) as store:
         for step, source in enumerate((PolicySource(run_dir=trained / "run"), PolicySource())):
             async with open_runner(config, source, store, agent=toy_agent.three_policies) as runner:
                 (rollout,) = await run_tasks(runner, [task], "eval", step, 1)
