@@ -90,9 +90,9 @@ COMMANDS = [
 ]
 
 
-def _check_settings(config: str, settings: list[str]) -> None:
+def _check_settings(config: str | None, settings: list[str]) -> None:
     """Check that settings load after the file, or after the starter's if it is a placeholder."""
-    path = ROOT / config
+    path = ROOT / (config or STARTER)
     base = str(path if path.is_file() else ROOT / STARTER)
     files = [word for word in settings if "=" not in word and word.endswith(".yaml")]
     assert len(settings) == len(files) + sum("=" in word for word in settings), settings
