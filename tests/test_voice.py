@@ -38,6 +38,7 @@ def _trees(*directories: str) -> Iterator[tuple[str, ast.Module]]:
     """Yield the path and the syntax tree of each file."""
     for directory in directories:
         paths = sorted((ROOT / directory).rglob("*.py"))
+        paths = [path for path in paths if ".venvs" not in path.parts]
         assert paths, f"{directory}/ has no Python files"
         for path in paths:
             yield str(path.relative_to(ROOT)), ast.parse(path.read_text())

@@ -10,7 +10,13 @@ from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import load_tasks
 from lightning_jax.train.multihost import is_leader
-from lightning_jax.train.report import failure_table, learning_table, result_table
+from lightning_jax.train.report import (
+    checkpoint_line,
+    failure_table,
+    is_untrained,
+    learning_table,
+    result_table,
+)
 from lightning_jax.train.trainer import train
 from lightning_jax.types import Task
 
@@ -38,7 +44,9 @@ def train_and_report(config: Config) -> None:
         print("\n" + learned)
     with closing(Store(directory / "store.sqlite")) as store:
         print("\n" + failure_table(store))
+    print("\n" + checkpoint_line(directory, config.checkpoint.keep))
     policy = directory / "policy"
-    print(f"\ncurves: {directory / 'curves.png'}   policy: {policy}")
+    untrained = " (no rollout changed it)" if is_untrained(rows) else ""
+    print(f"curves: {directory / 'curves.png'}   policy: {policy}{untrained}")
     if not config.policies:
         print(f"next: lightning-jax view {directory}; lightning-jax serve --model {policy}")

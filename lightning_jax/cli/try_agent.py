@@ -52,7 +52,7 @@ def try_agent(
     agent = config.agent.function if config.agent.command is None else config.agent.command[0]
     shown = cut(printable(json.dumps(found, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
     _say(console, f"{agent} on task {printable(found['id'])} with {source.label(config)}: {shown}")
-    with closing(Store(record) if record else TemporaryStore()) as store:
+    with closing(TemporaryStore() if record is None else Store(record)) as store:
         phase = "eval" if is_greedy else "train"
         step = store.next_step(phase)
         rollouts, tokenizer = asyncio.run(

@@ -1,0 +1,1 @@
+"""Prompts in, sampled tokens and log-probs out. Continuous batching, prefix cache, grammars."""

@@ -136,7 +136,7 @@ class Batcher:
             for request in list(self._scheduler.running.values()):
                 adjuster = request.adjuster
                 if adjuster and not request.is_unread:
-                    self._try(request, adjuster.look)
+                    self._try(request, adjuster.poll)
                     if adjuster.matcher and not adjuster.is_ready:
                         late.append(adjuster.matcher.fileno())
             if not late or is_over():

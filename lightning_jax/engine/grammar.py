@@ -198,13 +198,13 @@ class Matcher:
         Blocks until the mask arrives. Raises GrammarError if the grammar allows no token or is too
         complex, and GrammarProcessLost if its process was lost.
         """
-        self._look(None)
+        self._receive(None)
         assert self._packed is not None, "without a timeout there is always a reply"
         return self._packed
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take the mask of the next token if it has arrived. Raises the errors of `packed`."""
-        self._look(0.0)
+        self._receive(0.0)
 
     @property
     def has_mask(self) -> bool:
@@ -237,7 +237,7 @@ class Matcher:
         """Release this response's matcher in the grammar process."""
         self._replies.close()
 
-    def _look(self, timeout_s: float | None) -> bool:
+    def _receive(self, timeout_s: float | None) -> bool:
         """Take the reply if it arrives in time. An error is raised again on every later call."""
         if self._error is not None:
             raise copy.copy(self._error)

@@ -81,7 +81,7 @@ def brief(message: str) -> str:
     return " ".join(message.split()).rstrip(".")[:300]
 
 
-def look(matcher: llguidance.LLMatcher) -> bytes:
+def next_reply(matcher: llguidance.LLMatcher) -> bytes:
     """Return a reply with the tokens that may come next."""
     ahead = matcher.compute_ff_tokens()  # never includes a forced end of turn
     mask = b"" if ahead else matcher.compute_bitmask()
@@ -97,7 +97,7 @@ def look(matcher: llguidance.LLMatcher) -> bytes:
 def push(matcher: llguidance.LLMatcher, token_id: int) -> bytes:
     """Consume a sampled token, and return the reply for the next one."""
     if matcher.consume_token(token_id):
-        return look(matcher)
+        return next_reply(matcher)
     return failed(
         f"the grammar does not allow token {token_id}: {brief(matcher.get_error())}; pass only "
         "tokens that the mask allows",
@@ -189,7 +189,7 @@ class GrammarProcess:
                 "llguidance supports in a grammar or JSON schema"
             )
         else:
-            self._compiled, self._first = compiled, look(compiled)
+            self._compiled, self._first = compiled, next_reply(compiled)
 
     def _adopt(self) -> bool:
         """Accept the socket of a new response and send the first mask.
@@ -276,6 +276,7 @@ class ForkServer:
                     continue
                 message = receive_message(self._control)
                 if message is None:
+                    signal.set_wakeup_fd(-1)  # children may end after its socket is closed
                     return
                 self._fork(message[0].decode(), socket.socket(fileno=message[1][0]))
 

@@ -70,13 +70,13 @@ class LogitAdjuster:
             self.matcher.close()
             self.matcher = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take the mask of the next token if it has arrived.
 
         Raises the errors of `Matcher.packed`.
         """
         if self.matcher:
-            self.matcher.look()
+            self.matcher.poll()
 
     @property
     def is_ready(self) -> bool:
@@ -113,7 +113,7 @@ class LogitAdjuster:
     def push(self, token_id: int) -> None:
         """Record a sampled token that does not end the response.
 
-        If the grammar does not allow it, the next `look` raises.
+        If the grammar does not allow it, the next `poll` raises.
         """
         self.counts[token_id] += 1
         if self.matcher:

@@ -1,6 +1,7 @@
 """Answer to a request: render its prompts, submit them to the engine, follow and record them."""
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Sequence
@@ -195,8 +196,13 @@ class Responder:
         """
         count = len(call.choices)
         writers = [(self._parser(call.request), AnswerBuilder(i)) for i in range(count)]
+
+        def waited_s() -> float:
+            return max(builder.waited_s for _, builder in writers)
+
         try:
-            completions = await self._generate(call, writers, running)
+            with rollout.waiting(waited_s) if rollout else contextlib.nullcontext():
+                completions = await self._generate(call, writers, running)
         except (Exception, asyncio.CancelledError) as error:
             failure = error_of(error, call)
             await write(self.store, call.rollout_id, call.failed(error, failure))

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -44,6 +44,7 @@ class Traffic:
     unanswered: tuple[str, ...]
     num_cancelled: int  # the agent disconnected or ended before the answer was ready
     num_forgotten: int  # answers dropped because of serve.max_kept_mib_per_rollout
+    waited_s: float = 0.0  # time that calls waited for their first token, summed over the calls
 
 
 @dataclass
@@ -98,6 +99,8 @@ class OpenRollout:
     choices_in_flight: int = 0
     most_choices: int = 0  # maximum of `choices_in_flight`
     num_tokens: int = 0  # in the prompts and responses of all calls
+    waited_s: float = 0.0  # until the first token of each call that has ended
+    waits: list[Callable[[], float]] = field(default_factory=list)  # the same of each running call
     unanswered: dict[str, str] = field(default_factory=dict)  # error code by a call's identity
 
     def __post_init__(self) -> None:
@@ -145,6 +148,16 @@ class OpenRollout:
         finally:
             self.in_flight.discard(task)
 
+    @contextmanager
+    def waiting(self, seconds: Callable[[], float]) -> Iterator[None]:
+        """Count the seconds until a call's first token, which `seconds` returns at any time."""
+        self.waits.append(seconds)
+        try:
+            yield
+        finally:
+            self.waits.remove(seconds)
+            self.waited_s += seconds()
+
     def check_room(self, num_choices: int) -> None:
         """Raise ApiError if this many more responses would exceed the rollout's limits."""
         limit = self.limits.max_choices_per_rollout
@@ -178,6 +191,7 @@ class OpenRollout:
     def end(self) -> Traffic:
         """Cancel the calls in flight and return the rollout's traffic."""
         abandoned = list(self.in_flight)
+        waited_s = self.waited_s + sum(seconds() for seconds in self.waits)
         self.in_flight.clear()
         for task in abandoned:
             task.cancel()
@@ -186,6 +200,7 @@ class OpenRollout:
             unanswered=tuple(self.unanswered.values()),
             num_cancelled=self.num_cancelled + len(abandoned),
             num_forgotten=self.calls.num_forgotten + self.conversations.num_forgotten,
+            waited_s=waited_s,
         )
 
 

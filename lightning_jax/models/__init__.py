@@ -1,0 +1,1 @@
+"""One decoder: weights in, logits out. Formats, sharding, attention kernels, tokenizer."""

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 PRODUCT = 512, 576, 1536  # a row of a training batch times a kernel of a small model
 TURNS = 10
-CLEARLY = 0.9  # share of float32's time; the CPUs measured so far differ by a factor of two
+MAX_TIME_SHARE = 0.9  # of float32's time, for bfloat16 to be chosen; CPUs differ by a factor of two
 
 
 def resolve_dtype(model: ModelConfig, platform: str | None = None) -> ModelConfig:
@@ -35,7 +35,7 @@ def resolve_dtype(model: ModelConfig, platform: str | None = None) -> ModelConfi
 
 
 def _faster(model: ModelConfig, float32_s: float, bfloat16_s: float) -> ModelConfig:
-    is_narrow = bfloat16_s < CLEARLY * float32_s
+    is_narrow = bfloat16_s < MAX_TIME_SHARE * float32_s
     log.info(
         "model.dtype=auto resolves to %s on this CPU: a product of %d x %d x %d takes %.1f ms in "
         "float32 and %.1f ms in bfloat16",

@@ -1,6 +1,6 @@
 """Shardings of parameters, batches and caches on the device mesh, by the table in mesh_axes.py.
 
-In a multi-process run all processes must call `place` and `to_host` in the same order.
+In a multi-process run all processes must call `put_on_mesh` and `to_host` in the same order.
 """
 
 import math

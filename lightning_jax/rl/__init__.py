@@ -1,0 +1,1 @@
+"""Trajectories to credit, advantages, loss and update. Pure functions without I/O."""

@@ -62,8 +62,9 @@ class FailureWatch:
         """Read the finished rollouts of `what`, such as "step 3".
 
         Raises BrokenAgent if all failed by the agent and the policy answered none of their calls,
-        or if too many failed by the agent for one reason, for the second time in a row. A fixed
-        agent runs them again.
+        or if too many failed by the agent for one reason, for the second time in a row. If
+        `max_share` is below 1, raises it also if all training rollouts were scored and none called
+        the policy. A fixed agent runs them again.
         """
         found = failures(rollouts)
         if rollouts and all(
@@ -78,6 +79,7 @@ class FailureWatch:
                 reason="all_failed",
                 key=found[0].example,
             )
+        self._check_calls(rollouts, what)
         self._check_share(found, rollouts, what)
         for failure in found:
             if (failure.status, failure.reason) not in self._known_failures:
@@ -93,6 +95,21 @@ class FailureWatch:
                         "total": len(rollouts),
                     },
                 )
+
+    def _check_calls(self, rollouts: Sequence[Rollout], what: str) -> None:
+        trained = [r for r in rollouts if r.phase == "train" and r.status == "scored"]
+        if self._max_share == 1.0 or len(trained) < len(rollouts) or not rollouts:
+            return
+        if not any(self._answered(rollout) for rollout in rollouts):
+            self._store.supersede(rollouts[0].step)
+            raise BrokenAgent(
+                f"{what}: all {len(rollouts)} rollouts were scored without a call to the policy, "
+                f"such as {rollouts[0].rollout_id}, so there is nothing to learn from; turn off "
+                "the agent framework's cache of answers, check that it calls llm.base_url, then "
+                "run the same command to resume.",
+                reason="no_calls",
+                key=rollouts[0].rollout_id,
+            )
 
     def _check_share(
         self, found: Sequence[Failure], rollouts: Sequence[Rollout], what: str

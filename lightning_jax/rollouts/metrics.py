@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import DROPPED_METRICS, is_bounded
+from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RewardRule
 from lightning_jax.traces.convert import spans_to_transitions, to_trajectory
 from lightning_jax.traces.rewards import Decode, apply_rules
@@ -78,6 +79,8 @@ def to_trajectories(
     trajectories = []
     dropped: Counter[str] = Counter()
     rules: Counter[str] = Counter(dict.fromkeys(reader.rules, 0))
+    used = Counter({f"role={name}": 0 for name in reader.roles})
+    used.update({f"policy={name}": 0 for name in reader.policies})
     judged: list[Rollout] = []
     for rollout in rollouts:
         judged.append(rollout)
@@ -88,6 +91,7 @@ def to_trajectories(
         transitions, reasons, applied = reader.transitions(spans)
         dropped.update(reasons)
         rules.update(applied)
+        used.update(_used(spans, transitions, reader))
         judged[-1] = reader.judge(rollout, transitions)
         if judged[-1] is not rollout:
             transitions = tuple(replace(call, reward=0.0) for call in transitions)
@@ -97,8 +101,9 @@ def to_trajectories(
         if not transitions:
             dropped["no_calls"] += 1
         trajectories.append(to_trajectory(judged[-1], transitions))
-    counts = {f"rollout/dropped_{_code(reason)}": float(n) for reason, n in dropped.items()}
-    counts |= {f"rollout/rule_{_code(name)}": float(n) for name, n in rules.items()}
+    counts = {f"rollout/dropped_{metric_code(reason)}": float(n) for reason, n in dropped.items()}
+    counts |= {f"rollout/rule_{metric_code(name)}": float(n) for name, n in rules.items()}
+    counts |= {f"rollout/num_rollouts/{name}": float(n) for name, n in used.items()}
     counts |= rollout_metrics(judged, trajectories, policy_version)
     counts |= agent_metrics(trajectories) | policy_metrics(trajectories)
     num_frozen = sum(
@@ -107,6 +112,21 @@ def to_trajectories(
     if num_frozen:
         counts["rollout/dropped_frozen_calls"] = float(num_frozen)
     return [only_trained(trajectory) for trajectory in trajectories], counts
+
+
+def _used(
+    spans: Sequence[Span], transitions: Sequence[Transition], reader: TraceReader
+) -> set[str]:
+    """Return the roles and policies of a rollout's calls.
+
+    Calls that another server answered are spans without tokens.
+    """
+    roles = {call.role for call in transitions}
+    roles |= {str(span.attributes.get(attributes.ROLE, "")) for span in spans}
+    policies = {call.answered_by for call in transitions}
+    return {f"role={name}" for name in roles & reader.roles.keys()} | {
+        f"policy={name}" for name in policies & reader.policies.keys()
+    }
 
 
 def agent_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
@@ -172,8 +192,8 @@ def rollout_metrics(
         "rollout/prompt_tokens": float(sum(len(call.prompt_token_ids) for call in calls)),
     }
     metrics |= _reported(rollouts, "rollout")
-    shown = _shown(Counter(_code(r.reason) for r in rollouts if r.reason))
-    failures = Counter((r.status, shown[_code(r.reason)]) for r in rollouts if r.reason)
+    shown = _shown(Counter(metric_code(r.reason) for r in rollouts if r.reason))
+    failures = Counter((r.status, shown[metric_code(r.reason)]) for r in rollouts if r.reason)
     metrics |= {f"rollout/{status}_{code}": float(n) for (status, code), n in failures.items()}
     if trajectories:
         rewards = np.asarray([trajectory.reward for trajectory in trajectories])
@@ -308,7 +328,10 @@ def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
         for name, value in rollout.metrics.items():
             kept = shown[name] == name
             sums[name if kept else DROPPED_METRICS] += value if kept else 1.0
-    return {f"{area}/agent_{_code(name)}_mean": sums[name] / len(finished) for name in sorted(sums)}
+    return {
+        f"{area}/agent_{metric_code(name)}_mean": sums[name] / len(finished)
+        for name in sorted(sums)
+    }
 
 
 def _shown(counts: Counter[str]) -> dict[str, str]:
@@ -320,7 +343,7 @@ def _shown(counts: Counter[str]) -> dict[str, str]:
     return {name: name if name in kept else OTHER for name in counts}
 
 
-def _code(reason: str) -> str:
+def metric_code(reason: str) -> str:
     """Return the reason as part of a metric's name."""
     return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", reason).lower()).strip(
         "_"

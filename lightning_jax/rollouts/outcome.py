@@ -23,6 +23,8 @@ MAX_REASON = 100  # characters; a reason becomes part of a metric's name
 MAX_DETAIL = 500  # characters of a message
 MAX_METRIC_NAME = 100  # characters
 MAX_METRIC = 1e30  # magnitude; sums over a step stay finite in float32
+# Reasons of rollouts that took too long. In the second, calls waited for most of the time.
+DEADLINE, DEADLINE_IN_QUEUE = "deadline", "deadline_in_queue"
 DROPPED_METRICS = "dropped_metrics"  # counts the metrics beyond the limit
 
 

@@ -27,6 +27,8 @@ from lightning_jax.gateway.sessions import derive_seed
 from lightning_jax.loading import load_function
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import (
+    DEADLINE,
+    DEADLINE_IN_QUEUE,
     LostGateway,
     Outcome,
     failure,
@@ -232,7 +234,7 @@ class Runner:
             self.gateway.close_rollout(rollout.rollout_id)
             raise
         traffic = self.gateway.close_rollout(rollout.rollout_id)
-        outcome = _blamed(outcome, traffic, clock)
+        outcome = _blamed(outcome, traffic, clock, self.config.timeout_s)
         if outcome.status == "agent_failure":
             outcome = replace(outcome, reward=self.config.agent_failure_reward)
         values = {
@@ -265,7 +267,7 @@ class Runner:
             if not running.done():
                 await _end(running, rollout_id)
         if late:
-            return failure("deadline", f"the agent ran longer than {self.config.timeout_s:g} s")
+            return failure(DEADLINE, f"the agent ran longer than {self.config.timeout_s:g} s")
         if running.cancelled():
             return failure("CancelledError", "the agent cancelled itself")
         return running.result()
@@ -323,11 +325,17 @@ class _Clock:
         return agent.done()
 
 
-def _blamed(outcome: Outcome, traffic: Traffic, clock: _Clock) -> Outcome:
-    """Return the outcome with the status that the gateway's knowledge of the calls implies."""
+def _blamed(outcome: Outcome, traffic: Traffic, clock: _Clock, timeout_s: float) -> Outcome:
+    """Return the outcome with the status that the gateway's knowledge of the calls implies.
+
+    A deadline also has another reason if calls waited in the queue for most of the time.
+    """
     if outcome.status == "agent_failure" and traffic.unanswered:
         # The agent stopped after a call that the server could not answer.
         return replace(outcome, status="infrastructure_failure", reason=traffic.unanswered[0])
+    if outcome.reason == DEADLINE and traffic.waited_s > timeout_s / 2:
+        detail = f"{outcome.detail}, and its calls waited for {traffic.waited_s:.1f} s"
+        outcome = replace(outcome, reason=DEADLINE_IN_QUEUE, detail=detail)
     gave_up = traffic.num_cancelled > 0 and clock.standstill_s < STANDSTILL_S
     if isinstance(outcome, LostGateway) and gave_up and not traffic.unanswered:
         return replace(outcome, status="agent_failure")

@@ -40,7 +40,7 @@ def apply_rules(
     """
     calls = {call.call_id: call for call in transitions}
     counts: Counter[str] = Counter()
-    for event in _events(spans, transitions, {rule.fact for rule in rules.values()}, decode):
+    for event in find_events(spans, transitions, {rule.fact for rule in rules.values()}, decode):
         call = calls.get(event.call_id)
         for name, rule in rules.items():
             if not _fits(rule, event, call.agent if call else ""):
@@ -95,7 +95,7 @@ def observation(call: Transition, transitions: Sequence[Transition], decode: Dec
     return None
 
 
-def _events(
+def find_events(
     spans: Sequence[Span], transitions: Sequence[Transition], facts: set[str], decode: Decode
 ) -> Iterator[Event]:
     """Yield events for the requested facts only, because finding them takes time."""

@@ -1,7 +1,9 @@
 """Orbax checkpoints of a run: params, optimizer state, and positions in the task pipelines."""
 
 import errno
+import logging
 import os
+import shutil
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from lightning_jax.system.descriptors import causes, is_exhausted
 from lightning_jax.system.files import make_private
 from lightning_jax.train.config import CheckpointConfig
 from lightning_jax.types import Leaf
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -49,7 +53,7 @@ class Checkpointer:
         `deletes_drafts` deletes checkpoints that a killed process did not complete. Nobody else may
         be writing there.
         """
-        self._directory = directory.resolve()
+        self._directory, self._keep = directory.resolve(), config.keep
         try:
             make_private(self._directory.parent)  # any process may get here first
             make_private(self._directory)
@@ -78,6 +82,19 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
+
+    def warn_of_disk(self, state: Any) -> None:
+        """Warn if the disk is too small for the checkpoints to keep and the one being written."""
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(_kept(state)))
+        needed = size * (self._keep + 1 - len(self.steps))
+        free = shutil.disk_usage(self._directory).free
+        if needed > free:
+            log.warning(
+                "checkpoints need %.1f GB more (checkpoint.keep=%d and one being written, %.1f GB "
+                "each), and %s has %.1f GB free; free disk space or lower checkpoint.keep",
+                *(needed / 1e9, self._keep, size / 1e9, self._directory, free / 1e9),
+                extra={"event": "disk_small", "needed": needed, "free": free},
+            )
 
     def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
         """Write one checkpoint and delete the oldest beyond `keep`. `progress` is any JSON object.

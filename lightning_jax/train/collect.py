@@ -14,6 +14,7 @@ from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.config import Config
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.progress import Progress
+from lightning_jax.train.unused import UnusedWatch
 from lightning_jax.types import Metrics, Rollout, Task, Trajectory
 
 
@@ -34,6 +35,7 @@ class Collector:
         self._reader = TraceReader(
             config.roles, config.reward_rules, tokenizer.decode, config.policies, config.rollout
         )
+        self._unused = UnusedWatch(self._reader, runner.store)
 
     async def sample(self, step: int) -> tuple[list[Trajectory], Metrics]:
         """Return (trajectories of the step's rollouts, metrics of all of them).
@@ -53,6 +55,7 @@ class Collector:
             trajectories, metrics = await read_trajectories(
                 store, rollouts, policy_version=step, reader=self._reader
             )
+            await run_in_thread(self._unused.observe, metrics, rollouts, step)
             if algorithm.max_sampling_rounds == 1:
                 return trajectories, metrics
             equal = equal_groups(assign_credit(trajectories, algorithm))

@@ -50,9 +50,14 @@ def _load_split(load: Loader, split: str, data: DataConfig, cache_dir: Path) -> 
         )
     tasks, left_out = list(found[0]), dict(found[1])
     if not tasks:
+        fix = (
+            "add at least one, or relax data.options"
+            if data.load or left_out
+            else "add tasks, at least 2 to a file of both splits and 1 each to train.jsonl and "
+            "dev.jsonl of a folder"
+        )
         raise DatasetError(
-            f"data.root {data.root} gives 0 {split} tasks (left out: {left_out}); add at least "
-            "one, or relax data.options.",
+            f"data.root {data.root} gives 0 {split} tasks{_reasons(left_out)}; {fix}.",
             reason="empty",
             key=split,
         )
@@ -95,5 +100,9 @@ def _check_ids(tasks: list[Task], split: str) -> None:
 
 
 def _count(split: str, tasks: list[Task], left_out: Mapping[str, int]) -> str:
+    return f"{len(tasks)} {split} tasks{_reasons(left_out)}"
+
+
+def _reasons(left_out: Mapping[str, int]) -> str:
     reasons = ", ".join(f"{number} {reason}" for reason, number in left_out.items())
-    return f"{len(tasks)} {split} tasks" + (f" (left out: {reasons})" if reasons else "")
+    return f" (left out: {reasons})" if reasons else ""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from lightning_jax.gateway.remote import RemoteEngine, remote_routing
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.formats.load import load_like, load_model
 from lightning_jax.models.sharding import serving_mesh
-from lightning_jax.rollouts.collect import wait_for_spans
+from lightning_jax.rollouts.collect import wait_for_spans, with_ids
+from lightning_jax.rollouts.failures import FailureWatch
+from lightning_jax.rollouts.metrics import eval_metrics, eval_metrics_by
 from lightning_jax.rollouts.program import make_agent
 from lightning_jax.rollouts.runner import (
     AgentFunction,
@@ -27,12 +29,14 @@ from lightning_jax.rollouts.runner import (
 )
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.config import RoleConfig
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
 from lightning_jax.train.export import EXPORTED
 from lightning_jax.train.progress import Progress, show_progress
 from lightning_jax.train.startup import open_service, with_dtypes
-from lightning_jax.types import Rollout, Task
+from lightning_jax.types import Metrics, Rollout, Task
+
+BAR = "{percentage:3.0f}%|{bar:20}|{postfix}"  # the postfix is `Progress.line`
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,34 @@ def _exported_step(run_dir: Path) -> int:
         fix = "let the run end" if run_dir.is_dir() else "check the path"
         raise ConfigError(f"run {run_dir} {fact}; {fix}.", reason="not_found", key=str(run_dir))
     return json.loads(exported.read_text())["step"]
+
+
+async def evaluate(
+    config: Config,
+    tasks: Sequence[Task],
+    *,
+    agent: AgentFunction | None = None,
+    run_dir: Path | str | None = None,
+    repeats: int = 1,
+) -> tuple[list[Rollout], Metrics]:
+    """Score a policy on tasks without training, and return (rollouts, metrics).
+
+    The policy is the one that the run in `run_dir` trained, by default the initial one of `config`.
+    `agent` is by default the one that `config` names. Sampling is greedy, as in a run's
+    evaluations, and metrics have the same names, such as `eval/reward_mean`. Nothing is kept on
+    disk.
+
+    Raises UserError if the agent, the tasks or the policy are unusable, or if the agent failed
+    everywhere.
+    """
+    source = PolicySource(run_dir=None if run_dir is None else Path(run_dir))
+    tasks = with_ids(tasks)
+    with closing(TemporaryStore()) as store:
+        async with open_runner(config, source, store, agent=agent) as runner:
+            rollouts = await run_tasks(runner, tasks, "eval", 0, repeats)
+        FailureWatch(store).observe(rollouts, "the evaluation")
+    repeated = [task for task in tasks for _ in range(repeats)]
+    return rollouts, eval_metrics(rollouts) | eval_metrics_by(config.eval.by, repeated, rollouts)
 
 
 @asynccontextmanager
@@ -151,7 +183,7 @@ async def run_tasks(
     progress.begin("rollouts", len(requests))
     with (
         logging_redirect_tqdm(),
-        tqdm(total=len(requests), unit="rollout", disable=None, leave=False) as bar,
+        tqdm(total=len(requests), disable=None, leave=False, bar_format=BAR) as bar,
     ):
 
         def count(rollout: Rollout) -> None:

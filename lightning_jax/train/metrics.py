@@ -111,4 +111,5 @@ def _draw(
             axes.plot(steps, values, marker=".", linewidth=1, label=name)
     if log_scale and any(name in row and row[name] > 0 for row in rows for name in metrics):
         axes.set_yscale("log")
-    axes.legend(fontsize=7)
+    if axes.has_data():
+        axes.legend(fontsize=7)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from lightning_jax.errors import UserError
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.multi_policy.scope import PolicyScope
+from lightning_jax.rollouts.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -124,6 +126,8 @@ def findings(row: Mapping[str, float | int]) -> list[Finding]:
         "no_calls": row.get("rollout/dropped_no_calls", 0.0) / max(num_rollouts, 1.0),
         "equal_groups": row.get("train/equal_groups_share", 0.0),
         "cut_short": row.get("rollout/cut_short_share", 0.0),
+        "deadline_in_queue": row.get(f"rollout/agent_failure_{DEADLINE_IN_QUEUE}", 0.0)
+        / max(row.get("rollout/num_rollouts", 0.0), 1.0),
     }
     return [
         Finding(kind, shares[kind], text)
@@ -149,8 +153,27 @@ _FINDINGS = {  # kind -> (smallest share to report, text)
         "{share:.0%} of the replies were cut at the token limit; raise rollout.max_tokens and the "
         "agent's own max_tokens, or ask for shorter answers",
     ),
+    "deadline_in_queue": (
+        0.01,
+        "{share:.0%} of the rollouts met their deadline while their calls waited for the server; "
+        "lower rollout.concurrency, or raise rollout.timeout_s",
+    ),
 }
 TROUBLESHOOTING = "see docs/get_started/troubleshooting.md"
+_UNUSED = re.compile(r"rollout/(?:num_rollouts/(?P<kind>role|policy)=|(?P<rule>rule)_)(?P<name>.+)")
+
+
+def unused_names(rows: Sequence[Mapping[str, float | int]]) -> list[tuple[str, str]]:
+    """Return (kind, name) of each role, policy and reward rule that matched nothing in any row.
+
+    Rows without a call say nothing. The name of a rule is as in its metric.
+    """
+    totals: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        for key in row if row.get("rollout/num_calls") else ():
+            if match := _UNUSED.fullmatch(key):
+                totals[match["kind"] or match["rule"], match["name"]] += row[key] > 0
+    return [which for which, number in totals.items() if not number]
 
 
 class LearningWatch:

@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from lightning_jax.rollouts.failures import failures
 from lightning_jax.traces.store import Store
-from lightning_jax.train.monitors import TROUBLESHOOTING, findings
+from lightning_jax.train.monitors import TROUBLESHOOTING, findings, unused_names
 
 
 def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> str:
@@ -28,23 +29,51 @@ def learning_table(rows: Sequence[Mapping[str, float | int]]) -> str:
 
     Say so if no step with rollouts changed the weights.
     """
-    steps = [row for row in rows if "rollout/num_rollouts" in row]
+    steps = _with_rollouts(rows)
     found = [finding for row in steps for finding in findings(row)]
     lines = []
-    if steps and not any(_num_updates(row) for row in steps):
+    if is_untrained(rows):
         lines.append("nothing was trained: no step with rollouts changed the weights")
     for kind, number in Counter(finding.kind for finding in found).items():
         largest = max((f for f in found if f.kind == kind), key=lambda finding: finding.share)
         text = largest.text.format(share=largest.share)
         lines.append(f"in {number} of {len(steps)} steps {text}")
+    for kind, name in unused_names(steps):
+        lines.append(f"{kind} {name} matched nothing in any step; correct it or remove it")
     return "\n".join([*lines, TROUBLESHOOTING] if lines else [])
 
 
+def is_untrained(rows: Sequence[Mapping[str, float | int]]) -> bool:
+    """Return True if the run has steps with rollouts and none changed the weights."""
+    steps = _with_rollouts(rows)
+    return bool(steps) and not any(_num_updates(row) for row in steps)
+
+
+def _with_rollouts(
+    rows: Sequence[Mapping[str, float | int]],
+) -> list[Mapping[str, float | int]]:
+    return [row for row in rows if "rollout/num_rollouts" in row]
+
+
 def _num_updates(row: Mapping[str, float | int]) -> float:
-    """Return the number of updates that changed any policy's weights."""
-    made = sum(value for name, value in row.items() if name.startswith("train/num_updates"))
-    skipped = sum(value for name, value in row.items() if name.startswith("train/skipped_updates"))
-    return made - skipped
+    """Return the number of updates that changed any policy's weights.
+
+    A step without sequences has one skipped update and none that was made.
+    """
+    made, skipped = "train/num_updates", "train/skipped_updates"
+    policies = [name.removeprefix(made) for name in row if name.startswith(made)]
+    return sum(max(row[made + p] - row.get(skipped + p, 0.0), 0.0) for p in policies)
+
+
+def checkpoint_line(directory: Path, keep: int) -> str:
+    """Return how much space the checkpoints of a run directory take, and how to need less."""
+    folder = directory / "checkpoints"
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    fewer = ", or lower checkpoint.keep" if keep > 1 else ""
+    return (
+        f"checkpoints: {size / 1e9:.1f} GB in {folder} (checkpoint.keep={keep}); delete them if "
+        f"you will not continue or verify this run{fewer}"
+    )
 
 
 def failure_table(store: Store) -> str:

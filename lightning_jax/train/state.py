@@ -59,6 +59,7 @@ class Replica:
         }
         self.scopes = config.weight_scopes
         self.states = self._restore() or self._first_states()
+        self.checkpointer.warn_of_disk(pack(self.scopes, self.states))
         self.reference = self._first_reference()
 
     @property

@@ -22,7 +22,9 @@ from lightning_jax.traces.tree import is_gateway_call
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE / ".venvs"
-SERVE = ServeConfig(slots=8, max_len=2048, prefill_buckets=(64, 256), api_key="the-key")
+SERVE = ServeConfig(
+    slots=8, max_len=2048, prefill_buckets=(64, 256), api_key="the-key", strict_models=True
+)
 
 
 def requirements_of(test: Path) -> Path:

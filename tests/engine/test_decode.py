@@ -138,13 +138,13 @@ async def test_a_mixed_batch_gives_each_request_what_it_gets_alone(bench: Bench,
 async def test_a_late_mask_holds_its_own_row_alone(bench: Bench, monkeypatch):
     prompt, plain = bench.ids("late"), SamplingParams(seed=1, max_tokens=30)
     expected = [await bench.loop.submit(prompt, kind).result() for kind in (MIXED[1], plain)]
-    has_come, look = threading.Event(), LogitAdjuster.look
+    has_come, poll = threading.Event(), LogitAdjuster.poll
 
     def late(adjuster: LogitAdjuster) -> None:
         if has_come.is_set():
-            look(adjuster)
+            poll(adjuster)
 
-    monkeypatch.setattr(LogitAdjuster, "look", late)
+    monkeypatch.setattr(LogitAdjuster, "poll", late)
     constrained = bench.loop.submit(prompt, MIXED[1])
     for _ in range(2):
         same(await bench.loop.submit(prompt, plain).result(), expected[1])

@@ -2,9 +2,12 @@
 
 import asyncio
 import gc
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -184,3 +187,21 @@ def test_an_overdue_reply_ends_its_response_though_nobody_waits_for_it():
         assert Replies(process, patience_s=60.0).receive(0.0) is None
         with pytest.raises(GrammarProcessLost):
             Replies(process, patience_s=0.0).receive(0.0)
+
+
+LATE_SIGNAL = """
+import json, os, signal, socket, sys
+from lightning_jax.engine.grammar_child import ForkServer
+
+control, peer = socket.socketpair()
+peer.close()
+ForkServer(control, json.loads(sys.argv[1])).run()
+os.kill(os.getpid(), signal.SIGCHLD)
+"""
+
+
+def test_a_child_that_ends_after_its_server_prints_nothing() -> None:
+    settings = {"tokenizer": TINY.to_json(), "end_of_turn_id": 258, "special_ids": [256, 257, 258]}
+    python = [sys.executable, "-c", LATE_SIGNAL, json.dumps(settings)]
+    ended = subprocess.run(python, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""

@@ -40,7 +40,7 @@ def test_a_mask_comes_apart_from_the_bias_and_after_each_token():
         assert not adjuster.is_ready
         while not adjuster.is_ready:
             wait_readable([adjuster.matcher.fileno()], 1.0)
-            adjuster.look()
+            adjuster.poll()
         row = row_of(adjuster)
         assert (row[a], row[b], np.isfinite(row).all()) == (1.0, 100.0, True)
         bits = np.unpackbits(adjuster.matcher.packed(), bitorder="little")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_jax.engine.cache import pages as pages_module
-from lightning_jax.engine.cache.pages import MOST_PAGES, PageCopier, page_bytes
+from lightning_jax.engine.cache.pages import MAX_POOL_SIZE, PageCopier, page_bytes
 from lightning_jax.engine.cache.radix import PAGE
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.attention.kv_cache import KVCache, row_length
@@ -122,7 +122,7 @@ def test_a_copy_moves_pages_and_never_the_pool():
 def test_the_pool_is_as_large_as_asked_but_not_larger_than_it_can_be_used():
     mib = 5.5 * page_bytes(CONFIG, jnp.dtype("float32")) / 2**20
     assert copier(ServeConfig(slots=3, max_len=100, prefix_cache_mib=mib)).num_pages == 5
-    assert copier().num_pages == MOST_PAGES * 3 * 6
+    assert copier().num_pages == MAX_POOL_SIZE * 3 * 6
     assert page_bytes(CONFIG, jnp.dtype("float32"), "tpu") == 128 // CONFIG.head_dim * page_bytes(
         CONFIG, jnp.dtype("float32")
     )

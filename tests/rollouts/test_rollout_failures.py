@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,17 @@ def test_a_run_ends_where_no_rollout_gets_an_answer(store: Store) -> None:
     FailureWatch(store).observe([*failed, rollout(2)], "eval 0")
     store.add_span("r1", Span("t", "2", None, "chat", 1, 2, {attributes.POLICY: "policy"}))
     FailureWatch(store).observe(failed, "eval 0")
+
+
+def test_a_run_ends_where_no_rollout_calls_the_policy(store: Store) -> None:
+    scored = [replace(rollout(number), phase="train") for number in range(2)]
+    FailureWatch(store).observe(scored, "train 0")
+    watch = FailureWatch(store, max_share=0.5)
+    watch.observe([rollout(0)], "eval 0")  # evaluations may
+    with raises_coded(BrokenAgent, "no_calls", "r0"):
+        watch.observe(scored, "train 0")
+    store.add_span("r1", Span("t", "2", None, "chat", 1, 2, {attributes.POLICY: "policy"}))
+    watch.observe(scored, "train 0")
 
 
 def test_a_step_without_rollouts_is_no_failure(store: Store) -> None:

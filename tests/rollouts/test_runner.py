@@ -1,6 +1,7 @@
 """Tests of the runner: one status per rollout, and only infrastructure failures are retried."""
 
 import asyncio
+import contextlib
 import functools
 import threading
 import time
@@ -23,10 +24,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.event_loop import isolate_agent
+from lightning_jax.rollouts.metrics import rollout_metrics
 from lightning_jax.rollouts.runner import (
     Runner,
     TooManyFailures,
@@ -36,7 +40,8 @@ from lightning_jax.rollouts.runner import (
 )
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.traces.store import CRASH, STOP
+from lightning_jax.traces.store import CRASH, STOP, Store
+from lightning_jax.train.monitors import findings
 from lightning_jax.types import LLM, Rollout, Task
 
 TOY = Path(__file__).parents[1] / "toy_agent.py"
@@ -439,6 +444,23 @@ async def test_a_stopped_rollout_is_no_failure_and_repeats(tmp_path: Path) -> No
             name = "lightning.response_token_ids"
             responses += [span.attributes[name] for span in spans if name in span.attributes]
         assert len(responses) == 2 and responses[0] == responses[1]
+
+
+async def test_a_deadline_spent_in_the_queue_has_its_own_reason(tmp_path: Path) -> None:
+    model, programs = _model_and_engine()
+    engine = Engine(model, SERVE, programs=[programs])  # not started, so calls wait
+    with contextlib.closing(Store(tmp_path / "store.sqlite")) as store:
+        gateway = Gateway(engine, store)
+        await gateway.start()
+        try:
+            config = RolloutConfig(timeout_s=2.0)
+            rollout = await _one(Runner(load_agent(f"{TOY}:run"), gateway, config, seed=0))
+        finally:
+            await gateway.close()
+            engine.close()
+    assert (rollout.status, rollout.reason) == ("agent_failure", "deadline_in_queue")
+    metrics = rollout_metrics([rollout], [], 0)
+    assert [finding.kind for finding in findings(metrics)] == ["deadline_in_queue"]
 
 
 async def test_a_forged_root_does_not_end_the_run(tmp_path: Path) -> None:

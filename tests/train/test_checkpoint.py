@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from coded import raises_coded
+from log_events import records
 
 from lightning_jax.rl.config import OptimizerConfig
 from lightning_jax.rl.optimizer import make_optimizer
@@ -48,6 +49,21 @@ def test_a_save_that_broke_off_is_not_seen(tmp_path: Path) -> None:
     assert again.latest_step == 1
     jax.tree.map(np.testing.assert_array_equal, again.restore(_state(0)), _state(1))
     again.close()
+    owner = Checkpointer(tmp_path / "c", CheckpointConfig(), deletes_drafts=True)
+    owner.save(3, _state(3), {})
+    owner.close()
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["3"]
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for keep in (1, 10**9):
+        checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig(keep=keep))
+        checkpointer.warn_of_disk(_state(1))
+        checkpointer.close()
+    (warning,) = records(caplog, "disk_small")
+    assert warning.needed > warning.free
 
 
 @pytest.mark.parametrize(

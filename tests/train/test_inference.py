@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 import toy_agent
+from coded import raises_coded
 
+import lightning_jax as lj
 from lightning_jax.models.config import LoraConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.formats.load import save_hf
-from lightning_jax.settings import load_config
+from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import TINY_RUN, tiny_model
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.traces.store import TemporaryStore
-from lightning_jax.train.config import Config
+from lightning_jax.train.config import Config, EvalConfig
 from lightning_jax.train.export import EXPORTED
 from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
 
@@ -27,19 +29,23 @@ ROLES = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a finished run of two policies, with the initial model beside it."""
+    """Return a folder with an initial model, a run of two policies and one of one policy."""
     folder = tmp_path_factory.mktemp("policies")
-    for seed, path in enumerate(("initial", "run/policy/a", "run/policy/b")):
+    for seed, path in enumerate(("initial", "run/policy/a", "run/policy/b", "one/policy")):
         save_hf(folder / path, tiny_model(seed, num_layers=1))
-    (folder / "run" / EXPORTED).write_text('{"step": 7}')
+    for run in ("run", "one"):
+        (folder / run / EXPORTED).write_text('{"step": 7}')
     return folder
 
 
+def _config(trained: Path) -> Config:
+    config = load_config(Config, [f"{key}={value}" for key, value in TINY_RUN.items()])
+    return replace(config, model=ModelConfig(str(trained / "initial"), lora=LoraConfig(rank=2)))
+
+
 async def test_each_policy_of_a_run_answers_its_role(trained: Path) -> None:
-    settings = [f"{key}={value}" for key, value in TINY_RUN.items()]
     config = replace(
-        load_config(Config, settings),
-        model=ModelConfig(str(trained / "initial"), lora=LoraConfig(rank=2)),
+        _config(trained),
         policies={"a": PolicyConfig(), "b": PolicyConfig()},
         roles=ROLES,
     )
@@ -57,3 +63,19 @@ async def test_each_policy_of_a_run_answers_its_role(trained: Path) -> None:
     assert len({speaker[1], listener[1], judge[1]}) == 3  # three different weights
     # Before training, adapters change nothing, so all roles get the initial weights.
     assert first[1] == second[1] == third[1] == judge[1]
+
+
+async def test_a_policy_is_evaluated_in_python(trained: Path) -> None:
+    config = replace(_config(trained), eval=EvalConfig(by="kind"))
+    tasks = [{"question": "Who?", "kind": "a"}, {"question": "Why?"}]
+    found = {}
+    for run_dir in (None, trained / "one"):
+        rollouts, found[run_dir] = await lj.evaluate(
+            config, tasks, agent=toy_agent.plain, run_dir=run_dir, repeats=2
+        )
+        assert [rollout.task_id for rollout in rollouts] == ["0", "0", "1", "1"]
+        assert [rollout.status for rollout in rollouts] == ["scored"] * 4
+        assert found[run_dir]["eval/num_tasks"] == 2
+        assert found[run_dir]["eval/num_tasks/kind=missing"] == 1
+    with raises_coded(ConfigError, "not_found", str(trained)):
+        await lj.evaluate(config, tasks, agent=toy_agent.plain, run_dir=trained)

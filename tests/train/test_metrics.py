@@ -45,3 +45,8 @@ def test_the_picture_holds_the_curves(tmp_path: Path) -> None:
 def test_no_points_no_picture(tmp_path: Path) -> None:
     plot_curves([{"step": 0}], tmp_path / "curves.png", "a run")
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_logarithmic_panel_without_positive_values_has_no_legend(tmp_path: Path) -> None:
+    plot_curves([{"step": 0, "train/grad_norm": 0.0}], tmp_path / "curves.png", "a run")
+    assert (tmp_path / "curves.png").exists()

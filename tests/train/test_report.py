@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train.report import failure_table, learning_table, result_table
+from lightning_jax.train.report import checkpoint_line, failure_table, learning_table, result_table
 from lightning_jax.types import Rollout, RolloutStatus, Span
 
 
@@ -70,8 +70,18 @@ def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
     store.close()
 
 
+def test_the_size_of_checkpoints_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/3/state").mkdir(parents=True)
+    with (tmp_path / "checkpoints/3/state/data").open("wb") as file:
+        file.truncate(1_900_000_000)
+    one, two = (checkpoint_line(tmp_path, keep) for keep in (1, 2))
+    assert "1.9 GB" in one and "keep=1" in one and one.count("checkpoint.keep") == 1
+    assert two.count("checkpoint.keep") == 2
+
+
 def test_a_run_that_changed_no_weights_says_so() -> None:
     steps = [{"step": s, "rollout/num_rollouts": 8.0, "train/num_updates": 0.0} for s in range(3)]
+    steps[0] |= {"train/skipped_updates": 1.0}
     equal = [row | {"train/equal_groups_share": 1.0} for row in steps[:2]]
     lines = learning_table([*equal, steps[2]]).splitlines()
     assert len(lines) == 3 and "nothing was trained" in lines[0]

@@ -27,7 +27,7 @@ from lightning_jax.models.sharding import platform_of
 from lightning_jax.models.transformer import DecoderConfig, init_cache
 from lightning_jax.types import Leaf
 
-MOST_PAGES = 8  # times the slots' own capacity: a tiny model takes no memory that it cannot use
+MAX_POOL_SIZE = 8  # times the slots' own capacity, so that a tiny model's pool stays small
 
 
 class _Move(NamedTuple):
@@ -57,7 +57,7 @@ class PageCopier:
         self.num_blocks = serve.max_len // PAGE  # per row; a partial last page is not cached
         platform = platform_of(sharding)
         wanted = int(serve.prefix_cache_mib * 2**20) // page_bytes(config, dtype, platform)
-        self.num_pages = min(wanted, MOST_PAGES * serve.slots * self.num_blocks)
+        self.num_pages = min(wanted, MAX_POOL_SIZE * serve.slots * self.num_blocks)
         init = partial(init_cache, config, self.num_pages, PAGE, dtype, platform)
         self._init = jit(init, out_shardings=sharding)
         copy = _copy_at_once if platform == "gpu" else _copy_in_loop
@@ -135,8 +135,8 @@ def _copy_in_loop(
     """Copy blocks `begin` to `end` of a row, which are one segment of it, as far as `move` says."""
 
     def step(i: Any, target: KVCache) -> KVCache:
-        places = (move.page_ids[i - move.first], 0), (move.slot, (i - begin) * PAGE)
-        at, to = places if to_row else places[::-1]
+        positions = (move.page_ids[i - move.first], 0), (move.slot, (i - begin) * PAGE)
+        at, to = positions if to_row else positions[::-1]
         return _copy_page(source, at, target, to)
 
     low, high = jnp.maximum(move.first, begin), jnp.minimum(move.first + move.num_pages, end)
@@ -204,12 +204,12 @@ def _copy_page(source: KVCache, at: Any, target: KVCache, to: Any) -> KVCache:
 
     def copy(from_: Any, into: Any, axis: int) -> Any:
         size = (1, *(PAGE if i == axis else n for i, n in enumerate(from_.shape) if i))
-        page = jax.lax.dynamic_slice(from_, _place(at, axis), size)
-        return jax.lax.dynamic_update_slice(into, page, _place(to, axis))
+        page = jax.lax.dynamic_slice(from_, _start_indices(at, axis), size)
+        return jax.lax.dynamic_update_slice(into, page, _start_indices(to, axis))
 
     return _map_sides(copy, source, target)
 
 
-def _place(at: Any, axis: int) -> tuple[Any, ...]:
+def _start_indices(at: Any, axis: int) -> tuple[Any, ...]:
     row, token = at
     return (row, *(token if i == axis else 0 for i in (1, 2, 3)))

@@ -38,15 +38,15 @@ def _split(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: in
     highest = index.reshape(rows, -1, size).max(axis=(0, 2))
     last_end = ends.reshape(rows, -1, size).max(axis=(0, 2))
     first_key = jnp.arange(last_end.shape[0]) * size
-    met = (first_key[None, :] <= highest[:, None]) & (lowest[:, None] < last_end[None, :])
+    visible = (first_key[None, :] <= highest[:, None]) & (lowest[:, None] < last_end[None, :])
     return _Blocks(
         queries=pad_to(by_head(queries * scale, kv_heads), size, 3),
         keys=pad_to(keys.transpose(0, 2, 1, 3), size, 2),
         values=pad_to(values.transpose(0, 2, 1, 3), size, 2),
         index=index,
         ends=ends,
-        order=jnp.argsort(~met, axis=1, stable=True),
-        count=met.sum(axis=1),
+        order=jnp.argsort(~visible, axis=1, stable=True),
+        count=visible.sum(axis=1),
         size=size,
     )
 

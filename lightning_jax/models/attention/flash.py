@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
     values: Any  # [B K C D]
     index: Any  # [B T]
     ends: Any  # [B C]
-    met: Any  # [B T/size C/size]: True if any query of the block sees any key of the other
+    visible: Any  # [B T/size C/size]: True if any query of the block sees any key of the other
     size: int
 
 
@@ -53,7 +53,7 @@ def split(
         values=pad_to(values.transpose(0, 2, 1, 3), size, 2),
         index=index,
         ends=ends,
-        met=_met(index, ends, size),
+        visible=_visible_blocks(index, ends, size),
         size=size,
     )
 
@@ -71,7 +71,7 @@ def split_gradient(blocks: Blocks, out: Any, log_sums: Any, out_grad: Any) -> tu
     return out_grads, pad_to(log_sums, size, 3), pad_to(inner, size, 3)
 
 
-def _met(index: Any, ends: Any, size: int) -> Any:
+def _visible_blocks(index: Any, ends: Any, size: int) -> Any:
     lowest = index.reshape(index.shape[0], -1, size).min(axis=2)
     highest = index.reshape(index.shape[0], -1, size).max(axis=2)
     last_end = ends.reshape(ends.shape[0], -1, size).max(axis=2)

@@ -165,8 +165,8 @@ def attend_tpu(
     queries = pad_to(queries, blocks * tall, 2)
     index = pad_to(index, blocks * tall, 1)
     ends = index.reshape(-1, tall).max(axis=1) // size
-    met = jnp.arange(span // size)[None, :] <= ends[:, None]
-    pairs, counts = list_pairs(met[None])
+    visible = jnp.arange(span // size)[None, :] <= ends[:, None]
+    pairs, counts = list_pairs(visible[None])
 
     def of_queries(head: Any, step: Any, pairs: Any, counts: Any, rows: Any) -> Any:
         outer, _ = split_pair(pairs[0, step])

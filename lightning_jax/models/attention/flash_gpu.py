@@ -95,9 +95,11 @@ def _run(
     There is one program for each row, head and block of queries, or of keys with `by_key`. The last
     inputs are `more`: [B K G T D] and two numbers per query, [B K G T].
     """
-    met = b.met.swapaxes(1, 2) if by_key else b.met
-    order = jnp.argsort(~met, axis=2, stable=True).astype(jnp.int32)  # blocks that meet come first
-    counts = met.sum(axis=2, dtype=jnp.int32)
+    visible = b.visible.swapaxes(1, 2) if by_key else b.visible
+    order = jnp.argsort(~visible, axis=2, stable=True).astype(
+        jnp.int32
+    )  # blocks that meet come first
+    counts = visible.sum(axis=2, dtype=jnp.int32)
     rows, kv_heads, group, _, width = b.queries.shape
     num_warps = 4 if width * b.keys.dtype.itemsize <= 128 else 8
     specs = _specs(b, by_key)
@@ -106,7 +108,7 @@ def _run(
     # The first grid axis changes fastest, so that heads that share keys run side by side.
     return pl.pallas_call(
         kernel,
-        grid=(1 if by_key else group, met.shape[1], kv_heads, rows),
+        grid=(1 if by_key else group, visible.shape[1], kv_heads, rows),
         in_specs=[specs[kind] for kind in inputs],
         out_specs=[specs[kind] for kind, _ in outputs],
         out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype) for _, like in outputs],

@@ -95,7 +95,7 @@ def _run(
     number of steps is found at run time. `more` is [B K G T D] and two numbers per query,
     [B K G 1 T].
     """
-    pairs, counts = list_pairs(b.met.swapaxes(1, 2) if by_key else b.met)
+    pairs, counts = list_pairs(b.visible.swapaxes(1, 2) if by_key else b.visible)
     rows, kv_heads, group = b.queries.shape[:3]
     walk = (counts.max(), group) if by_key else (group, counts.max())
     specs = _specs(b, by_key)
@@ -116,18 +116,18 @@ def _run(
     )(pairs, counts, b.index[:, None], b.ends[:, None], b.queries, b.keys, b.values, *more)
 
 
-def list_pairs(met: Any) -> tuple[Any, Any]:
+def list_pairs(visible: Any) -> tuple[Any, Any]:
     """Return the numbers [B N*M] of the pairs that meet, by outer block, and their counts [B].
 
     A pair's number is outer * 2^16 + inner. An outer block that meets none is paired with block 0,
     so that its output is written. The last pair is repeated to the end, which costs no fetch.
     """
-    rows, outer, inner = met.shape
-    alone = ~met.any(axis=2, keepdims=True)
-    met = (met | (alone & (jnp.arange(inner) == 0)[None, None, :])).reshape(rows, -1)
-    counts = met.sum(axis=1, dtype=jnp.int32)
+    rows, outer, inner = visible.shape
+    alone = ~visible.any(axis=2, keepdims=True)
+    visible = (visible | (alone & (jnp.arange(inner) == 0)[None, None, :])).reshape(rows, -1)
+    counts = visible.sum(axis=1, dtype=jnp.int32)
     index = jnp.minimum(jnp.arange(outer * inner)[None, :], counts[:, None] - 1)
-    listed = jnp.take_along_axis(jnp.argsort(~met, axis=1, stable=True), index, axis=1)
+    listed = jnp.take_along_axis(jnp.argsort(~visible, axis=1, stable=True), index, axis=1)
     return ((listed // inner << _BITS) + listed % inner).astype(jnp.int32), counts
 
 

@@ -1,6 +1,7 @@
 """Model families that the decoder computes, and how each differs from Llama."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_jax.models.formats.param_names import ModelError
@@ -12,13 +13,17 @@ class Family:
     head_dim: int | None = None  # if a file does not say; None: embed_dim / num_heads
     qkv_bias: bool = False
     qk_norm: bool = False
+    # Fields of config.json with the only value that this decoder computes.
+    required_fields: Mapping[str, Any] = field(default_factory=dict)
 
+
+_NO_WINDOW = {"use_sliding_window": False}
 
 # By the name that files have: model_type in config.json, general.architecture in GGUF.
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),  # SmolLM and SmolLM2 too
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, required_fields=_NO_WINDOW),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128, required_fields=_NO_WINDOW),
 }
 
 
@@ -26,8 +31,8 @@ def find_family(name: Any, where: object, key: str) -> Family:
     """Return the family of this name. Raises ModelError if there is none."""
     if name not in FAMILIES:
         raise ModelError(
-            f"{where} has {key}={name!r}; supported are {sorted(FAMILIES)}. "
-            "Use a model of the Llama, SmolLM2, Qwen2.5 or Qwen3 family.",
+            f"{where} has {key}={name!r}; supported are "
+            f"{sorted(FAMILIES)}. Use a model of one of these families.",
             reason="unsupported",
             key=key,
         )

@@ -13,7 +13,7 @@ import safetensors
 import safetensors.numpy
 
 from lightning_jax.models.attention.attention import RopeScaling
-from lightning_jax.models.formats.families import FAMILIES, find_family
+from lightning_jax.models.formats.families import FAMILIES, Family, find_family
 from lightning_jax.models.formats.param_names import (
     ModelError,
     NamedParam,
@@ -55,7 +55,7 @@ def read_config(directory: Path) -> DecoderConfig:
             reason="missing",
             key=missing[0],
         )
-    _refuse_variants(path, fields)
+    _refuse_variants(path, fields, family)
     heads = fields["num_attention_heads"]
     theta, scaling = _read_rope(path, fields)
     return DecoderConfig(
@@ -73,9 +73,9 @@ def read_config(directory: Path) -> DecoderConfig:
     )
 
 
-def _refuse_variants(path: Path, fields: dict[str, Any]) -> None:
+def _refuse_variants(path: Path, fields: dict[str, Any], family: Family) -> None:
     expected = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    expected |= {"use_sliding_window": False, "quantization_config": None}
+    expected |= {"quantization_config": None, **family.required_fields}
     for name, value in expected.items():
         if fields.get(name, value) != value:
             raise ModelError(
@@ -171,8 +171,9 @@ def _to_rows(param: NamedParam, leaf: Any) -> np.ndarray:
 
 
 def _config_fields(config: DecoderConfig) -> dict[str, Any]:
+    family = FAMILIES[config.family]
     fields = {
-        "architectures": [FAMILIES[config.family].architecture],
+        "architectures": [family.architecture],
         "model_type": config.family,
         **{theirs: getattr(config, ours) for ours, theirs in _REQUIRED.items()},
         "num_key_value_heads": config.num_kv_heads,
@@ -182,6 +183,7 @@ def _config_fields(config: DecoderConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": config.max_positions,
         "rope_theta": config.rope_theta,
+        **family.required_fields,
     }
     if config.rope_scaling is not None:
         scaling = config.rope_scaling

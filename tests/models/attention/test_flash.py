@@ -141,7 +141,7 @@ def test_blocks_that_meet_by_hand() -> None:
     queries, keys, values, index, ends, _ = random_inputs(ends)
     blocks = flash.split(queries, keys, values, index, ends, (512, 256, 128))
     assert blocks.size == 128 and blocks.queries.shape == (4, 2, 2, 384, 16)
-    assert blocks.met[0].tolist() == [
+    assert blocks.visible[0].tolist() == [
         [True, False, False],
         [False, True, False],
         [False, True, True],
@@ -149,8 +149,8 @@ def test_blocks_that_meet_by_hand() -> None:
 
 
 def test_pairs_by_hand() -> None:
-    met = jnp.array([[[True, False], [True, True]], [[False, False], [False, True]]])
-    pairs, counts = flash_tpu.list_pairs(met)
+    visible = jnp.array([[[True, False], [True, True]], [[False, False], [False, True]]])
+    pairs, counts = flash_tpu.list_pairs(visible)
     second = 1 << 16
     # In row 1 the first block meets none and is paired with block 0.
     assert pairs.tolist() == [[0, second, second + 1, second + 1], [0, *[second + 1] * 3]]

@@ -14,6 +14,7 @@ from coded import raises_coded
 
 from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
 from lightning_jax.models.formats import load
+from lightning_jax.models.formats.families import FAMILIES
 from lightning_jax.models.formats.load import (
     load_like,
     load_model,
@@ -33,8 +34,8 @@ def _variant(family):
     scaling = SCALING if family == "llama" else None
     config = DecoderConfig(
         259, 16, 24, 2, 4, 2, 6, rope_theta=500000.0, rope_scaling=scaling,
-        tie_embeddings=family != "qwen3", qkv_bias=family == "qwen2", qk_norm=family == "qwen3",
-        family=family,
+        tie_embeddings=family != "qwen3", qkv_bias=FAMILIES[family].qkv_bias,
+        qk_norm=FAMILIES[family].qk_norm, family=family,
     )  # fmt: skip
     params = init_params(config, jax.random.key(1))
     noisy = {path: leaf + 0.1 for path, leaf in flatten(params).items()}
@@ -49,7 +50,7 @@ def _assert_equal(loaded, saved):
         np.testing.assert_array_equal(leaf, theirs[path])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_model_loads_again(family, tmp_path):
     model = _variant(family)
     save_hf(tmp_path / "model", model)
@@ -61,6 +62,8 @@ def test_a_saved_model_loads_again(family, tmp_path):
     theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     assert (theirs.model_type, theirs.head_dim, theirs.dtype) == (family, 6, "float32")
     assert theirs.tie_word_embeddings == model.config.tie_embeddings
+    for name, value in FAMILIES[family].required_fields.items():
+        assert getattr(theirs, name) == value
 
 
 def test_bfloat16_is_kept_and_converted(tmp_path):
@@ -133,7 +136,7 @@ def _write_gguf(path, model, more=lambda writer: None):
     writer.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_gguf_file_loads(family, tmp_path):
     model = _variant(family)
     path = tmp_path / "model.gguf"
@@ -179,6 +182,11 @@ def test_wrong_gguf_files_are_refused(tmp_path):
         ({"model_type": "gpt_oss"}, "unsupported", "model_type"),
         ({"hidden_size": None}, "missing", "hidden_size"),
         ({"attention_bias": True}, "unsupported", "attention_bias"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True},
+            "unsupported",
+            "use_sliding_window",
+        ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "unsupported",

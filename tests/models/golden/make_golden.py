@@ -4,11 +4,12 @@
 Run it in a separate environment, because the project does not use torch:
 
     pip install torch==2.13.0 transformers safetensors gguf accelerate numpy
+    python tests/models/golden/make_golden.py qwen2 qwen3
     python tests/models/golden/make_golden.py PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
 
-For each family it writes a config.json in transformers' format, and an .npz with a random
-checkpoint under the published weight names, token ids and logits. For SmolLM2, transformers itself
-reads the weights from the GGUF file. Of its logits, the script keeps every position's log-sum-exp,
+For each named family it writes a config.json in transformers' format, and an .npz with a random
+checkpoint under the published weight names, token ids and logits. From a GGUF file of SmolLM2,
+transformers itself reads the weights. Of its logits, the script keeps every position's log-sum-exp,
 a thin slice, and the best of the last position.
 """
 
@@ -108,6 +109,8 @@ def make_smollm2_weights(gguf: Path) -> None:
 
 
 if __name__ == "__main__":
-    for family in FAMILIES:
-        make_family(family)
-    make_smollm2_weights(Path(sys.argv[1]))
+    for name in sys.argv[1:]:
+        if name in FAMILIES:
+            make_family(name)
+        else:
+            make_smollm2_weights(Path(name))

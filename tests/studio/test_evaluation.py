@@ -1,0 +1,87 @@
+"""Tests of the tables of an evaluation and of a comparison."""
+
+import json
+from pathlib import Path
+
+import pytest
+from coded import raises_coded
+from rich.console import Console, RenderableType
+from view_records import add, make_run, rollout
+
+from lightning_jax.errors import UserError
+from lightning_jax.settings import ConfigError
+from lightning_jax.studio.compare_tasks import compare_tasks
+from lightning_jax.studio.evaluation import MAX_CHANGES, render_comparison, render_evaluation
+from lightning_jax.studio.results import (
+    Calls,
+    count_calls,
+    read_rewards,
+    task_results,
+    write_results,
+)
+from lightning_jax.traces.store import Store
+
+
+def _lines(rendered: RenderableType) -> list[list[str]]:
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(rendered)
+    return [line.split() for line in captured.get().splitlines()]
+
+
+def test_numbers_beyond_the_columns_are_listed_below() -> None:
+    metrics = {f"own{index}": index / 10 for index in range(7)}
+    done = rollout(0, 1.0, phase="eval", metrics=metrics)
+    failed = rollout(0, phase="eval", task_index=1, status="agent_failure", reason="deadline")
+    calls = {done.rollout_id: Calls(2, 4, 1), failed.rollout_id: Calls(0, 0, 0)}
+    header, row, below = _lines(render_evaluation({"all": [done, failed]}, calls))
+    assert header[-5:] == [f"own{index}" for index in range(5)]
+    # Tasks, reward, failed, no call (of the scored), calls, cut, and means with 0 for the failed.
+    assert row[1:8] == ["2", "0.500", "±", "0.500", "1", "0%", "1.0"]
+    assert row[8:] == ["25%", "0.000", "0.050", "0.100", "0.150", "0.200"]
+    assert below == ["all:", "own5", "0.250", "own6", "0.300"]
+
+
+def test_a_comparison_shows_the_largest_changes() -> None:
+    before = {f"t{index}": [0.0] for index in range(MAX_CHANGES + 5)}
+    after = {task: [index / 100] for index, task in enumerate(before)}
+    lines = _lines(render_comparison(compare_tasks(before, after | {"new": [1.0]}), "old\x1b"))
+    assert "old␛" in lines[0] and "1" in lines[0][-3]
+    tasks = [line[0] for line in lines[4:]]
+    assert tasks == [f"t{index}" for index in range(MAX_CHANGES + 4, 4, -1)]
+    assert len(_lines(render_comparison(compare_tasks({}, after), "x"))) == 1
+    assert len(_lines(render_comparison(compare_tasks(after, after), "x"))) == 2
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    rollouts = [rollout(index, index / 2, phase="eval", metrics={"f1": 0.5}) for index in range(3)]
+    rollouts.append(rollout(3, phase="eval", status="infrastructure_failure", reason="crash"))
+    calls = {done.rollout_id: Calls(1, 1, 0) for done in rollouts}
+    (result,) = task_results(rollouts, calls)
+    assert (result.rewards, result.failures) == ((0.0, 0.5, 1.0), {"crash": 1})
+    assert result.metrics == {"f1": 0.5} and result.num_calls == (1, 1, 1, 1)
+    path = tmp_path / "results.jsonl"
+    write_results(path, [result])
+    assert read_rewards(path) == (str(path), {"task_0": [0.0, 0.5, 1.0]})
+
+
+@pytest.mark.parametrize("line", ["{}", '{"id": 1, "rewards": []}', '{"id": "a", "rewards": "x"}'])
+def test_another_file_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_text(json.dumps({"id": "ok", "rewards": [1.0]}) + "\n" + line)
+    with raises_coded(ConfigError, "malformed", f"{path}:2"):
+        read_rewards(path)
+
+
+def test_the_last_evaluation_of_a_run_counts(tmp_path: Path) -> None:
+    with raises_coded(UserError, "empty", str(tmp_path)):
+        read_rewards(tmp_path)
+    run = make_run(tmp_path / "run")
+    store = Store(run / "store.sqlite")
+    for attempt, reward in enumerate((0.25, 0.75), start=1):
+        add(store, rollout(0, reward, phase="eval", step=9, attempt=attempt), [])
+    calls = count_calls(store, store.rollouts(phase="train"))
+    store.close()
+    name, rewards = read_rewards(run)
+    assert name == f"{run}, step 9" and rewards == {"task_0": [0.75]}
+    assert max(found.number for found in calls.values()) == 2
