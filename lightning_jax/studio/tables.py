@@ -23,7 +23,7 @@ class Grid:
 
     title: str
     columns: tuple[Column, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
 
 
