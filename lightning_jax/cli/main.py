@@ -17,6 +17,7 @@ from annotated_types import Ge, Le
 
 from lightning_jax.cli.config import ServerConfig
 from lightning_jax.cli.config_command import add_config, run_config
+from lightning_jax.cli.runs import add_compare, add_runs, run_compare, run_runs
 from lightning_jax.cli.runtime import (
     STOPPED,
     add_settings,
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(left.code or 0)
     try:
         log_plainly()
-        if arguments.run not in (_new, run_config):  # these need no JAX
+        if arguments.run not in (_new, run_config, run_runs, run_compare):  # these need no JAX
             keep_compiled()
         return arguments.run(arguments)
     except UserError as error:
@@ -100,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
         ("serve", "serve a model over OpenAI's API and others", _add_serve, _serve),
         ("verify", "check a run's log-probs against its weights", _add_verify, _verify),
         ("view", "show a run's rollouts, or the timeline of one", _add_view, _view),
+        ("runs", "list runs with status, rewards and failures", add_runs, run_runs),
+        ("compare", "compare runs: settings, curves, tasks won and lost", add_compare, run_compare),
         ("plan", "report the memory that a run needs on each device", _add_plan, _plan),
         ("config", "print, search or check settings of a run", add_config, run_config),
     ):

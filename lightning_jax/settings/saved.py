@@ -48,7 +48,7 @@ def changed_keys(path: Path, config: Any) -> list[str]:
     if not path.exists():
         return []
     saved = map_paths(_hide(read_saved(path)), type(config), os.path.abspath)
-    old, new = _flatten(_plain(type(config)())) | _flatten(saved), _flatten(_plain(config))
+    old, new = flatten(_plain(type(config)())) | flatten(saved), flatten(_plain(config))
     keys = (key for key in old.keys() | new.keys() if not is_secret(key))
     return sorted(key for key in keys if old.get(key) != new.get(key))
 
@@ -81,11 +81,12 @@ def _hide(node: Any, name: str = "") -> Any:
     return HIDDEN if name == SECRET and node is not None else node
 
 
-def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Return plain settings by dotted key."""
     if not isinstance(node, dict):
         return {prefix: list(node) if isinstance(node, list | tuple) else node}
     return {
         key: value
         for name, child in node.items()
-        for key, value in _flatten(child, f"{prefix}.{name}" if prefix else str(name)).items()
+        for key, value in flatten(child, f"{prefix}.{name}" if prefix else str(name)).items()
     }

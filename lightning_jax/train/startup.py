@@ -39,6 +39,7 @@ from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
 from lightning_jax.train.runtime import freeze_objects
 from lightning_jax.train.state import Replica
+from lightning_jax.train.status import LOCK, recorded_end
 from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ def _locked(directory: Path) -> Iterator[None]:
     """Lock the directory. Raises ConfigError if another process trains there."""
     make_private(directory)
     warn_if_open(directory)
-    lock = FileLock(directory / "run.lock", blocking=False)
+    lock = FileLock(directory / LOCK, blocking=False)
     try:
         lock.acquire()
     except Timeout:
@@ -137,7 +138,8 @@ def _locked(directory: Path) -> Iterator[None]:
     except (OSError, NotImplementedError) as error:  # a file system without locks
         log.info("%s cannot be locked (%s); do not start a second run there", directory, error)
     try:
-        yield
+        with recorded_end(directory):
+            yield
     finally:
         lock.release()
 
