@@ -94,7 +94,9 @@ async def open_run(
             routing=Routing(config.roles, config.policies),
             initial=None if initial is None else _responders(config, [initial] * len(engines)),
         )
-        service = open_service(gateway, running, made, config)
+        in_a_step = config.rollout.tasks_per_step * config.rollout.group_size
+        num_requests = min(config.rollout.concurrency, in_a_step)
+        service = open_service(gateway, running, made, config, num_requests)
         runner = await at_end.enter_async_context(service)
         run = Run(replica.config, model, pipelines, leader, engines, runner)
         at_end.push_async_callback(run.close)
@@ -103,11 +105,16 @@ async def open_run(
 
 @asynccontextmanager
 async def open_service(
-    gateway: Gateway, engines: Sequence[Engine], agent: Agent, config: Config
+    gateway: Gateway,
+    engines: Sequence[Engine],
+    agent: Agent,
+    config: Config,
+    num_requests: int = 1,
 ) -> AsyncIterator[Runner]:
     """Start the engines and the gateway, and yield a runner of the agent.
 
-    All are closed at the end.
+    Engines begin to compile what `num_requests` need that arrive together. All are closed at the
+    end.
     """
     async with AsyncExitStack() as at_end:
         for engine in engines:
@@ -116,7 +123,7 @@ async def open_service(
         isolated = await at_end.enter_async_context(isolate_agent(agent))
         await gateway.start()
         for engine in engines:
-            engine.start()
+            engine.start(num_requests)
         at_end.enter_context(freeze_objects())
         yield Runner(isolated, gateway, config.rollout, config.seed)
 
