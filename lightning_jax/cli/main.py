@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
@@ -113,8 +113,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _versions() -> str:
-    names = ("lightning-jax", "jax", "jaxlib")
-    return ", ".join(f"{name} {version(name)}" for name in names)
+    def of(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:  # a clone on PYTHONPATH
+            return "(not installed)"
+
+    return ", ".join(f"{name} {of(name)}" for name in ("lightning-jax", "jax", "jaxlib"))
 
 
 def _number(hint: Any) -> Callable[[str], int | float]:
