@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
@@ -32,6 +32,7 @@ from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
+from lightning_jax.models.formats.names import local_path
 from lightning_jax.schema import Positive, describe, is_allowed
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
 
@@ -113,8 +114,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _versions() -> str:
-    names = ("lightning-jax", "jax", "jaxlib")
-    return ", ".join(f"{name} {version(name)}" for name in names)
+    def of(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:  # a clone on PYTHONPATH
+            return "(not installed)"
+
+    return ", ".join(f"{name} {of(name)}" for name in ("lightning-jax", "jax", "jaxlib"))
 
 
 def _number(hint: Any) -> Callable[[str], int | float]:
@@ -286,6 +292,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
     except ValueError as error:
         return _fail(f"error: {error}", 2)
+    local_path(arguments.model)  # a wrong one is told before JAX is imported
 
     def announce(gateway: "Gateway") -> None:
         key = "" if arguments.api_key else f" with API key {gateway.api_key}"
