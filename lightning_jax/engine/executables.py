@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 Size = tuple[int, ...]
 
-# Calls after which a smaller program pays back. On a CPU it takes as long to compile as about a
-# hundred steps of a larger one, and saves about half of each.
+# Calls of a larger program that take as long as one compilation: with SmolLM2-135M on two cores, 75
+# to 110 ms a step of 16 slots and 6 s. A size that fewer calls want is not worth its compilation.
 CALLS_TO_PAY_BACK = 64
 
 
