@@ -1,6 +1,9 @@
 """Settings of `lightning-jax serve`."""
 
+import argparse
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import ModelConfig
@@ -20,3 +23,14 @@ class ServerConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, record=(self.record != "", "the name of a file"))
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object that a flag gives. Raises ArgumentTypeError if it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 from annotated_types import Ge, Le
 
-from lightning_jax.cli.config import ServerConfig
+from lightning_jax.cli.config import ServerConfig, json_object
 from lightning_jax.cli.runtime import (
     STOPPED,
     add_settings,
@@ -140,6 +140,11 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     activation = "dtype of activations with bfloat16 weights, for a CPU (default: same as --dtype)"
     parser.add_argument("--activation-dtype", choices=("float32",), help=activation)
+    template = "Jinja file to use instead of the model's own chat template"
+    parser.add_argument("--chat-template", metavar="FILE", help=template)
+    values = """the template's variables, such as '{"enable_thinking": false}'"""
+    flag = "--chat-template-kwargs"
+    parser.add_argument(flag, metavar="JSON", type=json_object, default={}, help=values)
     for name, text in SERVE_FLAGS.items():
         default, text = getattr(ServeConfig, name), f"{text} (default: %(default)s)"
         flag = "--" + name.replace("_", "-")
@@ -262,6 +267,8 @@ def _serve(arguments: argparse.Namespace) -> int:
                 name=arguments.model,
                 dtype=arguments.dtype,
                 activation_dtype=arguments.activation_dtype,
+                chat_template=arguments.chat_template,
+                chat_template_kwargs=arguments.chat_template_kwargs,
             ),
             serve=ServeConfig(**settings, api_key=arguments.api_key),
             record=arguments.record,

@@ -291,6 +291,7 @@ class Responder:
                 memory,
                 self.tool_format,
                 self.serve.max_len - 1,
+                request.chat_template_kwargs,
             )
         except PromptTooLong:
             raise

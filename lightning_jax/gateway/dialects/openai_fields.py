@@ -22,7 +22,13 @@ from lightning_jax.gateway.fields import (
     Strings,
     brief,
 )
-from lightning_jax.gateway.request import MAX_CHOICES, MAX_TOOLS, Function, JsonSchema
+from lightning_jax.gateway.request import (
+    MAX_CHOICES,
+    MAX_TOOLS,
+    NO_THINKING,
+    Function,
+    JsonSchema,
+)
 from lightning_jax.models.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
@@ -30,8 +36,8 @@ MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 # Fields that clients send by default and that change nothing here.
 IGNORED = frozenset(
     (
-        *("user", "store", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key"),
-        *("prompt_cache_retention", "safety_identifier", "prediction", "moderation"),
+        *("user", "store", "service_tier", "verbosity", "prompt_cache_key", "moderation"),
+        *("prompt_cache_retention", "safety_identifier", "prediction"),
     )
 )
 
@@ -46,6 +52,11 @@ class OpenAIFields(SamplingFields):
     stream: bool | None = None
     return_token_ids: bool | None = None
     ignore_eos: bool | None = None
+
+
+def template_kwargs(given: dict[str, Any] | None, effort: Any) -> dict[str, Any]:
+    """Return variables for the chat template: those sent, and no thinking for effort "none"."""
+    return {**(NO_THINKING if effort == "none" else {}), **(given or {})}
 
 
 class StreamOptions(Fields):
