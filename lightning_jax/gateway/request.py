@@ -83,6 +83,7 @@ class PolicyRequest:
     score_prompt: bool = False  # also return the log-probabilities of the prompt's tokens
     stream: bool = False
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # name tokens token_id:ID in log-probabilities
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

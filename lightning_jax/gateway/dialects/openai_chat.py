@@ -94,6 +94,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
             reason="needs_logprobs",
         )
     form, limit = chat.response_format, chat.max_completion_tokens
+    include_usage = chat.include_usage()
     request = to_request(
         "chat",
         chat,
@@ -105,7 +106,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         max_tokens=chat.max_tokens if limit is None else limit,
         chat_template_kwargs=template_kwargs(chat.chat_template_kwargs, chat.reasoning_effort),
     )
-    return request, lambda context: ChatReply(request, context, chat.include_usage)
+    return request, lambda context: ChatReply(request, context, include_usage)
 
 
 class ChatReply(ChoicesReply):
@@ -151,8 +152,8 @@ class ChatReply(ChoicesReply):
     def _token_fields(self, tokens: Any) -> dict[str, Any]:
         entries = None
         if self.request.logprobs:
-            top = self.request.top_logprobs
-            content = logprob_entries(tokens, self.context.tokenizer, top)
+            top, as_ids = self.request.top_logprobs, self.request.return_tokens_as_token_ids
+            content = logprob_entries(tokens, self.context.tokenizer, top, as_ids)
             entries = {"content": content, "refusal": None}
         ids = {"token_ids": list(tokens.token_ids)} if self.request.return_token_ids else {}
         return {"logprobs": entries, **ids}

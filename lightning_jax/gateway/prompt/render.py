@@ -139,7 +139,7 @@ def render(
     tokenizer: Tokenizer,
     memory: ConversationMemory | None = None,
     form: ToolFormat | None = None,
-    max_tokens: int | None = None,
+    max_len: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Rendered:
     """Return the prompt ids of a conversation, up to the assistant's next turn.
@@ -149,7 +149,7 @@ def render(
     may have written its whole prompt differently.
 
     Raise ValueError if messages are malformed or the chat template cannot show them. Raise
-    PromptTooLong, without encoding it, if the text is too long for `max_tokens` tokens.
+    PromptTooLong, without encoding it, if the text is too long for a slot of `max_len` tokens.
     """
     plain = normalize_messages(messages)
     digests = _digests(plain, tools, kwargs)
@@ -166,7 +166,7 @@ def render(
         start, recorded = 0, None
     else:  # its prompt covers everything before it
         start, recorded = marked.index(base[0]), base[1]
-    check_length(pieces[start + (recorded is not None) :], tokenizer, max_tokens)
+    check_length(pieces[start + (recorded is not None) :], tokenizer, max_len)
     candidates = [known[index] for index in marked[start:]]
     path, extends = _splice(pieces[start:], candidates, recorded, tokenizer)
     replayed = set(marked) | {index for index in known if base and recorded and index < base[0]}
@@ -174,17 +174,14 @@ def render(
     return Rendered(tuple(path.ids), len(replayed), int(not whole), digests[-1], path.digest)
 
 
-def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_tokens: int | None) -> None:
-    """Raise PromptTooLong if the texts have more bytes than `max_tokens` of the longest tokens."""
+def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_len: int | None) -> None:
+    """Raise PromptTooLong if the texts have more bytes than the longest tokens that may fit."""
     longest = tokenizer.max_token_bytes
-    if longest is None or max_tokens is None:
+    if longest is None or max_len is None:
         return
     num_bytes = sum(len(piece) for piece in pieces)  # characters, a lower bound for bytes
-    if num_bytes > max_tokens * longest:
-        raise PromptTooLong(
-            f"the prompt has at least {num_bytes} characters, which is more than {max_tokens} "
-            "tokens; shorten it or raise serve.max_len."
-        )
+    if (fewest := -(-num_bytes // longest)) >= max_len:
+        raise PromptTooLong(fewest, max_len, at_least=True)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from gateway_bench import MakeBench
+from gateway_bench import Bench, MakeBench
 from templates import QWEN3_HYBRID, tokenizer_with
 
 from lightning_jax.engine.types import SamplingParams
@@ -120,6 +120,7 @@ def test_an_unknown_model_is_not_found(model: str) -> None:
         ("seed", "x", "wrong_type"),
         ("stream", "yes", "wrong_type"),
         ("stream_options", True, "wrong_type"),
+        ("stream_options", {"include_usage": True}, "needs_stream"),
         ("chat_template_kwargs", [], "wrong_type"),
         ("chat_template_kwargs", {"messages": []}, "reserved"),
         ("chat_template_kwargs", {"x": 10**60}, "out_of_range"),
@@ -245,6 +246,17 @@ async def test_variables_that_the_template_cannot_take_are_refused(make_bench: M
         for value in (10**9, {"a": 1}, "x"):
             status, reply, _ = await bench.post(BODY | {"chat_template_kwargs": {"n": value}})
             assert (status, reply["error"]["code"]) == (400, "invalid_value")
+
+
+async def test_tokens_may_be_named_by_their_ids(bench: Bench) -> None:
+    fields = {"max_tokens": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    status, reply, _ = await bench.post(BODY | fields | {"return_tokens_as_token_ids": True})
+    assert status == 200
+    (choice,) = reply["choices"]
+    entries, ids = choice["logprobs"]["content"], choice["token_ids"]
+    assert ids and [entry["token"] for entry in entries] == [f"token_id:{i}" for i in ids]
+    tops = [top["token"].removeprefix("token_id:") for e in entries for top in e["top_logprobs"]]
+    assert len(tops) == 2 * len(ids) and all(map(str.isdecimal, tops))
 
 
 async def test_too_many_logit_biases_are_refused(make_bench: MakeBench) -> None:
