@@ -26,6 +26,7 @@ from credit import bootstrap
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.lora import adapted_shape
 from lightning_jax.models.transformer import DecoderConfig, Params, forward, init_params, unembed
@@ -153,6 +154,7 @@ def make(frozen: str, algorithm: AlgorithmConfig, learning_rate: float) -> tuple
         model=ModelConfig(lora=LORA),
         policies={role: PolicyConfig(trains=role != frozen) for role in ROLES},
         algorithm=algorithm,
+        serve=ServeConfig(max_len=BATCH.row_len),
         batch=BATCH,
         optimizer=OptimizerConfig(learning_rate=learning_rate),
         mesh=MeshConfig(fsdp=1),

@@ -8,6 +8,7 @@ import jax
 from speed import flops_per_s
 from updates import LEARNING_RATE, MAX_GRAD_NORM, Call, Clock, Result, main
 
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.rl.batch import TrainingSequence
@@ -36,12 +37,14 @@ def measure(args: argparse.Namespace, calls: Sequence[Call]) -> Result:
         activation_dtype=None if args.dtype == "float32" else "float32",
         remat=args.remat,
     )
+    batch = batch_config(args)
     model = load_model(args.model, activation_dtype=precision.activation_dtype)
     config = Config(
         model=precision,
         # The old log-probs are the policy's own, so the ratio is 1.
         algorithm=AlgorithmConfig(proximal="old"),
-        batch=batch_config(args),
+        serve=ServeConfig(max_len=batch.row_len),
+        batch=batch,
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM),
         mesh=MeshConfig(fsdp=1),
     )

@@ -74,7 +74,7 @@ def command_line() -> str:
 
 
 def _is_shown(action: argparse.Action) -> bool:
-    return action.required and not isinstance(action, argparse._HelpAction)
+    return action.required and action.nargs != "*"
 
 
 def _flag(action: argparse.Action) -> str:
@@ -155,8 +155,9 @@ def failures() -> str:
     text += _table(("reason", "failed by", "what happened", "what to do"), rows)
     text += (
         "\n## Of a call\n\n"
-        "The gateway refuses a call in the error format of its client API. Errors of 500 and above "
-        "are\nthe infrastructure's: if no retry is answered, the whole rollout is tried again.\n\n"
+        "The gateway refuses a call in the error format of its client API. Errors of 500 and\n"
+        "above are the infrastructure's: if no retry is answered, the whole rollout is tried\n"
+        "again.\n\n"
     )
     rows = [(str(status), f"`{code}`", words) for code, (status, words) in CODES.items()]
     return text + _table(("status", "code", "meaning"), rows)

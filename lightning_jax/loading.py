@@ -1,8 +1,10 @@
-"""Loading of functions that settings name as FILE:FUNCTION, or saved ones as MODULE:FUNCTION."""
+"""Functions that settings name as FILE:FUNCTION or, if saved, MODULE:FUNCTION, and programs."""
 
+import ast
 import hashlib
 import importlib
 import importlib.util
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_jax.settings import ConfigError
+from lightning_jax.settings.paths import file_of
 
 _loaded: dict[str, ModuleType] = {}  # modules by path and modification time
 
@@ -20,27 +23,79 @@ def load_function(reference: str) -> Callable[..., Any]:
     MODULE:FUNCTION is what `save_config` writes for a function that came from Python.
     """
     path, _, name = reference.rpartition(":")
-    file = Path(path)
-    if file.suffix != ".py" and all(map(str.isidentifier, path.split("."))):
+    if file_of(reference) is None:
         return _import_function(reference, path, name)
-    if not file.is_file():
-        raise ConfigError(
-            f"{reference!r} names the file {path!r}, which does not exist; use FILE:FUNCTION with "
-            "a path relative to the working directory.",
-            reason="not_found",
-            key=path,
-        )
+    file = _existing_file(reference, path)
     state = f"{file.resolve()} {file.stat().st_mtime_ns}"  # an edited file is loaded again
     if state not in _loaded:
         _loaded[state] = _load_module(file, state)
     function = getattr(_loaded[state], name, None)
     if not callable(function):
-        raise ConfigError(
-            f"{reference!r} names {name!r}, but {path} has no such function.",
-            reason="no_such_function",
-            key=name,
-        )
+        raise _no_such_function(reference, path, name)
     return function
+
+
+def check_reference(reference: str) -> None:
+    """Raise ConfigError if `FILE:FUNCTION` names no file, or no name in it.
+
+    Reads the file without running it, because it may import anything. `load_function` finds the
+    rest.
+    """
+    path, _, name = reference.rpartition(":")
+    if file_of(reference) is None:
+        return
+    file = _existing_file(reference, path)
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # perhaps of another Python, for agent.python
+        return
+    names = {name for node in ast.walk(tree) for name in _bound_names(node)}
+    if not names & {name, "*", "__getattr__", "globals"}:
+        raise _no_such_function(reference, path, name)
+
+
+def find_program(program: str, key: str) -> str:
+    """Return the path of a program. Raises ConfigError if the setting `key` names none."""
+    path = shutil.which(program)
+    if path is None:
+        raise ConfigError(
+            f"{key} names the program {program!r}, which does not exist or is not executable; use "
+            "one on the PATH, or a file with execute permission.",
+            reason="not_found",
+            key=key,
+        )
+    return path
+
+
+def _existing_file(reference: str, path: str) -> Path:
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"{reference!r} names the file {path!r}, which does not exist; use FILE:FUNCTION with "
+            "a path relative to the config file, or to the working directory in key=value.",
+            reason="not_found",
+            key=path,
+        )
+    return Path(path)
+
+
+def _no_such_function(reference: str, path: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{reference!r} names {name!r}, but {path} has no such function.",
+        reason="no_such_function",
+        key=name,
+    )
+
+
+def _bound_names(node: ast.AST) -> list[str]:
+    """Return names that a statement or expression may define, or that may define any others."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return [node.name]
+        case ast.Import() | ast.ImportFrom():
+            return [alias.asname or alias.name for alias in node.names]
+        case ast.Name():
+            return [node.id] if isinstance(node.ctx, ast.Store) or node.id == "globals" else []
+    return []
 
 
 def _import_function(reference: str, module: str, name: str) -> Callable[..., Any]:

@@ -5,7 +5,9 @@ A type states the values it allows: `slots: Count`, `kl_in: Literal["loss", "rew
 
 import math
 import operator
-from dataclasses import astuple, fields
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields, is_dataclass
+from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -21,6 +23,22 @@ Share = Annotated[float, Ge(0), Le(1)]
 Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
 FiniteNonNegative = Annotated[float, Ge(0), Lt(math.inf)]
 FinitePositive = Annotated[float, Gt(0), Lt(math.inf)]
+
+DERIVED: Any = None  # default of a setting that follows from others
+
+
+class PathKind(Enum):
+    """Form in which a setting names a file. `settings/paths.py` reads it."""
+
+    FUNCTION = "FILE:FUNCTION"
+    PROGRAM = "a program; a path if it has a slash"
+    NAME = "a file or folder if there is one, else a name"
+    COMMAND = "a program and its arguments"
+
+
+FunctionRef = Annotated[str, PathKind.FUNCTION]
+ProgramPath = Annotated[str, PathKind.PROGRAM]
+PathOrName = Annotated[str, PathKind.NAME]
 
 LIMITS = {
     Ge: (operator.ge, "at least"),
@@ -63,7 +81,7 @@ def describe(hint: Any) -> str:
     if kind is Literal:
         return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
     if kind is Annotated:
-        bounds = [(LIMITS[type(limit)][1], *astuple(limit)) for limit in parts[1:]]
+        bounds = [(LIMITS[type(limit)][1], *astuple(limit)) for limit in _limits(parts)]
         texts = [f"{word} {x}" if math.isfinite(x) else "finite" for word, x in bounds]
         return " and ".join(dict.fromkeys(texts))
     return "none" if hint is NoneType else ""
@@ -77,6 +95,50 @@ def is_allowed(value: Any, hint: Any) -> bool:
     if kind is Literal:
         return value in parts
     if kind is Annotated:
-        limits = [(LIMITS[type(limit)][0], *astuple(limit)) for limit in parts[1:]]
-        return value is not None and all(holds(value, bound) for holds, bound in limits)
+        limits = [(LIMITS[type(limit)][0], *astuple(limit)) for limit in _limits(parts)]
+        return all(value is not None and holds(value, bound) for holds, bound in limits)
     return hint is not NoneType or value is None
+
+
+def _limits(parts: tuple[Any, ...]) -> list[Any]:
+    return [part for part in parts[1:] if type(part) in LIMITS]
+
+
+def path_kind(hint: Any) -> PathKind | None:
+    """Return how values of a type name a file, or None if they do not."""
+    if get_origin(hint) is Annotated:
+        return next((part for part in get_args(hint) if isinstance(part, PathKind)), None)
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    return next(filter(None, map(path_kind, parts)), None)
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Section that a field holds: by itself, or as the values of a dict by name."""
+
+    section: type
+    is_dict: bool = False
+
+
+def is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and is_dataclass(hint)
+
+
+def inner_section(hint: Any) -> Inner | None:
+    """Return the section in a field of this type, or None if the field is a plain setting."""
+    if is_section(hint):
+        return Inner(hint)
+    if get_origin(hint) is dict:
+        of_value = get_args(hint)[-1]
+        return Inner(of_value, is_dict=True) if is_section(of_value) else None
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    return next(filter(None, map(inner_section, parts)), None)
+
+
+def section_keys(section: type, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every setting and section, with NAME for names that users choose."""
+    for field in fields(section):  # pyright: ignore[reportArgumentType]
+        yield prefix + field.name
+        if inner := inner_section(field.type):
+            name = ".NAME." if inner.is_dict else "."
+            yield from section_keys(inner.section, prefix + field.name + name)

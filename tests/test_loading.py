@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from coded import raises_coded
 
-from lightning_jax.loading import load_function
+from lightning_jax.loading import check_reference, load_function
 from lightning_jax.settings import ConfigError
 
 TOY = Path(__file__).with_name("toy_agent.py")
@@ -66,3 +66,31 @@ def test_an_agent_whose_framework_is_missing_is_one_sentence(tmp_path: Path) -> 
         with raises_coded(ConfigError, "not_loaded", str(path)) as caught:
             load_function(f"{path}:run")
         assert "no_such_framework" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "async def run(task, llm): ...",
+        "import no_such_package as run",
+        "if True:\n    from no_such_package import run",
+        "run = lambda task, llm: 1.0",
+        "from no_such_package import *",
+        "def __getattr__(name): ...",
+        "globals()['run'] = print",
+        "print 'another Python'",
+        "class run:\n    pass",
+    ],
+)
+def test_a_file_that_may_define_the_function_is_not_refused(source: str, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(source)
+    check_reference(f"{tmp_path}/agent.py:run")
+    check_reference("a_module:run")
+
+
+def test_a_file_without_the_function_is_refused_unread(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("raise SystemExit\nrun()\n")
+    with raises_coded(ConfigError, "no_such_function", "run"):
+        check_reference(f"{tmp_path}/agent.py:run")
+    with raises_coded(ConfigError, "not_found", "nowhere.py"):
+        check_reference("nowhere.py:run")

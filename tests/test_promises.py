@@ -13,7 +13,7 @@ from lightning_jax.cli.main import main
 from lightning_jax.cli.runtime import STOPPED
 from lightning_jax.loading import load_function
 from lightning_jax.models.formats.load import load_model, save_hf
-from lightning_jax.models.formats.param_names import ModelError
+from lightning_jax.models.formats.names import ModelError
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.store import Store
@@ -71,7 +71,8 @@ TEXTS: dict[str, Callable[[Path], str]] = {
 }
 # What a command prints last, and its exit code.
 PRINTED: dict[str, tuple[list[str], int]] = {
-    "config_flag_missing": (["train"], 2),
+    "config_missing": (["train"], 1),
+    "agent_missing": (["train", "num_steps=1"], 1),
     "config_file_missing": (["train", "--config", "no.yaml"], 1),
     "tasks_missing": (["train", "--config", "own.yaml"], 1),
     "open_port_without_key": (["serve", "--host", "0.0.0.0", "--model", "model"], 1),
@@ -99,7 +100,7 @@ def test_command_prints_what_is_promised(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lightning_jax.cli.main.stop_on_sigterm", lambda: None)
-    Path("own.yaml").write_text("num_steps: 1\n")
+    Path("own.yaml").write_text("agent: {command: sh}\n")
     save_hf(tmp_path / "model", tiny_model(num_layers=1))
     command, code = PRINTED[name]
     assert main(command) == code

@@ -7,7 +7,15 @@ import pytest
 from coded import raises_coded
 from omegaconf import OmegaConf
 
-from lightning_jax.settings import HIDDEN, ConfigError, changed_keys, load_config, save_config
+from lightning_jax.settings import (
+    HIDDEN,
+    ConfigError,
+    changed_keys,
+    load_config,
+    load_with_derived,
+    save_config,
+)
+from lightning_jax.settings.errors import similar_keys
 from lightning_jax.train.config import Config
 
 
@@ -26,7 +34,9 @@ def test_later_layers_win(tmp_path: Path) -> None:
         ("serve.slotz=1", "unknown", "serve.slotz"),
         ("serve.slots=0", "invalid", "serve.slots"),
         ("serve.prefix_cache_mib=-1", "invalid", "serve.prefix_cache_mib"),
-        ("batch.head_chunk=7", "invalid", "batch.head_chunk"),
+        ("batch.head_chunk=7 batch.max_targets=1024", "invalid", "batch.head_chunk"),
+        ("batch.row_len=64", "conflict", "batch.row_len"),
+        ("learning_rate=1e-5", "unknown", "learning_rate"),
         ("algorithm.loss=ppo", "unknown", "algorithm.loss"),
         ("algorithm.loss=gspo algorithm.clip_low=3e-4", "conflict", "algorithm.clip_low"),
         ("algorithm.loss=gspo algorithm.clip_high=9e-3", "conflict", "algorithm.clip_high"),
@@ -285,3 +295,51 @@ def test_sections_that_are_not_asked_for_may_be_of_another_release(tmp_path: Pat
     assert load_config(Config, [str(path)], only=["model", "algorithm"]).model.name == "mine"
     with raises_coded(ConfigError, "unknown", "rollout.no_longer"):
         load_config(Config, [str(path)], only=["model", "rollout"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes", "buckets"),
+    [
+        ("serve.max_len=64", (512, 1024, 256), (32,)),
+        ("", (1024, 1024, 256), (32, 128, 512)),
+        ("serve.max_len=1500", (1500, 1536, 256), (32, 128, 512)),
+        ("serve.max_len=512 batch.head_chunk=100", (512, 1100, 100), (32, 128)),
+        ("batch.max_targets=1000", (1024, 1000, 250), (32, 128, 512)),
+        ("batch.max_targets=509", (1024, 509, 509), (32, 128, 512)),  # a prime
+        ("batch.row_len=4096 serve.prefill_buckets=[64]", (4096, 4096, 256), (64,)),
+    ],
+)
+def test_sizes_follow_from_others(
+    settings: str, sizes: tuple[int, int, int], buckets: tuple[int, ...], tmp_path: Path
+) -> None:
+    config, derived = load_with_derived(Config, settings.split())
+    batch = config.batch
+    assert (batch.row_len, batch.max_targets, batch.head_chunk) == sizes
+    assert config.serve.prefill_buckets == buckets
+    given = {setting.partition("=")[0] for setting in settings.split()}
+    names = ("batch.row_len", "batch.max_targets", "batch.head_chunk", "serve.prefill_buckets")
+    assert derived.keys() == {*names} - given
+    save_config(config, tmp_path / "config.yaml")
+    assert OmegaConf.load(tmp_path / "config.yaml").batch.row_len == sizes[0]
+    assert load_with_derived(Config, [str(tmp_path / "config.yaml")]) == (config, {})
+
+
+@pytest.mark.parametrize(
+    ("key", "similar"),
+    [
+        ("learning_rate", ["optimizer.learning_rate", "warmup.optimizer.learning_rate"]),
+        ("serve.slotz", ["serve.slots"]),
+        ("optimiser", ["optimizer"]),
+        ("polcy", ["policies"]),
+        ("entropy", []),
+    ],
+)
+def test_an_unknown_key_is_answered_with_those_that_may_be_meant(
+    key: str, similar: list[str], tmp_path: Path
+) -> None:
+    assert similar_keys(key, Config)[: len(similar)] == similar
+    (tmp_path / "c.yaml").write_text(OmegaConf.to_yaml(OmegaConf.from_dotlist([f"{key}=1"])))
+    for argument in (f"{key}=1", str(tmp_path / "c.yaml")):
+        with raises_coded(ConfigError, "unknown", key) as caught:
+            load_config(Config, [argument])
+        assert all(name in str(caught.value) for name in similar)

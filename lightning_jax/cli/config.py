@@ -25,8 +25,16 @@ class ServerConfig(Section):
         require(self, record=(self.record != "", "the name of a file"))
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object that a flag gives. Raises ArgumentTypeError if it is none."""
+def add_chat_template(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that set the model's chat template and its variables."""
+    template = "Jinja file to use instead of the model's own chat template"
+    parser.add_argument("--chat-template", metavar="FILE", help=template)
+    values = """the template's variables, such as '{"enable_thinking": false}'"""
+    flag = "--chat-template-kwargs"
+    parser.add_argument(flag, metavar="JSON", type=_json_object, default={}, help=values)
+
+
+def _json_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError:

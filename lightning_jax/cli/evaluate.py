@@ -14,20 +14,21 @@ from lightning_jax.rollouts.metrics import split_by
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.compare_tasks import Rewards, compare_tasks
 from lightning_jax.studio.evaluation import (
+    comparison_table,
     cut_share,
     no_call_share,
-    render_comparison,
     render_evaluation,
 )
 from lightning_jax.studio.results import count_calls, read_rewards, task_results, write_results
+from lightning_jax.studio.tables import as_terminal
+from lightning_jax.studio.text import printable
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
-from lightning_jax.train.data import load_tasks
+from lightning_jax.train.data import evenly_spaced, load_tasks
 from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
 from lightning_jax.train.monitors import findings
 from lightning_jax.train.report import failure_table
 from lightning_jax.train.task_files import read_tasks
-from lightning_jax.train.tasks import evenly_spaced
 from lightning_jax.types import Rollout, Task
 
 
@@ -71,7 +72,9 @@ def evaluate(config: Config, source: PolicySource, evaluation: Evaluation) -> No
     if before is not None:
         name, rewards = before
         after: Rewards = {result.id: result.rewards for result in results}
-        console.print("", render_comparison(compare_tasks(rewards, after), name), sep="\n")
+        title = f"compared with {printable(name)}"
+        grid = comparison_table(compare_tasks(rewards, after), title)
+        console.print("", as_terminal(grid, console.width), sep="\n")
 
 
 def select_tasks(config: Config, evaluation: Evaluation) -> list[Task]:

@@ -9,13 +9,15 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 from annotated_types import Ge, Le
 
-from lightning_jax.cli.config import ServerConfig, json_object
+from lightning_jax.cli.config import ServerConfig, add_chat_template
+from lightning_jax.cli.config_command import add_config, run_config
+from lightning_jax.cli.runs import add_compare, add_runs, run_compare, run_runs
 from lightning_jax.cli.runtime import (
     STOPPED,
     add_settings,
@@ -23,6 +25,7 @@ from lightning_jax.cli.runtime import (
     keep_compiled,
     log_plainly,
     parse,
+    settings_layers,
     stop_on_sigterm,
 )
 from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_try
@@ -70,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as left:  # argparse has printed a help text or an error
         return int(left.code or 0)
     try:
-        if arguments.run not in (_new, _settings):  # these need no JAX
-            log_plainly()
+        log_plainly()
+        if arguments.run not in (_new, run_config, run_runs, run_compare):  # these need no JAX
             keep_compiled()
         return arguments.run(arguments)
     except UserError as error:
@@ -98,8 +101,10 @@ def _parser() -> argparse.ArgumentParser:
         ("serve", "serve a model over OpenAI's API and others", _add_serve, _serve),
         ("verify", "check a run's log-probs against its weights", _add_verify, _verify),
         ("view", "show a run's rollouts, or the timeline of one", _add_view, _view),
+        ("runs", "list runs with status, rewards and failures", add_runs, run_runs),
+        ("compare", "compare runs: settings, curves, tasks won and lost", add_compare, run_compare),
         ("plan", "report the memory that a run needs on each device", _add_plan, _plan),
-        ("settings", "print every setting of a run", lambda _: None, _settings),
+        ("config", "print, search or check settings of a run", add_config, run_config),
     ):
         command = commands.add_parser(name, help=text, description=run.__doc__)
         command.set_defaults(run=run, parser=command)  # error messages point to its --help
@@ -108,8 +113,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _versions() -> str:
-    names = ("lightning-jax", "jax", "jaxlib")
-    return ", ".join(f"{name} {version(name)}" for name in names)
+    def of(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:  # a clone on PYTHONPATH
+            return "(not installed)"
+
+    return ", ".join(f"{name} {of(name)}" for name in ("lightning-jax", "jax", "jaxlib"))
 
 
 def _number(hint: Any) -> Callable[[str], int | float]:
@@ -140,11 +150,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     activation = "dtype of activations with bfloat16 weights, for a CPU (default: same as --dtype)"
     parser.add_argument("--activation-dtype", choices=("float32",), help=activation)
-    template = "Jinja file to use instead of the model's own chat template"
-    parser.add_argument("--chat-template", metavar="FILE", help=template)
-    values = """the template's variables, such as '{"enable_thinking": false}'"""
-    flag = "--chat-template-kwargs"
-    parser.add_argument(flag, metavar="JSON", type=json_object, default={}, help=values)
+    add_chat_template(parser)
     for name, text in SERVE_FLAGS.items():
         default, text = getattr(ServeConfig, name), f"{text} (default: %(default)s)"
         flag = "--" + name.replace("_", "-")
@@ -219,12 +225,19 @@ def _train(arguments: argparse.Namespace) -> int:
     data.root is a file with one JSON object per line, or a directory with train.jsonl and
     dev.jsonl. data.load is FILE:FUNCTION.
     """
-    from lightning_jax.cli.train import train_and_report
     from lightning_jax.settings import load_config
+    from lightning_jax.train.check import check_start
     from lightning_jax.train.config import Config
+    from lightning_jax.train.data import load_tasks
 
     stop_on_sigterm()
-    train_and_report(load_config(Config, [arguments.config, *arguments.settings]))
+    config = load_config(Config, settings_layers(arguments))
+    check_start(config)
+    tasks = load_tasks(config)
+
+    from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks
+
+    train_and_report(config, *tasks)
     return 0
 
 
@@ -234,13 +247,17 @@ def _plan(arguments: argparse.Namespace) -> int:
     Compiles the training step without allocating. The exit code is 1 if a device is too small.
     """
     from lightning_jax.settings import load_config
+    from lightning_jax.train.check import check_model
     from lightning_jax.train.config import Config
-    from lightning_jax.train.memory import plan
-    from lightning_jax.train.memory.targets import target_devices
 
     if arguments.devices is not None and arguments.target is not None:
         return _fail("error: --devices and --target are both set; choose one.", 2)
-    config = load_config(Config, [arguments.config, *arguments.settings])
+    config = load_config(Config, settings_layers(arguments))
+    check_model(config)
+
+    from lightning_jax.train.memory import plan  # imports JAX, after the checks
+    from lightning_jax.train.memory.targets import target_devices
+
     capacity = devices = None
     if arguments.target is not None:
         devices, capacity = target_devices(arguments.target)
@@ -293,7 +310,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     The exit code is 1 if any differs.
     """
-    from lightning_jax.cli.verify import as_text, verify
+    from lightning_jax.train.directory import SETTINGS, STORE, require_run
+
+    require_run(arguments.run_dir, SETTINGS, STORE)
+
+    from lightning_jax.cli.verify import as_text, verify  # imports JAX, after the check
 
     found = verify(arguments.run_dir, limit=arguments.limit, tolerance=arguments.tolerance)
     print(as_text(found))
@@ -305,12 +326,17 @@ def _view(arguments: argparse.Namespace) -> int:
 
     The waterfall has agent, LLM and tool spans with prompts, responses, credit and advantages.
     """
-    from lightning_jax.studio.command import show
+    from lightning_jax.train.directory import STORE, require_run
 
     if arguments.rollout_id and (arguments.phase or arguments.step is not None):
         return _fail(
             "error: --phase and --step cannot be combined with a rollout; drop one of them.", 2
         )
+    if not arguments.run_dir.is_file():  # of `try --record`
+        require_run(arguments.run_dir, STORE)
+
+    from lightning_jax.studio.command import show  # imports JAX, after the check
+
     show(
         arguments.run_dir,
         arguments.rollout_id,
@@ -320,14 +346,6 @@ def _view(arguments: argparse.Namespace) -> int:
         chars=arguments.chars,
         html=arguments.html,
     )
-    return 0
-
-
-def _settings(arguments: argparse.Namespace) -> int:
-    """Print every setting of a run with its default, its meaning and the values that it allows."""
-    from lightning_jax.cli.reference import settings_page
-
-    print(settings_page(), end="")
     return 0
 
 

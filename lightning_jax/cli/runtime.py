@@ -8,49 +8,48 @@ import logging
 import os
 import platform
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from lightning_jax.errors import UserError
+
 STOPPED = "stopped; run the same command to resume from the last checkpoint"
-MIN_COMPILE_S = 0.3  # faster compilations are not cached
 
 log = logging.getLogger(__name__)
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add `--config FILE` and settings, parsed to `arguments.config` and `arguments.settings`."""
-    parser.add_argument("--config", required=True, help="YAML file with settings")
-    parser.add_argument(
-        "settings",
-        nargs="*",
-        metavar="key=value",
-        help="or another YAML file; later values override earlier ones",
-    )
-
-
-def add_optional_settings(parser: argparse.ArgumentParser) -> None:
-    """Add `--config FILE`, which may be left out, and settings. See `settings_layers`."""
-    parser.add_argument("--config", help="YAML file with settings (default: config.yaml)")
+    """Add files and settings, which `settings_layers` reads."""
+    parser.add_argument("--config", metavar="FILE", help="the same as FILE before all others")
     parser.add_argument(
         "settings",
         nargs="*",
         metavar="FILE|key=value",
-        help="YAML files and settings; later values override earlier ones",
+        help="YAML files and settings; later values override earlier ones (default: config.yaml)",
     )
 
 
-def settings_layers(arguments: argparse.Namespace, default: Path) -> list[str]:
+def settings_layers(arguments: argparse.Namespace, folder: Path = Path()) -> list[str]:
     """Return the files and settings of a command line, lowest first.
 
-    The file `default`, if it exists, comes first if the command line names no file.
+    If the command line names no file, the config.yaml in `folder`, if there is one, comes first.
+    Raises UserError if nothing is left.
     """
     layers = [arguments.config] * (arguments.config is not None) + arguments.settings
     has_file = any("=" not in layer or Path(layer).is_file() for layer in layers)
-    if has_file or not default.is_file():
-        return layers
-    return [str(default), *layers]
+    default = folder / "config.yaml"
+    if not has_file and default.is_file():
+        layers = [str(default), *layers]
+    if not layers:
+        raise UserError(
+            f"there is no {default}; pass FILE, or change to the directory that has it.",
+            reason="missing",
+            key="FILE",
+        )
+    return layers
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -126,12 +125,10 @@ def keep_compiled() -> None:
     JAX_ENABLE_COMPILATION_CACHE=false disables the cache. An unwritable directory is not an error.
 
     Compilation is most of the wait when a run resumes, a second run begins or a server restarts.
-    The cache takes little space: SmolLM2's programs take 0.2 MB each.
+    Programs of any size are kept, so that a second start compiles nothing. The cache takes little
+    space: SmolLM2's programs take 0.2 MB each.
     """
-    import jax
-
-    configured: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if configured is not None:
+    if _jax_setting("jax_compilation_cache_dir") is not None:
         return
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "lightning_jax" / f"compiled-{_machine()}"
@@ -143,8 +140,24 @@ def keep_compiled() -> None:
     if not writable:
         log.info("%s is not writable; programs are compiled again at every start", folder)
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
+    _set_in_jax("jax_compilation_cache_dir", str(folder))
+    _set_in_jax("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _jax_setting(name: str) -> str | None:
+    jax = sys.modules.get("jax")
+    return getattr(jax.config, name) if jax else os.environ.get(name.upper())
+
+
+def _set_in_jax(name: str, value: float | str) -> None:
+    """Set a value in JAX or, if it is not imported yet, in the variable that it reads then.
+
+    A wrong setting is told seconds earlier without JAX.
+    """
+    if jax := sys.modules.get("jax"):
+        jax.config.update(name, value)
+    else:
+        os.environ[name.upper()] = str(value)
 
 
 def _machine() -> str:

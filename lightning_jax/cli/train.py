@@ -8,7 +8,6 @@ from pathlib import Path
 from lightning_jax.cli.runtime import cancel_at_stop
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
-from lightning_jax.train.data import load_tasks
 from lightning_jax.train.multihost import is_leader
 from lightning_jax.train.report import (
     checkpoint_line,
@@ -28,13 +27,14 @@ async def _train(
         return await train(config, train_tasks, dev_tasks)
 
 
-def train_and_report(config: Config) -> None:
+def train_and_report(
+    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+) -> None:
     """Train to the end, resuming if the run has begun, and print the evaluations."""
-    tasks = load_tasks(config)
     directory = Path(config.run_dir)
     print(f"run directory: {directory}", flush=True)
     try:
-        rows = asyncio.run(_train(config, *tasks))
+        rows = asyncio.run(_train(config, train_tasks, dev_tasks))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     if not is_leader():

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_jax.cli.runtime import add_optional_settings, settings_layers, stop_on_sigterm
+from lightning_jax.cli.runtime import add_settings, settings_layers, stop_on_sigterm
 from lightning_jax.studio import DEFAULT_CHARS
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
-    add_optional_settings(parser)
+    add_settings(parser)
     run = "use the policy that this run trained, and by default its settings"
     parser.add_argument("--run", dest="run_dir", metavar="RUN", type=Path, help=run)
     url = "use an OpenAI-compatible server in place of the policy; no model is loaded"
@@ -114,10 +114,10 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 def _load(arguments: argparse.Namespace) -> "tuple[Config, PolicySource]":
     """Return the settings and what answers the calls. Raises ConfigError for a wrong flag."""
-    from lightning_jax.gateway.remote import remote_role
     from lightning_jax.settings import ConfigError, load_config
+    from lightning_jax.train.check import check_agent, check_model
     from lightning_jax.train.config import Config
-    from lightning_jax.train.inference import PolicySource
+    from lightning_jax.train.directory import trained_step
 
     stop_on_sigterm()
     run_dir, url, model = arguments.run_dir, arguments.url, arguments.model
@@ -132,18 +132,17 @@ def _load(arguments: argparse.Namespace) -> "tuple[Config, PolicySource]":
             reason="conflict",
             key="--api-key",
         )
-    source = PolicySource(run_dir=run_dir, model=model)
     if run_dir is not None:
-        _ = source.version  # before its settings are read, which may be missing as well
-    layers = settings_layers(arguments, (run_dir or Path()) / "config.yaml")
-    if not layers:
-        raise ConfigError(
-            "there is no config.yaml here; pass FILE, or change to the directory that has it.",
-            reason="missing",
-            key="--config",
-        )
-    config = load_config(Config, layers)
+        trained_step(run_dir)  # before its settings are read, which may be missing as well
+    config = load_config(Config, settings_layers(arguments, run_dir or Path()))
+    check_agent(config)
+    if url is None and run_dir is None and model is None:
+        check_model(config)
+
+    from lightning_jax.gateway.remote import remote_role  # imports JAX, after the checks
+    from lightning_jax.train.inference import PolicySource
+
     if url is None:
-        return config, source
+        return config, PolicySource(run_dir=run_dir, model=model)
     key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
     return config, PolicySource(server=remote_role(url, key, model))

@@ -92,7 +92,8 @@ class SlotPrograms:
         self.config, self.mesh = replace(config, turned=turned), mesh
         self.num_slots, self.max_len = serve.slots, serve.max_len
         self.steps_per_dispatch = serve.steps_per_dispatch
-        lengths = {min(bucket, serve.max_len) for bucket in serve.prefill_buckets}
+        buckets = serve.with_sizes().prefill_buckets
+        lengths = {min(bucket, serve.max_len) for bucket in buckets}
         self.buckets = tuple(sorted(lengths))
         tokens = max(PREFILL_TOKENS, self.buckets[-1])
         self._chunks_at_once = {b: row_counts(b, tokens, serve.slots) for b in self.buckets}

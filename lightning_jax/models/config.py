@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_jax.models.template_limits import check_kwargs
-from lightning_jax.schema import FinitePositive, Natural, Section, require
+from lightning_jax.schema import FinitePositive, Natural, PathOrName, Section, require
 
 AUTO = "auto"  # dtype: the fastest one on the devices here
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # in each layer of a model
@@ -34,7 +34,8 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """Settings of the model and its precision."""
 
-    name: str = "smollm2-135m-instruct"  # name, Hugging Face directory or hub id, or .gguf file
+    # A known name, a Hugging Face directory or hub id, or a .gguf file.
+    name: PathOrName = "smollm2-135m-instruct"
     # Dtype of weights and activations. auto takes the fastest on the devices here; on a CPU it is
     # measured (models/precision.py). A run keeps its first choice.
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
@@ -43,7 +44,8 @@ class ModelConfig(Section):
     activation_dtype: Literal["float32"] | None = None
     # Recompute activations in the backward pass: less memory, a third more time.
     remat: bool = False
-    chat_template: str | None = None  # file with a Jinja template to use instead of the model's own
+    # File with a Jinja template to use instead of the model's own.
+    chat_template: PathOrName | None = None
     # Variables for the chat template, such as `enable_thinking: false` of Qwen3. Requests may
     # override them. They become part of the exported policy's template.
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class PolicyConfig:
     trains: bool = True  # False: only the warm-up trains it
     # Initial weights: a model with the shape and vocabulary of model.name. None: model.name, which
     # adapters always start from.
-    base: str | None = None
+    base: PathOrName | None = None
 
 
 def policy_indices(policies: Iterable[str]) -> dict[str, int]:

@@ -10,7 +10,6 @@ from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.models.transformer import DecoderConfig
 
-NAME = "tiny"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}"

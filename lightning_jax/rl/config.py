@@ -1,18 +1,29 @@
 """Settings of the learning algorithm, its batches and its optimizer."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from lightning_jax.schema import Count, Natural, NonNegative, Positive, Section, Share, require
+from lightning_jax.schema import (
+    DERIVED,
+    Count,
+    Natural,
+    NonNegative,
+    PathKind,
+    Positive,
+    Section,
+    Share,
+    require,
+)
 
 # In YAML a name or FILE:FUNCTION, from Python also a function, which OmegaConf knows no type for.
 if TYPE_CHECKING:
     Choice = str | Callable[..., Any]
 else:
-    Choice = Any
+    Choice = Annotated[Any, PathKind.FUNCTION]
 
 
 def is_custom(choice: Choice) -> bool:
@@ -30,9 +41,8 @@ class AlgorithmConfig(Section):
     # Per call, or per token with learned_token; unused by identical.
     discount: Annotated[float, Gt(0), Le(1)] = 1.0
     gae_lambda: Share = 1.0  # for learned and learned_token; 1: unbiased for any values
-    overlong_penalty: NonNegative = (
-        0.0  # maximum penalty of a long response, in reward units; 0: off
-    )
+    # Maximum penalty of a long response, in reward units. 0: off.
+    overlong_penalty: NonNegative = 0.0
     overlong_max_tokens: int = 1024  # response length, in tokens, that gets the full penalty
     overlong_buffer: Natural = 256  # tokens before that length over which the penalty rises from 0
     # Maximum rounds of rollouts in one step. Each extra round replaces groups with equal returns
@@ -62,6 +72,7 @@ class AlgorithmConfig(Section):
     max_staleness: Natural = 4  # in trainer steps; older transitions are dropped and counted
     # Additional loss terms.
     kl_coef: NonNegative = 0.0  # weight of the KL to the reference; 0: only dpo keeps a reference
+    # k1: x, k2: x^2 / 2, k3: exp(-x) - 1 + x, with x = log p - log p_ref of a sampled token.
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"  # reward: subtract the rest of the KL from advantages
     entropy_coef: NonNegative = 0.0  # weight of the entropy bonus per token, in nats
@@ -170,33 +181,60 @@ class AlgorithmConfig(Section):
         return self.proximal == "old" or (self.kl_coef > 0 and self.kl_in == "reward")
 
 
+# Sizes that `BatchConfig.with_sizes` derives where they are None.
+if TYPE_CHECKING:
+    RowLength = int
+    Size = int
+else:
+    RowLength, Size = Annotated[int, Ge(16)] | None, Count | None
+ROW_LEN, MAX_TARGETS, HEAD_CHUNK = 512, 1024, 256  # least row and targets, and usual chunk
+
+
 @dataclass(frozen=True)
 class BatchConfig(Section):
     """Shape of a batch. A microbatch has `rows` rows."""
 
     rows: Count = 1  # rows of a microbatch; gradients are summed over the microbatches
-    row_len: Annotated[int, Ge(16)] = 2048  # nodes per row
-    max_targets: Count = 1024  # sampled tokens per row; equal tokens of siblings count separately
-    head_chunk: Count = 256  # targets whose logits are in memory at once; divides max_targets
+    # Nodes per row, at least serve.max_len. None: serve.max_len, or 512 if that is more.
+    row_len: RowLength = DERIVED
+    # Sampled tokens per row; equal tokens of siblings count separately. None: row_len, or 1024 if
+    # that is more, rounded up to a multiple of head_chunk.
+    max_targets: Size = DERIVED
+    # Targets whose logits are in memory at once; divides max_targets. None: the divisor that is
+    # nearest to 256.
+    head_chunk: Size = DERIVED
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expected = f"a divisor of max_targets={self.max_targets}"
-        require(self, head_chunk=(self.max_targets % self.head_chunk == 0, expected))
+        divides = None in (self.max_targets, self.head_chunk) or not (
+            self.max_targets % self.head_chunk
+        )
+        require(self, head_chunk=(divides, f"a divisor of max_targets={self.max_targets}"))
+
+    def with_sizes(self, max_len: int) -> "BatchConfig":
+        """Return the settings with all sizes, for sequences of up to `max_len` tokens."""
+        row_len = self.row_len or max(ROW_LEN, max_len)
+        chunk = self.head_chunk or HEAD_CHUNK
+        targets = self.max_targets or math.ceil(max(MAX_TARGETS, row_len) / chunk) * chunk
+        divisors = (size for size in range(1, targets + 1) if targets % size == 0)
+        nearest = min(divisors, key=lambda size: abs(math.log(size / HEAD_CHUNK)))
+        return replace(
+            self, row_len=row_len, max_targets=targets, head_chunk=self.head_chunk or nearest
+        )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
     """Settings of AdamW and its learning rate."""
 
-    learning_rate: Positive = 1e-6
+    learning_rate: Positive = 1e-6  # peak, after the rise and before the decay
     warmup_steps: Natural = 0  # updates over which the rate rises linearly from 0
     # Updates of cosine decay to a tenth of the rate, after the warm-up. None: constant.
     decay_steps: Count | None = None
-    weight_decay: NonNegative = 0.0
-    b1: Annotated[float, Ge(0), Lt(1)] = 0.9
-    b2: Annotated[float, Ge(0), Lt(1)] = 0.95
-    eps: Positive = 1e-8
-    max_grad_norm: Positive = 1.0
+    weight_decay: NonNegative = 0.0  # of matrices, times the learning rate
+    b1: Annotated[float, Ge(0), Lt(1)] = 0.9  # decay of the first moments, per update
+    b2: Annotated[float, Ge(0), Lt(1)] = 0.95  # decay of the second moments, per update
+    eps: Positive = 1e-8  # added to the root of the second moments
+    max_grad_norm: Positive = 1.0  # a gradient with a larger norm is scaled down to it
     # Dtype of AdamW's first moments. bfloat16 halves their memory.
     mu_dtype: Literal["float32", "bfloat16"] = "float32"

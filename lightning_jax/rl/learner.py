@@ -17,6 +17,8 @@ from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.updater import make_updater
 from lightning_jax.types import Metrics, Trajectory
 
+MAX_LEN = 2048  # tokens of a sequence, unless `batch.row_len` says otherwise
+
 
 class Learner:
     """Weights in training: the current ones, the optimizer's state and, if needed, a reference.
@@ -43,7 +45,7 @@ class Learner:
             model.config,
             algorithm,
             optimizer or OptimizerConfig(),
-            batch or BatchConfig(rows=num_row_shards(devices)),
+            (batch or BatchConfig(rows=num_row_shards(devices))).with_sizes(MAX_LEN),
             mesh=devices,
             dtype=dtype or str(model.params["embed"]["embedding"].dtype),
             remat=remat,

@@ -12,26 +12,31 @@ from lightning_jax.schema import (
     Count,
     Finite,
     FiniteNonNegative,
+    FunctionRef,
     Natural,
+    PathKind,
     Positive,
+    ProgramPath,
     Section,
     Share,
     require,
 )
+from lightning_jax.settings import ConfigError
 
 
 @dataclass(frozen=True)
 class AgentConfig(Section):
     """Program to train. docs/agents.md describes its input and output."""
 
-    # FILE:FUNCTION, (task, llm) -> reward. The function may be a coroutine function.
-    function: str = "agents/spider_sql.py:run"
+    # FILE:FUNCTION, (task, llm) -> reward. The function may be a coroutine function. A run needs
+    # this or `command`.
+    function: FunctionRef | None = None
     # Interpreter that runs `function` in a process with its own packages. None: this process.
-    python: str | None = None
+    python: ProgramPath | None = None
     # Command line, as a string or a list of words, to run for each rollout instead of `function`.
-    command: Any = None
+    command: Annotated[Any, PathKind.COMMAND] = None
     # For a command: FILE:FUNCTION, (task, output) -> reward. None: the last line of the output.
-    reward: str | None = None
+    reward: FunctionRef | None = None
     # Environment variables for a program, in addition to docs/agents.md: NAME to pass on the
     # trainer's value, or NAME=value.
     env: tuple[str, ...] = field(default=(), repr=False)
@@ -57,7 +62,10 @@ class AgentConfig(Section):
         super().__post_init__()
         require(
             self,
-            function=(":" in self.function, "FILE:FUNCTION, such as agents/spider_sql.py:run"),
+            function=(
+                self.function is None or ":" in self.function,
+                "FILE:FUNCTION, such as agent.py:run",
+            ),
             python=(
                 self.python is None or command is None,
                 "none with agent.command, whose first word is the program",
@@ -71,6 +79,17 @@ class AgentConfig(Section):
                 self.reward is None or (":" in self.reward and command is not None),
                 "FILE:FUNCTION with agent.command only; agent.function returns its own reward",
             ),
+        )
+
+
+def require_agent(agent: AgentConfig) -> None:
+    """Raise ConfigError if the settings name no agent."""
+    if agent.function is None and agent.command is None:
+        raise ConfigError(
+            "no agent is named; set agent.function to FILE:FUNCTION, such as agent.py:run, or "
+            "agent.command to a command line.",
+            reason="missing",
+            key="agent.function",
         )
 
 
@@ -93,16 +112,16 @@ def _words(line: str) -> tuple[str, ...]:
 class RolloutConfig(Section):
     """Settings of rollouts: how many, for how long, and how they sample."""
 
-    tasks_per_step: Count = 8
+    tasks_per_step: Count = 8  # each is attempted group_size times
     group_size: Count = 4  # rollouts of one task in one step
     concurrency: Count = 16  # rollouts running at once
     timeout_s: Positive = 120.0  # limit of a rollout; beyond it the agent has failed
     call_timeout_s: Positive = 60.0  # limit of an LLM call; beyond it the infrastructure has failed
     max_attempts: Count = 3  # attempts per rollout when the infrastructure fails
-    # Seconds before the second attempt. The wait doubles up to the maximum. Up to half of it is
-    # added at random, so that rollouts do not all retry at once.
+    # Wait before the second attempt. It doubles with each. Up to half of it is added at random, so
+    # that rollouts do not all retry at once.
     retry_delay_s: FiniteNonNegative = 2.0
-    max_retry_delay_s: FiniteNonNegative = 60.0
+    max_retry_delay_s: FiniteNonNegative = 60.0  # limit of the doubled wait
     agent_failure_reward: Finite | None = 0.0  # None: do not train on rollouts of failed agents
     # Maximum magnitude of a rollout's reward, and of the total reward of one call. More fails the
     # agent.
@@ -115,8 +134,8 @@ class RolloutConfig(Section):
     max_agent_failures: Share = 0.5
     # Sampling in training rollouts, overriding the agent's request. None: as the agent asks.
     temperature: Annotated[float, Ge(0), Le(10)] | None = 1.0
-    top_p: Annotated[float, Gt(0), Le(1)] | None = 1.0
-    top_k: Natural | None = 0
+    top_p: Annotated[float, Gt(0), Le(1)] | None = 1.0  # like temperature; 1: all tokens
+    top_k: Natural | None = 0  # like temperature; 0: all tokens
     max_tokens: Count | None = None  # upper limit, not an override
     max_spans: Natural = 10_000  # spans an agent may post per rollout, including rewards of calls
     max_spans_mib: FiniteNonNegative = 64.0  # size of posted spans in the store

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.loading import load_function
-from lightning_jax.rollouts.config import AgentConfig
+from lightning_jax.loading import find_program, load_function
+from lightning_jax.rollouts.config import AgentConfig, require_agent
 from lightning_jax.rollouts.process import Ended, Limits, run_program
 from lightning_jax.rollouts.runner import Agent, Result, load_agent
 from lightning_jax.settings import ConfigError
@@ -70,10 +69,12 @@ class NotStarted(ConnectionError):
 
 def make_agent(config: AgentConfig) -> Agent:
     """Return the agent that the settings name. Raises ConfigError if something is missing."""
+    require_agent(config)
     if config.command is not None:
         return _command_agent(config)
+    assert config.function is not None
     if config.python is not None:
-        return _interpreter_agent(config.python, config)
+        return _interpreter_agent(config.python, config.function, config)
     return load_agent(config.function)
 
 
@@ -109,7 +110,7 @@ def program_environment(task: Task, llm: LLM) -> dict[str, str]:
 
 
 def _command_agent(config: AgentConfig) -> Agent:
-    words = (_found(config.command[0], "agent.command"), *config.command[1:])
+    words = (find_program(config.command[0], "agent.command"), *config.command[1:])
     start = _starter(words, config)
     reward = load_function(config.reward) if config.reward else None
 
@@ -125,8 +126,8 @@ def _command_agent(config: AgentConfig) -> Agent:
     return agent
 
 
-def _interpreter_agent(python: str, config: AgentConfig) -> Agent:
-    words = (_found(python, "agent.python"), str(CHILD), config.function)
+def _interpreter_agent(python: str, function: str, config: AgentConfig) -> Agent:
+    words = (find_program(python, "agent.python"), str(CHILD), function)
     _check_loads(words, inherited(config.env))
     start = _starter(words, config)
 
@@ -140,18 +141,6 @@ def _interpreter_agent(python: str, config: AgentConfig) -> Agent:
         return _result_of(report)
 
     return agent
-
-
-def _found(program: str, key: str) -> str:
-    path = shutil.which(program)
-    if path is None:
-        raise ConfigError(
-            f"{key} names the program {program!r}, which does not exist or is not executable; use "
-            "one on the PATH, or a file with execute permission.",
-            reason="not_found",
-            key=key,
-        )
-    return path
 
 
 def _check_loads(words: tuple[str, ...], environment: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 class Reason(NamedTuple):
     """Meaning of a failure reason."""
 
-    who: str  # agent or infrastructure
+    who: str  # agent, infrastructure, or nobody for a stopped rollout
     text: str
     fix: str
 
@@ -26,6 +26,11 @@ REASONS = {
         "agent",
         "the agent ran longer than `rollout.timeout_s`",
         "raise it, ask for fewer tokens, or lower `rollout.concurrency` on a busy machine",
+    ),
+    "deadline_in_queue": Reason(
+        "agent",
+        "the same, while its calls waited for their first token for most of that time",
+        "lower `rollout.concurrency`, or raise `rollout.timeout_s`",
     ),
     "CancelledError": Reason(
         "agent", "the agent cancelled its own task", "catch the cancellation in the agent"
@@ -57,9 +62,14 @@ REASONS = {
     "NotStarted": Reason(
         "infrastructure", "a program cannot be started any more", "check memory and open files"
     ),
+    "stop": Reason(
+        "nobody",
+        "the run was stopped (Ctrl-C, SIGTERM) while the rollout ran",
+        "run the same command: the rollout is repeated with the same seed",
+    ),
     "crash": Reason(
-        "infrastructure",
-        "the trainer ended while the rollout ran",
+        "nobody",
+        "the trainer was killed while the rollout ran",
         "run the same command: the rollout is repeated with the same seed",
     ),
     "call_timeout": Reason(

@@ -18,7 +18,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_jax.errors import UserError
@@ -142,14 +142,14 @@ async def run_requests(
     *,
     on_done: Callable[[Rollout], None] = lambda rollout: None,
 ) -> list[Rollout]:
-    """Return the finished rollout of each request, in order, running up to `concurrency` at once.
+    """Return the finished rollout of each request, in order.
 
-    Raises TooManyFailures if too large a share of them ends as infrastructure failures.
+    Of all calls with this runner, up to `concurrency` rollouts run at once, first come, first
+    served.     Raises TooManyFailures if too large a share of them ends as infrastructure failures.
     """
-    gate = asyncio.Semaphore(runner.config.concurrency)
 
     async def one(request: RolloutRequest) -> Rollout:
-        async with gate:
+        async with runner.gate:
             rollout = await runner.run(request)
         on_done(rollout)
         return rollout
@@ -186,6 +186,10 @@ class Runner:
     gateway: Gateway
     config: RolloutConfig
     seed: int
+    gate: asyncio.Semaphore = field(init=False)  # of `concurrency`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gate", asyncio.Semaphore(self.config.concurrency))
 
     @property
     def store(self) -> Store:

@@ -2,3 +2,4 @@
 
 DEFAULT_LIMIT = 30  # rollouts in a table
 DEFAULT_CHARS = 2000  # characters of one text
+AXES = ("steps", "samples", "minutes")  # of curves

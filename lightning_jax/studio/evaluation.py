@@ -1,4 +1,4 @@
-"""Tables of an evaluation and of its comparison with an earlier one. Pure functions."""
+"""Tables of an evaluation and of a comparison of two. Pure functions."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,11 +9,13 @@ from rich.text import Text
 from lightning_jax.rollouts.metrics import eval_metrics
 from lightning_jax.studio.compare_tasks import TaskComparison
 from lightning_jax.studio.results import Calls
+from lightning_jax.studio.tables import Grid, columns
 from lightning_jax.studio.text import printable
 from lightning_jax.types import Metrics, Rollout
 
 MAX_COLUMNS = 5  # of the agent's own numbers; the others are listed below the table
 MAX_CHANGES = 10  # tasks in a comparison
+SIGNIFICANT = 0.05  # p-value of the sign test
 AGENT = "eval/agent_"  # the agent's own numbers in `eval_metrics`
 
 
@@ -92,26 +94,42 @@ def _number(metrics: Metrics, name: str) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-def render_comparison(comparison: TaskComparison, with_what: str) -> RenderableType:
-    """Render how a result differs from an earlier one, and the tasks that changed most."""
+def comparison_table(
+    comparison: TaskComparison, title: str, before: str = "before", after: str = "after"
+) -> Grid:
+    """Return the tasks that changed most, and what the sign test says, as a table."""
     found, number = comparison, len(comparison.changes)
-    head = f"compared with {printable(with_what)} on {number} common tasks"
+    common = f"{number} common tasks"
     if found.num_only_before or found.num_only_after:
-        head += f" ({found.num_only_before} only there, {found.num_only_after} only here)"
-    if found.change_mean is None:
-        return Text(head)
-    result = Text(
-        f"reward {found.change_mean:+.3f} ± {found.change_stderr:.3f}; {found.num_won} won, "
-        f"{found.num_lost} lost, {found.num_equal} equal; sign test p = {found.p_value:.2g}"
+        common += (
+            f"; {found.num_only_before} only in {before}, {found.num_only_after} only in {after}"
+        )
+    notes = [common]
+    if found.change_mean is not None:
+        notes.append(
+            f"reward {found.change_mean:+.3f} ± {found.change_stderr:.3f}; {found.num_won} won, "
+            f"{found.num_lost} lost, {found.num_equal} equal; {_verdict(found)}"
+        )
+    changed = [change for change in found.changes if change.change]
+    if len(changed) > MAX_CHANGES:
+        notes.append(f"the {MAX_CHANGES} tasks that differ most are shown, of {len(changed)}")
+    numbers = (before, after, "change")
+    rows = tuple(
+        (
+            printable(change.task_id),
+            f"{change.before:.3f}",
+            f"{change.after:.3f}",
+            f"{change.change:+.3f}",
+        )
+        for change in changed[:MAX_CHANGES]
     )
-    most = [change for change in found.changes if change.change][:MAX_CHANGES]
-    if not most:
-        return Group(Text(head), result)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("task", overflow="fold")
-    for name in ("before", "after", "change"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for change in most:
-        values = (f"{change.before:.3f}", f"{change.after:.3f}", f"{change.change:+.3f}")
-        table.add_row(Text(printable(change.task_id)), *values)
-    return Group(Text(head), result, "", table)
+    head = columns("task", *numbers, numbers=numbers)
+    return Grid(title, head, rows, tuple(map(printable, notes)))
+
+
+def _verdict(comparison: TaskComparison) -> str:
+    """Return what the sign test says."""
+    p = comparison.p_value
+    if p < SIGNIFICANT:
+        return f"chance alone rarely splits them so unevenly (sign test, p = {p:.2g})"
+    return f"chance alone may split them so (sign test, p = {p:.2g})"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_jax.errors import UserError
 from lightning_jax.models.formats.load import load_tokenizer
-from lightning_jax.models.formats.param_names import ModelError
+from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
 from lightning_jax.settings import ConfigError, load_config
@@ -24,6 +24,7 @@ from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import attach_loose_calls
 from lightning_jax.train.config import Config
+from lightning_jax.train.directory import STORE, require_run
 from lightning_jax.types import Rollout
 
 EVALUATION = "an evaluation is not trained on, so it has no credit"
@@ -37,22 +38,14 @@ class ViewError(UserError, ValueError):
 def open_run(directory: Path) -> Iterator["RunReader"]:
     """Open the run in that directory, or the store of `try --record`.
 
-    Raises ViewError or StoreError if there is none.
+    Raises ConfigError or StoreError if there is none.
     """
     if directory.is_file():
         with contextlib.closing(Store(directory, read_only=True)) as store:
             yield RunReader(directory.parent, store, settings=recorded_settings(directory))
         return
-    path = directory / "store.sqlite"
-    if not path.is_file():
-        is_there = directory.is_dir()
-        missing = "has no store.sqlite" if is_there else "is no directory"
-        raise ViewError(
-            f"{directory} {missing}; expected the directory of a run. Check the path.",
-            reason="no_store" if is_there else "not_found",
-            key=str(directory),
-        )
-    with contextlib.closing(Store(path, read_only=True)) as store:
+    require_run(directory, STORE)
+    with contextlib.closing(Store(directory / STORE, read_only=True)) as store:
         yield RunReader(directory, store)
 
 

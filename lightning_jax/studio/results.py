@@ -111,18 +111,29 @@ def _of_file(path: Path) -> Rewards:
 
 
 def _of_run(directory: Path) -> tuple[str, Rewards]:
-    path = directory / "store.sqlite"
-    rollouts: list[Rollout] = []
-    if path.is_file():
-        with closing(Store(path, read_only=True)) as store:
-            rollouts = [r for r in store.rollouts(phase="eval") if not r.superseded]
-    last = max((rollout.step for rollout in rollouts if rollout.status in FINISHED), default=None)
-    if last is None:
+    found = read_evaluations(directory)
+    if not found:
         raise ConfigError(
             f"{directory} has no evaluation; expected a run with one, or a file that eval --save "
             "wrote.",
             reason="empty",
             key=str(directory),
         )
-    measured = task_rewards([rollout for rollout in rollouts if rollout.step == last])
-    return f"{directory}, step {last}", measured
+    last = max(found)
+    return f"{directory}, step {last}", found[last]
+
+
+def read_evaluations(directory: Path) -> dict[int, Rewards]:
+    """Return the rewards of each task in each evaluation of a run, by step."""
+    path = directory / "store.sqlite"
+    by_step: dict[int, list[Rollout]] = defaultdict(list)
+    if path.is_file():
+        with closing(Store(path, read_only=True)) as store:
+            for rollout in store.rollouts(phase="eval"):
+                if not rollout.superseded:
+                    by_step[rollout.step].append(rollout)
+    return {
+        step: task_rewards(rollouts)
+        for step, rollouts in by_step.items()
+        if any(rollout.status in FINISHED for rollout in rollouts)
+    }

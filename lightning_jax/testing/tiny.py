@@ -6,10 +6,11 @@ import jax
 
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.formats.names import TINY
 from lightning_jax.models.formats.param_names import flatten, unflatten
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.tiny import CHATML as CHATML
-from lightning_jax.models.tiny import NAME, tiny_config
+from lightning_jax.models.tiny import tiny_config
 from lightning_jax.models.tiny import tiny_tokenizer as tiny_tokenizer
 from lightning_jax.models.transformer import Params, init_params
 
@@ -31,7 +32,7 @@ def tiny_model(seed: int = 0, *, num_layers: int = 2, embed_dim: int = 32) -> Lo
     """Return the model `tiny` with random float32 weights."""
     config = tiny_config(num_layers=num_layers, embed_dim=embed_dim)
     params = init_params(config, jax.random.key(seed))
-    return LoadedModel(NAME, config, params, tiny_tokenizer())
+    return LoadedModel(TINY, config, params, tiny_tokenizer())
 
 
 def tiny_policies(lora: LoraConfig, number: int = 2) -> LoadedModel:

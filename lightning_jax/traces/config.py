@@ -38,9 +38,8 @@ class RoleConfig(Section):
     served_by: str = "policy"
     served_model: str | None = None  # for a URL: model to request; None: as the agent asks
     api_key: str | None = field(default=None, repr=False)  # for a URL; sent only to its host
-    timeout_s: FinitePositive = (
-        600.0  # for a URL: limit of a call outside rollouts, which have their own
-    )
+    # For a URL: limit of a call outside rollouts, which have their own.
+    timeout_s: FinitePositive = 600.0
     max_response_mib: FinitePositive = 32.0  # for a URL: a longer response fails the call
 
     def __post_init__(self) -> None:
@@ -82,8 +81,8 @@ class RoleConfig(Section):
 class RewardRule(Section):
     """Reward that a call earns each time it causes `fact`."""
 
-    fact: Fact
-    reward: Finite
+    fact: Fact  # what a call causes, see docs/traces.md
+    reward: Finite  # added to the call's reward, in reward units
     pattern: str | None = None  # regular expression to find in the fact's text; None: any
     agent: str | None = None  # pattern for the sub-agent's name, with * and ?; None: any
 

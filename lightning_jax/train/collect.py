@@ -1,6 +1,6 @@
 """Rollouts of a step's tasks, and the trajectories made from them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_jax.models.tokenizer import Tokenizer
@@ -28,9 +28,11 @@ class Collector:
         runner: Runner,
         tokenizer: Tokenizer,
         progress: Progress,
+        on_rollout: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_rollout` is called after each rollout."""
         self._config, self._pipelines, self._runner = config, pipelines, runner
-        self._progress = progress
+        self._progress, self._on_rollout = progress, on_rollout
         self._failures = FailureWatch(runner.store, config.rollout.max_agent_failures)
         self._reader = TraceReader(
             config.roles, config.reward_rules, tokenizer.decode, config.policies, config.rollout
@@ -82,8 +84,11 @@ class Collector:
         ]
         name = f"{phase} {step}"
         self._progress.begin(name, len(requests))
-        rollouts = await run_requests(
-            requests, self._runner, on_done=lambda rollout: self._progress.advance()
-        )
+
+        def count(rollout: Rollout) -> None:
+            self._progress.advance(name)
+            self._on_rollout()
+
+        rollouts = await run_requests(requests, self._runner, on_done=count)
         await run_in_thread(self._failures.observe, rollouts, name)
         return rollouts

@@ -11,7 +11,7 @@ from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, p
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, scopes_of
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.schema import Count, Natural, Section, require
+from lightning_jax.schema import Count, FunctionRef, Natural, PathOrName, Section, require
 from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
 
 
@@ -19,9 +19,9 @@ from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
 class DataConfig(Section):
     # FILE:FUNCTION that makes the tasks; see docs/howto/bring_your_own_tasks.md. None: read the
     # files at `root`.
-    load: str | None = None
+    load: FunctionRef | None = None
     # Argument of the loader, or a file of tasks, or a folder with train.jsonl and dev.jsonl.
-    root: str | None = None
+    root: PathOrName | None = None
     max_train_tasks: Count | None = None  # None: all
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the loader
 
@@ -50,7 +50,7 @@ class DistributedConfig(Section):
     # none: one process; auto: JAX asks the TPU pod, Slurm or MPI; manual: use the fields below.
     mode: Literal["none", "auto", "manual"] = "none"
     coordinator: str | None = None  # HOST:PORT at which the others reach process 0
-    num_processes: int | None = None
+    num_processes: int | None = None  # of the run, with mode manual
     process_id: int | None = None  # 0, 1, ..., different in each process
     timeout_s: Count = 300  # wait for all processes to connect
 
@@ -79,12 +79,13 @@ class DistributedConfig(Section):
 class WarmupConfig(Section):
     """Supervised steps on demonstrations before the first rollout."""
 
-    num_steps: Natural = 0
-    demonstrations: str | None = None  # FILE:FUNCTION: list of tasks -> list of conversations
+    num_steps: Natural = 0  # 0: no warm-up
+    # FILE:FUNCTION, list of tasks -> list of conversations.
+    demonstrations: FunctionRef | None = None
     # Task field. Tasks with the same value share a long prefix and are trained together.
     group_by: str | None = None
     group_size: Count = 8  # maximum tasks per group; a step computes a group's prefix once
-    groups_per_step: Count = 4
+    groups_per_step: Count = 4  # groups whose demonstrations make one step
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-4))
 
     def __post_init__(self) -> None:
@@ -187,8 +188,8 @@ class Config(Section):
     `run_dir` holds all its outputs and all it needs to resume after a crash.
     """
 
-    run_dir: str = "runs/default"
-    seed: Natural = 0
+    run_dir: str = "runs/default"  # relative to the working directory, even in a file
+    seed: Natural = 0  # of tasks, sampling and new weights
     num_steps: Natural = 20  # policy steps, after the warm-up
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -210,6 +211,16 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "serve", self.serve.with_sizes())
+        object.__setattr__(self, "batch", self.batch.with_sizes(self.serve.max_len))
+        if self.batch.row_len < self.serve.max_len:
+            raise InvalidValue(
+                f"batch.row_len is {self.batch.row_len}, below serve.max_len={self.serve.max_len}, "
+                "so longer conversations could not be trained on; raise it, lower serve.max_len, "
+                "or leave batch.row_len out.",
+                reason="conflict",
+                key="batch.row_len",
+            )
         check_policies(self.policies, self.roles, self.model, self.algorithm)
         if self.policies and self.serve.orchestrator != "native":
             raise InvalidValue(

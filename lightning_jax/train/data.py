@@ -2,10 +2,10 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError, validate_call
 
@@ -13,10 +13,11 @@ from lightning_jax.loading import load_function
 from lightning_jax.settings import ConfigError
 from lightning_jax.train.config import Config, DataConfig
 from lightning_jax.train.task_files import DatasetError, load_task_files
-from lightning_jax.train.tasks import evenly_spaced
 from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 # Tasks of a split, and the number left out for each reason.
 Split = tuple[list[Task], Mapping[str, int]]
@@ -106,3 +107,13 @@ def _count(split: str, tasks: list[Task], left_out: Mapping[str, int]) -> str:
 def _reasons(left_out: Mapping[str, int]) -> str:
     reasons = ", ".join(f"{number} {reason}" for reason, number in left_out.items())
     return f" (left out: {reasons})" if reasons else ""
+
+
+def evenly_spaced(items: Sequence[Item], limit: int) -> list[Item]:
+    """Return at most `limit` items, evenly spaced.
+
+    The start of a file may not be representative.
+    """
+    if len(items) <= limit:
+        return list(items)
+    return [items[i * len(items) // limit] for i in range(limit)]

@@ -9,8 +9,6 @@ from lightning_jax.models.formats.load import LoadedModel, save_hf, whole_direct
 from lightning_jax.models.lora import merged, one_of
 from lightning_jax.models.transformer import Params
 
-EXPORTED = "policy.json"  # step of the weights in `policy`; absent while they are written
-
 
 def export(
     directory: Path, model: LoadedModel, policy: str, params: Params, adapters: Mapping[str, int]

@@ -1,6 +1,5 @@
 """Rollouts without training, on a policy or on another server. No run directory is written."""
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
@@ -28,11 +27,10 @@ from lightning_jax.rollouts.runner import (
     make_requests,
     run_requests,
 )
-from lightning_jax.settings import ConfigError
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
-from lightning_jax.train.export import EXPORTED
+from lightning_jax.train.directory import trained_step
 from lightning_jax.train.progress import Progress, show_progress
 from lightning_jax.train.startup import open_service, with_dtypes
 from lightning_jax.types import Metrics, Rollout, Task
@@ -65,7 +63,7 @@ class PolicySource:
         Raises ConfigError if the run has no trained policy.
         """
         if self.run_dir is not None:
-            _exported_step(self.run_dir)
+            trained_step(self.run_dir)
             return [str(self.run_dir / "policy" / name) for name in config.policies or ("",)]
         if self.model is not None:
             return [self.model] * max(len(config.policies), 1)
@@ -75,17 +73,7 @@ class PolicySource:
     @property
     def version(self) -> int:
         """Number of steps that trained the weights."""
-        return 0 if self.run_dir is None else _exported_step(self.run_dir)
-
-
-def _exported_step(run_dir: Path) -> int:
-    """Return the step of the run's trained policy. Raises ConfigError if there is none."""
-    exported = run_dir / EXPORTED
-    if not exported.is_file():
-        fact = "has no trained policy yet" if run_dir.is_dir() else "does not exist"
-        fix = "let the run end" if run_dir.is_dir() else "check the path"
-        raise ConfigError(f"run {run_dir} {fact}; {fix}.", reason="not_found", key=str(run_dir))
-    return json.loads(exported.read_text())["step"]
+        return 0 if self.run_dir is None else trained_step(self.run_dir)
 
 
 async def evaluate(
@@ -189,14 +177,14 @@ async def run_tasks(
     """
     requests = make_requests(tasks, phase, step, group_size)
     progress = Progress(lambda: runner.gateway.stats().get("serve/tokens_generated", 0.0))
-    progress.begin("rollouts", len(requests))
+    progress.begin(phase, len(requests))
     with (
         logging_redirect_tqdm(),
         tqdm(total=len(requests), disable=None, leave=False, bar_format=BAR) as bar,
     ):
 
         def count(rollout: Rollout) -> None:
-            progress.advance()
+            progress.advance(phase)
             bar.update()
 
         async with show_progress(progress, bar):

@@ -35,7 +35,7 @@ _TEXTS = {
     "eval/agent_NAME_mean": "agent's: mean of a number that the agent returned",
     "rollout/reward_mean": "reward: mean over rollouts that have a reward",
     "rollout/reward_std": "reward: standard deviation over the same rollouts",
-    "rollout/num_rollouts": "rollouts: all of the step",
+    "rollout/num_rollouts": "rollouts: all of the step, or those that called a role or a policy",
     "rollout/num_scored": "rollouts: number with a reward of their own",
     "rollout/num_agent_failures": "rollouts: number that the agent failed",
     "rollout/num_infrastructure_failures": "rollouts: number that failed in every attempt",

@@ -8,8 +8,9 @@ from lightning_jax.loading import load_function
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.train.config import Config
+from lightning_jax.train.data import evenly_spaced
 from lightning_jax.train.demonstrations import demonstration_sequences
-from lightning_jax.train.tasks import TaskIterator, evenly_spaced, group_tasks
+from lightning_jax.train.tasks import TaskIterator, group_tasks
 from lightning_jax.types import Metrics, Task
 
 

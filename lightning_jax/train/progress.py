@@ -15,32 +15,39 @@ LOG_EVERY_S = 15.0
 
 
 class Progress:
-    """Phase of a run, such as a step's rollouts, and how far it is.
+    """Phases of a run, such as a step's rollouts and an evaluation beside them, and how far.
 
     `num_tokens` returns the tokens sampled so far.
     """
 
     def __init__(self, num_tokens: Callable[[], float]) -> None:
         self._num_tokens = num_tokens
+        self._phases: dict[str, tuple[int, int]] = {}  # finished rollouts, and all of them
         self.begin("start")
 
     def begin(self, phase: str, num_rollouts: int = 0) -> None:
-        """Begin a phase, which has this many rollouts."""
-        self._phase, self._total, self._done = phase, num_rollouts, 0
-        self._started, self._tokens = time.monotonic(), self._num_tokens()
+        """Begin a phase, which has this many rollouts, beside phases whose rollouts still run."""
+        if all(done >= total for done, total in self._phases.values()):
+            self._phases.clear()
+            self._started, self._tokens = time.monotonic(), self._num_tokens()
+        self._phases[phase] = (0, num_rollouts)
 
-    def advance(self) -> None:
-        """Count one finished rollout."""
-        self._done += 1
+    def advance(self, phase: str) -> None:
+        """Count one finished rollout of the phase."""
+        done, total = self._phases[phase]
+        self._phases[phase] = (done + 1, total)
 
     def line(self) -> str:
-        """Return such as `eval 0: 12 of 60 rollouts, 310 tokens/s, 14 s`."""
+        """Return such as `train 0: 12 of 48 rollouts, eval 0: 0 of 60, 310 tokens/s, 14 s`."""
         seconds = time.monotonic() - self._started
-        parts = [f"{seconds:.0f} s"]
-        if self._total:
+        parts, word = [], " rollouts"
+        for phase, (done, total) in self._phases.items():
+            parts.append(f"{phase}: {done} of {total}{word}" if total else phase)
+            word = "" if total else word
+        if not word:
             rate = (self._num_tokens() - self._tokens) / max(seconds, 1e-3)
-            parts = [f"{self._done} of {self._total} rollouts", f"{rate:.0f} tokens/s", *parts]
-        return f"{self._phase}: {', '.join(parts)}"
+            parts.append(f"{rate:.0f} tokens/s")
+        return ", ".join([*parts, f"{seconds:.0f} s"])
 
 
 @asynccontextmanager

@@ -18,11 +18,12 @@ from lightning_jax.settings import ConfigError, changed_keys, save_config
 from lightning_jax.system.files import write_whole
 from lightning_jax.traces.store import CRASH, Store
 from lightning_jax.train.config import Config
+from lightning_jax.train.directory import SETTINGS
 from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)
 
-SETTINGS, NAME = "config.yaml", "sources.json"  # in a run's directory
+NAME = "sources.json"  # in a run's directory
 
 # Settings that may change when a run resumes while stored rollouts stay valid.
 HARMLESS = (

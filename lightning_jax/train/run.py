@@ -18,9 +18,11 @@ from lightning_jax.rollouts.runner import Runner
 from lightning_jax.system.files import write_whole
 from lightning_jax.system.threads import run_in_thread, run_to_end
 from lightning_jax.train.collect import Collector
+from lightning_jax.train.compile_ahead import CompileAhead
 from lightning_jax.train.config import Config
+from lightning_jax.train.directory import EXPORTED
 from lightning_jax.train.evaluate import evaluate_if_due
-from lightning_jax.train.export import EXPORTED, export
+from lightning_jax.train.export import export
 from lightning_jax.train.metrics import MetricsLog
 from lightning_jax.train.monitors import (
     DropWatch,
@@ -61,7 +63,10 @@ class Run:
         self.pipelines, self.leader, self.replica = pipelines, leader, leader.target
         self.engines, self.gateway, self.store = engines, runner.gateway, runner.store
         self.progress = Progress(lambda: self.gateway.stats()["serve/tokens_generated"])
-        self.collector = Collector(config, pipelines, runner, model.tokenizer, self.progress)
+        self.compiling = CompileAhead(self.replica, config.total_steps - self.step)
+        self.collector = Collector(
+            config, pipelines, runner, model.tokenizer, self.progress, self.compiling.start
+        )
         self.watches = (
             FiniteWatch(config.weight_scopes, config.algorithm.max_nonfinite_steps),
             PackingWatch(config.batch),
@@ -83,13 +88,20 @@ class Run:
     async def one_step(self) -> Metrics:
         """Run one step and return its metrics row.
 
-        A step is an evaluation if one is due, the updates, and the publication of new weights.
-        Once the update begins, a cancelled step is finished first. Raises NotFinite if the
-        gradients of too many steps in a row were not finite.
+        A step is the rollouts beside an evaluation if one is due, the updates, and the publication
+        of new weights. Once the update begins, a cancelled step is finished first. Raises NotFinite
+        if the gradients of too many steps in a row were not finite.
         """
-        row, served = await self.evaluate(), self.gateway.stats()
+        served = self.gateway.stats()
         prepare = self._demonstrations if self._is_warmup else self._policy_sequences
-        sequences, metrics = await prepare()
+        # Beside the rollouts, which get the first slots. Both use the weights of this step.
+        evaluating = asyncio.create_task(self.evaluate())
+        try:
+            sequences, metrics = await prepare()
+            row = await evaluating
+        finally:
+            evaluating.cancel()
+            await asyncio.gather(evaluating, return_exceptions=True)
         metrics |= await self.saved()  # it reads the state that the update replaces
         return await run_to_end(self._finish_step(row, served, sequences, metrics))
 
@@ -163,6 +175,7 @@ class Run:
         """Train on the sequences. If none has a gradient, the weights stay the same."""
         self.progress.begin(f"update {self.step}")
         started = time.monotonic()
+        await run_in_thread(self.compiling.wait)
         metrics = await run_in_thread(self.leader.call, Replica.update, sequences)
         for watch in self.watches:
             watch.observe(metrics, self.step)

@@ -31,13 +31,15 @@ from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
+from lightning_jax.train.directory import SETTINGS
 from lightning_jax.train.memory import plan
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
-from lightning_jax.train.resume import SETTINGS, digests, find_changes, resume
+from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
 from lightning_jax.train.runtime import freeze_objects
 from lightning_jax.train.state import Replica
+from lightning_jax.train.status import LOCK, recorded_end
 from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)
@@ -124,7 +126,7 @@ def _locked(directory: Path) -> Iterator[None]:
     """Lock the directory. Raises ConfigError if another process trains there."""
     make_private(directory)
     warn_if_open(directory)
-    lock = FileLock(directory / "run.lock", blocking=False)
+    lock = FileLock(directory / LOCK, blocking=False)
     try:
         lock.acquire()
     except Timeout:
@@ -136,7 +138,8 @@ def _locked(directory: Path) -> Iterator[None]:
     except (OSError, NotImplementedError) as error:  # a file system without locks
         log.info("%s cannot be locked (%s); do not start a second run there", directory, error)
     try:
-        yield
+        with recorded_end(directory):
+            yield
     finally:
         lock.release()
 

@@ -22,11 +22,12 @@ from lightning_jax.models.transformer import Params
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.multi_policy.scope import PolicyScope, pack, unpack
-from lightning_jax.rl.multi_policy.weights import join_metrics, join_values
+from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, sequences_of
 from lightning_jax.rl.train_state import TrainState, init_state
 from lightning_jax.rl.updater import NO_MOMENTS, Updater
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import Config
+from lightning_jax.train.directory import CHECKPOINTS
 from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Metrics, Trajectory
 
@@ -51,7 +52,7 @@ class Replica:
         if config.policies:
             self.adapts["policies"] = ", ".join(self._described(name) for name in config.policies)
         self.checkpointer = Checkpointer(
-            directory / "checkpoints", config.checkpoint, deletes_drafts=True
+            directory / CHECKPOINTS, config.checkpoint, deletes_drafts=True
         )
         self.learners = {
             "warmup": phase_updater(model.config, config, supervised=True),
@@ -92,7 +93,7 @@ class Replica:
         return join_metrics(self._learning, [self._update(s, sequences) for s in self._learning])
 
     def _update(self, scope: PolicyScope, sequences: Sequence[TrainingSequence]) -> Metrics:
-        index, mine = scope.index, scope.sequences(sequences)
+        index, mine = scope.index, sequences_of(scope, sequences)
         state, metrics = self.learner.update(self.states[index], mine, self.reference[index])
         self.states[index] = state
         return metrics

@@ -104,7 +104,7 @@ def load_task_files(
     if not path.exists():
         raise DatasetError(
             f"data.root is {str(root)!r}, which does not exist; expected a file of tasks, or a "
-            "folder with train.jsonl and dev.jsonl.",
+            "folder with train.jsonl and dev.jsonl. A path in a config is relative to the config.",
             reason="not_found",
             key="data.root",
         )
@@ -117,6 +117,13 @@ def load_task_files(
             found = kept
     else:
         tasks = _read(path, dropped if split == "train" else Counter())  # counted once
+        if len(tasks) == 1:
+            raise DatasetError(
+                f"data.root {path} has one task; add others, because a fifth of them is kept for "
+                "evaluation, or use a folder with train.jsonl and dev.jsonl.",
+                reason="too_few",
+                key="data.root",
+            )
         num_dev = min(max(1, int(DEV_SHARE * len(tasks))), len(tasks))
         held_out = set(random.Random(0).sample(range(len(tasks)), num_dev))
         found = [task for i, task in enumerate(tasks) if (i in held_out) == (split == "dev")]

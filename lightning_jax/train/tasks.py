@@ -3,14 +3,12 @@
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import grain
 
 from lightning_jax.settings import ConfigError
 from lightning_jax.types import Task
-
-Item = TypeVar("Item")
 
 
 class TaskIterator:
@@ -59,13 +57,3 @@ def group_tasks(tasks: Sequence[Task], field: str | None, size: int) -> list[lis
         for members in by_value.values()
         for start in range(0, len(members), size)
     ]
-
-
-def evenly_spaced(items: Sequence[Item], limit: int) -> list[Item]:
-    """Return at most `limit` items, evenly spaced.
-
-    The start of a file may not be representative.
-    """
-    if len(items) <= limit:
-        return list(items)
-    return [items[i * len(items) // limit] for i in range(limit)]

@@ -7,6 +7,7 @@
     run_dir/store.sqlite    every rollout and every span
     run_dir/checkpoints/    params, optimizer state, positions in the task pipelines
     run_dir/run.lock        lock of the process that uses the directory
+    run_dir/ended.json      how its last process ended: finished, stopped or failed, and why
     run_dir/metrics.jsonl   a row per step: row s is about weights version s and its update
     run_dir/curves.png      plot of the metrics, redrawn every half minute at most and at the end
     run_dir/policy/         the trained policy as a Hugging Face directory

@@ -9,18 +9,29 @@ from typing import Any
 
 import pytest
 
+from lightning_jax.cli.main import main
 from lightning_jax.cli.runtime import stop_on_sigterm
+from lightning_jax.testing.tiny import TINY_RUN
 
 PROGRAM = """
 import jax, logging
 from lightning_jax.cli import runtime
-runtime.MIN_COMPILE_S = 0.0
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 found = []
 jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
 runtime.keep_compiled()
 jax.jit(lambda x: x * 3 + 1)(jax.numpy.ones(5)).block_until_ready()
 print(jax.config.jax_compilation_cache_dir, "/jax/compilation_cache/cache_hits" in found)
+"""
+
+COUNTED = """
+import sys, jax
+from lightning_jax.cli.main import main
+found = []
+jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
+assert main(sys.argv[1:]) == 0
+names = ("compile_requests_use_cache", "cache_hits")
+print(*(found.count(f"/jax/compilation_cache/{name}") for name in names))
 """
 
 
@@ -38,6 +49,32 @@ def test_the_second_process_reads_what_the_first_compiled(tmp_path):
     directory, hit, _ = start(tmp_path)
     assert hit == "False" and Path(directory).parent == tmp_path / "lightning_jax"
     assert start(tmp_path)[:2] == (directory, "True")
+
+
+@pytest.mark.slow  # two whole runs of a tiny model
+def test_second_start_of_a_run_compiles_nothing(tmp_path: Path) -> None:
+    main(["new", str(tmp_path / "dates")])
+    settings = TINY_RUN | {"model.name": "tiny", "eval.num_tasks": 2}
+    command = ["train", "--config", "config.yaml", *(f"{k}={v}" for k, v in settings.items())]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    def train(run_dir: str) -> tuple[int, int]:
+        """Return the numbers of programs that the run needed and that it found in the cache."""
+        done = subprocess.run(
+            [sys.executable, "-c", COUNTED, *command, f"run_dir={run_dir}"],
+            cwd=tmp_path / "dates",
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        needed, found = done.stdout.split()[-2:]
+        return int(needed), int(found)
+
+    needed, found = train("runs/first")
+    assert needed > 10 and found < needed
+    assert train("runs/second") == (needed, needed)
 
 
 def test_a_place_that_jax_was_told_of_stays(tmp_path):

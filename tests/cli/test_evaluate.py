@@ -52,7 +52,7 @@ def test_a_policy_scores_as_in_its_run(capsys: pytest.CaptureFixture[str]) -> No
     flags = ["--run", "run", "--compare", "run", "--save", "after.jsonl"]
     assert main(["eval", *flags]) == 0
     lines = _lines(capsys)
-    assert ["compared", "with", "run,", "step", "0", "on", "6", "common", "tasks"] in lines
+    assert ["compared", "with", "run,", "step", "0"] in lines and ["6", "common", "tasks"] in lines
     assert any("0 won, 0 lost, 6 equal" in " ".join(line) for line in lines)
     saved = [json.loads(line) for line in Path("after.jsonl").read_text().splitlines()]
     with closing(Store(Path("run/store.sqlite"), read_only=True)) as store:
@@ -92,7 +92,8 @@ def test_a_server_is_scored_by_field_and_compared(capsys: pytest.CaptureFixture[
     with serving(lambda text: "right") as server:
         assert main(["eval", "--url", server.url, "--compare", "first.jsonl"]) == 0
     lines = _lines(capsys)
-    assert any("3 won, 0 lost, 3 equal; sign test p = 0.25" in " ".join(line) for line in lines)
+    (verdict,) = (text for text in map(" ".join, lines) if "3 won, 0 lost, 3 equal" in text)
+    assert "p = 0.25" in verdict
     assert ["d0", "0.000", "1.000", "+1.000"] in lines
 
 

@@ -231,7 +231,8 @@ def test_a_mended_or_edited_agent_is_asked_again(
         (["new"], 2, ("DIR", "lightning-jax new --help")),
         (["new", "."], 1, (".",)),
         (["new", "file/below"], 1, ("file/below", "[Errno 20]")),
-        (["train"], 2, ("--config", "lightning-jax train --help")),
+        (["train"], 1, ("config.yaml", "FILE")),
+        (["train", "no.yaml"], 1, ("config", "no.yaml")),
         (["train", "--config", "no.yaml"], 1, ("config", "no.yaml")),
         (["train", "--config", "own.yaml"], 1, ("data.root",)),
         (["train", "--config", "own.yaml", "data.root=x.jsonl"], 1, ("data.root", "'x.jsonl'")),
@@ -248,7 +249,7 @@ def test_mistakes_before_training_give_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    Path("own.yaml").write_text("num_steps: 1\n")
+    Path("own.yaml").write_text("agent: {command: sh}\n")
     assert main(flags) == code
     output = capsys.readouterr()
     assert _holds(output.err, *names), output.err

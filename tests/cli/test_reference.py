@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_jax.cli.main import main
-from lightning_jax.cli.reference import settings_page
+from lightning_jax.cli.reference import all_sections, find_settings, settings_page
 from lightning_jax.train.config import Config
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
@@ -33,13 +33,29 @@ def test_comments_and_ranges_are_those_of_the_source() -> None:
     page = settings_page().splitlines()
     assert "  slots: 16  # [at least 1]" in page
     assert "  # devices. With several processes, all devices of process 0 are one engine." in page
-    assert "    learning_rate: 0.0001  # [above 0]" in page  # of the warm-up
+    (warm_up,) = (line for line in page if line.startswith("    learning_rate: 0.0001  # "))
+    assert warm_up.endswith("[above 0]")
+    assert any(line.startswith("  timeout_s: 120.0") and "[seconds, " in line for line in page)
+
+
+def test_every_setting_has_a_meaning() -> None:
+    settings = [setting for section in all_sections() for setting in section.settings]
+    assert len(settings) > 150
+    assert [".".join(setting.key) for setting in settings if not setting.meaning] == []
+
+
+def test_settings_are_found_by_key_and_by_meaning() -> None:
+    found = [".".join(setting.key) for setting in find_settings(["learning", "rate"])]
+    assert found[-1].endswith("optimizer.weight_decay")  # by its meaning, after those by key
+    assert {"optimizer.learning_rate", "warmup.optimizer.learning_rate"} < {*found[:-1]}
+    assert [s.key[-1] for s in find_settings(["batch.row_len"])] == ["row_len"]
+    assert not find_settings(["ow_len"])
 
 
 def test_page_is_current_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["settings"]) == 0
+    assert main(["config"]) == 0
     assert capsys.readouterr().out == PAGE.read_text(), (
-        "run lightning-jax settings > docs/settings.md"
+        "run lightning-jax config > docs/settings.md"
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_jax.loading import load_function
+from lightning_jax.loading import check_reference, load_function
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.train.config import Config
 
@@ -22,8 +22,10 @@ def test_the_configs_load_and_name_their_run(path: Path) -> None:
         argv = [*argv, "data.root=DIR"]
     config = load_config(Config, argv)
     assert config.run_dir == f"runs/{path.stem}"
-    assert config.agent.function.startswith("agents/")
-    assert config.data.load is not None
+    for reference in (config.agent.function, config.data.load, config.warmup.demonstrations):
+        if reference is not None:
+            check_reference(reference)
+    assert config.agent.function and config.data.load
     assert (
         config.data.options.keys() <= signature(load_function(config.data.load)).parameters.keys()
     )

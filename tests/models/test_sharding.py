@@ -123,6 +123,7 @@ STEPS = [
 
 def settings(sizes: tuple[int, int, int], *, remat: bool = False) -> Config:
     return Config(
+        serve=ServeConfig(max_len=ROW_LEN),
         batch=BatchConfig(rows=8, row_len=ROW_LEN, max_targets=TARGETS, head_chunk=CHUNK),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         mesh=MeshConfig(*sizes),

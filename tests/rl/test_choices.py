@@ -30,7 +30,7 @@ MODEL = tiny_model(num_layers=1)
 FILE = Path(custom.__file__)
 SMALL = [
     "batch.rows=1", "batch.row_len=64", "batch.max_targets=32", "batch.head_chunk=16",
-    "mesh.fsdp=1", "optimizer.learning_rate=1e-2", "algorithm.normalize=none",
+    "serve.max_len=64", "mesh.fsdp=1", "optimizer.learning_rate=1e-2", "algorithm.normalize=none",
     "algorithm.skip_zero_advantage=false", "algorithm.num_epochs=2",
 ]  # fmt: skip
 # Four rollouts of up to two calls, of which the second extends the first.

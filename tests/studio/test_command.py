@@ -10,9 +10,10 @@ import pytest
 from view_records import add, conversation, make_run, rollout
 
 from lightning_jax.cli.main import main
+from lightning_jax.errors import UserError
 from lightning_jax.settings import load_config, save_config
 from lightning_jax.studio.command import show
-from lightning_jax.studio.load import EVALUATION, ViewError, open_run
+from lightning_jax.studio.load import EVALUATION, open_run
 from lightning_jax.traces._sqlite import StoreError
 from lightning_jax.traces.config import RewardRule, RoleConfig
 from lightning_jax.traces.store import Store
@@ -40,7 +41,7 @@ def _fails(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1
 def _refused(run: Path, rollout_id: str | None = None, **settings: Any) -> tuple[str, str | None]:
     """Why there is nothing to show, and what is concerned."""
     flags = {"phase": None, "step": None, "limit": 9, "chars": 99, "html": None} | settings
-    with pytest.raises(ViewError) as caught:
+    with pytest.raises(UserError) as caught:
         show(run, rollout_id, **flags)
     return caught.value.reason, caught.value.key
 
@@ -102,7 +103,7 @@ def test_what_is_not_there_is_one_sentence(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _refused(tmp_path / "no") == ("not_found", str(tmp_path / "no"))
-    assert _refused(tmp_path) == ("no_store", str(tmp_path))
+    assert _refused(tmp_path) == ("incomplete", str(tmp_path / "store.sqlite"))
     assert "store.sqlite" in _fails(capsys, tmp_path)
     assert _refused(run, "train-0003-000-00-1")[0] == "unknown_rollout"
     assert "train-00003-000-00-1," in _fails(capsys, run, "train-0003-000-00-1")

@@ -11,7 +11,7 @@ from view_records import add, make_run, rollout
 from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.compare_tasks import compare_tasks
-from lightning_jax.studio.evaluation import MAX_CHANGES, render_comparison, render_evaluation
+from lightning_jax.studio.evaluation import MAX_CHANGES, comparison_table, render_evaluation
 from lightning_jax.studio.results import (
     Calls,
     count_calls,
@@ -45,12 +45,11 @@ def test_numbers_beyond_the_columns_are_listed_below() -> None:
 def test_a_comparison_shows_the_largest_changes() -> None:
     before = {f"t{index}": [0.0] for index in range(MAX_CHANGES + 5)}
     after = {task: [index / 100] for index, task in enumerate(before)}
-    lines = _lines(render_comparison(compare_tasks(before, after | {"new": [1.0]}), "old\x1b"))
-    assert "old␛" in lines[0] and "1" in lines[0][-3]
-    tasks = [line[0] for line in lines[4:]]
-    assert tasks == [f"t{index}" for index in range(MAX_CHANGES + 4, 4, -1)]
-    assert len(_lines(render_comparison(compare_tasks({}, after), "x"))) == 1
-    assert len(_lines(render_comparison(compare_tasks(after, after), "x"))) == 2
+    grid = comparison_table(compare_tasks(before, after | {"new": [1.0]}), "x", "old\x1b", "new")
+    assert [row[0] for row in grid.rows] == [f"t{index}" for index in range(MAX_CHANGES + 4, 4, -1)]
+    assert "\x1b" not in "".join(grid.notes) and len(grid.notes) == 3
+    for other in ({}, after):
+        assert comparison_table(compare_tasks(other, after), "x").rows == ()
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_loader_of_another_form_is_refused(tmp_path: Path) -> None:
 def test_without_a_loader_the_files_are_read(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"q": 1}\n')
-    with raises_coded(DatasetError, "empty", "train"):  # the only task is for dev
+    with raises_coded(DatasetError, "too_few", "data.root"):  # the only task is for dev
         load_tasks(load_config(Config, [f"data.root={file}"]))
     file.write_text('{"q": 1}\n{"q": 2}\n')
     train, dev = load_tasks(load_config(Config, [f"data.root={file}"]))

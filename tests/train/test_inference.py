@@ -18,7 +18,7 @@ from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.traces.store import TemporaryStore
 from lightning_jax.train.config import Config, EvalConfig
-from lightning_jax.train.export import EXPORTED
+from lightning_jax.train.directory import EXPORTED
 from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
 
 ROLES = {

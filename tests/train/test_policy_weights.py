@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import MeshConfig, PolicyConfig
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, pack, unpack
-from lightning_jax.rl.multi_policy.weights import join_metrics, join_values
+from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, sequences_of
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config, WarmupConfig
@@ -24,9 +25,9 @@ BOTH_SCOPES = (PolicyScope("a", 0), PolicyScope("b", 1))
 
 def test_each_reads_its_own_sequences_and_no_place() -> None:
     made = [dataclasses.replace(sequence([1], [i]), adapter=index) for i, index in ((3, 1), (4, 0))]
-    assert PolicyScope("x", 0).sequences(made) == [sequence([1], [4])]
-    assert PolicyScope("z", 2).sequences(made) == []
-    assert ALL.sequences(made) == made
+    assert sequences_of(PolicyScope("x", 0), made) == [sequence([1], [4])]
+    assert sequences_of(PolicyScope("z", 2), made) == []
+    assert sequences_of(ALL, made) == made
 
 
 def test_values_of_each_critic_return_to_their_calls() -> None:
@@ -90,6 +91,7 @@ def test_a_policy_without_data_is_no_skipped_update_beside_one_that_learned() ->
 
 ALONE = Config(
     algorithm=AlgorithmConfig(kl_coef=0.1),
+    serve=ServeConfig(max_len=16),
     batch=BatchConfig(rows=8, row_len=16, max_targets=8, head_chunk=4),
     optimizer=OptimizerConfig(learning_rate=1e-2),
     mesh=MeshConfig(fsdp=1),
@@ -136,7 +138,7 @@ def test_a_policy_ends_where_it_would_alone_and_after_a_break_too(tmp_path: Path
     after(again, STEPS[2:])
     alone = replica(ALONE, tmp_path / "alone")
     start = jax.device_get(alone.states[0].params)
-    after(alone, [BOTH_SCOPES[0].sequences(step) for step in STEPS])
+    after(alone, [sequences_of(BOTH_SCOPES[0], step) for step in STEPS])
     same(again.states[0], alone.states[0])
     for state, reference in zip(again.states, again.reference, strict=True):
         embedding = state.params["embed"]["embedding"]

@@ -20,8 +20,12 @@ def test_rollouts_and_tokens_of_the_phase_are_counted() -> None:
     progress = Progress(lambda: num_tokens)
     progress.begin("train 3", 5)
     for _ in range(2):
-        progress.advance()
+        progress.advance("train 3")
     assert progress.line().startswith("train 3: ") and numbers(progress.line()) == [3, 2, 5, 0, 0]
+    progress.begin("eval 3", 1)
+    assert numbers(progress.line()) == [3, 2, 5, 3, 0, 1, 0, 0]
+    for phase in ("train 3", "eval 3", "train 3", "train 3"):
+        progress.advance(phase)
     progress.begin("update 3")
     assert numbers(progress.line()) == [3, 0]
 

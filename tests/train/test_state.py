@@ -12,6 +12,7 @@ import optax
 import pytest
 from coded import raises_coded
 
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
 from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import adapted, trained_part
@@ -41,6 +42,7 @@ def settings(run_dir: Path, lora: LoraConfig = LORA, **changes: Any) -> Config:
     config = Config(
         run_dir=str(run_dir),
         model=ModelConfig(lora=lora),
+        serve=ServeConfig(max_len=16),
         batch=BatchConfig(rows=8, row_len=16, max_targets=8, head_chunk=4),
         optimizer=OptimizerConfig(learning_rate=1e-2, max_grad_norm=1e6),
         algorithm=AlgorithmConfig(credit="learned"),

@@ -38,6 +38,7 @@ from lightning_jax.traces.store import Store
 from lightning_jax.train import collect, metrics, startup, trainer
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig, WarmupConfig
+from lightning_jax.train.metric_descriptions import describe
 from lightning_jax.train.metrics import plot_curves, read_metrics
 from lightning_jax.train.monitors import FiniteWatch, NotFinite
 from lightning_jax.train.run import Run
@@ -231,7 +232,10 @@ def test_a_checkpoint_is_written_beside_the_next_rollouts(
 
 
 def _check_run_directory(run: Path, config: Config) -> None:
-    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(9))
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(9))
+    names = {name for row in rows for name in row if name != "step"}
+    assert {name for name in names if describe(name) is None} == set()
     trained = load_model(str(run / "policy"))
     before = load_model(config.model.name)
     embedding = trained.params["embed"]["embedding"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from coded import raises_coded
 
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.rl.batching import make_batches, make_sequences
@@ -32,6 +33,7 @@ STEP = [sequence([1, k], [9, k, 7], advantage=(-1.0) ** k, weight=0.1) for k in 
 def learner(**knobs) -> Updater:
     config = Config(
         algorithm=AlgorithmConfig(**knobs),
+        serve=ServeConfig(max_len=16),
         batch=SHAPE,
         optimizer=OptimizerConfig(learning_rate=1e-2),
         mesh=MeshConfig(fsdp=1),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten
@@ -25,6 +26,7 @@ LORA = LoraConfig(rank=2, alpha=4.0, targets=("q", "down"))
 CONFIG = Config(
     model=ModelConfig(lora=LORA),
     algorithm=AlgorithmConfig(num_epochs=2, num_minibatches=2),
+    serve=ServeConfig(max_len=32),
     batch=BatchConfig(rows=2, row_len=32, max_targets=16, head_chunk=16),
     # The clip is active, and the learning rate depends on each policy's number of updates.
     optimizer=OptimizerConfig(3e-3, warmup_steps=3, weight_decay=0.1, max_grad_norm=1e-3),

@@ -9,10 +9,11 @@ from lightning_jax.cli.verify.report import Report
 from lightning_jax.cli.verify.weights import find_sources
 from lightning_jax.errors import UserError
 from lightning_jax.rl.multi_policy.scope import ALL
-from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.settings import load_config
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
-from lightning_jax.train.tasks import evenly_spaced
+from lightning_jax.train.data import evenly_spaced
+from lightning_jax.train.directory import SETTINGS, STORE, require_run
 
 # Allowed difference in nats, because sampler and trainer round differently. Measured for
 # SmolLM2-135M on a CPU: up to 3.4e-5 in float32, and up to 0.32 (0.035 on average) in bfloat16.
@@ -35,14 +36,7 @@ def verify(run_dir: Path, *, limit: int | None = None, tolerance: float | None =
 
     Raises UserError if this is not a run directory, or if no call's weights are available.
     """
-    for name in ("config.yaml", "store.sqlite"):
-        if not (run_dir / name).is_file():
-            raise ConfigError(
-                f"{run_dir} has no {name}; expected the directory of a training run. "
-                "Check the path.",
-                reason="not_found",
-                key=str(run_dir / name),
-            )
+    require_run(run_dir, SETTINGS, STORE)
     config = load_config(Config, [str(run_dir / "config.yaml")], only=SECTIONS)
     with contextlib.closing(Store(run_dir / "store.sqlite")) as store:
         calls, not_compared = stored_calls(store)

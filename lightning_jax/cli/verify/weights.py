@@ -17,7 +17,7 @@ from lightning_jax.models.transformer import Params
 from lightning_jax.rl.multi_policy.scope import PolicyScope
 from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.config import Config
-from lightning_jax.train.export import EXPORTED
+from lightning_jax.train.directory import EXPORTED
 
 
 @dataclass(frozen=True)

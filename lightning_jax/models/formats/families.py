@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_jax.models.formats.param_names import ModelError
+from lightning_jax.models.formats.names import ModelError
 
 
 @dataclass(frozen=True)

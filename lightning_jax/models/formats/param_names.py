@@ -7,14 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lightning_jax.errors import UserError
+from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.transformer import DecoderConfig, Params, param_shapes
 
 Path = tuple[str, ...]
-
-
-class ModelError(UserError, ValueError):
-    """Error raised when a model cannot be loaded; its text is one sentence for the user."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
 """Policies that share something: weights, or the credit of a step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lightning_jax.models.config import PolicyConfig
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.gae import CallValues
 from lightning_jax.types import Trajectory, Transition, keep_calls
 
 Item = TypeVar("Item")
@@ -36,19 +34,13 @@ class PolicyScope:
         return [keep_calls(trajectory, self.has) for trajectory in trajectories]
 
     def values(
-        self, trajectories: Sequence[Trajectory], values: Sequence[Sequence[CallValues]]
-    ) -> list[tuple[CallValues, ...]]:
-        """Return the values of the calls that `calls` keeps."""
+        self, trajectories: Sequence[Trajectory], values: Sequence[Sequence[Item]]
+    ) -> list[tuple[Item, ...]]:
+        """Return the values of the calls that `calls` keeps, from those of all calls."""
         return [
             tuple(v for c, v in zip(trajectory.transitions, found, strict=True) if self.has(c))
             for trajectory, found in zip(trajectories, values, strict=True)
         ]
-
-    def sequences(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-        """Return the scope's sequences. Those of one policy are marked for a learner of one."""
-        if not self.policy:
-            return list(sequences)
-        return [replace(item, adapter=None) for item in sequences if item.adapter == self.index]
 
 
 ALL = PolicyScope()

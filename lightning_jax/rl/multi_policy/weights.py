@@ -7,7 +7,9 @@ only one in memory.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.losses.policy import is_maximum
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope
@@ -22,6 +24,15 @@ SUMS = (
     "time/", "train/loss", "train/value_loss", "train/value_clip_fraction", "train/num_",
     "train/tokens_", "train/dropped_", "train/skipped_updates"
 )  # fmt: skip
+
+
+def sequences_of(
+    scope: PolicyScope, sequences: Sequence[TrainingSequence]
+) -> list[TrainingSequence]:
+    """Return the scope's sequences. Those of one policy are marked for a learner of one."""
+    if scope == ALL:
+        return list(sequences)
+    return [replace(item, adapter=None) for item in sequences if item.adapter == scope.index]
 
 
 def join_values(

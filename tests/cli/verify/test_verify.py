@@ -130,9 +130,9 @@ def test_mistakes_give_one_sentence(run: Path, capsys: pytest.CaptureFixture[str
     assert printed.out == "" and printed.err.count("\n") == 1
     with pytest.raises(ConfigError) as missing:
         verify(run / "nowhere")
-    assert missing.value.key == str(run / "nowhere" / "config.yaml")
+    assert missing.value.key == str(run / "nowhere")
     assert missing.value.reason == "not_found"
-    assert "config.yaml" in printed.err and str(run / "nowhere") in printed.err
+    assert str(run / "nowhere") in printed.err
     assert main(["verify", str(run), "--limit", "0"]) == 2
     assert main(["verify", str(run), "--tolerance", "nan"]) == 2
     shutil.rmtree(run / "checkpoints")

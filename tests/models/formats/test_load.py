@@ -24,7 +24,8 @@ from lightning_jax.models.formats.load import (
     load_tokenizer,
     save_hf,
 )
-from lightning_jax.models.formats.param_names import ModelError, flatten, named_params, unflatten
+from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
 from lightning_jax.models.transformer import DecoderConfig, init_params
 from lightning_jax.testing.tiny import tiny_model
 

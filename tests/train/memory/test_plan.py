@@ -33,7 +33,7 @@ MATRICES = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64  # q, k, v, o; gate, up, down
 NORMS = 3 * 32
 CONFIG = Config(
     serve=ServeConfig(slots=2, max_len=64, prefill_buckets=(32,), prefix_cache_mib=0.0),
-    batch=BatchConfig(rows=8, row_len=32, max_targets=8, head_chunk=4),
+    batch=BatchConfig(rows=8, row_len=64, max_targets=8, head_chunk=4),
     mesh=MeshConfig(fsdp=1),
 )
 
@@ -201,7 +201,7 @@ def test_gathered_weights_become_the_engines() -> None:
     def publishing(devices: int, serve: ServeConfig) -> dict[str, int]:
         config = dataclasses.replace(
             CONFIG, model=model, mesh=MeshConfig(fsdp=devices), serve=serve,
-            batch=BatchConfig(rows=24, row_len=16, head_chunk=1, max_targets=1),
+            batch=BatchConfig(rows=24, row_len=64, head_chunk=1, max_targets=1),
         )  # fmt: skip
         training = plan.make_mesh(config.mesh, gpus)
         serving = plan.serving_mesh(config.serve.mesh, config.mesh, gpus)
@@ -231,18 +231,23 @@ def test_devices_of_their_own_hold_no_weights_that_serve() -> None:
     ("changes", "setting"),
     [
         (
-            {"serve": ServeConfig(slots=2048, max_len=64, prefix_cache_mib=0.0)},
+            {"serve": ServeConfig(slots=2048, max_len=16, prefix_cache_mib=0.0)},
             "serve.slots=2048",
         ),
-        ({"serve": ServeConfig(slots=2048, max_len=64)}, "serve.prefix_cache_mib=256"),
-        ({"batch": BatchConfig(rows=512)}, "model.remat"),
-        ({"batch": BatchConfig(rows=512), "model": ModelConfig(remat=True)}, "batch.rows=512"),
-        ({"batch": BatchConfig(rows=64, row_len=16, head_chunk=1024)}, "batch.head_chunk=1024"),
+        ({"serve": ServeConfig(slots=2048, max_len=16)}, "serve.prefix_cache_mib=256"),
+        ({"batch": BatchConfig(rows=512, row_len=2048)}, "model.remat"),
+        (
+            {"batch": BatchConfig(rows=512, row_len=2048), "model": ModelConfig(remat=True)},
+            "batch.rows=512",
+        ),
+        ({"batch": BatchConfig(rows=64, row_len=64, head_chunk=1024)}, "batch.head_chunk=1024"),
         ({}, "mesh.fsdp"),
     ],
 )
 def test_too_large_names_the_setting(changes: dict, setting: str) -> None:
-    config = dataclasses.replace(CONFIG, batch=BatchConfig(rows=1, row_len=16, head_chunk=1))
+    serve = dataclasses.replace(CONFIG.serve, max_len=16)
+    batch = BatchConfig(rows=1, row_len=16, head_chunk=1)
+    config = dataclasses.replace(CONFIG, serve=serve, batch=batch)
     made = plan.make_plan(MODEL.config, dataclasses.replace(config, **changes), 1000)
     with raises_coded(ConfigError, "too_large") as caught:
         plan.check_plan(made)

@@ -1,0 +1,69 @@
+"""The commands `lightning-jax runs` and `lightning-jax compare`."""
+
+import argparse
+from pathlib import Path
+
+from lightning_jax.studio import AXES
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `lightning-jax runs`."""
+    where = "folder that holds runs, or one run (default: %(default)s)"
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, nargs="?", default=Path("runs"), help=where
+    )
+
+
+def run_runs(arguments: argparse.Namespace) -> int:
+    """Print a table of the runs in a folder, newest first: status, steps, rewards, failures."""
+    from rich.console import Console
+
+    from lightning_jax.studio.runs import find_runs, runs_table
+    from lightning_jax.studio.tables import as_terminal
+
+    console = Console(highlight=False)
+    console.print(as_terminal(runs_table(find_runs(arguments.folder)), console.width))
+    return 0
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `lightning-jax compare`."""
+    names = "a run directory, or several with commas between them: seeds of one experiment"
+    parser.add_argument("runs", metavar="RUN[,RUN...]", nargs="+", help=names)
+    parser.add_argument("--markdown", action="store_true", help="print Markdown for a pull request")
+    axis = "what the curves are drawn over (default: %(default)s)"
+    parser.add_argument("--axis", choices=AXES, default="steps", help=axis)
+    parser.add_argument("--png", metavar="FILE", type=Path, help="also draw the curves here")
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """Compare runs: settings that differ, curves, and tasks that were won and lost.
+
+    All are compared with the first. Runs with commas between them count as seeds of one experiment.
+    """
+    from rich.console import Console
+
+    from lightning_jax.settings import ConfigError
+    from lightning_jax.studio.compare_runs import compare_runs, plot_runs
+    from lightning_jax.studio.runs import read_run
+    from lightning_jax.studio.tables import as_markdown, as_terminal
+
+    groups = [
+        [read_run(Path(name)) for name in names.split(",") if name] for names in arguments.runs
+    ]
+    if len(groups) < 2 or not all(groups):
+        raise ConfigError(
+            "compare needs two runs; pass two run directories.", reason="missing", key="RUN"
+        )
+    found = compare_runs(groups, arguments.axis)
+    console = Console(highlight=False)
+    if arguments.markdown:
+        text = "\n\n".join(as_markdown(grid) for grid in found)
+        console.print(text, markup=False, soft_wrap=True)
+    else:
+        for index, grid in enumerate(found):
+            console.print(*[""] * bool(index), as_terminal(grid, console.width), sep="\n")
+    if arguments.png is not None:
+        plot_runs(groups, arguments.axis, arguments.png)
+        console.print(f"curves: {arguments.png}", markup=False)
+    return 0

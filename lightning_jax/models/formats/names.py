@@ -1,0 +1,48 @@
+"""Names of models, and the local files among them. Imports nothing heavy."""
+
+from pathlib import Path
+
+from lightning_jax.errors import UserError
+
+SMOLLM2 = "smollm2-135m-instruct"
+TINY = "tiny"  # a random model, see models/tiny.py
+
+
+class ModelError(UserError, ValueError):
+    """Error raised when a model cannot be loaded; its text is one sentence for the user."""
+
+
+def local_path(name: str) -> Path | None:
+    """Return the directory or GGUF file of a model name, or None for a hub id or a known name.
+
+    Raises ModelError if the name is neither.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and not path.is_file():
+        raise ModelError(
+            f"GGUF file {path} does not exist; check the path", reason="not_found", key=str(path)
+        )
+    if path.is_dir() or path.suffix == ".gguf":
+        return path
+    if name in (SMOLLM2, TINY):
+        return None
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ModelError(
+            f"model {name!r} does not exist; set model.name to a Hugging Face directory or hub "
+            f"id, a .gguf file, or {SMOLLM2!r}",
+            reason="not_found",
+            key=name,
+        )
+    return None
+
+
+def read_chat_template(file: str | Path) -> str:
+    """Return the text of the file that model.chat_template names. Raises ModelError."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"model.chat_template {str(file)!r} cannot be read ({error}); name a Jinja file",
+            reason="unreadable",
+            key="model.chat_template",
+        ) from error

@@ -1,0 +1,92 @@
+"""Settings saved in a run's directory, and their comparison with others."""
+
+import os
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from lightning_jax.settings.errors import HIDDEN, SECRET, ConfigError, is_secret, one_sentence
+from lightning_jax.settings.paths import map_paths
+from lightning_jax.system.files import write_whole
+
+
+def save_config(config: Any, path: Path) -> None:
+    """Write the resolved settings as YAML, with HIDDEN in place of secrets.
+
+    A function is written as MODULE:FUNCTION. Paths are absolute, so that the file can be read from
+    anywhere.
+    """
+    write_whole(path, OmegaConf.to_yaml(OmegaConf.create(_plain(config))))
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """Return the settings that `save_config` wrote. Raises ConfigError for a damaged file."""
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path))
+        if not saved or not isinstance(saved, dict):
+            raise ValueError("it holds no settings")
+    except (YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{path} is damaged ({one_sentence(error)}); delete it to continue with the current "
+            "settings, or set another run_dir.",
+            reason="malformed",
+            key=str(path),
+        ) from error
+    return {str(name): value for name, value in saved.items()}
+
+
+def changed_keys(path: Path, config: Any) -> list[str]:
+    """Return the dotted keys in which `config` differs from the settings saved at `path`.
+
+    Secrets are not compared. A key missing in the file counts as its default, so a new setting does
+    not change old runs. Raises ConfigError for a damaged file.
+    """
+    if not path.exists():
+        return []
+    saved = map_paths(_hide(read_saved(path)), type(config), os.path.abspath)
+    old, new = flatten(_plain(type(config)())) | flatten(saved), flatten(_plain(config))
+    keys = (key for key in old.keys() | new.keys() if not is_secret(key))
+    return sorted(key for key in keys if old.get(key) != new.get(key))
+
+
+def _plain(config: Any) -> Any:
+    """Return the settings as they are saved."""
+    container = OmegaConf.to_container(OmegaConf.structured(_with_references(config)))
+    return map_paths(_hide(container), type(config), os.path.abspath)
+
+
+def _with_references(section: Any) -> Any:
+    """Return the settings with MODULE:FUNCTION in place of each function."""
+    changed = {}
+    for name in (field.name for field in fields(section)):
+        value = getattr(section, name)
+        if callable(value):
+            qualname = getattr(value, "__qualname__", type(value).__qualname__)
+            changed[name] = f"{value.__module__}:{qualname}"
+        elif is_dataclass(value):
+            changed[name] = _with_references(value)
+    return replace(section, **changed)
+
+
+def _hide(node: Any, name: str = "") -> Any:
+    """Return plain settings with secrets replaced by HIDDEN."""
+    if isinstance(node, dict):
+        return {str(key): _hide(value, str(key)) for key, value in node.items()}
+    if name == "env":  # variables of agents' programs
+        return [text.partition("=")[0] + f"={HIDDEN}" * ("=" in text) for text in node]
+    return HIDDEN if name == SECRET and node is not None else node
+
+
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Return plain settings by dotted key."""
+    if not isinstance(node, dict):
+        return {prefix: list(node) if isinstance(node, list | tuple) else node}
+    return {
+        key: value
+        for name, child in node.items()
+        for key, value in flatten(child, f"{prefix}.{name}" if prefix else str(name)).items()
+    }

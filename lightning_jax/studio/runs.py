@@ -1,0 +1,242 @@
+"""Reader of run directories, with a summary of each."""
+
+import contextlib
+import itertools
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_jax.errors import UserError
+from lightning_jax.settings import ConfigError, flatten, read_saved
+from lightning_jax.studio.tables import Grid, columns
+from lightning_jax.studio.text import printable
+from lightning_jax.traces.store import Store
+from lightning_jax.train.metrics import Row, read_metrics
+from lightning_jax.train.status import is_locked, read_end
+
+Status = Literal["running", "finished", "stopped", "failed"]
+Axis = Literal["steps", "samples", "minutes"]
+
+SETTINGS, SOURCES = "config.yaml", "sources.json"
+MAX_DEPTH = 5  # of a run below the folder that is searched
+REWARD = "eval/reward_mean"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run directory. A number that is not known is None."""
+
+    directory: Path
+    name: str  # path below the folder that was searched
+    status: Status
+    why: str  # reason of a failure, else ""
+    rows: tuple[Row, ...]  # of metrics.jsonl
+    settings: Mapping[str, Any]  # by dotted key; empty if they cannot be read
+    sources: Mapping[str, str]  # digests of the agent's file and the tasks
+    rollouts: Mapping[str, int]  # number by status
+    started_s: float | None  # since the epoch
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps done."""
+        return max((int(row["step"]) + 1 for row in self.rows if "time/step_s" in row), default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Number of steps that the settings ask for."""
+        return _total_steps(self.settings)
+
+    @property
+    def minutes(self) -> float:
+        return _minutes(self.rows)
+
+    def spent(self, axis: Axis) -> list[float]:
+        """Return what had been spent before each of `rows`: steps, training rollouts or minutes."""
+        if axis == "steps":
+            return [float(row["step"]) for row in self.rows]
+        of_rows = {
+            "samples": lambda row: row.get("rollout/num_rollouts", 0.0),
+            "minutes": lambda row: _minutes([row]),
+        }[axis]
+        return list(itertools.accumulate(map(of_rows, self.rows), initial=0.0))[:-1]
+
+    def points(self, metric: str, axis: Axis = "steps") -> list[tuple[float, Row]]:
+        """Return (what had been spent, row) of the rows with this metric."""
+        pairs = zip(self.spent(axis), self.rows, strict=True)
+        return [(at, row) for at, row in pairs if metric in row]
+
+    @property
+    def evaluations(self) -> tuple[Row, ...]:
+        """Rows with an evaluation. Row s is of the weights before step s."""
+        return tuple(row for row in self.rows if REWARD in row)
+
+    @property
+    def failed_share(self) -> float | None:
+        """Share of the finished rollouts that failed, by the agent or by the infrastructure."""
+        failed = sum(n for status, n in self.rollouts.items() if status.endswith("_failure"))
+        finished = failed + self.rollouts.get("scored", 0)
+        return failed / finished if finished else None
+
+
+def find_runs(folder: Path) -> list[RunSummary]:
+    """Return the runs in a folder, or the one whose directory it is, newest first.
+
+    Raises ConfigError if there is none.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no directory; pass the folder that holds your runs.",
+            reason="not_found",
+            key=str(folder),
+        )
+    found = [read_run(path, _name(path, folder)) for path in _run_dirs(folder)]
+    if not found:
+        raise ConfigError(
+            f"{folder} holds no run; pass the folder that holds your runs, or start one with "
+            "`lightning-jax train`.",
+            reason="empty",
+            key=str(folder),
+        )
+    return sorted(found, key=lambda run: -(run.started_s or 0.0))
+
+
+def read_run(directory: Path, name: str | None = None) -> RunSummary:
+    """Read a run directory. Raises ConfigError if it is none."""
+    if not (directory / SETTINGS).is_file():
+        raise ConfigError(
+            f"{directory} has no {SETTINGS}; expected the directory of a run. Check the path.",
+            reason="no_run" if directory.is_dir() else "not_found",
+            key=str(directory),
+        )
+    settings: Mapping[str, Any] = {}
+    with contextlib.suppress(ConfigError):
+        settings = flatten(read_saved(directory / SETTINGS))
+    counts, started_s = _stored(directory)
+    rows = tuple(read_metrics(directory / "metrics.jsonl"))
+    status, why = _status(directory, rows, settings, counts)
+    return RunSummary(
+        directory=directory,
+        name=printable(name or str(directory)),
+        status=status,
+        why=printable(why),
+        rows=rows,
+        settings=settings,
+        sources=_sources(directory),
+        rollouts=counts,
+        started_s=started_s,
+    )
+
+
+def runs_table(runs: Sequence[RunSummary], title: str = "") -> Grid:
+    """Return a table with a line per run."""
+    numbers = ("steps", "minutes", "first", "best", "last", "rollouts", "failed")
+    names = ("run", "status", "steps", "started", "minutes", "model", *numbers[2:])
+    evaluated = any(run.evaluations for run in runs)
+    notes = ["first, best, last: greedy reward on the dev tasks"] * evaluated
+    if any(_training_rewards(run) and not run.evaluations for run in runs):
+        notes.append("*: mean reward of the training rollouts, as the run has no evaluation")
+    notes += [f"{run.name}: {run.why}" for run in runs if run.why]
+    rows = tuple(_line(run) for run in runs)
+    return Grid(
+        title,
+        columns(*names, numbers=numbers, can_drop=("model", "started", "first")),
+        rows,
+        tuple(notes),
+    )
+
+
+def _line(run: RunSummary) -> tuple[str, ...]:
+    total = "" if run.total_steps is None else f" of {run.total_steps}"
+    started = time.localtime(run.started_s) if run.started_s else None
+    share = run.failed_share
+    return (
+        run.name,
+        run.status,
+        f"{run.num_steps}{total}",
+        time.strftime("%Y-%m-%d %H:%M", started) if started else "",
+        f"{run.minutes:.1f}",
+        printable(Path(str(run.settings.get("model.name", ""))).name),
+        *_rewards(run),
+        str(sum(run.rollouts.values())),
+        "" if share is None else f"{share:.1%}" if share else "0%",
+    )
+
+
+def _rewards(run: RunSummary) -> tuple[str, str, str]:
+    """Return the first, best and last reward as text."""
+    values, sign = [row[REWARD] for row in run.evaluations], ""
+    if not values:
+        values, sign = _training_rewards(run), "*"
+    if not values:
+        return "", "", ""
+    return f"{values[0]:.3f}{sign}", f"{max(values):.3f}{sign}", f"{values[-1]:.3f}{sign}"
+
+
+def _training_rewards(run: RunSummary) -> list[float]:
+    return [row["rollout/reward_mean"] for row in run.rows if "rollout/reward_mean" in row]
+
+
+def _run_dirs(folder: Path) -> Iterator[Path]:
+    """Yield the run directories in a folder. A run's own folders are not searched."""
+    for path, names, files in os.walk(folder):
+        if SETTINGS in files and {"store.sqlite", "run.lock", "metrics.jsonl"} & set(files):
+            names.clear()
+            yield Path(path)
+        elif len(Path(path).relative_to(folder).parts) >= MAX_DEPTH:
+            names.clear()
+        else:
+            names[:] = sorted(name for name in names if not name.startswith("."))
+
+
+def _name(path: Path, folder: Path) -> str:
+    return str(path if path == folder else path.relative_to(folder))
+
+
+def _stored(directory: Path) -> tuple[Mapping[str, int], float | None]:
+    """Return (number of rollouts by status, start time) from the run's store."""
+    try:
+        with contextlib.closing(Store(directory / "store.sqlite", read_only=True)) as store:
+            rollouts = [found for found in store.rollouts() if not found.superseded]
+            versions = store.versions()
+            started_s = versions[0].time_s if versions else None
+            return Counter(found.status for found in rollouts), started_s
+    except UserError:  # missing, damaged or of a later release
+        return {}, None
+
+
+def _sources(directory: Path) -> Mapping[str, str]:
+    try:
+        return dict(json.loads((directory / SOURCES).read_text()))
+    except (OSError, ValueError, TypeError):  # missing or damaged
+        return {}
+
+
+def _status(
+    directory: Path, rows: Sequence[Row], settings: Mapping[str, Any], counts: Mapping[str, int]
+) -> tuple[Status, str]:
+    """Return the status of a run, and the reason if it failed."""
+    if is_locked(directory):
+        return "running", ""
+    end, total = read_end(directory), _total_steps(settings)
+    if end is not None:
+        return end.status, f"{end.reason}: {end.detail}" if end.status == "failed" else ""
+    if counts.get("running") or counts.get("queued"):
+        return "failed", "its process was killed"
+    # Releases before ended.json. The last evaluation has a row of its own.
+    is_done = total is not None and any(row["step"] >= total - 1 for row in rows)
+    return ("finished" if is_done else "stopped"), ""
+
+
+def _total_steps(settings: Mapping[str, Any]) -> int | None:
+    names = ("num_steps", "warmup.num_steps")
+    return sum(int(settings.get(name, 0)) for name in names) if settings else None
+
+
+def _minutes(rows: Sequence[Row]) -> float:
+    """Return the time of these steps. The last evaluation has a row without a step."""
+    return sum(row.get("time/step_s", row.get("time/eval_s", 0.0)) for row in rows) / 60

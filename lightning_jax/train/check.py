@@ -1,0 +1,90 @@
+"""Checks of a run's settings that need neither JAX nor the agent's own imports."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lightning_jax.loading import check_reference, find_program
+from lightning_jax.models.formats.names import local_path, read_chat_template
+from lightning_jax.rollouts.config import require_agent
+from lightning_jax.schema import PathKind, inner_section, path_kind
+from lightning_jax.settings import ConfigError, changed_keys, read_saved
+from lightning_jax.train.config import Config
+from lightning_jax.train.directory import CHECKPOINTS, SETTINGS
+
+
+def check_start(config: Config) -> None:
+    """Raise UserError for a run that could not start, as far as that can be told in a moment.
+
+    Files, functions and programs that the settings name must exist, and the run directory must be
+    usable and hold no checkpoint of other weights.
+    """
+    check_model(config)
+    check_agent(config)
+    _check_directory(config)
+
+
+def check_agent(config: Config) -> None:
+    """Raise ConfigError if no agent is named, or a file, function or program does not exist."""
+    require_agent(config.agent)
+    for key, kind, value in named_files(config):
+        if kind is PathKind.FUNCTION and isinstance(value, str) and ":" in value:
+            check_reference(value)
+        if kind is PathKind.PROGRAM:
+            find_program(value, key)
+        if kind is PathKind.COMMAND:
+            find_program(value[0], key)
+
+
+def check_model(config: Config) -> None:
+    """Raise ModelError if a file or folder with weights or the chat template does not exist."""
+    for name in (config.model.name, *(policy.base for policy in config.policies.values())):
+        if name is not None:
+            local_path(name)
+    if config.model.chat_template is not None:
+        read_chat_template(config.model.chat_template)
+
+
+def named_files(section: Any, prefix: str = "") -> Iterator[tuple[str, PathKind, Any]]:
+    """Yield the key, kind and value of each setting that names a file."""
+    for field in fields(section):
+        value, kind = getattr(section, field.name), path_kind(field.type)
+        if value is None:
+            continue
+        if kind is not None:
+            yield prefix + field.name, kind, value
+        elif (inner := inner_section(field.type)) and not inner.is_dict:
+            yield from named_files(value, f"{prefix}{field.name}.")
+
+
+def _check_directory(config: Config) -> None:
+    """Raise ConfigError if the run's directory is none, or of a run with other weights."""
+    directory = Path(config.run_dir)
+    for path in (directory, *directory.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(
+                f"run_dir is {config.run_dir}, but {path} is a file; set another run_dir.",
+                reason="not_a_directory",
+                key="run_dir",
+            )
+    saved, checkpoints = directory / SETTINGS, directory / CHECKPOINTS
+    if not saved.exists():
+        return
+    changed = _changed_weights(saved, config)
+    if changed and checkpoints.is_dir() and any(p.name.isdecimal() for p in checkpoints.iterdir()):
+        raise ConfigError(
+            f"{directory} holds a run with another {', '.join(changed)}, whose checkpoint does "
+            "not fit; use the settings that it began with, or another run_dir.",
+            reason="mismatch",
+            key=changed[0],
+        )
+
+
+def _changed_weights(saved: Path, config: Config) -> list[str]:
+    """Return the changed settings that decide which weights a checkpoint holds."""
+    changed = [key for key in changed_keys(saved, config) if key.startswith("model.lora.")]
+    if not config.model.lora.rank and "model.lora.rank" not in changed:
+        changed = []  # without adapters the rest has no effect
+    old = read_saved(saved).get("policies") or {}
+    return changed + ["policies"] * (set(old) != set(config.policies))

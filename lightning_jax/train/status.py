@@ -1,0 +1,68 @@
+"""State of a run's process, as files in its directory tell it."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock, Timeout
+
+from lightning_jax.errors import Coded
+from lightning_jax.system.files import write_whole
+
+NAME, LOCK = "ended.json", "run.lock"  # in a run's directory
+
+
+@dataclass(frozen=True)
+class End:
+    """End of a run's last process."""
+
+    status: Literal["finished", "stopped", "failed"]
+    reason: str = ""  # code of the error, if it failed
+    detail: str = ""  # message of the error
+    time_s: float = 0.0  # since the epoch
+
+
+@contextmanager
+def recorded_end(directory: Path) -> Iterator[None]:
+    """Write how the block ends. A process that is killed writes nothing."""
+    path = directory / NAME
+    path.unlink(missing_ok=True)  # the file is about an earlier process
+    end = End("finished")
+    try:
+        yield
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        end = End("stopped")
+        raise
+    except BaseException as error:
+        reason = error.reason if isinstance(error, Coded) else type(error).__name__
+        end = End("failed", reason, str(error))
+        raise
+    finally:
+        write_whole(path, json.dumps(asdict(end) | {"time_s": time.time()}) + "\n")
+
+
+def read_end(directory: Path) -> End | None:
+    """Return how the run's last process ended, or None if it runs, was killed or is older."""
+    try:
+        return End(**json.loads((directory / NAME).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def is_locked(directory: Path) -> bool:
+    """Return True if a process trains in the directory. The lock is taken for an instant."""
+    path = directory / LOCK
+    if not path.exists():
+        return False
+    try:
+        with FileLock(path, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except (OSError, NotImplementedError):  # a read-only directory, a file system without locks
+        return False
