@@ -32,6 +32,7 @@ from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
+from lightning_jax.models.formats.names import local_path
 from lightning_jax.schema import Positive, describe, is_allowed
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
 
@@ -294,6 +295,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
     except ValueError as error:
         return _fail(f"error: {error}", 2)
+    local_path(arguments.model)  # a wrong one is told before JAX is imported
 
     def announce(gateway: "Gateway") -> None:
         key = "" if arguments.api_key else f" with API key {gateway.api_key}"
