@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 from annotated_types import Ge, Le
 
-from lightning_jax.cli.config import ServerConfig
+from lightning_jax.cli.config import ServerConfig, add_chat_template
 from lightning_jax.cli.config_command import add_config, run_config
 from lightning_jax.cli.runs import add_compare, add_runs, run_compare, run_runs
 from lightning_jax.cli.runtime import (
@@ -151,6 +151,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     activation = "dtype of activations with bfloat16 weights, for a CPU (default: same as --dtype)"
     parser.add_argument("--activation-dtype", choices=("float32",), help=activation)
+    add_chat_template(parser)
     for name, text in SERVE_FLAGS.items():
         default, text = getattr(ServeConfig, name), f"{text} (default: %(default)s)"
         flag = "--" + name.replace("_", "-")
@@ -284,6 +285,8 @@ def _serve(arguments: argparse.Namespace) -> int:
                 name=arguments.model,
                 dtype=arguments.dtype,
                 activation_dtype=arguments.activation_dtype,
+                chat_template=arguments.chat_template,
+                chat_template_kwargs=arguments.chat_template_kwargs,
             ),
             serve=ServeConfig(**settings, api_key=arguments.api_key),
             record=arguments.record,
