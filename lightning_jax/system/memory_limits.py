@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Addresses and data that a process of JAX reserves beyond its resident memory. Measured on SmolLM2
-# runs, 25 November 2026, x86-64 Linux, 2 cores: 1.05 to 1.2 GiB and 0.10 GiB.
-_RESERVED = {"v": (resource.RLIMIT_AS, 5 * 2**28), "d": (resource.RLIMIT_DATA, 2**27)}
+# Addresses and data that a process of JAX reserves beyond its peak resident memory, most of them
+# holes that malloc has returned. Measured on SmolLM2 runs, 25 November 2026, x86-64 Linux, 2 cores:
+# up to 2.73 and 1.89 GiB (benchmarks/LOG.md).
+_RESERVED = {"v": (resource.RLIMIT_AS, 3 * 2**30), "d": (resource.RLIMIT_DATA, 2 * 2**30)}
 # Mount point, file of the limit, and field of memory.stat with the memory that cannot be reclaimed.
 _V2 = ("", "memory.max", "anon")
 _V1 = ("memory", "memory.limit_in_bytes", "total_rss")
