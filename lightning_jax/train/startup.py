@@ -37,7 +37,7 @@ from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
-from lightning_jax.train.runtime import freeze_objects
+from lightning_jax.train.runtime import freeze_objects, return_freed_memory
 from lightning_jax.train.state import Replica
 from lightning_jax.train.status import LOCK, recorded_end
 from lightning_jax.types import Task
@@ -87,6 +87,7 @@ async def open_run(
             make_engine(replace(model, params=params), version=replica.step, share_base=True)
             for params in [state.policy for state in replica.states]
         ]
+        return_freed_memory()  # copies of the weights on their way to the engines
         running = engines if initial is None else [*engines, initial]
         gateway = Gateway(
             _responders(config, engines),
@@ -184,7 +185,8 @@ def load_trainable(config: Config) -> LoadedModel:
 def _model_that_fits(config: Config) -> LoadedModel:
     """Load the model. Raises ConfigError if the run would not fit in a device's memory."""
     model = load_trainable(config)
-    planned = plan.make_plan(model.config, config, plan.device_capacity())
+    capacity, limit = plan.device_capacity(), plan.process_limit()
+    planned = plan.make_plan(model.config, config, capacity, limit=limit)
     log.info("%s", plan.one_line(planned))
     if config.policies:  # shows a misspelled name, which makes one more policy
         words = (f"{k}" + " (frozen)" * (not v.trains) for k, v in config.policies.items())
