@@ -86,7 +86,8 @@ class RunReader:
         if not matching:
             raise self._nothing_matches(phase, step)
         shown = [(rollout, self._store.spans(rollout.rollout_id)) for rollout in matching[:limit]]
-        return view_run(str(self._directory), matching, shown)
+        tasks = {found.rollout_id: self._store.task_fields(found.rollout_id) for found, _ in shown}
+        return view_run(str(self._directory), matching, shown, tasks)
 
     def rollout(self, rollout_id: str) -> RolloutView:
         """Return one rollout with its calls. Raises ViewError for an unknown id."""
@@ -98,7 +99,8 @@ class RunReader:
         if why_no_text:
             credit = replace(credit, notes=(why_no_text, *credit.notes))
         transitions, _, _ = self._trace_reader.transitions(spans)
-        return view_rollout(rollout, spans, transitions, tokenizer, credit)
+        task = self._store.task_fields(rollout_id)
+        return view_rollout(rollout, spans, transitions, tokenizer, credit, task)
 
     def _find(self, rollout_id: str) -> Rollout:
         known = {rollout.rollout_id: rollout for rollout in self._store.rollouts()}

@@ -70,6 +70,16 @@ def test_the_table_is_newest_first_and_limited(
     assert "eval-00003-000-00-1" in table and "train" not in table and len(table.splitlines()) == 4
 
 
+def test_a_task_is_shown_with_its_expected_answer(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["view", str(run), "--limit", "4"]) == 0
+    assert "task_1: Which river?" in capsys.readouterr().out
+    assert main(["view", str(run), "train-00003-001-00-1"]) == 0
+    shown = capsys.readouterr().out
+    assert "question: Which river?" in shown and 'answer: ["Loire"]' in shown
+
+
 def test_tables_need_no_jax(run: Path) -> None:
     code = (
         "import sys; from lightning_jax.cli.main import main; "
@@ -165,6 +175,7 @@ def test_the_store_of_an_older_release_stays_as_it_is(tmp_path: Path) -> None:
     with sqlite3.connect(run / "store.sqlite") as old:
         old.execute("ALTER TABLE rollouts DROP COLUMN metrics")
         old.execute("ALTER TABLE rollouts DROP COLUMN superseded")
+        old.execute("ALTER TABLE rollouts DROP COLUMN task")
         old.execute("DROP INDEX spans_by_sequence")
         old.execute("ALTER TABLE spans DROP COLUMN sequence")
         old.execute("PRAGMA user_version=1")
