@@ -337,7 +337,7 @@ def _view(arguments: argparse.Namespace) -> int:
     if not arguments.run_dir.is_file():  # of `try --record`
         require_run(arguments.run_dir, STORE)
 
-    from lightning_jax.studio.command import show  # imports JAX, after the check
+    from lightning_jax.studio.command import show
 
     show(
         arguments.run_dir,
