@@ -8,13 +8,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 from annotated_types import Ge, Le
 
-from lightning_jax.cli.config import ServerConfig
+from lightning_jax.cli.config import ServerConfig, add_chat_template
 from lightning_jax.cli.config_command import add_config, run_config
 from lightning_jax.cli.new import add_new, run_new
 from lightning_jax.cli.runs import add_compare, add_runs, run_compare, run_runs
@@ -32,6 +32,7 @@ from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
+from lightning_jax.models.formats.names import local_path
 from lightning_jax.schema import Positive, describe, is_allowed
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
 
@@ -111,8 +112,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _versions() -> str:
-    names = ("lightning-jax", "jax", "jaxlib")
-    return ", ".join(f"{name} {version(name)}" for name in names)
+    def of(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:  # a clone on PYTHONPATH
+            return "(not installed)"
+
+    return ", ".join(f"{name} {of(name)}" for name in ("lightning-jax", "jax", "jaxlib"))
 
 
 def _number(hint: Any) -> Callable[[str], int | float]:
@@ -139,6 +145,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     activation = "dtype of activations with bfloat16 weights, for a CPU (default: same as --dtype)"
     parser.add_argument("--activation-dtype", choices=("float32",), help=activation)
+    add_chat_template(parser)
     for name, text in SERVE_FLAGS.items():
         default, text = getattr(ServeConfig, name), f"{text} (default: %(default)s)"
         flag = "--" + name.replace("_", "-")
@@ -255,6 +262,8 @@ def _serve(arguments: argparse.Namespace) -> int:
                 name=arguments.model,
                 dtype=arguments.dtype,
                 activation_dtype=arguments.activation_dtype,
+                chat_template=arguments.chat_template,
+                chat_template_kwargs=arguments.chat_template_kwargs,
             ),
             serve=ServeConfig(**settings, api_key=arguments.api_key),
             record=arguments.record,
@@ -263,6 +272,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
     except ValueError as error:
         return _fail(f"error: {error}", 2)
+    local_path(arguments.model)  # a wrong one is told before JAX is imported
 
     def announce(gateway: "Gateway") -> None:
         key = "" if arguments.api_key else f" with API key {gateway.api_key}"

@@ -58,7 +58,13 @@ def _load(config: ServerConfig) -> Engine:
             "here."
         )
     mesh = serving_mesh(None, MeshConfig(tensor=config.tensor))
-    model = load_model(named.name, named.dtype, named.activation_dtype)
+    model = load_model(
+        named.name,
+        named.dtype,
+        named.activation_dtype,
+        chat_template=named.chat_template,
+        chat_template_kwargs=named.chat_template_kwargs,
+    )
     return Engine(model, config.serve, dtype=named.dtype, mesh=mesh)
 
 

@@ -48,5 +48,8 @@ def train_and_report(
     policy = directory / "policy"
     untrained = " (no rollout changed it)" if is_untrained(rows) else ""
     print(f"curves: {directory / 'curves.png'}   policy: {policy}{untrained}")
+    print(f"next: lightning-jax view {directory}       # every rollout; `runs` lists all runs")
+    print(f"      lightning-jax compare {directory} RUN  # with another run, task by task")
     if not config.policies:
-        print(f"next: lightning-jax view {directory}; lightning-jax serve --model {policy}")
+        print(f"      lightning-jax eval --run {directory}   # on other tasks: --tasks FILE")
+        print(f"      lightning-jax serve --model {policy}")

@@ -49,7 +49,7 @@ def try_agent(
     rollout = replace(config.rollout, max_attempts=1, max_infrastructure_failures=1.0)
     config = replace(config, rollout=rollout)
     found = find_task(config, task)
-    agent = " ".join(config.agent.command or [config.agent.function])
+    agent = " ".join(config.agent.command or [str(config.agent.function)])
     shown = cut(printable(json.dumps(found, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
     _say(console, f"{agent} on task {printable(found['id'])} with {source.label(config)}: {shown}")
     with closing(TemporaryStore() if record is None else Store(record)) as store:

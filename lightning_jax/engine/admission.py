@@ -73,12 +73,7 @@ class Intake(Generic[Request]):
                 "the prompt has no tokens; send at least one", reason="empty", key="prompt"
             )
         if len(prompt) >= self._max_len:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens; the limit is {self._max_len - 1}, which "
-                "leaves 1 for the response. Shorten it or raise serve.max_len.",
-                reason="too_long",
-                key="prompt",
-            )
+            raise PromptTooLong(len(prompt), self._max_len)
         if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
             raise InvalidValue(
                 f"the prompt has a token id outside 0..{self._vocab_size - 1}; encode it with the "

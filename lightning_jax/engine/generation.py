@@ -16,7 +16,20 @@ class EngineError(Coded, RuntimeError):
 
 
 class PromptTooLong(InvalidValue):
-    """Prompt that leaves no room for a response in a slot."""
+    """Prompt that leaves no room for a response in a slot.
+
+    Clients recognize it by the words of OpenAI's message and of Anthropic's.
+    """
+
+    def __init__(self, num_tokens: int, max_len: int, *, at_least: bool = False) -> None:
+        number = f"at least {num_tokens}" if at_least else num_tokens
+        super().__init__(
+            f"This model's maximum context length is {max_len} tokens, but the prompt is too long: "
+            f"{number} tokens > {max_len - 1} maximum, which leaves 1 for the response. Shorten it "
+            "or raise serve.max_len.",
+            reason="too_long",
+            key="prompt",
+        )
 
 
 class QueueFull(Coded, RuntimeError):

@@ -1,6 +1,7 @@
 """Record of a call: its spans, or the error that ended it."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,7 @@ class Call:
     @property
     def _values(self) -> dict[str, Any]:
         first, count = self.choices[0].sampling, len(self.choices)
+        kwargs = self.request.chat_template_kwargs or None
         prompts = dict.fromkeys(choice.prompt_ids for choice in self.choices)
         return {
             attributes.OPERATION_NAME: self._operation,
@@ -110,6 +112,7 @@ class Call:
             attributes.REQUEST_TOP_P: first.top_p,
             attributes.REQUEST_TOP_K: first.top_k,
             attributes.REQUEST_MIN_P: first.min_p,
+            attributes.CHAT_TEMPLATE_KWARGS: kwargs and json.dumps(kwargs, sort_keys=True),
             attributes.REQUEST_SEED: first.seed,
             attributes.REQUEST_STOP_SEQUENCES: first.stop or None,
             attributes.AGENT_NAME: self.request.agent or None,

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lightning_jax.gateway.errors import ApiError, invalid
+from lightning_jax.errors import InvalidValue
+from lightning_jax.gateway.errors import ApiError, invalid, to_api_error
 from lightning_jax.gateway.fields import brief
+from lightning_jax.models.template_limits import check_kwargs
 
 POLICY = "policy"
 AGENT_HEADER = "x-agent-name"
@@ -15,6 +17,8 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 256
 
 JsonSchema = dict[str, Any]
+# Variables for the chat template of a request that turns thinking off in its dialect's own way.
+NO_THINKING: Mapping[str, Any] = {"enable_thinking": False}
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class PolicyRequest:
     score_prompt: bool = False  # also return the log-probabilities of the prompt's tokens
     stream: bool = False
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # name tokens token_id:ID in log-probabilities
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert (self.messages is None) != (self.prompts is None), "messages or prompts, not both"
@@ -89,6 +95,10 @@ class PolicyRequest:
                 reason="too_many",
             )
         _check_tools(self.functions, self.tool_choice)
+        try:
+            check_kwargs(self.chat_template_kwargs)
+        except InvalidValue as error:
+            raise to_api_error(error, "chat_template_kwargs") from error
 
 
 def _check_tools(functions: tuple[Function, ...], choice: ToolChoice) -> None:

@@ -100,10 +100,7 @@ class Responder:
             return Prepared(request, (Rendered((), 0, 0),), error)
         longest, max_len = max(len(prompt.token_ids) for prompt in prompts), self.serve.max_len
         if longest > MAX_RECORDED * max_len:  # the store would keep its ids forever
-            error = PromptTooLong(
-                f"the prompt has {longest} tokens; expected at most {max_len - 1}. Shorten it "
-                "or raise serve.max_len."
-            )
+            error = PromptTooLong(longest, max_len)
             return Prepared(request, (Rendered((), 0, 0),), error)
         return Prepared(request, tuple(prompts))
 
@@ -290,7 +287,8 @@ class Responder:
                 self.tokenizer,
                 memory,
                 self.tool_format,
-                self.serve.max_len - 1,
+                self.serve.max_len,
+                request.chat_template_kwargs,
             )
         except PromptTooLong:
             raise
@@ -300,7 +298,7 @@ class Responder:
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            check_length([prompt], self.tokenizer, self.serve.max_len - 1)
+            check_length([prompt], self.tokenizer, self.serve.max_len)
             ids = tuple(self.tokenizer.encode(prompt))
         else:
             ids = prompt

@@ -8,10 +8,11 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.template_limits import LimitedEnvironment, start
+from lightning_jax.models.template_limits import RENDERED, LimitedEnvironment, start
 from lightning_jax.types import Message
 
 
@@ -40,31 +41,67 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     special_tokens: Mapping[str, str] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the prompt text.
 
-    `special_tokens` maps names such as `bos_token`, which a template may use, to texts. The
-    template comes with the weights, so it runs in a sandbox with limits. Raises TemplateError for
-    any error in the template.
+    `special_tokens` maps names such as `bos_token`, which a template may use, to texts. `kwargs`
+    are other variables, within the limits of `check_kwargs`. The template comes with the weights,
+    so it runs in a sandbox with limits. Raises TemplateError for any error in the template.
     """
+    variables = {
+        "documents": None,
+        **(special_tokens or {}),
+        **(kwargs or {}),
+        "messages": list(messages),
+        "tools": list(tools) if tools else None,
+        "add_generation_prompt": add_generation_prompt,
+    }
     try:
         start()
         compiled = _compiled(template)
-        return compiled.environment.render(  # type: ignore[attr-defined]
-            compiled,
-            messages=list(messages),
-            tools=list(tools) if tools else None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **(special_tokens or {}),
-        )
+        return compiled.environment.render(compiled, variables)  # type: ignore[attr-defined]
     except Exception as error:
-        words = str(error)[:500] if isinstance(error, jinja2.TemplateError) else repr(error)[:500]
+        others = " and chat_template_kwargs" if kwargs else ""
         raise TemplateError(
-            f"the chat template rejects these {len(messages)} messages ({words}); send roles and "
-            "text contents that it supports",
+            f"the chat template rejects these {len(messages)} messages{others} ({_words(error)}); "
+            "send what it supports",
             reason="rejected",
         ) from error
+
+
+def with_defaults(template: str, kwargs: Mapping[str, Any]) -> str:
+    """Return the template with values for variables that a rendering does not set.
+
+    They are part of the template's text, so that other programs that load it use them too. Raises
+    TemplateError if the template cannot be parsed or never reads one of the variables.
+    """
+    try:
+        start()
+        environment = _compiled(template).environment
+        found = jinja2.meta.find_undeclared_variables(environment.parse(template))
+    except Exception as error:
+        raise TemplateError(
+            f"the chat template cannot be parsed ({_words(error)}); correct it", reason="malformed"
+        ) from error
+    for name in kwargs:
+        if name not in found:
+            raise TemplateError(
+                f"the chat template never reads {name!r} of chat_template_kwargs; it reads "
+                f"{', '.join(sorted(found - {*RENDERED})) or 'no such variable'}",
+                reason="unread",
+                key=name,
+            )
+    # JSON values are written alike in Python and in Jinja. The line break ends with its block.
+    lines = (
+        f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
+        for name, value in kwargs.items()
+    )
+    return "".join(lines) + template
+
+
+def _words(error: Exception) -> str:
+    return (str(error) if isinstance(error, jinja2.TemplateError) else repr(error))[:500]
 
 
 @functools.lru_cache(maxsize=16)

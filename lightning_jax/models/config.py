@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from lightning_jax.models.template_limits import check_kwargs
 from lightning_jax.schema import FinitePositive, Natural, PathOrName, Section, require
 
 AUTO = "auto"  # dtype: the fastest one on the devices here
@@ -43,10 +44,16 @@ class ModelConfig(Section):
     activation_dtype: Literal["float32"] | None = None
     # Recompute activations in the backward pass: less memory, a third more time.
     remat: bool = False
+    # File with a Jinja template to use instead of the model's own.
+    chat_template: PathOrName | None = None
+    # Variables for the chat template, such as `enable_thinking: false` of Qwen3. Requests may
+    # override them. They become part of the exported policy's template.
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_kwargs(self.chat_template_kwargs)
         is_unset = self.dtype != AUTO or self.activation_dtype is None
         require(self, activation_dtype=(is_unset, "none, because dtype=auto chooses it as well"))
 

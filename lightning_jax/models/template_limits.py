@@ -5,10 +5,12 @@ away from Python's objects, but lets it loop forever and fill the memory.
 """
 
 import functools
+import json
+import math
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -16,9 +18,13 @@ import jinja2.nodes
 import jinja2.sandbox
 import jinja2.visitor
 
+from lightning_jax.errors import FieldError
+
 TIME_LIMIT_S = 5.0  # CPU seconds of one rendering; an honest template takes milliseconds
 MAX_LENGTH = 2**25  # characters of a text, members of a list
 MAX_BITS = 128  # bits of an integer
+MAX_KWARGS, MAX_KWARGS_CHARS = 64, 2**16  # number of variables, and their length as JSON
+RENDERED = ("messages", "tools", "add_generation_prompt")  # variables that every rendering sets
 _MAX_WIDTH = 10_000  # characters to which filters and methods may pad a text
 # A large width in a format, or one that an argument supplies.
 _WIDTH = re.compile(
@@ -46,10 +52,10 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters |= filters
         self.filters = {name: _limited(name, function) for name, function in self.filters.items()}
 
-    def render(self, template: jinja2.Template, **variables: Any) -> str:
+    def render(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
         """Return the rendered text. Raises LimitError, or any error that the template raises."""
         pieces, length = [], 0
-        for piece in template.generate(**variables):
+        for piece in template.generate(variables):
             check()
             length += len(piece)
             _check_length(length)
@@ -110,6 +116,45 @@ class _Checks(jinja2.visitor.NodeTransformer):
 def _call(name: str, arguments: list[jinja2.nodes.Expr], line: int) -> jinja2.nodes.Call:
     attribute = jinja2.nodes.EnvironmentAttribute(name, lineno=line)
     return jinja2.nodes.Call(attribute, arguments, [], None, None, lineno=line)
+
+
+def check_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Raise FieldError for variables that no template should get.
+
+    They come from requests and settings as `chat_template_kwargs`.
+    """
+    for name in kwargs:
+        if name in RENDERED:
+            raise _unfit(f"sets {name!r}, which every rendering sets; leave it out.", "reserved")
+        if not (name.isidentifier() and len(name) <= 100):
+            shown = name if len(name) <= 100 else name[:97] + "..."
+            raise _unfit(f"has the name {shown!r}; expected a variable's name.", "unknown")
+    if len(kwargs) > MAX_KWARGS:
+        raise _unfit(f"has {len(kwargs)} names; expected at most {MAX_KWARGS}.", "too_many")
+    _check_values(kwargs)
+    if (length := len(json.dumps(kwargs))) > MAX_KWARGS_CHARS:
+        problem = f"has {length} characters as JSON; expected at most {MAX_KWARGS_CHARS}."
+        raise _unfit(problem, "too_long")
+
+
+def _check_values(kwargs: Mapping[str, Any]) -> None:
+    """Raise FieldError for a value that JSON lacks, or a number that is not finite or too large."""
+    rest: list[Any] = list(kwargs.values())
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict | list | tuple):
+            rest += [*value, *value.values()] if isinstance(value, dict) else value
+        elif value is not None and not isinstance(value, str | int | float):
+            raise _unfit(f"has a {type(value).__name__}; expected JSON values.", "wrong_type")
+        elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise _unfit(f"has a number of more than {MAX_BITS} bits.", "out_of_range")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise _unfit(f"has the number {value}; expected a finite one.", "out_of_range")
+
+
+def _unfit(problem: str, reason: str) -> FieldError:
+    name = "chat_template_kwargs"
+    return FieldError(f"{name} {problem}", reason=reason, key=name)
 
 
 def start() -> None:

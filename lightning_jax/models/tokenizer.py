@@ -106,12 +106,16 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text of a conversation. Raises chat_template.TemplateError."""
+        """Return the prompt text of a conversation. Raises chat_template.TemplateError.
+
+        `kwargs` are other variables for the template.
+        """
         if self.template is None:
             raise chat_template.TemplateError(
                 "this model has no chat template in tokenizer_config.json, chat_template.jinja or "
-                "the GGUF metadata; use an instruct model",
+                "the GGUF metadata; use an instruct model, or set model.chat_template to a file",
                 reason="missing",
                 key="chat_template",
             )
@@ -120,6 +124,16 @@ class Tokenizer:
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
+            special_tokens=self.special_tokens,
+            kwargs=kwargs,
+        )
+
+    def with_template(self, template: str) -> "Tokenizer":
+        """Return the same vocabulary with another chat template."""
+        return Tokenizer(
+            self._backend,
+            template=template,
+            eos_ids=self.eos_ids,
             special_tokens=self.special_tokens,
         )
 

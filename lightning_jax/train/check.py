@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_jax.loading import check_reference, find_program
-from lightning_jax.models.formats.names import local_path
+from lightning_jax.models.formats.names import local_path, read_chat_template
 from lightning_jax.rollouts.config import require_agent
 from lightning_jax.schema import PathKind, inner_section, path_kind
 from lightning_jax.settings import ConfigError, changed_keys, read_saved
@@ -38,10 +38,12 @@ def check_agent(config: Config) -> None:
 
 
 def check_model(config: Config) -> None:
-    """Raise ModelError if a policy's weights are in a file or folder that does not exist."""
+    """Raise ModelError if a file or folder with weights or the chat template does not exist."""
     for name in (config.model.name, *(policy.base for policy in config.policies.values())):
         if name is not None:
             local_path(name)
+    if config.model.chat_template is not None:
+        read_chat_template(config.model.chat_template)
 
 
 def named_files(section: Any, prefix: str = "") -> Iterator[tuple[str, PathKind, Any]]:

@@ -13,6 +13,7 @@ from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.remote import RemoteEngine, remote_routing
 from lightning_jax.gateway.routing import Routing
+from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats.load import load_like, load_model
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.rollouts.collect import wait_for_spans, with_ids
@@ -133,7 +134,15 @@ def _serve_policies(
     names = source.model_names(config)
     has_initial = any(role.served_by == "initial" for role in config.roles.values())
     first, *others = dict.fromkeys(names + [config.model.name] * has_initial)
-    model = load_model(first, config.model.dtype, config.model.activation_dtype)
+    # A run's exported policy has the settings' template and its variables in it.
+    chat = config.model if source.run_dir is None else ModelConfig()
+    model = load_model(
+        first,
+        config.model.dtype,
+        config.model.activation_dtype,
+        chat_template=chat.chat_template,
+        chat_template_kwargs=chat.chat_template_kwargs,
+    )
     mesh = serving_mesh(config.serve.mesh, config.mesh)
     programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
     engines = {

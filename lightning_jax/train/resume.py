@@ -88,10 +88,11 @@ def digests(
     settings' agent, its own source counts. For a task, absolute paths and URLs do not count,
     because they may differ at each start.
     """
-    agent = config.agent
+    agent, template = config.agent, config.model.chat_template
     named = {
         "agent.reward": _file_of(agent.reward),
         "warmup.demonstrations": _file_of(config.warmup.demonstrations),
+        "model.chat_template": template and Path(template).expanduser(),
     }
     if agent.command is None:
         named["agent.function"] = _file_of(agent.function)

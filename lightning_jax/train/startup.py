@@ -164,7 +164,13 @@ def load_trainable(config: Config) -> LoadedModel:
     computation changed.
     """
     dtype = config.model.dtype if config.model.lora.rank else "float32"
-    model = load_model(config.model.name, dtype, config.model.activation_dtype)
+    model = load_model(
+        config.model.name,
+        dtype,
+        config.model.activation_dtype,
+        chat_template=config.model.chat_template,
+        chat_template_kwargs=config.model.chat_template_kwargs,
+    )
     return adapted(model, config.model.lora, config.seed, config.num_adapters)
 
 

@@ -46,6 +46,11 @@ def test_a_plain_answer() -> None:
     assert reply.choices[0].finish_reason in ("stop", "length")
 
 
+def test_a_prompt_that_is_too_long_has_litellms_error() -> None:
+    with pytest.raises(litellm.ContextWindowExceededError):
+        _ask([{"role": "user", "content": "x " * 20_000}])
+
+
 def test_a_stream() -> None:
     pieces = list(_ask(stream=True))
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces)

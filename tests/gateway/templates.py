@@ -39,6 +39,23 @@ QWEN3 = (
     "{%- elif m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n{%- endif %}"
     "{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
+# Thinks unless the variable `enable_thinking` is false: then the prompt has an empty block. Blocks
+# are shown again only after the user's last question.
+QWEN3_HYBRID = (
+    "{%- set last = namespace(question=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set last.question = loop.index0 %}{%- endif %}{%- endfor %}"
+    + _TOOLS
+    + "{%- for m in messages %}{%- if m.role == 'tool' %}"
+    + _REPLY
+    + "{%- elif m.role == 'assistant' %}{%- set parts = m.content.split('</think>') %}"
+    "<|im_start|>assistant\n{%- if loop.index0 > last.question and (loop.last or parts[1:]) %}"
+    "<think>\n{{ parts[0].split('<think>')[-1].strip('\n') }}\n</think>\n\n{% endif %}"
+    "{{ parts[-1].lstrip('\n') }}" + _CALLS + "<|im_end|>\n"
+    "{%- elif m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n{%- endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 # The header has the number of messages, as other templates have the time. Content is trimmed, and a
 # message may have only one call.
 LLAMA3 = (
@@ -53,15 +70,10 @@ LLAMA3 = (
     "{{ m.content | trim }}<|im_end|>{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
 )
-TEMPLATES = {"smollm": CHATML, "qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3}
+TEMPLATES = {"smollm": CHATML, "qwen2.5": QWEN25, "qwen3": QWEN3}
+TEMPLATES |= {"qwen3-hybrid": QWEN3_HYBRID, "llama3": LLAMA3}
 
 
 def tokenizer_with(template: str) -> Tokenizer:
     """Return the tiny tokenizer with another template."""
-    plain = tiny_tokenizer()
-    return Tokenizer(
-        plain._backend,
-        template=template,
-        eos_ids=plain.eos_ids,
-        special_tokens=plain.special_tokens,
-    )
+    return tiny_tokenizer().with_template(template)

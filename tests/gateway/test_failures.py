@@ -64,7 +64,7 @@ async def _until(condition: Callable[[], bool]) -> None:
             400,
             "context_length_exceeded",
             "messages",
-            ("619", "511", "serve.max_len"),
+            ("maximum context length is 512 tokens", "619 tokens > 511", "serve.max_len"),
         ),
         (b"x" * (16 * 2**20 + 1), 413, "body_too_large", None, ("serve.max_body_mib",)),
     ],

@@ -39,7 +39,6 @@ VALID: dict[str, dict[str, Any]] = {
         "logit_bias": {"5": 1},
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
         "stream": False,
-        "stream_options": {"include_usage": True},
         "metadata": {"agent": "a"},
     },
     "/v1/completions": {

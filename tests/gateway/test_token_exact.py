@@ -77,8 +77,9 @@ def test_unchanged_conversations_extend_token_for_token(name: str, seed: int) ->
         if rng.random() < 0.5:
             messages.insert(0, {"role": "system", "content": "Be brief."})
         tools = TOOLS if rng.random() < 0.8 else None
+        kwargs = rng.choice([None, {"enable_thinking": False}, {"enable_thinking": True}])
         for _ in range(rng.randrange(2, 6)):
-            prompt = render(messages, tools, tokenizer, memory, form)
+            prompt = render(messages, tools, tokenizer, memory, form, kwargs=kwargs)
             assert prompt.token_ids[: len(path)] == path
             assert prompt.breaks == 0
             ids = _sampled(rng, form, tokenizer)

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from lightning_jax.errors import FieldError
 from lightning_jax.models import template_limits
 from lightning_jax.models import tokenizer as tokenizer_module
-from lightning_jax.models.chat_template import TemplateError, render
+from lightning_jax.models.chat_template import TemplateError, render, with_defaults
 from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
+from lightning_jax.models.template_limits import check_kwargs
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer, TokenizerError, from_hf
 from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
 
@@ -134,6 +136,79 @@ def test_a_template_may_say_how_json_is_written():
     ):
         assert render(f"{{{{ 'é' | tojson{options} }}}}", MESSAGES) == written
     assert render("{{ [1] | tojson(indent=1) }}", MESSAGES) == "[\n 1\n]"
+
+
+KWARGS = {"flag": False, "names": ["a", "b's"], "more": {"x": None, "y": -1.5e-7}, "word": "é\n%}"}
+READS_KWARGS = (
+    "\n {{ flag }} {{ names }} {{ more.y }}{% if more.x is none %}!{% endif %} {{ word }}"
+)
+
+
+def test_variables_reach_a_template_and_override_its_defaults():
+    template = with_defaults(READS_KWARGS, KWARGS)
+    expected = "\n False ['a', \"b's\"] -1.5e-07! é\n%}"
+    assert render(READS_KWARGS, MESSAGES, kwargs=KWARGS) == expected
+    assert render(template, MESSAGES) == expected
+    assert render(template, MESSAGES, kwargs={"flag": 3}) == expected.replace("False", "3")
+    assert with_defaults(READS_KWARGS, {}) == READS_KWARGS
+    macro = "{% macro show() %}{{ word }}{% endmacro %}{{ show() }}"
+    assert render(with_defaults(macro, {"word": "w"}), MESSAGES) == "w"
+
+
+def test_transformers_uses_the_defaults_of_a_saved_template(tmp_path):
+    TINY.with_template(with_defaults(READS_KWARGS + CHATML, KWARGS)).save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for kwargs in ({}, {"flag": True}):
+        assert theirs.apply_chat_template(
+            MESSAGES, tokenize=False, add_generation_prompt=True, **kwargs
+        ) == from_hf(tmp_path).render_chat(MESSAGES, kwargs=kwargs)
+
+
+def test_defaults_that_no_template_reads_are_refused():
+    with raises_coded(TemplateError, "unread", "flagg"):
+        with_defaults(READS_KWARGS, {"flagg": False})
+    with raises_coded(TemplateError, "malformed"):
+        with_defaults("{% if %}", {})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"messages": []}, "reserved"),
+        ({"add_generation_prompt": False}, "reserved"),
+        ({"not a name": 1}, "unknown"),
+        ({"x" * 200: 1}, "unknown"),
+        ({f"x{n}": n for n in range(65)}, "too_many"),
+        ({"x": "y" * 2**16}, "too_long"),
+        ({"x": [{"y": 2**200}]}, "out_of_range"),
+        ({"x": 10**5000}, "out_of_range"),
+        ({"x": float("nan")}, "out_of_range"),
+        ({"x": {1: object()}}, "wrong_type"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_variables_for_a_template_are_few_small_and_json(kwargs, reason):
+    with raises_coded(FieldError, reason, "chat_template_kwargs"):
+        check_kwargs(kwargs)
+
+
+@pytest.mark.parametrize(
+    ("template", "value"),
+    [
+        ("{{ n + 1 }}", "one"),
+        ("{{ n.a.b.c }}", 1),
+        ("{% for i in range(n) %}{% endfor %}", 10**9),
+        ("{{ 'x' * n }}", 10**9),
+        ("{{ raise_exception('no') if n == 'x' }}", "x"),
+        ("{{ n() }}", {"a": 1}),
+    ],
+)
+def test_values_that_a_template_cannot_take_are_a_refusal(template, value):
+    with raises_coded(TemplateError, "rejected"):
+        render(template, MESSAGES, kwargs={"n": value})
+    name = {"template": 1, "self": 2, "namespace": 3, "context": 4, "eos_token": "<e>"}
+    shown = render("{{ template }}{{ self }}{{ namespace }}{{ eos_token }}", MESSAGES, kwargs=name)
+    assert shown.startswith("1") and shown.endswith("3<e>")
 
 
 def test_a_template_can_refuse_and_cannot_reach_python():

@@ -11,6 +11,7 @@ from coded import raises_coded
 import lightning_jax as lj
 from lightning_jax.models.config import LoraConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.formats.load import save_hf
+from lightning_jax.models.formats.param_names import ModelError
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import TINY_RUN, tiny_model
 from lightning_jax.traces.config import RoleConfig
@@ -77,5 +78,10 @@ async def test_a_policy_is_evaluated_in_python(trained: Path) -> None:
         assert [rollout.status for rollout in rollouts] == ["scored"] * 4
         assert found[run_dir]["eval/num_tasks"] == 2
         assert found[run_dir]["eval/num_tasks/kind=missing"] == 1
+    # An exported policy has the run's template in it, so the file is not needed any more.
+    gone = replace(config, model=replace(config.model, chat_template=str(trained / "no.jinja")))
+    await lj.evaluate(gone, tasks[:1], agent=toy_agent.plain, run_dir=trained / "one")
+    with raises_coded(ModelError, "unreadable", "model.chat_template"):
+        await lj.evaluate(gone, tasks[:1], agent=toy_agent.plain)
     with raises_coded(ConfigError, "not_found", str(trained)):
         await lj.evaluate(config, tasks, agent=toy_agent.plain, run_dir=trained)

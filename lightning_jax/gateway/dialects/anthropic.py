@@ -26,6 +26,7 @@ from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    NO_THINKING,
     Function,
     JsonSchema,
     PolicyRequest,
@@ -35,7 +36,7 @@ from lightning_jax.types import Message
 
 # Fields that change nothing here.
 _IGNORED = {
-    *("thinking", "service_tier", "cache_control", "context_management", "diagnostics", "betas"),
+    *("service_tier", "cache_control", "context_management", "diagnostics", "betas"),
     *("inference_geo", "speed", "user_profile_id", "workspace_id"),
 }
 _ERROR_TYPES = {
@@ -128,6 +129,10 @@ class Choice(fields.Fields):
         return ToolChoice(self.type or "auto")
 
 
+class ThinkingConfig(fields.Fields):
+    type: Any = None
+
+
 class OutputConfig(fields.Fields):
     format: Format | None = None
 
@@ -149,6 +154,7 @@ class MessagesBody(fields.Fields, extra="allow"):
     tools: Annotated[fields.Listed[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     output_config: OutputConfig | None = None
+    thinking: ThinkingConfig | None = None
     output_format: Format | None = None  # clients of the beta before output_config send it
     container: Annotated[Any, fields.harmless()] = None
     mcp_servers: Annotated[Any, fields.harmless([])] = None
@@ -174,7 +180,7 @@ def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
     asked = fields.read(MessagesBody, body)
     fields.warn_unknown("anthropic", asked.model_extra, _IGNORED)
     form = (asked.output_config and asked.output_config.format) or asked.output_format
-    choice = asked.tool_choice or Choice()
+    choice, thinking = asked.tool_choice or Choice(), asked.thinking
     return to_request(
         "anthropic",
         asked,
@@ -188,6 +194,7 @@ def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
         tool_choice=choice.tool_choice(),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         output_schema=form and form.output_schema("output_config.format"),
+        chat_template_kwargs=NO_THINKING if thinking and thinking.type == "disabled" else None,
     )
 
 

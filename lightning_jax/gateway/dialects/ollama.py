@@ -28,6 +28,7 @@ from lightning_jax.gateway.dialects.openai_fields import Tools, functions_of, lo
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import (
     MAX_MESSAGES,
+    NO_THINKING,
     POLICY,
     JsonSchema,
     PolicyRequest,
@@ -137,6 +138,7 @@ def _request(body: OllamaBody, sender: Sender, **more: Any) -> PolicyRequest:
     formats: dict[Any, JsonSchema | None] = {None: None, "": None, "json": {}}
     schema = body.format if isinstance(body.format, dict) else formats[body.format]
     more["stream"] = body.stream is not False
+    more["chat_template_kwargs"] = NO_THINKING if body.think is False else None
     return to_request("ollama", options, sender, **vars(body) | more, output_schema=schema)
 
 

@@ -24,6 +24,7 @@ from lightning_jax.gateway.dialects.openai_fields import (
     Tools,
     functions_of,
     logprob_entries,
+    template_kwargs,
 )
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import JsonSchema, PolicyRequest, ToolChoice
@@ -69,6 +70,11 @@ class ChatBody(ChoiceFields, extra="allow"):
     tools: Tools | None = None
     tool_choice: Annotated[ToolChoice | None, PlainValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Any = None
+    add_generation_prompt: Annotated[Any, fields.harmless(True)] = None
+    continue_final_message: Annotated[Any, fields.harmless(False)] = None
+    chat_template: Annotated[Any, fields.harmless()] = None
     audio: Annotated[Any, fields.harmless()] = None
     function_call: Annotated[Any, fields.harmless("none", "auto")] = None
     functions: Annotated[Any, fields.harmless([])] = None
@@ -88,6 +94,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
             reason="needs_logprobs",
         )
     form, limit = chat.response_format, chat.max_completion_tokens
+    include_usage = chat.include_usage()
     request = to_request(
         "chat",
         chat,
@@ -97,8 +104,9 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         functions=functions_of(chat.tools),
         output_schema=form and form.output_schema("response_format"),
         max_tokens=chat.max_tokens if limit is None else limit,
+        chat_template_kwargs=template_kwargs(chat.chat_template_kwargs, chat.reasoning_effort),
     )
-    return request, lambda context: ChatReply(request, context, chat.include_usage)
+    return request, lambda context: ChatReply(request, context, include_usage)
 
 
 class ChatReply(ChoicesReply):
@@ -144,8 +152,8 @@ class ChatReply(ChoicesReply):
     def _token_fields(self, tokens: Any) -> dict[str, Any]:
         entries = None
         if self.request.logprobs:
-            top = self.request.top_logprobs
-            content = logprob_entries(tokens, self.context.tokenizer, top)
+            top, as_ids = self.request.top_logprobs, self.request.return_tokens_as_token_ids
+            content = logprob_entries(tokens, self.context.tokenizer, top, as_ids)
             entries = {"content": content, "refusal": None}
         ids = {"token_ids": list(tokens.token_ids)} if self.request.return_token_ids else {}
         return {"logprobs": entries, **ids}

@@ -85,6 +85,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
             "echo",
             reason="conflict",
         )
+    include_usage = asked.include_usage()
     request = to_request(
         "completions",
         asked,
@@ -94,7 +95,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         logprobs=logprobs,
         score_prompt=echo and logprobs,
     )
-    return request, lambda context: CompletionsReply(request, context, asked.include_usage, echo)
+    return request, lambda context: CompletionsReply(request, context, include_usage, echo)
 
 
 @dataclass
@@ -103,6 +104,7 @@ class _Transcript:
 
     tokenizer: Tokenizer
     top: int
+    as_ids: bool
     _decoder: StreamDecoder = field(init=False)
     _length: int = 0  # number of characters before the next token
 
@@ -111,21 +113,23 @@ class _Transcript:
 
     def prompt(self, token_ids: Sequence[int], scores: PromptScores) -> dict[str, list[Any]]:
         """Return the entries of an echoed prompt, whose special tokens are part of the text."""
-        tokens = [token_entry(i, 0.0, self.tokenizer)["token"] for i in token_ids]
         offsets = []
-        for token_id, token in zip(token_ids, tokens, strict=True):
+        for token_id in token_ids:
             special = token_id in self.tokenizer.special_ids
-            offsets.append(self._advance(token_id, token if special else ""))
-        entries = logprob_entries(_scored(token_ids, scores), self.tokenizer, self.top)
+            shown = self.tokenizer.token_text(token_id) if special else ""
+            offsets.append(self._advance(token_id, shown))
+        scored = _scored(token_ids, scores)
+        entries = logprob_entries(scored, self.tokenizer, self.top, self.as_ids)
+        first = [token_entry(i, 0.0, self.tokenizer, self.as_ids) for i in token_ids[:1]]
         return {
-            "tokens": tokens,
+            "tokens": [entry["token"] for entry in (*first, *entries)],
             "token_logprobs": [None, *(entry["logprob"] for entry in entries)],
             "top_logprobs": [None, *(_best(entry) for entry in entries)],
             "text_offset": offsets,
         }
 
     def sampled(self, tokens: Completion | Chunk) -> dict[str, list[Any]]:
-        entries = logprob_entries(tokens, self.tokenizer, self.top)
+        entries = logprob_entries(tokens, self.tokenizer, self.top, self.as_ids)
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
@@ -209,7 +213,9 @@ class CompletionsReply(ChoicesReply):
         return choice
 
     def _transcript(self, index: int) -> _Transcript:
-        new = _Transcript(self.context.tokenizer, self.request.top_logprobs)
+        request = self.request
+        as_ids = request.return_tokens_as_token_ids
+        new = _Transcript(self.context.tokenizer, request.top_logprobs, as_ids)
         return self._transcripts.setdefault(index, new)
 
 

@@ -22,7 +22,13 @@ from lightning_jax.gateway.fields import (
     Strings,
     brief,
 )
-from lightning_jax.gateway.request import MAX_CHOICES, MAX_TOOLS, Function, JsonSchema
+from lightning_jax.gateway.request import (
+    MAX_CHOICES,
+    MAX_TOOLS,
+    NO_THINKING,
+    Function,
+    JsonSchema,
+)
 from lightning_jax.models.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
@@ -30,8 +36,8 @@ MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 # Fields that clients send by default and that change nothing here.
 IGNORED = frozenset(
     (
-        *("user", "store", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key"),
-        *("prompt_cache_retention", "safety_identifier", "prediction", "moderation"),
+        *("user", "store", "service_tier", "verbosity", "prompt_cache_key", "moderation"),
+        *("prompt_cache_retention", "safety_identifier", "prediction"),
     )
 )
 
@@ -48,6 +54,11 @@ class OpenAIFields(SamplingFields):
     ignore_eos: bool | None = None
 
 
+def template_kwargs(given: dict[str, Any] | None, effort: Any) -> dict[str, Any]:
+    """Return variables for the chat template: those sent, and no thinking for effort "none"."""
+    return {**(NO_THINKING if effort == "none" else {}), **(given or {})}
+
+
 class StreamOptions(Fields):
     include_usage: bool | None = None
 
@@ -59,10 +70,16 @@ class ChoiceFields(OpenAIFields):
     max_tokens: Integer | None = None
     stop: Strings | None = None
     stream_options: StreamOptions | None = None
+    return_tokens_as_token_ids: bool | None = None
 
-    @property
     def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+        """Return whether the stream ends with its usage. Raise ApiError if there is no stream."""
+        if self.stream_options is None:
+            return False
+        if not self.stream:
+            message = "stream_options is only allowed when stream is true; leave it out."
+            raise invalid(message, "stream_options", reason="needs_stream")
+        return bool(self.stream_options.include_usage)
 
 
 class FunctionFields(Fields):
@@ -174,26 +191,32 @@ def _fingerprint(answers: Sequence[Answer]) -> str | None:
 
 
 def logprob_entries(
-    tokens: Completion | Chunk, tokenizer: Tokenizer, top: int
+    tokens: Completion | Chunk, tokenizer: Tokenizer, top: int, as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """Return one entry per token, with log-probabilities of the policy at temperature 1."""
+    """Return one entry per token, with log-probabilities of the policy at temperature 1.
+
+    With `as_ids`, a token is named by its id instead of its text.
+    """
     entries = []
     alternatives = tokens.top_logprobs or ((),) * len(tokens.token_ids)
     for token_id, logprob, others in zip(
         tokens.token_ids, tokens.behavior_logprobs, alternatives, strict=True
     ):
-        best = [token_entry(i, value, tokenizer) for i, value in others[:top]]
-        entries.append({**token_entry(token_id, logprob, tokenizer), "top_logprobs": best})
+        best = [token_entry(i, value, tokenizer, as_ids) for i, value in others[:top]]
+        entry = token_entry(token_id, logprob, tokenizer, as_ids)
+        entries.append({**entry, "top_logprobs": best})
     return entries
 
 
-def token_entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return one token's text, log-probability and bytes."""
+def token_entry(
+    token_id: int, logprob: float, tokenizer: Tokenizer, as_id: bool = False
+) -> dict[str, Any]:
+    """Return one token's text or id, log-probability and bytes."""
     text = tokenizer.token_text(token_id)
     # If a token is only part of a character, its bytes are not those of the text.
     whole = "\ufffd" not in text
     return {
-        "token": text,
+        "token": f"token_id:{token_id}" if as_id else text,
         "logprob": max(logprob, MIN_LOGPROB),
         "bytes": list(text.encode()) if whole else None,
     }

@@ -39,8 +39,8 @@ Tools = Sequence[Mapping[str, Any]] | None
 class Generated:
     """One sampled response: its prompt ids and its own ids.
 
-    `history` is the digest of the messages and tools that it answered (`Rendered.history`). `path`
-    is the digest of its prompt ids (`Rendered.path`), computed on demand if "".
+    `history` is the digest of the request that it answered (`Rendered.history`). `path` is the
+    digest of its prompt ids (`Rendered.path`), computed on demand if "".
     """
 
     prompt_ids: tuple[int, ...]
@@ -129,7 +129,7 @@ class Rendered:
     token_ids: tuple[int, ...]
     replayed: int  # messages rendered with their sampled ids
     breaks: int  # 1 if the last replayed response's path is not a prefix of this prompt, else 0
-    history: str = ""  # digest of the messages and tools
+    history: str = ""  # digest of the messages, the tools and the template's variables
     path: str = ""  # digest of the token ids
 
 
@@ -139,30 +139,34 @@ def render(
     tokenizer: Tokenizer,
     memory: ConversationMemory | None = None,
     form: ToolFormat | None = None,
-    max_tokens: int | None = None,
+    max_len: int | None = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Rendered:
     """Return the prompt ids of a conversation, up to the assistant's next turn.
 
-    `memory` is not changed. The time is linear in the conversation's length.
+    `memory` is not changed. The time is linear in the conversation's length. `kwargs` are other
+    variables for the chat template. A call with other ones is not continued, because the template
+    may have written its whole prompt differently.
 
     Raise ValueError if messages are malformed or the chat template cannot show them. Raise
-    PromptTooLong, without encoding it, if the text is too long for `max_tokens` tokens.
+    PromptTooLong, without encoding it, if the text is too long for a slot of `max_len` tokens.
     """
     plain = normalize_messages(messages)
-    digests = _digests(plain, tools)
+    digests = _digests(plain, tools, kwargs)
     known = {
         index: found
         for index, message in enumerate(plain)
         if memory and message["role"] == "assistant" and (found := memory.recall(message))
     }
-    view = _View(tokenizer, tools, form or format_of(tokenizer))
-    pieces, marked = _pieces(plain, view, tuple(known))
+    view = _View(tokenizer, tools, form or format_of(tokenizer), kwargs)
+    # No text in the prompt contains this mark, because it is a hash of everything in it.
+    pieces, marked = _pieces(plain, view, tuple(known), f"@@{digests[-1]}-")
     base = _resumed(known, digests)
     if base is None or base[0] not in marked:  # or the template drops that message
         start, recorded = 0, None
     else:  # its prompt covers everything before it
         start, recorded = marked.index(base[0]), base[1]
-    check_length(pieces[start + (recorded is not None) :], tokenizer, max_tokens)
+    check_length(pieces[start + (recorded is not None) :], tokenizer, max_len)
     candidates = [known[index] for index in marked[start:]]
     path, extends = _splice(pieces[start:], candidates, recorded, tokenizer)
     replayed = set(marked) | {index for index in known if base and recorded and index < base[0]}
@@ -170,17 +174,14 @@ def render(
     return Rendered(tuple(path.ids), len(replayed), int(not whole), digests[-1], path.digest)
 
 
-def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_tokens: int | None) -> None:
-    """Raise PromptTooLong if the texts have more bytes than `max_tokens` of the longest tokens."""
+def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_len: int | None) -> None:
+    """Raise PromptTooLong if the texts have more bytes than the longest tokens that may fit."""
     longest = tokenizer.max_token_bytes
-    if longest is None or max_tokens is None:
+    if longest is None or max_len is None:
         return
     num_bytes = sum(len(piece) for piece in pieces)  # characters, a lower bound for bytes
-    if num_bytes > max_tokens * longest:
-        raise PromptTooLong(
-            f"the prompt has at least {num_bytes} characters, which is more than {max_tokens} "
-            "tokens; shorten it or raise serve.max_len."
-        )
+    if (fewest := -(-num_bytes // longest)) >= max_len:
+        raise PromptTooLong(fewest, max_len, at_least=True)
 
 
 @dataclass(frozen=True)
@@ -190,14 +191,16 @@ class _View:
     tokenizer: Tokenizer
     tools: Tools
     form: ToolFormat
+    kwargs: Mapping[str, Any] | None = None
 
     def text(self, messages: Sequence[Message]) -> str:
         """Return the template's text. Write tools and calls into the messages if it does not
         support them.
         """
         if not self.tokenizer.supports_tools:
-            return self.tokenizer.render_chat(_without_tools(messages, self.tools, self.form))
-        text = self.tokenizer.render_chat(messages, tools=self.tools)
+            plain = _without_tools(messages, self.tools, self.form)
+            return self.tokenizer.render_chat(plain, kwargs=self.kwargs)
+        text = self.tokenizer.render_chat(messages, tools=self.tools, kwargs=self.kwargs)
         names = {c["function"]["name"] for m in messages for c in m.get("tool_calls", ())}
         if any(name not in text for name in names):
             raise TemplateError(
@@ -227,9 +230,12 @@ def _without_tools(messages: Sequence[Message], tools: Tools, form: ToolFormat) 
     return [{"role": "system", "content": offer}, *shown]
 
 
-def _digests(messages: Sequence[Message], tools: Tools) -> list[str]:
-    """Return digests of the tools and the first n messages, for n from 0 to all."""
-    digest = hashlib.blake2b(json.dumps(tools or None, sort_keys=True).encode(), digest_size=12)
+def _digests(
+    messages: Sequence[Message], tools: Tools, kwargs: Mapping[str, Any] | None
+) -> list[str]:
+    """Return digests of what is not a message and the first n messages, for n from 0 to all."""
+    others = json.dumps([tools or None, kwargs or None], sort_keys=True)
+    digest = hashlib.blake2b(others.encode(), digest_size=12)
     digests = [digest.hexdigest()]
     for message in messages:
         digest.update(json.dumps(message, sort_keys=True).encode())
@@ -249,14 +255,14 @@ def _resumed(known: Mapping[int, Recalled], digests: Sequence[str]) -> tuple[int
 
 
 def _pieces(
-    messages: list[Message], view: _View, replayed: tuple[int, ...]
+    messages: list[Message], view: _View, replayed: tuple[int, ...], mark: str
 ) -> tuple[list[str], list[int]]:
     """Return the rendered text cut at the replayed messages, and the indices of those messages.
 
     A template may drop or rewrite a message, so that its mark is not found. Then the template gets
     the message's own text.
     """
-    mark, wanted = _mark(messages), set(replayed)
+    wanted = set(replayed)
     marked = [
         {"role": message["role"], "content": f"{mark}{index}@@"} if index in wanted else message
         for index, message in enumerate(messages)
@@ -266,7 +272,7 @@ def _pieces(
     counts = Counter(int(match[1]) for match in found)
     if not all(counts[index] == 1 for index in replayed):
         once = tuple(index for index in replayed if counts[index] == 1)
-        return _pieces(messages, view, once)
+        return _pieces(messages, view, once, mark)
     starts = [0, *(match.end() for match in found)]
     ends = [*(match.start() for match in found), len(text)]
     pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -317,9 +323,3 @@ def _tail(last: int, piece: str, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of the text after the id `last`, without a repeated end-of-turn token."""
     tail = tokenizer.encode(piece)
     return tail[1:] if last in tokenizer.eos_ids and tail[:1] == [last] else tail
-
-
-def _mark(messages: list[Message]) -> str:
-    """Return the start of the marks. No message contains it, because it is a hash of them all."""
-    whole = json.dumps(messages, sort_keys=True).encode()
-    return f"@@{hashlib.blake2b(whole, digest_size=12).hexdigest()}-"

@@ -10,18 +10,27 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import jax
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from lightning_jax.models import chat_template as templates
 from lightning_jax.models import tiny, tokenizer
 from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
 from lightning_jax.models.formats.known_shapes import SHAPES
-from lightning_jax.models.formats.names import SMOLLM2, TINY, ModelError, local_path
+from lightning_jax.models.formats.names import (
+    SMOLLM2,
+    TINY,
+    ModelError,
+    local_path,
+    read_chat_template,
+)
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.models.transformer import DecoderConfig, Params, init_params
 
@@ -43,16 +52,23 @@ class LoadedModel:
 
 
 def load_model(
-    name: str, dtype: str = "float32", activation_dtype: str | None = None
+    name: str,
+    dtype: str = "float32",
+    activation_dtype: str | None = None,
+    *,
+    chat_template: str | Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> LoadedModel:
     """Load the named model in `dtype` into host memory, because one device may be too small.
 
-    `activation_dtype` is set in the model's config. Raises ModelError, whose one sentence says
-    what to do.
+    `activation_dtype` is set in the model's config. `chat_template` is a file to use instead of
+    the model's own template, and `chat_template_kwargs` has values for the template's variables.
+    Raises ModelError, whose one sentence says what to do.
     """
     started = time.monotonic()
+    with_chat = partial(_with_chat, file=chat_template, kwargs=chat_template_kwargs or {})
     if name == TINY:
-        config, vocabulary = tiny.tiny_config(), tiny.tiny_tokenizer()
+        config, vocabulary = tiny.tiny_config(), with_chat(tiny.tiny_tokenizer())
         params = init_params(config, jax.random.key(0), dtype)
         config = replace(config, activation_dtype=activation_dtype)
         return LoadedModel(name, config, params, vocabulary)
@@ -60,13 +76,13 @@ def load_model(
     try:
         if path.is_dir():
             config = huggingface.read_config(path)
-            vocabulary = tokenizer.from_hf(path)
+            vocabulary = with_chat(tokenizer.from_hf(path))
             with _on_host():
                 params = huggingface.read_params(path, config, dtype)
         else:
             reader = gguf.open_file(path)
             config = gguf.read_config(reader)
-            vocabulary = gguf_vocab.read(reader)
+            vocabulary = with_chat(gguf_vocab.read(reader))
             with _on_host():
                 params = gguf.read_params(reader, config, dtype)
     except tokenizer.TokenizerError as error:
@@ -77,8 +93,34 @@ def load_model(
     return LoadedModel(name, config, params, vocabulary)
 
 
+def _with_chat(
+    vocabulary: Tokenizer, *, file: str | Path | None, kwargs: Mapping[str, Any]
+) -> Tokenizer:
+    """Return the tokenizer with the template and the variables of the settings.
+
+    Raises ModelError if the file or a variable cannot be used.
+    """
+    template = vocabulary.template
+    if file is not None:
+        template = read_chat_template(file)
+    if template is None and kwargs:
+        raise ModelError(
+            "model.chat_template_kwargs is set, but the model has no chat template; set "
+            "model.chat_template to a file",
+            reason="missing",
+            key="model.chat_template",
+        )
+    if template is None or (file is None and not kwargs):
+        return vocabulary
+    try:
+        return vocabulary.with_template(templates.with_defaults(template, kwargs))
+    except templates.TemplateError as error:
+        key = "model.chat_template" if error.key is None else "model.chat_template_kwargs"
+        raise ModelError(f"{key}: {error}", reason=error.reason, key=key) from error
+
+
 def load_like(model: LoadedModel, name: str) -> LoadedModel:
-    """Load the named model in the dtype of `model`'s weights.
+    """Load the named model in the dtype of `model`'s weights, with `model`'s chat template.
 
     Raises ModelError if its shape or vocabulary differs from `model`'s.
     """
@@ -93,7 +135,7 @@ def load_like(model: LoadedModel, name: str) -> LoadedModel:
             reason="mismatch",
             key="vocabulary" if same_shape else "shape",
         )
-    return other
+    return replace(other, tokenizer=model.tokenizer)
 
 
 def load_shape(name: str) -> DecoderConfig:

@@ -34,3 +34,15 @@ def local_path(name: str) -> Path | None:
             key=name,
         )
     return None
+
+
+def read_chat_template(file: str | Path) -> str:
+    """Return the text of the file that model.chat_template names. Raises ModelError."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"model.chat_template {str(file)!r} cannot be read ({error}); name a Jinja file",
+            reason="unreadable",
+            key="model.chat_template",
+        ) from error

@@ -77,6 +77,11 @@ def test_every_field_arrives() -> None:
     assert unused.tool_choice == ToolChoice("none")
 
 
+def test_thinking_can_be_turned_off() -> None:
+    assert _parse(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
+    assert _parse(thinking={"type": "enabled", "budget_tokens": 9}).chat_template_kwargs == {}
+
+
 def test_an_answer_that_comes_back_is_the_message_it_was() -> None:
     answer = _answer("Let me see.", ("run", '{"a": 1.0}'), ("run", "{}"))
     content = _reply().body([answer])["content"]

@@ -77,6 +77,16 @@ def test_every_field_arrives_in_both_spellings(snake: bool) -> None:
     assert _parse(tools=[RUN], toolConfig=none).tool_choice == ToolChoice("none")
 
 
+def test_thinking_can_be_turned_off() -> None:
+    assert _parse(
+        generationConfig={"thinkingConfig": {"thinkingBudget": 0}}
+    ).chat_template_kwargs == {"enable_thinking": False}
+    assert (
+        _parse(generationConfig={"thinkingConfig": {"thinkingBudget": 9}}).chat_template_kwargs
+        == {}
+    )
+
+
 def test_schemas_become_json_schemas() -> None:
     schema = {
         "type": "OBJECT",

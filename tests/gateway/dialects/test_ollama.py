@@ -50,6 +50,11 @@ def test_every_field_arrives() -> None:
     assert _parse(model="policy:latest").agent == "" and _parse(model="policy:w").agent == "w"
 
 
+def test_thinking_can_be_turned_off() -> None:
+    assert _parse(think=False).chat_template_kwargs == {"enable_thinking": False}
+    assert _parse(think=None).chat_template_kwargs == {}
+
+
 def test_generate_is_templated_unless_raw() -> None:
     body = {"model": "policy", "prompt": "hi", "system": "Be brief.", "context": [1, 2]}
     request = parse_generate(body, SENDER)[0]

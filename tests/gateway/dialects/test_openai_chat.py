@@ -5,7 +5,8 @@ import re
 from typing import Any
 
 import pytest
-from gateway_bench import MakeBench
+from gateway_bench import Bench, MakeBench
+from templates import QWEN3_HYBRID, tokenizer_with
 
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.gateway.dialects.base import Sender
@@ -17,6 +18,8 @@ from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
 from lightning_jax.gateway.sampling import sampling_params
 from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.gateway.sessions import OpenRollout, RolloutSettings, derive_seed
+from lightning_jax.testing.tiny import tiny_tokenizer
+from lightning_jax.traces import attributes
 
 BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -117,6 +120,13 @@ def test_an_unknown_model_is_not_found(model: str) -> None:
         ("seed", "x", "wrong_type"),
         ("stream", "yes", "wrong_type"),
         ("stream_options", True, "wrong_type"),
+        ("stream_options", {"include_usage": True}, "needs_stream"),
+        ("chat_template_kwargs", [], "wrong_type"),
+        ("chat_template_kwargs", {"messages": []}, "reserved"),
+        ("chat_template_kwargs", {"x": 10**60}, "out_of_range"),
+        ("chat_template_kwargs", {"x": "y" * 2**16}, "too_long"),
+        ("chat_template", "{{ 1 }}", "unsupported"),
+        ("add_generation_prompt", False, "unsupported"),
         ("metadata", [], "wrong_type"),
         ("tools", {}, "wrong_type"),
         ("tools[0]", [1], "wrong_type"),
@@ -203,6 +213,50 @@ def test_penalties_bias_and_alternatives_arrive() -> None:
     (sampling,) = _sampling(_parse(logprobs=True, top_logprobs=3, **fields), None, room=9)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1.0)
     assert (sampling.logit_bias, sampling.top_logprobs) == (((7, -100.0),), 3)
+
+
+def test_variables_for_the_chat_template_arrive() -> None:
+    assert _parse(chat_template_kwargs={"a": 1}).chat_template_kwargs == {"a": 1}
+    off = {"enable_thinking": False}
+    assert _parse(reasoning_effort="none").chat_template_kwargs == off
+    assert _parse(reasoning_effort="low").chat_template_kwargs == {}
+    on = {"enable_thinking": True}
+    both = _parse(reasoning_effort="none", chat_template_kwargs=on)
+    assert both.chat_template_kwargs == on
+
+
+async def test_variables_change_the_prompt_and_are_recorded(make_bench: MakeBench) -> None:
+    async with make_bench(tokenizer=tokenizer_with(QWEN3_HYBRID)) as bench:
+        base = bench.rollout().base_url
+        for fields in ({}, {"chat_template_kwargs": {"enable_thinking": False}}):
+            status, _, _ = await bench.post(BODY | {"max_tokens": 1} | fields, base=base)
+            assert status == 200
+        plain, silent = bench.store.spans("r1")
+        prompts = [span.attributes[attributes.PROMPT_TOKEN_IDS] for span in (plain, silent)]
+        texts = [tiny_tokenizer().decode(ids, skip_special=False) for ids in prompts]
+        assert texts[1] == texts[0] + "<think>\n\n</think>\n\n"
+        assert attributes.CHAT_TEMPLATE_KWARGS not in plain.attributes
+        assert silent.attributes[attributes.CHAT_TEMPLATE_KWARGS] == '{"enable_thinking": false}'
+
+
+async def test_variables_that_the_template_cannot_take_are_refused(make_bench: MakeBench) -> None:
+    template = "{{ messages[0].content }}{{ 'x' * n if n else '' }}"
+    async with make_bench(tokenizer=tokenizer_with(template)) as bench:
+        assert (await bench.post(BODY | {"max_tokens": 1}))[0] == 200
+        for value in (10**9, {"a": 1}, "x"):
+            status, reply, _ = await bench.post(BODY | {"chat_template_kwargs": {"n": value}})
+            assert (status, reply["error"]["code"]) == (400, "invalid_value")
+
+
+async def test_tokens_may_be_named_by_their_ids(bench: Bench) -> None:
+    fields = {"max_tokens": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    status, reply, _ = await bench.post(BODY | fields | {"return_tokens_as_token_ids": True})
+    assert status == 200
+    (choice,) = reply["choices"]
+    entries, ids = choice["logprobs"]["content"], choice["token_ids"]
+    assert ids and [entry["token"] for entry in entries] == [f"token_id:{i}" for i in ids]
+    tops = [top["token"].removeprefix("token_id:") for e in entries for top in e["top_logprobs"]]
+    assert len(tops) == 2 * len(ids) and all(map(str.isdecimal, tops))
 
 
 async def test_too_many_logit_biases_are_refused(make_bench: MakeBench) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from coded import raises_coded
 from gateway_bench import Bench, Connect
 from openai.types import Completion
 
@@ -61,6 +62,28 @@ async def test_a_prompt_is_continued_and_recorded(bench: Bench) -> None:
     assert all(token in top and len(top) <= 3 for token, top in zip(tokens, tops, strict=True))
     assert parsed.usage and parsed.usage.prompt_tokens == 4
     assert parsed.usage.completion_tokens == len(transition.response_token_ids)
+
+
+async def test_tokens_may_be_named_by_their_ids(bench: Bench) -> None:
+    fields = {"logprobs": 2, "echo": True, "return_token_ids": True, "prompt": "<|im_end|>é"}
+    (plain,) = (await _post(bench, **fields))["choices"]
+    (named,) = (await _post(bench, **fields, return_tokens_as_token_ids=True))["choices"]
+    ids = named["prompt_token_ids"] + named["token_ids"]
+    assert ids == plain["prompt_token_ids"] + plain["token_ids"]
+    tokens, tops = named["logprobs"]["tokens"], named["logprobs"]["top_logprobs"]
+    assert tokens == [f"token_id:{i}" for i in ids]
+    for key in ("text_offset", "token_logprobs"):
+        assert named["logprobs"][key] == plain["logprobs"][key]
+    for token, best in zip(tokens, tops, strict=True):
+        assert best is None or token in best
+        assert all(name.removeprefix("token_id:").isdecimal() for name in best or ())
+
+
+def test_stream_options_need_a_stream() -> None:
+    fields = BODY | {"stream_options": {"include_usage": True}}
+    with raises_coded(ApiError, "needs_stream", "stream_options"):
+        parse(fields, SENDER)
+    assert parse(fields | {"stream": True}, SENDER)[0].stream
 
 
 async def test_prompts_have_four_shapes(bench: Bench) -> None:

@@ -384,6 +384,12 @@ def test_text_formats() -> None:
         assert _checked(body).text
 
 
+def test_variables_for_the_chat_template_arrive() -> None:
+    off = {"enable_thinking": False}
+    assert _parse(chat_template_kwargs=off).chat_template_kwargs == off
+    assert _parse(reasoning={"effort": "none"}).chat_template_kwargs == off
+
+
 def test_harmless_fields_change_nothing() -> None:
     harmless = {
         **{"truncation": "auto", "user": "u", "reasoning": {"effort": "low"}, "store": False},

@@ -10,7 +10,7 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.messages import normalize_messages
 from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render
 from lightning_jax.gateway.prompt.tool_formats import format_of
-from lightning_jax.models.chat_template import TemplateError
+from lightning_jax.models.chat_template import TemplateError, with_defaults
 from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
@@ -26,7 +26,7 @@ def _assistant(text: str) -> dict[str, Any]:
 
 
 def _with_template(template: str) -> Tokenizer:
-    return Tokenizer(TOKENIZER._backend, template=template, eos_ids=TOKENIZER.eos_ids)
+    return TOKENIZER.with_template(template)
 
 
 def test_without_memory_it_is_the_templates_text() -> None:
@@ -98,6 +98,25 @@ def test_equal_texts_keep_distinct_ids() -> None:
     assert third.token_ids[: len(second.token_ids) + 2] == (*second.token_ids, 201, END)
     assert third.token_ids[len(first.token_ids)] == 200
     assert (third.replayed, third.breaks) == (2, 0)
+
+
+def test_variables_of_the_template_are_part_of_a_calls_identity() -> None:
+    tokenizer = _with_template("{{ tone | default('dry') }}: " + CHATML)
+    memory, plain, warm = ConversationMemory(), {}, {"tone": "warm"}
+    first = render([USER], None, tokenizer, memory, kwargs=warm)
+    assert tokenizer.decode(first.token_ids).startswith("warm: ")
+    memory.add(_assistant("\ufffd"), Generated(first.token_ids, (200, END), first.history))
+    turns = [USER, _assistant("\ufffd"), USER]
+    same = render(turns, None, tokenizer, memory, kwargs={"tone": "warm"})
+    assert same.token_ids[: len(first.token_ids) + 2] == (*first.token_ids, 200, END)
+    assert (same.replayed, same.breaks) == (1, 0)
+    other = render(turns, None, tokenizer, memory, kwargs=plain)
+    assert tokenizer.decode(other.token_ids).startswith("dry: ") and 200 in other.token_ids
+    assert (other.replayed, other.breaks) == (1, 1)
+    defaults = tokenizer.with_template(with_defaults(tokenizer.template or "", warm))
+    assert render([USER], None, defaults).token_ids == first.token_ids
+    dry = render([USER], None, defaults, kwargs={"tone": "dry"})
+    assert dry.token_ids == render([USER], None, tokenizer).token_ids
 
 
 def test_an_edited_history_forks_and_is_counted() -> None:

@@ -46,7 +46,7 @@ def old_render(messages: Any, tokenizer: Tokenizer, memory: OldMemory) -> Render
     It compares whole prompts and searches for one mark at a time.
     """
     plain = normalize_messages(messages)
-    digests = module._digests(plain, None)
+    digests = module._digests(plain, None, None)
     known = {
         i: found
         for i, message in enumerate(plain)

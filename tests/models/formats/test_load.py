@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import gguf
 import jax
@@ -13,6 +14,7 @@ import transformers
 from coded import raises_coded
 
 from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
+from lightning_jax.models.chat_template import render
 from lightning_jax.models.formats import load
 from lightning_jax.models.formats.families import FAMILIES
 from lightning_jax.models.formats.load import (
@@ -265,6 +267,8 @@ def test_a_model_like_another_has_its_shape_and_vocabulary(tmp_path):
     _assert_equal(load_like(TINY, str(tmp_path / "same")), other)
     half = load_model(str(tmp_path / "same"), "bfloat16")
     _assert_equal(load_like(half, str(tmp_path / "same")), half)
+    dry = dataclasses.replace(TINY, tokenizer=TINY.tokenizer.with_template("dry"))
+    assert load_like(dry, str(tmp_path / "same")).tokenizer.template == "dry"
     save_hf(tmp_path / "shape", tiny_model(num_layers=1))
     with raises_coded(ModelError, "mismatch", "shape"):
         load_like(TINY, str(tmp_path / "shape"))
@@ -289,3 +293,23 @@ def test_the_name_tiny_is_a_random_model() -> None:
     assert model.config == dataclasses.replace(load_shape("tiny"), activation_dtype="float32")
     assert {leaf.dtype.name for leaf in jax.tree.leaves(model.params)} == {"bfloat16"}
     assert model.tokenizer.vocabulary == load_tokenizer("tiny").vocabulary
+
+
+def test_a_template_and_its_variables_come_from_the_settings(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ tone }}: {{ messages[0].content }}")
+    model = load_model("tiny", chat_template=file, chat_template_kwargs={"tone": "dry"})
+    messages = [{"role": "user", "content": "hi"}]
+    assert model.tokenizer.render_chat(messages) == "dry: hi"
+    assert model.tokenizer.render_chat(messages, kwargs={"tone": "warm"}) == "warm: hi"
+    model.tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").rename(tmp_path / "saved.json")
+    saved = json.loads((tmp_path / "saved.json").read_text())["chat_template"]
+    assert render(saved, messages) == "dry: hi"
+    with raises_coded(ModelError, "unreadable", "model.chat_template"):
+        load_model("tiny", chat_template=tmp_path / "none.jinja")
+    with raises_coded(ModelError, "unread", "model.chat_template_kwargs"):
+        load_model("tiny", chat_template_kwargs={"tone": "dry"})
+    file.write_text("{% if %}")
+    with raises_coded(ModelError, "malformed", "model.chat_template"):
+        load_model("tiny", chat_template=file)

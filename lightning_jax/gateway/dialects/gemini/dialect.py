@@ -21,7 +21,7 @@ from lightning_jax.gateway.dialects.messages import whole_calls
 from lightning_jax.gateway.dialects.openai_fields import MIN_LOGPROB
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import Body, read, warn_unknown
-from lightning_jax.gateway.request import PolicyRequest
+from lightning_jax.gateway.request import NO_THINKING, PolicyRequest
 from lightning_jax.models.tokenizer import Tokenizer
 
 _STATUSES = {
@@ -63,6 +63,7 @@ def _request(body: Body, sender: Sender) -> PolicyRequest:
         stop=config.stop_sequences,
         logprobs=bool(config.response_logprobs),
         top_logprobs=config.logprobs,
+        chat_template_kwargs=None if config.thinks else NO_THINKING,
         stream=sender.path.get("method") == "streamGenerateContent",
     )
 

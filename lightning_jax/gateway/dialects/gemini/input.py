@@ -142,6 +142,10 @@ class ToolConfig(CamelFields):
     function_calling_config: FunctionCalling | None = None
 
 
+class ThinkingConfig(CamelFields):
+    thinking_budget: Any = None  # in tokens; 0: none
+
+
 class Config(CamelFields, fields.SamplingFields, extra="allow"):
     """Fields of generationConfig."""
 
@@ -157,10 +161,14 @@ class Config(CamelFields, fields.SamplingFields, extra="allow"):
     speech_config: Annotated[Any, fields.harmless()] = None
     image_config: Annotated[Any, fields.harmless()] = None
     audio_transcription_config: Annotated[Any, fields.harmless()] = None
+    thinking_config: ThinkingConfig | None = None
     # Fields that change nothing here.
-    thinking_config: Any = None
     media_resolution: Any = None
     enable_enhanced_civic_answers: Any = None
+
+    @property
+    def thinks(self) -> bool:
+        return self.thinking_config is None or self.thinking_config.thinking_budget != 0
 
     def output_schema(self) -> JsonSchema | None:
         if self.response_json_schema is not None:

@@ -29,6 +29,7 @@ from lightning_jax.gateway.dialects.openai_fields import (
     FunctionFields,
     OpenAIFields,
     logprob_entries,
+    template_kwargs,
 )
 from lightning_jax.gateway.dialects.openai_responses.input import input_messages
 from lightning_jax.gateway.dialects.openai_responses.output import Output
@@ -37,7 +38,7 @@ from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import MAX_TOOLS, PolicyRequest, ToolChoice
 from lightning_jax.types import Message
 
-_IGNORED = {"max_tool_calls", "stream_options", "reasoning", "prompt_cache_options", *IGNORED}
+_IGNORED = {"max_tool_calls", "stream_options", "prompt_cache_options", *IGNORED}
 
 
 def _tool_choice(choice: Any) -> ToolChoice | None:
@@ -70,6 +71,10 @@ class TextOptions(fields.Fields):
     format: Format | None = None
 
 
+class Reasoning(fields.Fields):
+    effort: Any = None
+
+
 class ResponsesBody(OpenAIFields, extra="allow"):
     input: Any = None
     instructions: str | None = None
@@ -79,6 +84,8 @@ class ResponsesBody(OpenAIFields, extra="allow"):
         None, alias="max_output_tokens"
     )
     previous_response_id: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     store: bool | None = None
     text: TextOptions | None = None
     tools: Annotated[fields.Listed[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
@@ -101,6 +108,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     instructions = asked.instructions
     system = () if instructions is None else ({"role": "system", "content": instructions},)
     form = asked.text and asked.text.format
+    effort = asked.reasoning and asked.reasoning.effort
     request = to_request(
         "responses",
         asked,
@@ -110,6 +118,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         functions=tuple(tool.function() for tool in asked.tools or ()),
         output_schema=form and form.output_schema("text.format"),
         logprobs=LOGPROBS in (asked.include or ()) or bool(asked.top_logprobs),
+        chat_template_kwargs=template_kwargs(asked.chat_template_kwargs, effort),
     )
     settings = _settings(asked, request, body.get("tool_choice"))
 
