@@ -1,5 +1,5 @@
 # docker build --build-arg EXTRAS=cuda12,spider -t lightning-jax .    (cpu, cuda12 or tpu first)
-# docker run --rm --init -v "$PWD:/work" lightning-jax train --config config.yaml
+# docker run --rm --init -v "$PWD:/work" lightning-jax train
 FROM python:3.12-slim
 
 ARG EXTRAS=cpu

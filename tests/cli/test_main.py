@@ -172,18 +172,20 @@ def test_what_new_makes_trains_and_goes_on(
     folder = tmp_path / "mine"
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     assert main(["new", str(folder)]) == 0
-    made, _, command = capsys.readouterr().out.strip().rpartition("\n\n")
+    made, _, commands = capsys.readouterr().out.strip().rpartition("\n\n")
     assert made.splitlines() == [
         str(folder / name) for name in ("agent.py", "config.yaml", "tasks.jsonl")
     ]
-    assert command.startswith(f"cd {folder} && lightning-jax train --config config.yaml")
+    enter, first, then = commands.splitlines()
+    assert enter == f"cd {folder}"
+    assert first.startswith("lightning-jax try ") and then == "lightning-jax train"
     monkeypatch.setattr("shutil.which", lambda name: None)  # the command is not on PATH
     assert main(["new", str(tmp_path / "other")]) == 0
-    assert f"&& {sys.executable} -m lightning_jax train --config" in capsys.readouterr().out
+    assert f"{sys.executable} -m lightning_jax train\n" in capsys.readouterr().out
     monkeypatch.undo()
     monkeypatch.chdir(folder)
     settings = TINY_RUN | {"model.name": model_dir, "eval.num_tasks": 2}
-    command = ["train", "--config", "config.yaml", *(f"{k}={v}" for k, v in settings.items())]
+    command = ["train", *(f"{k}={v}" for k, v in settings.items())]
     assert main(command) == 0
     output, logged = capsys.readouterr()
     assert re.findall(r"\d+", logged.splitlines()[0]) == ["240", "60"]
