@@ -236,18 +236,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     from lightning_jax.train.memory import plan  # imports JAX, after the checks
     from lightning_jax.train.memory.targets import target_devices
 
-    capacity = devices = None
+    capacity = devices = limit = None
     if arguments.target is not None:
         devices, capacity = target_devices(arguments.target)
     elif arguments.devices is not None:
         plan.simulate_devices(arguments.devices)
-    elif arguments.device_gib is None:
-        capacity = plan.device_capacity()
+    else:
+        capacity, limit = plan.device_capacity(), plan.process_limit()
     config, model = plan.resolve_shape(config, devices[0].platform if devices else None)
     if arguments.device_gib is not None:
         capacity = int(arguments.device_gib * plan.GIB)
     make = plan.make_plan if arguments.quick else plan.compile_plan
-    made = make(model, config, capacity, devices)
+    made = make(model, config, capacity, devices, limit=limit)
     print(plan.as_table(made))
     plan.check_plan(made)
     return 0
@@ -314,7 +314,7 @@ def _view(arguments: argparse.Namespace) -> int:
     if not arguments.run_dir.is_file():  # of `try --record`
         require_run(arguments.run_dir, STORE)
 
-    from lightning_jax.studio.command import show  # imports JAX, after the check
+    from lightning_jax.studio.command import show
 
     show(
         arguments.run_dir,

@@ -47,9 +47,9 @@ class Batcher:
         """True if a turn has work to do without new requests."""
         return bool(self._scheduler.running or self._retiring or self._ahead)
 
-    def compile_first(self) -> None:
-        """Begin to compile, in a thread, what the first request needs. Call before `turn`."""
-        self._programs.compile_first(self._params, self._state)
+    def compile_first(self, num_requests: int) -> None:
+        """Begin to compile, in a thread, what the first requests need. Call before `turn`."""
+        self._programs.compile_first(self._params, self._state, num_requests)
 
     def warmup(self) -> None:
         """Compile all programs. Call before `turn`."""

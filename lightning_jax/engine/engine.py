@@ -101,10 +101,14 @@ class Engine:
         with ThreadPoolExecutor(len(self._loops)) as pool:
             list(pool.map(lambda loop: loop.warmup(), self._loops))
 
-    def start(self) -> None:
-        """Start the threads, and begin to compile what the first request needs."""
+    def start(self, num_requests: int = 1) -> None:
+        """Start the threads, and begin to compile what the first requests need.
+
+        `num_requests` of them arrive together, at all replicas.
+        """
+        share = -(-num_requests // len(self._loops))
         for loop in self._loops:
-            loop.start()
+            loop.start(share)
 
     async def prepare(self, grammar: str, owner: str = "") -> None:
         """Compile a grammar for all replicas. See `EngineLoop.prepare`."""

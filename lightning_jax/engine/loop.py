@@ -86,13 +86,16 @@ class EngineLoop(SlotLoop[Request]):
             )
         self._batcher.warmup()
 
-    def start(self) -> None:
-        """Start the engine's thread, and begin to compile what the first request needs."""
+    def start(self, num_requests: int = 1) -> None:
+        """Start the engine's thread, and begin to compile what the first requests need.
+
+        `num_requests` of them arrive together.
+        """
         if self._thread is not None:
             raise EngineError(
                 "the engine loop was already started; create a new one", reason="running"
             )
-        self._batcher.compile_first()
+        self._batcher.compile_first(num_requests)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 

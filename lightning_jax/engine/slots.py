@@ -224,7 +224,8 @@ class SlotPrograms:
     ) -> list[ChunkBatch]:
         """Plan batches for prompts of these lengths with the programs that are compiled.
 
-        Others that would be faster are requested. If no program is compiled, the smallest is.
+        Others that would be faster are requested once they pay back. If no program is compiled, the
+        smallest is.
         """
         best = list(plan_prefill(lengths, self.buckets, self._chunks_at_once))
         missing = {(b.bucket, len(b.chunks)) for b in best} - self._ready_prefills(cache)
@@ -236,7 +237,9 @@ class SlotPrograms:
             self._prefill.exactly((cache.num_rows, *smallest), params, cache, *inputs)
         for bucket, count in missing - {smallest}:
             inputs = self._prompts(bucket, count)
-            self._prefill.request((cache.num_rows, bucket, count), params, cache, *inputs)
+            calls = count * bucket // self.buckets[0]  # of the smallest
+            size = (cache.num_rows, bucket, count)
+            self._prefill.count_call(size, params, cache, *inputs, calls=calls)
         ready = self._ready_prefills(cache)
         counts = {
             bucket: tuple(count for count in counts if (bucket, count) in ready)
@@ -331,13 +334,17 @@ class SlotPrograms:
         compiled = sum(len(executables.ready) for executables in sized)
         return self.pages.compiles + compiled + sum(f._cache_size() for f in functions)
 
-    def compile_first(self, params: Params, state: DecodeState) -> None:
-        """Begin to compile, in a thread, what the first request needs and what can serve all."""
+    def compile_first(self, params: Params, state: DecodeState, num_requests: int = 1) -> None:
+        """Begin to compile, in a thread, what the first requests need and what can serve all.
+
+        `num_requests` of them arrive together.
+        """
         count = (self.buckets[0], 1)
         size = (state.cache.num_rows, *count)
         self._prefill.request(size, params, state.cache, *self._prompts(*count))
         slot_mask = np.zeros(self.num_slots, bool)
-        for size in ((1, self.slot_counts[0]), (len(self.capacities), self.num_slots)):
+        rows = next(n for n in self.slot_counts if n >= min(num_requests, self.num_slots))
+        for size in ((1, rows), (len(self.capacities), self.num_slots)):
             self._generate.request(size, params, state, slot_mask)
 
     def warmup(self, params: Params, state: DecodeState) -> DecodeState:

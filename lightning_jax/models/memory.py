@@ -35,12 +35,10 @@ def shares_frozen(
 ) -> bool:
     """Return whether all engines can read the trainer's own copy of frozen weights in `dtype`.
 
-    An engine on one CPU device transposes float32 kernels, so it has its own copy
-    (`matmul.turn_kernels`).
+    An engine that transposes kernels has its own copy.
     """
     shapes = frozen_part(param_shapes(model))
-    on_one_cpu = engines[0].size == 1 and engines[0].devices.flat[0].platform == "cpu"
-    turned = on_one_cpu and jnp.dtype(dtype) == jnp.float32
+    turned = turns_kernels(engines[0], dtype)
     if shapes is None or turned or jax.process_count() > 1:
         return False
     held, *wanted = (
@@ -51,6 +49,15 @@ def shares_frozen(
         for targets in wanted
         for leaf, sharding, target in zip(jax.tree.leaves(shapes), held, targets, strict=True)
     )
+
+
+def turns_kernels(engine: Mesh, dtype: Any) -> bool:
+    """Return whether an engine transposes its kernels, as it does with float32 on one CPU device.
+
+    See `matmul.turn_kernels`.
+    """
+    is_one_cpu = engine.size == 1 and engine.devices.flat[0].platform == "cpu"
+    return is_one_cpu and jnp.dtype(dtype) == jnp.float32
 
 
 def spread_bytes(model: DecoderConfig, training: Mesh, engine: Mesh, dtype: Any) -> int:

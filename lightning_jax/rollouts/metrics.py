@@ -23,6 +23,7 @@ from lightning_jax.types import FINISHED, Metrics, Rollout, Span, Task, Trajecto
 # Maximum names of one kind in a row of metrics: agents' metrics, sub-agents, failure reasons.
 MAX_NAMES = 200
 MAX_NAME_CHARS = 100
+FULL_REWARD = 1.0  # by convention, the reward of a task that is fully right
 OTHER = "other"  # replaces the rarest names beyond MAX_NAMES
 
 
@@ -200,6 +201,7 @@ def rollout_metrics(
         metrics |= {
             "rollout/reward_mean": float(rewards.mean()),
             "rollout/reward_std": float(rewards.std()),
+            "rollout/full_reward_share": full_reward_share(rewards),
             "rollout/calls_mean": len(calls) / len(trajectories),
         }
     if calls:
@@ -242,6 +244,7 @@ def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     if rewards.size:
         metrics["eval/reward_mean"] = float(rewards.mean())
         metrics["eval/reward_stderr"] = standard_error(rewards)
+        metrics["eval/full_reward_share"] = full_reward_share(rewards)
     return metrics | _reported(rollouts, "eval")
 
 
@@ -308,6 +311,11 @@ def task_rewards(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
 def _earned(rollout: Rollout) -> float:
     """Return the reward in an evaluation, where a failed agent gets 0, not agent_failure_reward."""
     return rollout.reward or 0.0 if rollout.status == "scored" else 0.0
+
+
+def full_reward_share(rewards: Float[np.ndarray, " N"]) -> float:
+    """Return the share of at least one reward that is FULL_REWARD or more, up to rounding."""
+    return float((rewards >= FULL_REWARD - 1e-6).mean())
 
 
 def standard_error(values: Float[np.ndarray, " N"]) -> float:

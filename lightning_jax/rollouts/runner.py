@@ -228,7 +228,7 @@ class Runner:
 
     async def _attempt(self, request: RolloutRequest, attempt: int, *, draw: int) -> Rollout:
         rollout = request.rollout(attempt)
-        await self.store.in_order(self.store.add_rollout, rollout)
+        await self.store.in_order(self.store.add_rollout, rollout, request.task)
         llm = self.gateway.open_rollout(self._settings(rollout, draw))
         clock, root = _Clock(), self.gateway.root_of(rollout.rollout_id)
         try:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -37,6 +38,7 @@ SHOWN_OTHERWISE = frozenset(
     | {attributes.SAMPLING_LOGPROBS, attributes.TEMPERED_LOGPROBS, attributes.POLICY_VERSIONS}
     | {attributes.FORCED, attributes.ROLLOUT_ID, *INPUTS, *OUTPUTS}
 )
+NAME_CHARS = 40  # of a task's text in a table
 NO_SPANS = "no spans: the agent made no calls, or none has finished yet"
 
 
@@ -46,10 +48,11 @@ def view_rollout(
     transitions: Sequence[Transition],
     tokenizer: Tokenizer | None,
     credit: StepCredit,
+    task: Mapping[str, str] = MappingProxyType({}),
 ) -> RolloutView:
     """Return the rollout as a tree in time. `transitions` are from its spans.
 
-    Without a tokenizer, texts are empty.
+    Without a tokenizer, texts are empty. `task` has the fields of its task.
     """
     ordered = in_tree_order(spans)
     calls = _calls(spans, {call.call_id: call for call in transitions}, tokenizer, credit)
@@ -60,6 +63,7 @@ def view_rollout(
         rollout=_printable(rollout),
         duration_s=max(end - origin, 0) / 1e9,
         spans=tuple(_span(span, depth, origin, calls) for span, depth in ordered),
+        task=tuple((printable(name), printable(text)) for name, text in task.items()),
         notes=(*credit.notes, *(() if spans else (NO_SPANS,))),
     )
 
@@ -68,14 +72,17 @@ def view_run(
     name: str,
     matching: Sequence[Rollout],
     shown: Sequence[tuple[Rollout, Sequence[Span]]],
+    tasks: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> RunView:
     """Return the table of the `shown` rollouts. Counts and failures are of all `matching` ones.
 
-    `matching` is sorted newest first.
+    `matching` is sorted newest first. `tasks` has the fields of tasks by rollout id.
     """
     return RunView(
         name=name,
-        rows=tuple(_row(rollout, spans) for rollout, spans in shown),
+        rows=tuple(
+            _row(rollout, spans, tasks.get(rollout.rollout_id, {})) for rollout, spans in shown
+        ),
         num_left_out=len(matching) - len(shown),
         counts=dict(Counter(rollout.status for rollout in matching)),
         failures=tuple(
@@ -93,13 +100,23 @@ def newest_first(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return sorted(rollouts, key=lambda rollout: (-rollout.step, rollout.phase != "train"))
 
 
-def _row(rollout: Rollout, spans: Sequence[Span]) -> RolloutRow:
+def task_name(task_id: str, fields: Mapping[str, str]) -> str:
+    """Return the id and the start of the task's first text, on one line."""
+    texts = (" ".join(text.split()) for text in fields.values())
+    first = next((text for text in texts if any(map(str.isalpha, text))), "")
+    if len(first) > NAME_CHARS:
+        first = f"{first[:NAME_CHARS]}..."
+    return printable(f"{task_id}: {first}" if first else task_id)
+
+
+def _row(rollout: Rollout, spans: Sequence[Span], task: Mapping[str, str]) -> RolloutRow:
     starts = [span.start_ns for span in spans if span.start_ns > 0]
     took = max((span.end_ns for span in spans), default=0) - min(starts, default=0)
     return RolloutRow(
         rollout=_printable(rollout),
         num_calls=sum(is_gateway_call(span) for span in spans),
         duration_s=max(took, 0) / 1e9 if starts else 0.0,
+        task_name=task_name(rollout.task_id, task),
     )
 
 

@@ -1,6 +1,7 @@
 """Reader of a run directory for views: its store, settings and tokenizer.
 
-Nothing is written, and the run may continue meanwhile.
+Nothing is written, and the run may continue meanwhile. Importing JAX takes seconds and the table
+needs none of it, so a tokenizer and the credit of calls are imported where one rollout is shown.
 """
 
 import contextlib
@@ -11,14 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_jax.errors import UserError
-from lightning_jax.models.formats.load import load_tokenizer
 from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.studio import DEFAULT_LIMIT
 from lightning_jax.studio.build import newest_first, view_rollout, view_run
-from lightning_jax.studio.credit import step_credit, trained_on
 from lightning_jax.studio.records import RolloutView, RunView, StepCredit
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
@@ -87,7 +86,8 @@ class RunReader:
         if not matching:
             raise self._nothing_matches(phase, step)
         shown = [(rollout, self._store.spans(rollout.rollout_id)) for rollout in matching[:limit]]
-        return view_run(str(self._directory), matching, shown)
+        tasks = {found.rollout_id: self._store.task_fields(found.rollout_id) for found, _ in shown}
+        return view_run(str(self._directory), matching, shown, tasks)
 
     def rollout(self, rollout_id: str) -> RolloutView:
         """Return one rollout with its calls. Raises ViewError for an unknown id."""
@@ -99,7 +99,8 @@ class RunReader:
         if why_no_text:
             credit = replace(credit, notes=(why_no_text, *credit.notes))
         transitions, _, _ = self._trace_reader.transitions(spans)
-        return view_rollout(rollout, spans, transitions, tokenizer, credit)
+        task = self._store.task_fields(rollout_id)
+        return view_rollout(rollout, spans, transitions, tokenizer, credit, task)
 
     def _find(self, rollout_id: str) -> Rollout:
         known = {rollout.rollout_id: rollout for rollout in self._store.rollouts()}
@@ -137,6 +138,8 @@ class RunReader:
         """Pair of the tokenizer of the run's model, or None, and the reason if there is none."""
         if self._given_tokenizer is not None:
             return self._given_tokenizer, ""
+        from lightning_jax.models.formats.load import load_tokenizer  # imports JAX
+
         try:
             config = load_config(Config, [str(self._settings)], only=["model"])
             return load_tokenizer(config.model.name), ""
@@ -195,6 +198,8 @@ class RunReader:
 
     def _of_step(self, step: int, config: Config) -> tuple[set[str], StepCredit]:
         """Return the ids of the rollouts that a step trained on, and the credit of their calls."""
+        from lightning_jax.studio.credit import step_credit, trained_on  # imports JAX
+
         rollouts = trained_on(self._store.rollouts(phase="train", step=step))
         ids = {rollout.rollout_id for rollout in rollouts}
         trajectories, _ = to_trajectories(

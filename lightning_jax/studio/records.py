@@ -104,6 +104,7 @@ class RolloutView:
     rollout: Rollout
     duration_s: float
     spans: tuple[SpanView, ...]  # parents before children, siblings by start time
+    task: tuple[tuple[str, str], ...] = ()  # fields of the task, where they were recorded
     notes: tuple[str, ...] = ()
 
     @property
@@ -118,6 +119,7 @@ class RolloutRow:
     rollout: Rollout
     num_calls: int
     duration_s: float
+    task_name: str  # its id, and the start of its first text where that was recorded
 
 
 @dataclass(frozen=True)

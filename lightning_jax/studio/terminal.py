@@ -49,10 +49,10 @@ def render_run(view: RunView, width: int) -> RenderableType:
         name, reason = _text(rollout.rollout_id), _text(rollout.reason or "", "red")
         numbers = (_number(rollout.reward), _text(row.num_calls), _text(f"{row.duration_s:.2f}"))
         if wide:
-            which = (name, *map(_text, (rollout.phase, rollout.step, rollout.task_id)))
+            which = (name, *map(_text, (rollout.phase, rollout.step, row.task_name)))
             table.add_row(*which, _status(rollout.status), *numbers, reason)
         else:
-            lines = [name, _text(rollout.task_id, "dim")] + [reason] * bool(rollout.reason)
+            lines = [name, _text(row.task_name, "dim")] + [reason] * bool(rollout.reason)
             table.add_row(Text("\n").join(lines), _status(rollout.status), *numbers)
     return Group(table, "", *_below(view))
 
@@ -76,7 +76,7 @@ def render_rollout(view: RolloutView, width: int, chars: int = DEFAULT_CHARS) ->
 
     Texts are cut to `chars` characters, or not at all if it is 0.
     """
-    parts: list[RenderableType] = [*_head(view), "", _waterfall(view, width)]
+    parts: list[RenderableType] = [*_head(view, chars), "", _waterfall(view, width)]
     shown = view.spans[:MAX_SPANS]
     if len(view.spans) > len(shown):
         of = f"{len(view.spans) - len(shown)} of {len(view.spans)} spans"
@@ -86,7 +86,7 @@ def render_rollout(view: RolloutView, width: int, chars: int = DEFAULT_CHARS) ->
     return Group(*parts)
 
 
-def _head(view: RolloutView) -> Iterator[Text]:
+def _head(view: RolloutView, chars: int) -> Iterator[RenderableType]:
     rollout = view.rollout
     line = Text.assemble((rollout.rollout_id, "bold"), "  ", _status(rollout.status))
     if rollout.reward is not None:
@@ -94,8 +94,11 @@ def _head(view: RolloutView) -> Iterator[Text]:
     line.append(f"  {len(view.calls)} calls  {view.duration_s:.2f} s")
     yield line
     yield _text(f"task {rollout.task_id}  {rollout.phase} step {rollout.step}")
+    for name, text in view.task:
+        yield Padding(Text.assemble((f"{name}: ", "dim"), cut(text, chars)), (0, 0, 0, 2))
     if rollout.metrics:
-        yield _text("  ".join(f"{name} {value:g}" for name, value in rollout.metrics.items()))
+        numbers = "  ".join(f"{name} {value:g}" for name, value in rollout.metrics.items())
+        yield _text(f"the agent returned  {numbers}")
     if rollout.reason is not None:
         yield _text(f"{rollout.reason}: {rollout.detail or ''}", "red")
     for note in view.notes:

@@ -8,10 +8,11 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.system.files import create_private
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
 SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"  # since version 3
 SEQUENCE_COLUMN = "sequence INTEGER"  # since version 4; NULL in spans of older stores
+TASK_COLUMN = "task TEXT NOT NULL DEFAULT '{}'"  # since version 5: fields of the task, as texts
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS rollouts (
     rollout_id TEXT PRIMARY KEY,
@@ -26,7 +27,8 @@ CREATE TABLE IF NOT EXISTS rollouts (
     reason TEXT,
     detail TEXT,
     {METRICS_COLUMN},
-    {SUPERSEDED_COLUMN}
+    {SUPERSEDED_COLUMN},
+    {TASK_COLUMN}
 );
 CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
 CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (phase, step);
@@ -108,6 +110,7 @@ def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
         (2, "rollouts", METRICS_COLUMN),
         (3, "rollouts", SUPERSEDED_COLUMN),
         (4, "spans", SEQUENCE_COLUMN),
+        (5, "rollouts", TASK_COLUMN),
     ):
         if 0 < version < since:
             db.execute(f"ALTER TABLE {table} ADD COLUMN {column}")

@@ -22,7 +22,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.traces._sqlite import StoreError, last_sequence, one_sentence, open_file
-from lightning_jax.types import Rollout, RolloutStatus, Span
+from lightning_jax.traces.tasks import shorten_task
+from lightning_jax.types import Rollout, RolloutStatus, Span, Task
 
 # Allowed next statuses of each status. None: not in the store yet.
 LEGAL_TRANSITIONS: dict[RolloutStatus | None, frozenset[RolloutStatus]] = {
@@ -115,18 +116,24 @@ class Store:
 
     # Rollouts
 
-    def add_rollout(self, rollout: Rollout) -> None:
-        """Add a new rollout, which must be queued. Raises ValueError if its id is taken."""
+    def add_rollout(self, rollout: Rollout, task: Task | None = None) -> None:
+        """Add a new rollout, which must be queued. Raises ValueError if its id is taken.
+
+        The fields of its task are kept for `task_fields`.
+        """
         _check_transition(rollout.rollout_id, None, rollout.status)
         row = (
             *(rollout.rollout_id, rollout.task_id, rollout.group_id, rollout.phase, rollout.step),
             *(rollout.index, rollout.attempt, rollout.status),
             *(rollout.reward, rollout.reason, rollout.detail, json.dumps(rollout.metrics)),
             rollout.superseded,
+            json.dumps(shorten_task(task or {})),
         )
         with self._transaction() as db:
             try:
-                db.execute(f"INSERT INTO rollouts ({ROLLOUT_COLUMNS}) VALUES ({_marks(row)})", row)
+                db.execute(
+                    f"INSERT INTO rollouts ({ROLLOUT_COLUMNS}, task) VALUES ({_marks(row)})", row
+                )
             except sqlite3.IntegrityError as error:
                 raise InvalidValue(
                     f"rollout {rollout.rollout_id!r} is already in the store; raise its attempt.",
@@ -170,6 +177,13 @@ class Store:
         if row is None:
             raise _unknown_rollout(rollout_id)
         return _rollout(row)
+
+    def task_fields(self, rollout_id: str) -> dict[str, str]:
+        """Return the fields of the rollout's task as texts, or {} if they were not recorded."""
+        with self._transaction() as db:
+            query = "SELECT task FROM rollouts WHERE rollout_id = ?"
+            row = db.execute(query, (rollout_id,)).fetchone()
+        return json.loads(row[0]) if row else {}
 
     def rollouts(
         self, *, phase: str | None = None, step: int | None = None, group_id: str | None = None

@@ -24,6 +24,7 @@ AREAS = {
 _TEXTS = {
     "eval/reward_mean": "reward: mean greedy reward; a rollout that the agent failed counts as 0",
     "eval/reward_stderr": "reward: standard error of that mean over tasks",
+    "eval/full_reward_share": "share: tasks with a reward of 1 or more",
     "eval/change_mean": "reward: mean change per task since the first evaluation of the phase",
     "eval/change_stderr": "reward: standard error of the mean change",
     "eval/num_better": "tasks: number whose reward rose since then",
@@ -35,6 +36,7 @@ _TEXTS = {
     "eval/agent_NAME_mean": "agent's: mean of a number that the agent returned",
     "rollout/reward_mean": "reward: mean over rollouts that have a reward",
     "rollout/reward_std": "reward: standard deviation over the same rollouts",
+    "rollout/full_reward_share": "share: rollouts with a reward of 1 or more",
     "rollout/num_rollouts": "rollouts: all of the step, or those that called a role or a policy",
     "rollout/num_scored": "rollouts: number with a reward of their own",
     "rollout/num_agent_failures": "rollouts: number that the agent failed",

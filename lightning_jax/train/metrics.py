@@ -3,26 +3,14 @@
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from lightning_jax.system.files import replacing, write_whole
+from lightning_jax.system.files import write_whole
+from lightning_jax.train.curves import plot_curves
 
 Row = dict[str, float | int]  # metrics and the step
 DRAW_EVERY_S = 30.0  # drawing takes a second
-
-# Panels of the plot: title, metrics, logarithmic axis.
-PANELS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
-    ("reward", ("rollout/reward_mean", "eval/reward_mean"), False),
-    ("supervised loss (nats/token)", ("warmup/loss",), False),
-    ("entropy (nats/token)", ("train/entropy",), False),
-    ("sampler-trainer KL (nats)", ("train/mismatch_kl",), True),
-    ("gradient norm", ("train/grad_norm", "warmup/grad_norm"), True),
-    ("response length (tokens)", ("rollout/response_tokens_mean",), False),
-    ("calls per rollout", ("rollout/calls_mean",), False),
-    ("seconds per step", ("time/rollout_s", "time/train_s", "time/eval_s"), False),
-)
 
 
 class MetricsLog:
@@ -63,53 +51,3 @@ def read_metrics(path: Path) -> list[Row]:
         return []
     lines = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
-
-
-def plot_curves(rows: Sequence[Mapping[str, float | int]], path: Path, title: str) -> None:
-    """Write a PNG atomically, with one panel for each of PANELS that has points."""
-    panels = [panel for panel in PANELS if any(name in row for row in rows for name in panel[1])]
-    if not panels:
-        return
-    import matplotlib  # takes half a second, so import only when drawing
-    from matplotlib.figure import Figure
-
-    columns = min(4, len(panels))
-    lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.0 * lines), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    for axes, (name, metrics, log_scale) in zip(
-        figure.subplots(lines, columns, squeeze=False).flat, panels, strict=False
-    ):
-        _draw(axes, rows, metrics, log_scale)
-        axes.set_title(name, fontsize=9)
-        axes.set_xlabel("trainer step", fontsize=8)
-        axes.tick_params(which="both", labelsize=7)  # within one decade all labels are minor
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.3)
-    for axes in figure.axes[len(panels) :]:
-        axes.set_axis_off()
-    with replacing(path) as draft, matplotlib.rc_context({"savefig.dpi": 90}):
-        figure.savefig(draft, format="png")
-
-
-def _draw(
-    axes: Any, rows: Sequence[Mapping[str, float | int]], metrics: Sequence[str], log_scale: bool
-) -> None:
-    for name in metrics:
-        points = [(row["step"], row[name], row) for row in rows if name in row]
-        if log_scale:
-            points = [point for point in points if point[1] > 0]
-        if not points:
-            continue
-        steps, values, found = zip(*points, strict=True)
-        errors = [row.get(name.replace("_mean", "_stderr"), 0.0) for row in found]
-        if name.startswith("eval/"):
-            axes.errorbar(
-                steps, values, yerr=errors, marker="o", capsize=3, linewidth=1, label=name
-            )
-        else:
-            axes.plot(steps, values, marker=".", linewidth=1, label=name)
-    if log_scale and any(name in row and row[name] > 0 for row in rows for name in metrics):
-        axes.set_yscale("log")
-    if axes.has_data():
-        axes.legend(fontsize=7)

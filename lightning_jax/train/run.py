@@ -114,6 +114,7 @@ class Run:
             self._positions = None
             metrics |= await self._learn(sequences)
             row |= await run_in_thread(self._publish)
+            await run_in_thread(return_freed_memory)  # before the checkpoint's copies
             self._positions = self.pipelines.progress()
             if self.step % self.config.checkpoint.every == 0:
                 await self._begin_save()
@@ -128,7 +129,6 @@ class Run:
         row["time/step_s"] = time.monotonic() - self.row_at
         self.row_at += row["time/step_s"]
         await run_in_thread(self.metrics.write, step, row)
-        await asyncio.to_thread(return_freed_memory)
         return row
 
     async def evaluate(self) -> Metrics:
@@ -176,6 +176,7 @@ class Run:
         self.progress.begin(f"update {self.step}")
         started = time.monotonic()
         await run_in_thread(self.compiling.wait)
+        await run_in_thread(return_freed_memory)  # what rollouts and compilation have left
         metrics = await run_in_thread(self.leader.call, Replica.update, sequences)
         for watch in self.watches:
             watch.observe(metrics, self.step)

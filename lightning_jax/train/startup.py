@@ -37,7 +37,7 @@ from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
-from lightning_jax.train.runtime import freeze_objects
+from lightning_jax.train.runtime import freeze_objects, return_freed_memory
 from lightning_jax.train.state import Replica
 from lightning_jax.train.status import LOCK, recorded_end
 from lightning_jax.types import Task
@@ -87,6 +87,7 @@ async def open_run(
             make_engine(replace(model, params=params), version=replica.step, share_base=True)
             for params in [state.policy for state in replica.states]
         ]
+        return_freed_memory()  # copies of the weights on their way to the engines
         running = engines if initial is None else [*engines, initial]
         gateway = Gateway(
             _responders(config, engines),
@@ -94,7 +95,9 @@ async def open_run(
             routing=Routing(config.roles, config.policies),
             initial=None if initial is None else _responders(config, [initial] * len(engines)),
         )
-        service = open_service(gateway, running, made, config)
+        in_a_step = config.rollout.tasks_per_step * config.rollout.group_size
+        num_requests = min(config.rollout.concurrency, in_a_step)
+        service = open_service(gateway, running, made, config, num_requests)
         runner = await at_end.enter_async_context(service)
         run = Run(replica.config, model, pipelines, leader, engines, runner)
         at_end.push_async_callback(run.close)
@@ -103,11 +106,16 @@ async def open_run(
 
 @asynccontextmanager
 async def open_service(
-    gateway: Gateway, engines: Sequence[Engine], agent: Agent, config: Config
+    gateway: Gateway,
+    engines: Sequence[Engine],
+    agent: Agent,
+    config: Config,
+    num_requests: int = 1,
 ) -> AsyncIterator[Runner]:
     """Start the engines and the gateway, and yield a runner of the agent.
 
-    All are closed at the end.
+    Engines begin to compile what `num_requests` need that arrive together. All are closed at the
+    end.
     """
     async with AsyncExitStack() as at_end:
         for engine in engines:
@@ -116,7 +124,7 @@ async def open_service(
         isolated = await at_end.enter_async_context(isolate_agent(agent))
         await gateway.start()
         for engine in engines:
-            engine.start()
+            engine.start(num_requests)
         at_end.enter_context(freeze_objects())
         yield Runner(isolated, gateway, config.rollout, config.seed)
 
@@ -177,7 +185,8 @@ def load_trainable(config: Config) -> LoadedModel:
 def _model_that_fits(config: Config) -> LoadedModel:
     """Load the model. Raises ConfigError if the run would not fit in a device's memory."""
     model = load_trainable(config)
-    planned = plan.make_plan(model.config, config, plan.device_capacity())
+    capacity, limit = plan.device_capacity(), plan.process_limit()
+    planned = plan.make_plan(model.config, config, capacity, limit=limit)
     log.info("%s", plan.one_line(planned))
     if config.policies:  # shows a misspelled name, which makes one more policy
         words = (f"{k}" + " (frozen)" * (not v.trains) for k, v in config.policies.items())

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.engine.executables import Compiler, Executables
+from lightning_jax.engine.executables import CALLS_TO_PAY_BACK, Compiler, Executables
 
 
 class Steps:
@@ -49,11 +49,26 @@ def test_the_first_call_compiles_its_size(steps: Steps) -> None:
     assert steps.lowered == [(1, 2)]
 
 
-def test_a_larger_program_runs_until_the_exact_one_is_compiled(steps: Steps) -> None:
+def test_a_larger_program_runs_until_the_exact_one_pays_back(steps: Steps) -> None:
     assert steps.run(4, 4) == 404
-    assert steps.run(1, 2) == 404 and steps.run(1, 2) == 404
+    for _ in range(CALLS_TO_PAY_BACK - 1):
+        assert steps.run(1, 2) == 404
+    assert steps.run(1, 3) == 404  # counted by itself
+    steps.compiler.close()
+    assert steps.lowered == [(4, 4)]
+    assert steps.run(1, 2) == 404
     steps.wait_for(1, 2)
     assert steps.run(1, 2) == 102 and steps.lowered == [(4, 4), (1, 2)]
+
+
+def test_counted_calls_request_a_program_that_nothing_replaces(steps: Steps) -> None:
+    x = np.float32(0)
+    steps.executables.count_call((1, 1), x, calls=CALLS_TO_PAY_BACK - 1)
+    steps.compiler.close()
+    assert not steps.lowered
+    steps.executables.count_call((1, 1), x)
+    steps.wait_for(1, 1)
+    assert steps.lowered == [(1, 1)]
 
 
 def test_the_smallest_larger_program_is_taken_and_never_a_smaller_one(steps: Steps) -> None:
@@ -68,6 +83,17 @@ def test_a_call_waits_for_the_thread_that_compiles_its_size(steps: Steps) -> Non
     threading.Timer(0.1, steps.go.set).start()
     assert steps.run(1, 1) == 101
     assert steps.lowered == [(1, 1)]
+
+
+def test_a_call_waits_for_a_larger_program_that_was_requested(steps: Steps) -> None:
+    for size in ((4, 4), (2, 2)):
+        steps.executables.request(size, np.float32(0))
+    while not steps.lowered:
+        time.sleep(0.01)
+    assert steps.run(1, 2) == 202
+    threading.Timer(0.1, steps.go.set).start()
+    assert steps.run(3, 1) == 404
+    assert sorted(steps.lowered) == [(2, 2), (4, 4)]
 
 
 def test_closing_drops_what_waits(steps: Steps) -> None:

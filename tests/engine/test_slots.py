@@ -312,6 +312,22 @@ def test_nothing_compiles_after_warmup():
     assert sizes == (len(engine.capacities), 1) == (2, 1)
 
 
+@pytest.mark.parametrize(("num_requests", "sizes"), [(1, {(1, 1), (2, 8)}), (90, {(1, 8), (2, 8)})])
+def test_the_first_programs_fit_the_first_requests(
+    num_requests: int, sizes: set[tuple[int, int]]
+) -> None:
+    model = tiny_model(0, num_layers=1)
+    programs = SlotPrograms(
+        model.config, ServeConfig(slots=8, max_len=300, prefill_buckets=(16, 128))
+    )
+    state = programs.init_state()
+    programs.compile_first(programs.put_on_mesh(model.params), state, num_requests)
+    while not sizes <= programs._generate.ready:
+        time.sleep(0.01)
+    programs.compiler.close()
+    assert programs._generate.ready == sizes and programs._prefill.ready == {(8, 16, 1)}
+
+
 def test_a_prompt_runs_in_small_chunks_until_its_program_is_compiled() -> None:
     model = tiny_model(0, num_layers=1)
     programs = SlotPrograms(
@@ -322,7 +338,8 @@ def test_a_prompt_runs_in_small_chunks_until_its_program_is_compiled() -> None:
     first = programs.prefill(params, programs.init_state().cache, prompts)
     assert (4, 16, 1) in programs._prefill.ready
     programs.compiler.close()
-    programs.prefill(params, programs.init_state().cache, prompts)  # requests it again if dropped
+    assert (4, 128, 4) not in programs._prefill.ready  # does not pay back yet
+    programs.prefill(params, programs.init_state().cache, prompts)  # 32 calls of the smallest
     while (4, 128, 4) not in programs._prefill.ready:
         time.sleep(0.01)
     second = programs.prefill(params, programs.init_state().cache, prompts)

@@ -67,6 +67,12 @@ def test_lengths_and_staleness_by_hand() -> None:
     assert metrics["rollout/cut_short_share"] == 0
 
 
+def test_full_rewards_are_those_of_1_or_more() -> None:
+    rollouts = [_rollout(i, "scored", reward=r) for i, r in enumerate((0.5, 1 - 1e-9, 2.0, 0.0))]
+    trajectories = [trajectory(reward=r.reward or 0.0) for r in rollouts]
+    assert rollout_metrics(rollouts, trajectories, 0)["rollout/full_reward_share"] == 0.5
+
+
 def test_only_calls_that_train_are_stale() -> None:
     frozen = transition([1], [2, 3], version=0, trains=False)
     learned = transition([1], [2, 3], version=5)
@@ -95,6 +101,7 @@ def test_an_evaluation_has_its_standard_error() -> None:
     assert metrics["eval/reward_mean"] == 0.25
     # Deviations .75, -.25, -.25, -.25: variance .75 / 3, standard error sqrt(.25 / 4).
     assert metrics["eval/reward_stderr"] == pytest.approx(0.25)
+    assert metrics["eval/full_reward_share"] == 0.25
     assert metrics["eval/num_infrastructure_failures"] == 1
     assert "eval/reward_mean" not in eval_metrics([])
 

@@ -84,6 +84,8 @@ async def test_rollouts_are_scored_and_each_call_is_a_span(tmp_path: Path) -> No
             assert (root.name, root.parent_span_id, len(calls)) == ("rollout", None, 2)
             assert {call.parent_span_id for call in calls} == {root.span_id}
             assert runner.store.rollout(rollout.rollout_id) == rollout
+            question = f"{rollout.task_id[1:]}?"
+            assert runner.store.task_fields(rollout.rollout_id) == {"question": question}
 
 
 @pytest.mark.parametrize("agent", ["plain", "hands_on"])

@@ -2,6 +2,8 @@
 
 import re
 import sqlite3
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,27 @@ def test_the_table_is_newest_first_and_limited(
     assert main(["view", str(run), "--phase", "eval", "--step", "3"]) == 0
     table = capsys.readouterr().out
     assert "eval-00003-000-00-1" in table and "train" not in table and len(table.splitlines()) == 4
+
+
+def test_a_task_is_shown_with_its_expected_answer(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["view", str(run), "--limit", "4"]) == 0
+    assert "task_1: Which river?" in capsys.readouterr().out
+    assert main(["view", str(run), "train-00003-001-00-1"]) == 0
+    shown = capsys.readouterr().out
+    assert "question: Which river?" in shown and 'answer: ["Loire"]' in shown
+
+
+def test_tables_need_no_jax(run: Path) -> None:
+    code = (
+        "import sys; from lightning_jax.cli.main import main; "
+        "codes = [main(['view', sys.argv[1]]), main(['runs', sys.argv[1]])]; "
+        "sys.exit(codes != [0, 0] or 'jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train-00003-000-00-1" in done.stdout
 
 
 def test_a_rollout_shows_the_advantages_of_its_group(
@@ -152,6 +175,7 @@ def test_the_store_of_an_older_release_stays_as_it_is(tmp_path: Path) -> None:
     with sqlite3.connect(run / "store.sqlite") as old:
         old.execute("ALTER TABLE rollouts DROP COLUMN metrics")
         old.execute("ALTER TABLE rollouts DROP COLUMN superseded")
+        old.execute("ALTER TABLE rollouts DROP COLUMN task")
         old.execute("DROP INDEX spans_by_sequence")
         old.execute("ALTER TABLE spans DROP COLUMN sequence")
         old.execute("PRAGMA user_version=1")

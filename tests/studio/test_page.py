@@ -85,13 +85,16 @@ def test_what_models_and_tools_write_is_never_markup() -> None:
         tool("t", HOSTILE, HOSTILE, name=HOSTILE, error=HOSTILE),
     ]
     strange = rollout(0, status="agent_failure", reason=HOSTILE, detail=HOSTILE)
-    view = view_rollout(strange, spans, (), TOKENIZER, StepCredit(notes=(HOSTILE,)))
-    source = render_page(view_run(HOSTILE, [strange], [(strange, spans)]), [view])
+    credit, task = StepCredit(notes=(HOSTILE,)), {HOSTILE: HOSTILE}
+    view = view_rollout(strange, spans, (), TOKENIZER, credit, task)
+    tasks = {strange.rollout_id: task}
+    source = render_page(view_run(HOSTILE, [strange], [(strange, spans)], tasks), [view])
     page = _Page(source)
     assert "<script" not in source and "<img" not in source and "49" not in page.texts("prompt")[0]
     assert page.texts("prompt") == [HOSTILE]
     assert page.texts("response") == [HOSTILE + "<|im_end|>"]
     assert page.texts("input") == page.texts("output") == [HOSTILE]
+    assert [text.strip() for text in page.texts("task")] == [f"{HOSTILE}{HOSTILE}"]
     allowed = {
         "class",
         "style",

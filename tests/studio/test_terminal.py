@@ -83,10 +83,10 @@ def test_megabytes_and_escape_sequences_are_tamed() -> None:
         tool("u", "", "", name=hostile, error=hostile),
     ]
     strange = rollout(0, status="agent_failure", reason=hostile, detail=hostile)
-    view = _view(spans, of=strange)
-    text = _printed(render_rollout(view, 80), 80) + _printed(
-        render_run(view_run(hostile, [strange], [(view.rollout, spans)]), 80), 80
-    )
+    task = {hostile: "\x1b[2J" * 500_000}
+    view = view_rollout(strange, spans, (), TOKENIZER, StepCredit(), task)
+    run = view_run(hostile, [strange], [(strange, spans)], {strange.rollout_id: task})
+    text = _printed(render_rollout(view, 80), 80) + _printed(render_run(run, 80), 80)
     assert len(text) < 20_000
     assert "4,498,000" in text
     assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 for c in text)

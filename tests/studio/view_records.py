@@ -10,7 +10,7 @@ from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
-from lightning_jax.types import Rollout, Span
+from lightning_jax.types import Rollout, Span, Task
 
 SECOND = 1_000_000_000
 START = 1_700_000_000 * SECOND
@@ -118,13 +118,14 @@ def rollout(
     return Rollout(rollout_id, f"task_{task_index}", group, phase, step, index, attempt, **given)
 
 
-def add(store: Store, done: Rollout, spans: list[Span]) -> None:
+def add(store: Store, done: Rollout, spans: list[Span], task: Task | None = None) -> None:
     """Store a finished or running rollout. Its spans get their own trace id."""
     store.add_rollout(
         Rollout(
             *(done.rollout_id, done.task_id, done.group_id, done.phase, done.step, done.index),
             *(done.attempt, "queued"),
-        )
+        ),
+        task,
     )
     for span in spans:
         named = dict(span.attributes)
@@ -171,6 +172,7 @@ def make_run(directory: Path, **algorithm: Any) -> Path:
         "reason": "deadline",
         "detail": "it took too long",
     }
-    add(store, rollout(0, task_index=1, **failed), conversation())
+    task = {"id": "task_1", "question": "Which river?", "answer": ["Loire"]}
+    add(store, rollout(0, task_index=1, **failed), conversation(), task)
     store.close()
     return run

@@ -251,12 +251,13 @@ def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> 
     with sqlite3.connect(path) as db:
         db.execute("ALTER TABLE rollouts DROP COLUMN metrics")
         db.execute("ALTER TABLE rollouts DROP COLUMN superseded")
+        db.execute("ALTER TABLE rollouts DROP COLUMN task")
         db.execute("DROP INDEX spans_by_sequence")
         db.execute("ALTER TABLE spans DROP COLUMN sequence")
         db.execute("PRAGMA user_version=1")
     db.close()
     store = Store(path)
-    assert store.rollout("r1") == QUEUED
+    assert store.rollout("r1") == QUEUED and store.task_fields("r1") == {}
     store.set_status("r1", "running")
     store.set_status("r1", "scored", reward=1.0, metrics={"f1": 0.5})
     store.close()
@@ -266,6 +267,12 @@ def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> 
 
 
 VERSION_3 = """
+CREATE TABLE rollouts (
+    rollout_id TEXT PRIMARY KEY, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
+    phase TEXT NOT NULL, step INTEGER NOT NULL, place INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    status TEXT NOT NULL, reward REAL, reason TEXT, detail TEXT,
+    metrics TEXT NOT NULL DEFAULT '{}', superseded INTEGER NOT NULL DEFAULT 0
+);
 CREATE TABLE spans (
     span_id TEXT NOT NULL, trace_id TEXT NOT NULL, parent_span_id TEXT, rollout_id TEXT,
     name TEXT NOT NULL, start_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,
@@ -276,6 +283,17 @@ INSERT INTO spans VALUES ('b', 't', NULL, 'r1', 'second', 20, 30, '{}', NULL);
 INSERT INTO spans VALUES ('a', 't', NULL, 'r1', 'first', 10, 40, '{}', NULL);
 PRAGMA user_version=3;
 """
+
+
+def test_the_fields_of_a_task_are_kept(store: Store) -> None:
+    task = {"id": "t1", "question": "2+2?", "answer": 4, "hints": ["é", {"a": None}]}
+    store.add_rollout(QUEUED, task)
+    assert store.task_fields("r1") == {
+        "question": "2+2?",
+        "answer": "4",
+        "hints": '["é", {"a": null}]',
+    }
+    assert store.task_fields("no") == {}
 
 
 @pytest.mark.parametrize("read_only", [True, False])

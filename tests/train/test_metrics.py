@@ -1,9 +1,9 @@
-"""Tests of the metrics file, which holds each step once, and of the plot."""
+"""Tests of the metrics file, which holds each step once."""
 
 import json
 from pathlib import Path
 
-from lightning_jax.train.metrics import MetricsLog, plot_curves, read_metrics
+from lightning_jax.train.metrics import MetricsLog, read_metrics
 
 
 def test_resuming_takes_back_the_steps_that_are_done_again(tmp_path: Path) -> None:
@@ -27,26 +27,3 @@ def test_a_line_cut_by_a_crash_is_left_out(tmp_path: Path) -> None:
     assert read_metrics(path) == [{"step": 0, "a/b": 1.0}]
     MetricsLog(path, 1).write(1, {"a/b": 2.0})
     assert [row["step"] for row in read_metrics(path)] == [0, 1]
-
-
-def test_the_picture_holds_the_curves(tmp_path: Path) -> None:
-    rows = [
-        {"step": s, "rollout/reward_mean": 0.1 * s, "train/mismatch_kl": 1e-9 * s} for s in range(5)
-    ]
-    rows[0] |= {"eval/reward_mean": 0.0, "eval/reward_stderr": 0.1}
-    plot_curves(rows, tmp_path / "curves.png", "a run")
-    few = (tmp_path / "curves.png").read_bytes()
-    assert few.startswith(b"\x89PNG")
-    plot_curves([*rows, {"step": 5, "train/entropy": 1.0}], tmp_path / "curves.png", "a run")
-    assert (tmp_path / "curves.png").read_bytes() != few
-    assert [p.name for p in tmp_path.iterdir()] == ["curves.png"]
-
-
-def test_no_points_no_picture(tmp_path: Path) -> None:
-    plot_curves([{"step": 0}], tmp_path / "curves.png", "a run")
-    assert not (tmp_path / "curves.png").exists()
-
-
-def test_a_logarithmic_panel_without_positive_values_has_no_legend(tmp_path: Path) -> None:
-    plot_curves([{"step": 0, "train/grad_norm": 0.0}], tmp_path / "curves.png", "a run")
-    assert (tmp_path / "curves.png").exists()

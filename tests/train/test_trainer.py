@@ -38,8 +38,9 @@ from lightning_jax.traces.store import Store
 from lightning_jax.train import collect, metrics, startup, trainer
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig, WarmupConfig
+from lightning_jax.train.curves import plot_curves
 from lightning_jax.train.metric_descriptions import describe
-from lightning_jax.train.metrics import plot_curves, read_metrics
+from lightning_jax.train.metrics import read_metrics
 from lightning_jax.train.monitors import FiniteWatch, NotFinite
 from lightning_jax.train.run import Run
 from lightning_jax.train.startup import load_trainable, open_run

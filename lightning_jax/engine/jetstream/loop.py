@@ -89,8 +89,8 @@ class JetStreamLoop(SlotLoop[_Channel]):
         """Compile all programs. Call before `start`."""
         self._programs.warmup(self._params, self._programs.init_state())
 
-    def start(self) -> None:
-        """Start the Driver's threads."""
+    def start(self, num_requests: int = 1) -> None:
+        """Start the Driver's threads, whatever `num_requests` is."""
         self._driver = orchestrator.Driver(
             prefill_engines=[self._adapter],
             generate_engines=[self._adapter],

@@ -4,7 +4,7 @@
 or for simulated or absent ones (targets.py). It takes the step's memory from the compiler.
 """
 
-import os
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,9 @@ from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import make_mesh, serving_mesh
 from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.settings import ConfigError
+from lightning_jax.system.memory_limits import Limit, smallest_limit
 from lightning_jax.train.config import Config
+from lightning_jax.train.memory.host import checkpoint_item, process_items, transposed_item
 from lightning_jax.train.memory.items import (
     MemoryItem,
     publish_items,
@@ -31,7 +33,10 @@ from lightning_jax.train.memory.items import (
 from lightning_jax.train.memory.lowering import lower_step
 from lightning_jax.train.updaters import phase_updater
 
+log = logging.getLogger(__name__)
+
 GIB = 2**30
+TIGHT = 0.9  # of what is allowed; above it a run is warned
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Plan:
     during: str
     devices: str
     capacity: int | None  # bytes of a device, or None if unknown
+    limit: Limit | None = None  # of this process, if the devices are its CPUs
 
     @property
     def total(self) -> int:
@@ -68,11 +74,19 @@ def make_plan(
     config: Config,
     capacity: int | None = None,
     devices: Sequence[Any] | None = None,
+    *,
+    limit: Limit | None = None,
 ) -> Plan:
     """Return the plan from shapes, for `devices` (default: all devices here).
 
-    It is exact for arrays that are kept, and an estimate for the temporaries of a step.
+    It is exact for arrays that are kept, and an estimate for the temporaries of a step. If the
+    devices are this process's CPUs, `limit` is what the process may hold. The plan then includes
+    what it holds beside the arrays, and `capacity` is by default a device's share of the limit.
     """
+    here = process_items(model, config) if limit else []
+    plan_limit = limit if capacity is None else None
+    if plan_limit is not None:
+        capacity = plan_limit.num_bytes // jax.local_device_count()
     training = make_mesh(config.mesh, devices)
     serving = serving_mesh(config.serve.mesh, config.mesh, devices)
     dtype = jnp.dtype(config.model.dtype)
@@ -83,15 +97,18 @@ def make_plan(
     kept = trained + served if shared else trained
     cast, new = publish_items(model, config, training, serving)
     moments = {
-        "an update": kept + step_items(model, config, training),
-        "publishing": [*kept, cast, new] if shared else [*kept, cast],
+        "an update": kept + step_items(model, config, training) + here,
+        "publishing": [*kept, cast, *([new] if shared else []), *here],
     }
+    if limit:
+        moments["publishing"].append(transposed_item(model, config))
+        moments["a checkpoint"] = [*kept, *here, checkpoint_item(trained)]
     if not shared:
-        moments["publishing, on the serving devices"] = [*served, new]
+        moments["publishing, on the serving devices"] = [*served, new, *here]
     during, items = max(moments.items(), key=lambda item: sum(p.num_bytes for p in item[1]))
     sizes = " ".join(f"{axis}={size}" for axis, size in training.shape.items())
     kind = training.devices.flat[0].device_kind
-    return Plan(tuple(items), during, f"{training.size} x {kind}, {sizes}", capacity)
+    return Plan(tuple(items), during, f"{training.size} x {kind}, {sizes}", capacity, plan_limit)
 
 
 def plan_run(config: Config) -> Plan:
@@ -100,7 +117,7 @@ def plan_run(config: Config) -> Plan:
     Nothing is loaded or compiled. Raises ModelError or ConfigError for unusable settings.
     """
     config, model = resolve_shape(config)
-    return make_plan(model, config, device_capacity())
+    return make_plan(model, config, device_capacity(), limit=process_limit())
 
 
 def compile_plan(
@@ -108,6 +125,8 @@ def compile_plan(
     config: Config,
     capacity: int | None = None,
     devices: Sequence[Any] | None = None,
+    *,
+    limit: Limit | None = None,
 ) -> Plan:
     """Return the plan with the compiler's figure for the temporaries of an update.
 
@@ -116,7 +135,7 @@ def compile_plan(
     # A value head is too small to count.
     algorithm = replace(config.algorithm, credit="identical", value_coef=0.0)
     config = replace(config, algorithm=algorithm)
-    plan = make_plan(model, config, capacity, devices)
+    plan = make_plan(model, config, capacity, devices, limit=limit)
     if plan.during != "an update":
         return plan
     if devices is not None:  # JAX caches programs for absent devices but cannot load them
@@ -134,17 +153,29 @@ def compile_plan(
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ConfigError if a device is too small, with the setting that saves most."""
-    if plan.capacity is None or plan.total <= plan.capacity:
+    """Raise ConfigError if the plan does not fit, with the setting that saves most.
+
+    Warn if it fits barely in what this process may hold, because a plan is an estimate.
+    """
+    if plan.capacity is None or (plan.limit is None and plan.total <= plan.capacity):
         return
     most = _largest(plan.items)
-    raise ConfigError(
-        f"{plan.during} needs {_gib(plan.total)} per device, but a device has "
-        f"{_gib(plan.capacity)}; the largest item is {most.name} with {_gib(most.num_bytes)}. "
-        f"{most.setting}.",
-        reason="too_large",
-        key=most.name,
-    )
+    allows = "a device has" if plan.limit is None else f"{plan.limit.name} allows"
+    cure = most.setting if plan.limit is None else f"{most.setting}, or {plan.limit.fix}"
+    needs = f"{plan.during} needs {_gib(plan.total)} per device, "
+    largest = f"the largest item is {most.name} with {_gib(most.num_bytes)}. {cure}."
+    if plan.total > plan.capacity:
+        raise ConfigError(
+            f"{needs}but {allows} {_gib(plan.capacity)}; {largest}",
+            reason="too_large",
+            key=most.name,
+        )
+    if plan.total > TIGHT * plan.capacity:
+        log.warning(
+            "%sand %s only %s; %s",
+            *(needs, allows, _gib(plan.capacity), largest.rstrip(".")),
+            extra={"event": "memory_tight", "needed": plan.total, "allowed": plan.capacity},
+        )
 
 
 def one_line(plan: Plan) -> str:
@@ -166,14 +197,13 @@ def as_table(plan: Plan) -> str:
 
 
 def device_capacity() -> int | None:
-    """Return the bytes of one device that arrays may take, or None if unknown.
+    """Return the bytes of one accelerator that arrays may take, or None if unknown or a CPU."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
-    CPU devices share the host's memory.
-    """
-    device = jax.local_devices()[0]
-    if device.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
-    return (device.memory_stats() or {}).get("bytes_limit")
+
+def process_limit() -> Limit | None:
+    """Return the limit of this process's memory if its devices are CPUs, which share it."""
+    return smallest_limit() if jax.local_devices()[0].platform == "cpu" else None
 
 
 def simulate_devices(number: int) -> None:

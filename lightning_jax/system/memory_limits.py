@@ -1,0 +1,94 @@
+"""Memory that this process may hold: limits of the machine, of its containers and of ulimit."""
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Addresses and data that a process of JAX reserves beyond its peak resident memory, most of them
+# holes that malloc has returned. Measured on SmolLM2 runs, 25 November 2026, x86-64 Linux, 2 cores:
+# up to 2.73 and 1.89 GiB (benchmarks/LOG.md).
+_RESERVED = {"v": (resource.RLIMIT_AS, 3 * 2**30), "d": (resource.RLIMIT_DATA, 2 * 2**30)}
+# Mount point, file of the limit, and field of memory.stat with the memory that cannot be reclaimed.
+_V2 = ("", "memory.max", "anon")
+_V1 = ("memory", "memory.limit_in_bytes", "total_rss")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bytes that this process may hold in all. `name` says what sets the limit, `fix` the cure."""
+
+    num_bytes: int
+    name: str
+    fix: str
+
+
+def smallest_limit(root: Path = Path("/")) -> Limit:
+    """Return the limit that this process reaches first.
+
+    `root` contains `proc` and `sys/fs/cgroup`. Without them, as on macOS, the limit is the
+    machine's memory or ulimit's.
+    """
+    return min(memory_limits(root), key=lambda limit: limit.num_bytes)
+
+
+def memory_limits(root: Path = Path("/")) -> list[Limit]:
+    """Return all limits that are set. What this process holds already is part of each."""
+    status = _fields(root / "proc/self/status")
+    return [_machine(root, status), *_containers(root, status), *_ulimits()]
+
+
+def _machine(root: Path, status: dict[str, int]) -> Limit:
+    found = _fields(root / "proc/meminfo")
+    if "MemAvailable" in found:
+        free = found["MemAvailable"] + status.get("VmRSS", 0)
+        size = min(free, found.get("MemTotal", free))
+        return Limit(size, "this machine's free memory", "end other programs")
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Limit(size, "this machine's memory", "use a larger machine")
+
+
+def _containers(root: Path, status: dict[str, int]) -> Iterator[Limit]:
+    """Yield the limits of this process's control groups and of all groups above them.
+
+    What other processes of the group hold is subtracted.
+    """
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, name, field = _V1 if controllers else _V2
+        top = root / "sys/fs/cgroup" / mount
+        inside = Path(path.lstrip("/"))
+        # In a container the path may be the host's. Its last parent is then the container itself.
+        for group in (top / inside, *(top / parent for parent in inside.parents)):
+            limit = "".join(_lines(group / name)[:1]).strip()
+            if limit.isdecimal() and int(limit) < 2**60:  # a larger one is v1's word for no limit
+                held = _fields(group / "memory.stat").get(field, 0) - status.get("RssAnon", 0)
+                file = group / name
+                yield Limit(int(limit) - max(held, 0), f"the container ({file})", f"raise {name}")
+
+
+def _ulimits() -> Iterator[Limit]:
+    for letter, (kind, reserved) in _RESERVED.items():
+        soft = resource.getrlimit(kind)[0]
+        if soft != resource.RLIM_INFINITY:
+            name = f"ulimit -{letter} (less {reserved >> 20} MiB that JAX reserves)"
+            yield Limit(max(soft - reserved, 0), name, f"set ulimit -{letter} unlimited")
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a file of names and values, in bytes."""
+    found = {}
+    for words in map(str.split, _lines(path)):
+        if len(words) > 1 and words[1].isdecimal():
+            found[words[0].rstrip(":")] = int(words[1]) * (1024 if words[-1] == "kB" else 1)
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return path.read_text().splitlines()
+    return []

@@ -1,0 +1,73 @@
+"""Memory that a run on CPUs holds beside its arrays, because process and devices share it."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from lightning_jax.engine.replicas import split_by_data
+from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.models.lora import trained_part
+from lightning_jax.models.memory import turns_kernels, weight_bytes
+from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.models.transformer import DecoderConfig
+from lightning_jax.train.config import Config
+from lightning_jax.train.memory.items import MemoryItem
+
+# Measured with SmolLM2-135M on 2 cores of an AMD EPYC, 25 November 2026 (benchmarks/LOG.md): what a
+# process holds beside its weights when it has loaded them (0.36 to 0.46 GiB), and what is left of
+# eight compiled programs of 30 layers (0.5 to 0.7 GiB).
+PROCESS = int(0.4 * 2**30)
+PROGRAM_LAYER = 3 * 2**20  # code and traces of one layer of one program
+COMPILER_LAYER = 14 * 2**20  # left by LLVM until the heap is trimmed: 0.4 GiB for 30 layers
+
+_NO_SETTING = "Give the process more memory"
+
+
+def process_items(model: DecoderConfig, config: Config) -> list[MemoryItem]:
+    """Return the memory of this process that is not in arrays, shared by its devices."""
+    devices = jax.local_device_count()
+    number = _count_programs(model, config)
+    programs = number * model.num_layers * PROGRAM_LAYER
+    fewer = f"Lower serve.slots={config.serve.slots} or serve.max_len={config.serve.max_len}"
+    items = [
+        MemoryItem("Python, JAX and libraries", PROCESS // devices, _NO_SETTING),
+        MemoryItem(f"{number} compiled programs", programs // devices, fewer),
+    ]
+    algorithm = config.algorithm
+    if config.warmup.num_steps or algorithm.has_critic or algorithm.has_reference:
+        left = (
+            model.num_layers * COMPILER_LAYER // devices
+        )  # CompileAhead leaves this to the update
+        items.append(MemoryItem("compilation of an update", left, _NO_SETTING))
+    return items
+
+
+def transposed_item(model: DecoderConfig, config: Config) -> MemoryItem:
+    """Return the copy of new weights from which an engine on one CPU makes transposed kernels."""
+    serving = split_by_data(serving_mesh(config.serve.mesh, config.mesh))[0]
+    dtype = jnp.dtype(config.model.dtype)
+    turns = turns_kernels(serving, dtype)
+    size = weight_bytes(model, serving, dtype, trained_part) if turns else 0
+    return MemoryItem("new weights before they are transposed", size, _NO_SETTING)
+
+
+def checkpoint_item(states: Sequence[MemoryItem]) -> MemoryItem:
+    """Return the copies that the writer of a checkpoint makes of weights and moments."""
+    written = ("weights in float32", "optimizer moments")
+    size = sum(item.num_bytes for item in states if item.name.startswith(written))
+    return MemoryItem("copies for the checkpoint", size, _NO_SETTING)
+
+
+def _count_programs(model: DecoderConfig, config: Config) -> int:
+    """Return the number of programs with all layers that a run is likely to compile.
+
+    These are a prefill for each bucket, each size of a decode step, and the gradients and the
+    update of each phase.
+    """
+    serve, dtype = config.serve, config.model.dtype
+    engine = split_by_data(serving_mesh(serve.mesh, config.mesh))[0]
+    served = SlotPrograms(model, serve, dtype=dtype, mesh=engine)
+    phases = (config.num_steps > 0) + (config.warmup.num_steps > 0)
+    decode = len(served.capacities) * len(served.slot_counts)
+    return len(served.buckets) + decode + 2 * phases
