@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import openai
 from langchain_openai import ChatOpenAI
-from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.runtime import Runtime
 from langgraph.types import Command
 
@@ -20,13 +20,13 @@ async def write(state: MessagesState, runtime: Runtime[ChatOpenAI]) -> dict[str,
 def check(state: MessagesState) -> Command[Literal["write", "__end__"]]:
     is_right = FORM.fullmatch(str(state["messages"][-1].content))
     if is_right or len(state["messages"]) > 6:  # this was the second reply
-        return Command(goto=END)
+        return Command(goto="__end__")
     return Command(goto="write", update={"messages": [("user", "Write HH:MM only.")]})
 
 
 builder = StateGraph(MessagesState, context_schema=ChatOpenAI).add_node("write", write)
 builder.add_node("check", check).add_edge(START, "write").add_edge("write", "check")
-graph = builder.compile()
+graph: Any = builder.compile()
 
 
 async def run(task: dict[str, Any], llm: Any) -> float:

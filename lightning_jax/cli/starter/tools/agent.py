@@ -26,15 +26,15 @@ def calculate(arguments: str) -> str:
 
 async def run(task: dict[str, Any], llm: Any) -> float:
     """Return the reward: 0.2 for calling the tool, 0.3 for the right call, 0.5 for the answer."""
-    messages, results, text = [*EXAMPLE, {"role": "user", "content": task["text"]}], [], None
+    messages, found, text = [*EXAMPLE, {"role": "user", "content": task["text"]}], [], None
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
         chat = client.chat.completions
-        while text is None and len(results) < 3:
+        while text is None and len(found) < 3:
             reply = await chat.create(model=llm.model, messages=messages, tools=TOOLS)
             message = reply.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
-            for call in message.tool_calls or []:
-                results.append(calculate(call.function.arguments))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": results[-1]})
+            for call in messages[-1].get("tool_calls", []):
+                found.append(calculate(call["function"]["arguments"]))
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": found[-1]})
             text = None if message.tool_calls else (message.content or "").strip()
-    return 0.2 * bool(results) + 0.3 * (task["answer"] in results) + 0.5 * (text == task["answer"])
+    return 0.2 * bool(found) + 0.3 * (task["answer"] in found) + 0.5 * (text == task["answer"])
