@@ -44,8 +44,8 @@ def _machine(root: Path, status: dict[str, int]) -> Limit:
     found = _fields(root / "proc/meminfo")
     if "MemAvailable" in found:
         free = found["MemAvailable"] + status.get("VmRSS", 0)
-        size = min(free, found.get("MemTotal", free))
-        return Limit(size, "this machine's free memory", "end other programs")
+        size = min(free, found.get("MemTotal", free)) + found.get("SwapFree", 0)
+        return Limit(size, "this machine's free memory and swap", "end other programs")
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Limit(size, "this machine's memory", "use a larger machine")
 

@@ -27,6 +27,9 @@ def test_free_memory_includes_what_the_process_holds(root: Path) -> None:
     assert smallest_limit(root).num_bytes == 11 * GIB
     write(root, "proc/self/status", f"VmRSS:\t{12 * 2**20} kB")
     assert smallest_limit(root).num_bytes == 16 * GIB
+    with (root / "proc/meminfo").open("a") as file:
+        file.write(f"SwapFree: {2**20} kB\n")
+    assert smallest_limit(root).num_bytes == 17 * GIB
 
 
 def test_a_machine_without_these_files_has_its_memory(tmp_path: Path) -> None:
