@@ -108,7 +108,9 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()  # takes 20 ms, so all clients share one
 
 
-async def solve(task: Task, llm: Any, *, use_tool: bool = True) -> TaskResult:
+async def solve(
+    task: Task, llm: Any, *, use_tool: bool = True, max_tokens: int = MAX_TOKENS
+) -> TaskResult:
     """Return the finished conversation. `llm` has base_url, api_key and model.
 
     Raises CalculatorBroken if the calculator failed a call, because no answer could be trusted
@@ -125,7 +127,7 @@ async def solve(task: Task, llm: Any, *, use_tool: bool = True) -> TaskResult:
             base_url=llm.base_url,
             api_key=llm.api_key,
             model_info=INFO,
-            max_tokens=MAX_TOKENS,
+            max_tokens=max_tokens,
             include_name_in_message=False,
             default_headers={"x-agent-name": "solver"},
             **connection,
@@ -152,14 +154,15 @@ def final_reply(result: TaskResult) -> str:
     return last.content if isinstance(last, TextMessage) else ""
 
 
-async def run(task: Task, llm: Any) -> float:
+async def run(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS) -> float:
     """Return the reward of one rollout: 1.0 if its answer is the task's number, else 0.0."""
-    return reward(task["result"], final_reply(await solve(task, llm)))
+    return reward(task["result"], final_reply(await solve(task, llm, max_tokens=max_tokens)))
 
 
-async def run_without_tool(task: Task, llm: Any) -> float:
+async def run_without_tool(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS) -> float:
     """Return the same reward for a rollout without a calculator."""
-    return reward(task["result"], final_reply(await solve(task, llm, use_tool=False)))
+    result = await solve(task, llm, use_tool=False, max_tokens=max_tokens)
+    return reward(task["result"], final_reply(result))
 
 
 # ---- Demonstrations ----------------------------------------------------------------------------

@@ -140,7 +140,7 @@ class Answered:
     items: list[Any]  # the conversation in the SDK's form
 
 
-async def answer(task: Task, llm: Any) -> Answered:
+async def answer(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS) -> Answered:
     """Answer `question` with searches at `search_url`. `llm` has base_url, api_key and model.
 
     Raises AgentsException if the model's replies cannot be used, ConnectionError if the search is
@@ -158,7 +158,7 @@ async def answer(task: Task, llm: Any) -> Answered:
             instructions=SYSTEM,
             tools=[search],
             model=OpenAIResponsesModel(model=llm.model, openai_client=client),
-            model_settings=ModelSettings(max_tokens=MAX_TOKENS),
+            model_settings=ModelSettings(max_tokens=max_tokens),
         )
         try:
             result = await Runner.run(
@@ -180,13 +180,13 @@ async def answer(task: Task, llm: Any) -> Answered:
     )
 
 
-async def run(task: Task, llm: Any) -> dict[str, float]:
+async def run(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS) -> dict[str, float]:
     """Return one rollout's `reward`, 0.9 * F1 + 0.1 * format, and metrics worth plotting.
 
     `em`, `f1` and `format` are parts of the reward. `recall` is the share of supporting paragraphs
     that the searches found.
     """
-    answered = await answer(task, llm)
+    answered = await answer(task, llm, max_tokens=max_tokens)
     supporting = set(task["supporting"])
     return score(answered.reply, task["answer"], task["answer_aliases"]) | {
         "searches": float(answered.num_searches),

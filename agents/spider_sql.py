@@ -109,6 +109,8 @@ class State(TypedDict):
 class Context:
     db_path: str
     chat: ChatOpenAI
+    sql_tokens: int
+    verdict_tokens: int
 
 
 async def _reply(runtime: Runtime[Context], agent: str, messages: list[Message], limit: int) -> str:
@@ -119,7 +121,7 @@ async def _reply(runtime: Runtime[Context], agent: str, messages: list[Message],
 
 
 async def _write(state: State, runtime: Runtime[Context]) -> dict[str, Any]:
-    text = await _reply(runtime, "writer", state["messages"], MAX_SQL_TOKENS)
+    text = await _reply(runtime, "writer", state["messages"], runtime.context.sql_tokens)
     message = {"role": "assistant", "content": text}
     return {"messages": [message], "sql": extract_sql(text), "turns": 1}
 
@@ -130,14 +132,14 @@ async def _execute(state: State, runtime: Runtime[Context]) -> dict[str, Any]:
 
 
 async def _check(state: State, runtime: Runtime[Context]) -> dict[str, Any]:
-    ask = _user(state["observation"], CHECK)
-    text = await _reply(runtime, "checker", [*state["messages"], ask], MAX_VERDICT_TOKENS)
+    ask, limit = _user(state["observation"], CHECK), runtime.context.verdict_tokens
+    text = await _reply(runtime, "checker", [*state["messages"], ask], limit)
     return {"messages": [ask, {"role": "assistant", "content": text}], "wrong": is_wrong(text)}
 
 
 async def _rewrite(state: State, runtime: Runtime[Context]) -> dict[str, Any]:
     ask = _user(state["observation"], REWRITE) if state["failed"] else _user(REWRITE)
-    text = await _reply(runtime, "rewriter", [*state["messages"], ask], MAX_SQL_TOKENS)
+    text = await _reply(runtime, "rewriter", [*state["messages"], ask], runtime.context.sql_tokens)
     return {
         "messages": [ask, {"role": "assistant", "content": text}],
         "sql": extract_sql(text),
@@ -178,7 +180,13 @@ def _unused_sync_client() -> openai.DefaultHttpxClient:
     return openai.DefaultHttpxClient(verify=_tls())  # else ChatOpenAI makes one per rollout
 
 
-async def answer(task: Task, llm: Any) -> State:
+async def answer(
+    task: Task,
+    llm: Any,
+    *,
+    sql_tokens: int = MAX_SQL_TOKENS,
+    verdict_tokens: int = MAX_VERDICT_TOKENS,
+) -> State:
     """Return the finished workflow's state; `sql` is the answer.
 
     `llm` has base_url, api_key and model.
@@ -195,13 +203,20 @@ async def answer(task: Task, llm: Any) -> State:
         # Send nothing to LangSmith, regardless of the environment.
         with tracing_context(enabled=False):
             return await _graph().ainvoke(
-                {"messages": first_messages(task)}, context=Context(task["db_path"], chat)
+                {"messages": first_messages(task)},
+                context=Context(task["db_path"], chat, sql_tokens, verdict_tokens),
             )
 
 
-async def run(task: Task, llm: Any) -> float:
+async def run(
+    task: Task,
+    llm: Any,
+    *,
+    sql_tokens: int = MAX_SQL_TOKENS,
+    verdict_tokens: int = MAX_VERDICT_TOKENS,
+) -> float:
     """Return 1.0 if the final query of a rollout gives the gold query's result, else 0.0."""
-    final = await answer(task, llm)
+    final = await answer(task, llm, sql_tokens=sql_tokens, verdict_tokens=verdict_tokens)
     return await asyncio.to_thread(reward, task, final["sql"])
 
 

@@ -15,6 +15,7 @@ if __name__ == "__main__":
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
 
 import asyncio
+import functools
 import importlib.util
 import inspect
 import json
@@ -82,6 +83,17 @@ def load(reference: str) -> Any:
     if not callable(function):
         sys.exit(f"{path} has no function {name!r}")
     return function
+
+
+def with_options(function: Any, options: dict) -> Any:
+    """Return the function with keyword arguments, or exit if it does not take them."""
+    try:
+        inspect.signature(function).bind(None, None, **options)
+    except TypeError as error:
+        sys.exit(f"it cannot be called with (task, llm) and agent.options: {error}")
+    except ValueError:  # a builtin may have no signature
+        pass
+    return functools.partial(function, **options) if options else function
 
 
 def module_name_of(path: str, otherwise: str) -> str:
@@ -259,6 +271,6 @@ def known_to_json(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    FUNCTION = load(sys.argv[1])
+    FUNCTION = with_options(load(sys.argv[1]), json.loads(os.environ["LIGHTNING_OPTIONS"]))
     if len(sys.argv) > 2:
         run(FUNCTION, int(sys.argv[2]))

@@ -37,6 +37,8 @@ class AgentConfig(Section):
     command: Annotated[Any, PathKind.COMMAND] = None
     # For a command: FILE:FUNCTION, (task, output) -> reward. None: the last line of the output.
     reward: FunctionRef | None = None
+    # The agent's own settings: keyword arguments of `function`, or LIGHTNING_OPTIONS of a command.
+    options: dict[str, Any] = field(default_factory=dict)
     # Environment variables for a program, in addition to docs/agents.md: NAME to pass on the
     # trainer's value, or NAME=value.
     env: tuple[str, ...] = field(default=(), repr=False)

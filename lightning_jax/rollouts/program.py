@@ -75,7 +75,7 @@ def make_agent(config: AgentConfig) -> Agent:
     assert config.function is not None
     if config.python is not None:
         return _interpreter_agent(config.python, config.function, config)
-    return load_agent(config.function)
+    return load_agent(config.function, config.options)
 
 
 def inherited(extra: Sequence[str]) -> dict[str, str]:
@@ -86,7 +86,9 @@ def inherited(extra: Sequence[str]) -> dict[str, str]:
     return found | {name: value for name, value in added.items() if value is not None}
 
 
-def program_environment(task: Task, llm: LLM) -> dict[str, str]:
+def program_environment(
+    task: Task, llm: LLM, options: Mapping[str, Any] | None = None
+) -> dict[str, str]:
     """Return the variables that a program gets in addition to the inherited ones.
 
     LIGHTNING_TASK is left out if the task is longer than a variable may be.
@@ -101,6 +103,7 @@ def program_environment(task: Task, llm: LLM) -> dict[str, str]:
         "OLLAMA_HOST": root,
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{root}/v1/traces",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "LIGHTNING_OPTIONS": json.dumps(options or {}),
         **trace_headers(),
     }
     text = json.dumps(task)
@@ -128,7 +131,7 @@ def _command_agent(config: AgentConfig) -> Agent:
 
 def _interpreter_agent(python: str, function: str, config: AgentConfig) -> Agent:
     words = (find_program(python, "agent.python"), str(CHILD), function)
-    _check_loads(words, inherited(config.env))
+    _check_loads(words, inherited(config.env), config.options)
     start = _starter(words, config)
 
     async def agent(task: Task, llm: LLM) -> Result:
@@ -143,11 +146,13 @@ def _interpreter_agent(python: str, function: str, config: AgentConfig) -> Agent
     return agent
 
 
-def _check_loads(words: tuple[str, ...], environment: Mapping[str, str]) -> None:
+def _check_loads(
+    words: tuple[str, ...], environment: Mapping[str, str], options: Mapping[str, Any]
+) -> None:
     """Load the agent once, so that a missing framework fails before the run."""
     what = f"agent.function {words[-1]!r} cannot be used with agent.python {words[0]}"
     nobody = LLM("http://localhost/v1", "none", "none")
-    variables = {**environment, **program_environment({}, nobody)}
+    variables = {**environment, **program_environment({}, nobody, options)}
     loading = asyncio.wait_for(run_program(words, variables, b""), LOAD_TIMEOUT_S)
     try:
         with ThreadPoolExecutor(1) as pool:  # because this thread may run an event loop
@@ -179,7 +184,7 @@ def _starter(words: tuple[str, ...], config: AgentConfig) -> Callable[..., Await
     outer = inherited(config.env)
 
     async def start(task: Task, llm: LLM, *keep_open: int) -> Ended:
-        environment = {**outer, **program_environment(task, llm)}
+        environment = {**outer, **program_environment(task, llm, config.options)}
         line = (*words, *map(str, keep_open))
         try:
             return await run_program(

@@ -13,6 +13,7 @@ gateway is an agent failure if the agent gave up a call that the gateway was wor
 
 import asyncio
 import copy
+import functools
 import inspect
 import logging
 import time
@@ -94,15 +95,15 @@ def make_requests(
     ]
 
 
-def load_agent(reference: str) -> Agent:
+def load_agent(reference: str, options: Mapping[str, Any] | None = None) -> Agent:
     """Return the agent that `FILE:FUNCTION` names. Raises ConfigError if there is none."""
-    return as_agent(load_function(reference))
+    return as_agent(load_function(reference), options)
 
 
-def as_agent(function: Any) -> Agent:
+def as_agent(function: Any, options: Mapping[str, Any] | None = None) -> Agent:
     """Return a coroutine function; a plain function is called in a thread.
 
-    Raises ConfigError if it cannot be called with a task and an LLM.
+    Raises ConfigError if it cannot be called with a task, an LLM and the options by name.
     """
     if not callable(function):
         raise ConfigError(
@@ -111,15 +112,18 @@ def as_agent(function: Any) -> Agent:
             key="agent",
         )
     try:
-        inspect.signature(function).bind(None, None)
+        inspect.signature(function).bind(None, None, **(options or {}))
     except TypeError as error:
+        added = f" and agent.options ({', '.join(options)})" if options else ""
         raise ConfigError(
-            f"the agent {function!r} cannot be called with (task, llm): {error}",
+            f"the agent {function!r} cannot be called with (task, llm){added}: {error}",
             reason="wrong_signature",
-            key="agent",
+            key="agent.options" if options else "agent",
         ) from error
     except ValueError:  # a builtin may have no signature
         pass
+    if options:
+        function = functools.partial(function, **options)
     if inspect.iscoroutinefunction(function):
         return function
 

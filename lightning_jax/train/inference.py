@@ -113,7 +113,7 @@ async def open_runner(
     `agent` is by default the one that `config` names. Everything but the store is closed at the
     end. Raises UserError if the agent, the policy or the server's settings are unusable.
     """
-    made = make_agent(config.agent) if agent is None else as_agent(agent)
+    made = make_agent(config.agent) if agent is None else as_agent(agent, config.agent.options)
     if source.server is not None:
         remote = RemoteEngine(source.label(config), config.serve)
         gateway = Gateway(remote, store, routing=remote_routing(config.roles, source.server))

@@ -58,7 +58,7 @@ async def open_run(
     Everything is closed at the end.
     """
     _check_orchestrator(config)
-    made = make_agent(config.agent) if agent is None else as_agent(agent)
+    made = make_agent(config.agent) if agent is None else as_agent(agent, config.agent.options)
     algorithm = load_choices(config.algorithm)
     train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
     directory = Path(config.run_dir)

@@ -45,6 +45,12 @@ async def test_a_right_query_is_checked_and_kept(task: dict[str, Any]) -> None:
     assert server.other_paths == []
 
 
+async def test_limits_are_settings(task: dict[str, Any]) -> None:
+    async with serving([GOLD, "CORRECT"]) as server:
+        await spider_sql.run(task, server, sql_tokens=200, verdict_tokens=9)
+    assert [body["max_completion_tokens"] for body in server.bodies] == [200, 9]
+
+
 async def test_a_wrong_query_is_rewritten(task: dict[str, Any]) -> None:
     async with serving(["SELECT name FROM pet", "WRONG", GOLD, "CORRECT"]) as server:
         final = await spider_sql.answer(task, server)

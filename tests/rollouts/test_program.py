@@ -76,6 +76,25 @@ async def ended(pids: list[int]) -> None:
     raise AssertionError(f"some of {pids} run still")
 
 
+async def test_options_reach_functions_and_programs(tmp_path: Path) -> None:
+    file = tmp_path / "sized.py"
+    file.write_text("async def run(task, llm, *, size=1):\n    return size + 0.5\n")
+    function, options = f"{file}:run", {"size": 3}
+    echo = ["sh", "-c", 'echo "$LIGHTNING_OPTIONS" | tr -dc 0-9']
+    for config, result in (
+        (AgentConfig(function, options=options), 3.5),
+        (AgentConfig(function, python=sys.executable, options=options), 3.5),
+        (AgentConfig(command=echo, options=options), 3),
+    ):
+        assert await make_agent(config)({"id": "a"}, URL) == result
+    for python, reason, key in (
+        (None, "wrong_signature", "agent.options"),
+        (sys.executable, "not_loaded", "agent.python"),
+    ):
+        with raises_coded(ConfigError, reason, key):
+            make_agent(AgentConfig(function, python=python, options={"sizes": 3}))
+
+
 # ---- Input of a program --------------------------------------------------------------------------
 
 
