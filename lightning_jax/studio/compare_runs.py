@@ -134,12 +134,15 @@ def _training(groups: Sequence[Group], names: Sequence[str], axis: Axis) -> Grid
 
 
 def _tasks(first: Group, first_name: str, group: Group, name: str) -> Grid:
-    """Return the tasks whose reward differs most in the last evaluation that both have."""
+    """Return the tasks whose reward differs most in the last evaluation that both have.
+
+    Without one, the last evaluations of both are compared.
+    """
     before, after = _measured(first), _measured(group)
     if not before or not after:
         nothing = first_name if not before else name
         return Grid(f"{name} against {first_name}", (), (), (f"{nothing} has no evaluation",))
-    common = before.keys() & after.keys()
+    common = (before.keys() & after.keys()) - {0}  # at step 0 both have the initial model
     at = (max(common),) * 2 if common else (max(before), max(after))
     found = compare_tasks(before[at[0]], after[at[1]])
     when = f"step {at[0]}" if common else f"step {at[1]} against step {at[0]}"

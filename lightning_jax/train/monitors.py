@@ -159,7 +159,7 @@ _FINDINGS = {  # kind -> (smallest share to report, text)
         "lower rollout.concurrency, or raise rollout.timeout_s",
     ),
 }
-TROUBLESHOOTING = "see docs/get_started/troubleshooting.md"
+TROUBLESHOOTING = 'see "When it does not learn" in docs/get_started/troubleshooting.md'
 _UNUSED = re.compile(r"rollout/(?:num_rollouts/(?P<kind>role|policy)=|(?P<rule>rule)_)(?P<name>.+)")
 
 
