@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 from jaxtyping import Float
 
+from lightning_jax.rollouts.compare_tasks import compare_tasks, standard_error
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import DROPPED_METRICS, is_bounded
 from lightning_jax.traces import attributes
@@ -251,21 +252,16 @@ def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 def eval_change(before: Sequence[Rollout], rollouts: Sequence[Rollout]) -> Metrics:
     """Return how an evaluation differs from an earlier one, per task that both measured.
 
-    The standard error is that of the mean difference. It is much smaller than those of the two
-    means if most tasks have the same result in both. Empty if there is no common task.
+    See `compare_tasks`. Empty if there is no common task.
     """
-    old, new = (
-        {task: fmean(values) for task, values in task_rewards(measured).items()}
-        for measured in (before, rollouts)
-    )
-    changes = np.asarray([new[task] - old[task] for task in new if task in old])
-    if not changes.size:
+    found = compare_tasks(task_rewards(before), task_rewards(rollouts))
+    if found.change_mean is None or found.change_stderr is None:
         return {}
     return {
-        "eval/change_mean": float(changes.mean()),
-        "eval/change_stderr": standard_error(changes),
-        "eval/num_better": float((changes > 0.0).sum()),
-        "eval/num_worse": float((changes < 0.0).sum()),
+        "eval/change_mean": found.change_mean,
+        "eval/change_stderr": found.change_stderr,
+        "eval/num_better": float(found.num_won),
+        "eval/num_worse": float(found.num_lost),
     }
 
 
@@ -316,11 +312,6 @@ def _earned(rollout: Rollout) -> float:
 def full_reward_share(rewards: Float[np.ndarray, " N"]) -> float:
     """Return the share of at least one reward that is FULL_REWARD or more, up to rounding."""
     return float((rewards >= FULL_REWARD - 1e-6).mean())
-
-
-def standard_error(values: Float[np.ndarray, " N"]) -> float:
-    """Return the standard error of the mean of at least one value; 0 for a single value."""
-    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
 
 
 def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from lightning_jax.rollouts.compare_tasks import Rewards, compare_tasks
 from lightning_jax.settings import ConfigError
-from lightning_jax.studio.compare_tasks import Rewards, compare_tasks
 from lightning_jax.studio.evaluation import comparison_table
 from lightning_jax.studio.results import read_evaluations
 from lightning_jax.studio.runs import REWARD, Axis, RunSummary, runs_table

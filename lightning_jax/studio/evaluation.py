@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_jax.rollouts.compare_tasks import TaskComparison
 from lightning_jax.rollouts.metrics import eval_metrics
-from lightning_jax.studio.compare_tasks import TaskComparison
 from lightning_jax.studio.results import Calls
 from lightning_jax.studio.tables import Grid, columns
 from lightning_jax.studio.text import printable

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
+from lightning_jax.rollouts.compare_tasks import Rewards
 from lightning_jax.rollouts.metrics import task_rewards
 from lightning_jax.settings import ConfigError
-from lightning_jax.studio.compare_tasks import Rewards
 from lightning_jax.system.files import write_whole
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store

@@ -9,8 +9,8 @@ from rich.console import Console, RenderableType
 from view_records import add, make_run, rollout
 
 from lightning_jax.errors import UserError
+from lightning_jax.rollouts.compare_tasks import compare_tasks
 from lightning_jax.settings import ConfigError
-from lightning_jax.studio.compare_tasks import compare_tasks
 from lightning_jax.studio.evaluation import MAX_CHANGES, comparison_table, render_evaluation
 from lightning_jax.studio.results import (
     Calls,

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from lightning_jax.rollouts.metrics import standard_error
+from jaxtyping import Float
 
 Rewards = Mapping[str, Sequence[float]]  # task id to its measured rewards
 
@@ -74,6 +73,11 @@ def sign_test(num_won: int, num_lost: int) -> float:
     total = num_won + num_lost
     tail = sum(math.comb(total, k) for k in range(min(num_won, num_lost) + 1))
     return min(2 * tail / 2**total, 1.0)
+
+
+def standard_error(values: Float[np.ndarray, " N"]) -> float:
+    """Return the standard error of the mean of at least one value; 0 for a single value."""
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
 
 
 def _means(rewards: Rewards) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_jax.studio.compare_tasks import compare_tasks, sign_test
+from lightning_jax.rollouts.compare_tasks import compare_tasks, sign_test
 
 
 @pytest.mark.parametrize(
