@@ -305,17 +305,12 @@ def _view(arguments: argparse.Namespace) -> int:
 
     The waterfall has agent, LLM and tool spans with prompts, responses, credit and advantages.
     """
-    from lightning_jax.train.directory import STORE, require_run
+    from lightning_jax.studio.command import show
 
     if arguments.rollout_id and (arguments.phase or arguments.step is not None):
         return _fail(
             "error: --phase and --step cannot be combined with a rollout; drop one of them.", 2
         )
-    if not arguments.run_dir.is_file():  # of `try --record`
-        require_run(arguments.run_dir, STORE)
-
-    from lightning_jax.studio.command import show
-
     show(
         arguments.run_dir,
         arguments.rollout_id,

@@ -8,6 +8,7 @@ from pathlib import Path
 from lightning_jax.cli.runtime import cancel_at_stop
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
+from lightning_jax.train.directory import STORE
 from lightning_jax.train.multihost import is_leader
 from lightning_jax.train.report import (
     checkpoint_line,
@@ -42,7 +43,7 @@ def train_and_report(
     print("\n" + result_table(rows, config.eval.by))
     if learned := learning_table(rows):
         print("\n" + learned)
-    with closing(Store(directory / "store.sqlite")) as store:
+    with closing(Store(directory / STORE)) as store:
         print("\n" + failure_table(store))
     print("\n" + checkpoint_line(directory, config.checkpoint.keep))
     policy = directory / "policy"

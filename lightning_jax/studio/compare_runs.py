@@ -9,9 +9,10 @@ from typing import Any
 
 from lightning_jax.rollouts.compare_tasks import Rewards, compare_tasks
 from lightning_jax.settings import ConfigError
+from lightning_jax.studio import Axis
 from lightning_jax.studio.evaluation import comparison_table
 from lightning_jax.studio.results import read_evaluations
-from lightning_jax.studio.runs import REWARD, Axis, RunSummary, runs_table
+from lightning_jax.studio.runs import REWARD, RunSummary, runs_table
 from lightning_jax.studio.tables import Grid, columns
 from lightning_jax.studio.text import printable
 from lightning_jax.system.files import replacing

@@ -23,7 +23,7 @@ from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import attach_loose_calls
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import STORE, require_run
+from lightning_jax.train.directory import SETTINGS, STORE, require_run
 from lightning_jax.types import Rollout
 
 EVALUATION = "an evaluation is not trained on, so it has no credit"
@@ -57,8 +57,7 @@ class RunReader:
     """Open run. A view has a note for anything that cannot be read.
 
     Settings and tokenizer are by default read from the file `settings`, which is by default the
-    directory's. Without `has_credit`, views show
-    no credit and no reason for that.
+    directory's. Without `has_credit`, views show no credit and no reason for that.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class RunReader:
     ) -> None:
         self._has_credit = has_credit
         self._directory = directory
-        self._settings = settings or directory / "config.yaml"
+        self._settings = settings or directory / SETTINGS
         self._store = store
         self._given_config, self._given_tokenizer = config, tokenizer
         self._credit_of_steps: dict[int, tuple[set[str], StepCredit]] = {}

@@ -15,6 +15,7 @@ from lightning_jax.system.files import write_whole
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import from_gateway, is_gateway_call
+from lightning_jax.train.directory import STORE
 from lightning_jax.train.task_files import read_records
 from lightning_jax.types import FINISHED, Rollout
 
@@ -125,7 +126,7 @@ def _of_run(directory: Path) -> tuple[str, Rewards]:
 
 def read_evaluations(directory: Path) -> dict[int, Rewards]:
     """Return the rewards of each task in each evaluation of a run, by step."""
-    path = directory / "store.sqlite"
+    path = directory / STORE
     by_step: dict[int, list[Rollout]] = defaultdict(list)
     if path.is_file():
         with closing(Store(path, read_only=True)) as store:

@@ -13,16 +13,16 @@ from typing import Any, Literal
 
 from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError, flatten, read_saved
+from lightning_jax.studio import Axis
 from lightning_jax.studio.tables import Grid, columns
 from lightning_jax.studio.text import printable
 from lightning_jax.traces.store import Store
+from lightning_jax.train.directory import LOCK, METRICS, SETTINGS, SOURCES, STORE, require_run
 from lightning_jax.train.metrics import Row, read_metrics
 from lightning_jax.train.status import is_locked, read_end
 
 Status = Literal["running", "finished", "stopped", "failed"]
-Axis = Literal["steps", "samples", "minutes"]
 
-SETTINGS, SOURCES = "config.yaml", "sources.json"
 MAX_DEPTH = 5  # of a run below the folder that is searched
 REWARD = "eval/reward_mean"
 
@@ -107,17 +107,12 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
 def read_run(directory: Path, name: str | None = None) -> RunSummary:
     """Read a run directory. Raises ConfigError if it is none."""
-    if not (directory / SETTINGS).is_file():
-        raise ConfigError(
-            f"{directory} has no {SETTINGS}; expected the directory of a run. Check the path.",
-            reason="no_run" if directory.is_dir() else "not_found",
-            key=str(directory),
-        )
+    require_run(directory, SETTINGS)
     settings: Mapping[str, Any] = {}
     with contextlib.suppress(ConfigError):
         settings = flatten(read_saved(directory / SETTINGS))
     counts, started_s = _stored(directory)
-    rows = tuple(read_metrics(directory / "metrics.jsonl"))
+    rows = tuple(read_metrics(directory / METRICS))
     status, why = _status(directory, rows, settings, counts)
     return RunSummary(
         directory=directory,
@@ -184,7 +179,7 @@ def _training_rewards(run: RunSummary) -> list[float]:
 def _run_dirs(folder: Path) -> Iterator[Path]:
     """Yield the run directories in a folder. A run's own folders are not searched."""
     for path, names, files in os.walk(folder):
-        if SETTINGS in files and {"store.sqlite", "run.lock", "metrics.jsonl"} & set(files):
+        if SETTINGS in files and {STORE, LOCK, METRICS} & set(files):
             names.clear()
             yield Path(path)
         elif len(Path(path).relative_to(folder).parts) >= MAX_DEPTH:
@@ -200,7 +195,7 @@ def _name(path: Path, folder: Path) -> str:
 def _stored(directory: Path) -> tuple[Mapping[str, int], float | None]:
     """Return (number of rollouts by status, start time) from the run's store."""
     try:
-        with contextlib.closing(Store(directory / "store.sqlite", read_only=True)) as store:
+        with contextlib.closing(Store(directory / STORE, read_only=True)) as store:
             rollouts = [found for found in store.rollouts() if not found.superseded]
             versions = store.versions()
             started_s = versions[0].time_s if versions else None

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from lightning_jax.settings import ConfigError
 
-SETTINGS, STORE, CHECKPOINTS = "config.yaml", "store.sqlite", "checkpoints"
+SETTINGS, SOURCES, METRICS = "config.yaml", "sources.json", "metrics.jsonl"
+STORE, CHECKPOINTS = "store.sqlite", "checkpoints"
+LOCK, ENDED = "run.lock", "ended.json"
 EXPORTED = "policy.json"  # step of the weights in `policy`; absent while they are written
 
 

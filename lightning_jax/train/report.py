@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lightning_jax.rollouts.failures import failures
 from lightning_jax.traces.store import Store
+from lightning_jax.train.directory import CHECKPOINTS
 from lightning_jax.train.monitors import TROUBLESHOOTING, findings, unused_names
 
 
@@ -67,7 +68,7 @@ def _num_updates(row: Mapping[str, float | int]) -> float:
 
 def checkpoint_line(directory: Path, keep: int) -> str:
     """Return how much space the checkpoints of a run directory take, and how to need less."""
-    folder = directory / "checkpoints"
+    folder = directory / CHECKPOINTS
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     fewer = ", or lower checkpoint.keep" if keep > 1 else ""
     return (

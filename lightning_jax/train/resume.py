@@ -18,12 +18,10 @@ from lightning_jax.settings import ConfigError, changed_keys, save_config
 from lightning_jax.system.files import write_whole
 from lightning_jax.traces.store import CRASH, Store
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import SETTINGS
+from lightning_jax.train.directory import SETTINGS, SOURCES
 from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)
-
-NAME = "sources.json"  # in a run's directory
 
 # Settings that may change when a run resumes while stored rollouts stay valid.
 HARMLESS = (
@@ -68,7 +66,7 @@ def resume(
         )
     directory = Path(config.run_dir)
     save_config(config, directory / SETTINGS)
-    write_whole(directory / NAME, json.dumps(sources, indent=1) + "\n")
+    write_whole(directory / SOURCES, json.dumps(sources, indent=1) + "\n")
     if abandoned := store.abandon_running(CRASH):
         log.info(
             "%d rollouts were interrupted when the last process ended; running them again",
@@ -115,7 +113,7 @@ def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:
 
     Raises ConfigError for a damaged file.
     """
-    path = directory / NAME
+    path = directory / SOURCES
     if not path.exists():
         return []
     try:

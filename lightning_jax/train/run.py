@@ -20,7 +20,7 @@ from lightning_jax.system.threads import run_in_thread, run_to_end
 from lightning_jax.train.collect import Collector
 from lightning_jax.train.compile_ahead import CompileAhead
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import EXPORTED
+from lightning_jax.train.directory import EXPORTED, METRICS
 from lightning_jax.train.evaluate import evaluate_if_due
 from lightning_jax.train.export import export
 from lightning_jax.train.metrics import MetricsLog
@@ -73,7 +73,7 @@ class Run:
             DropWatch(config.batch),
         )
         self.learning = LearningWatch()
-        self.metrics = MetricsLog(self.directory / "metrics.jsonl", self.step)
+        self.metrics = MetricsLog(self.directory / METRICS, self.step)
         self._changes = asyncio.Lock()  # held by commands to `leader`, except of `saving`
         # Positions in the pipelines at this step, or None while its state is changing.
         self._positions: dict[str, Any] | None = pipelines.progress()

@@ -31,7 +31,7 @@ from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import SETTINGS
+from lightning_jax.train.directory import LOCK, SETTINGS, STORE
 from lightning_jax.train.memory import plan
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
@@ -39,7 +39,7 @@ from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
 from lightning_jax.train.runtime import freeze_objects, return_freed_memory
 from lightning_jax.train.state import Replica
-from lightning_jax.train.status import LOCK, recorded_end
+from lightning_jax.train.status import recorded_end
 from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ async def open_run(
         sources = digests(config, train_tasks, dev_tasks, agent)
         changed = find_changes(config, sources)
         model = _model_that_fits(config)
-        store = at_end.enter_context(closing(Store(directory / "store.sqlite")))
+        store = at_end.enter_context(closing(Store(directory / STORE)))
         pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks)
         mesh = serving_mesh(config.serve.mesh, config.mesh)
         programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)

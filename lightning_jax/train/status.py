@@ -13,8 +13,7 @@ from filelock import FileLock, Timeout
 
 from lightning_jax.errors import Coded
 from lightning_jax.system.files import write_whole
-
-NAME, LOCK = "ended.json", "run.lock"  # in a run's directory
+from lightning_jax.train.directory import ENDED, LOCK
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class End:
 @contextmanager
 def recorded_end(directory: Path) -> Iterator[None]:
     """Write how the block ends. A process that is killed writes nothing."""
-    path = directory / NAME
+    path = directory / ENDED
     path.unlink(missing_ok=True)  # the file is about an earlier process
     end = End("finished")
     try:
@@ -49,7 +48,7 @@ def recorded_end(directory: Path) -> Iterator[None]:
 def read_end(directory: Path) -> End | None:
     """Return how the run's last process ended, or None if it runs, was killed or is older."""
     try:
-        return End(**json.loads((directory / NAME).read_text()))
+        return End(**json.loads((directory / ENDED).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 

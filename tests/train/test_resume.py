@@ -11,13 +11,14 @@ from coded import raises_coded
 from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.train.config import Config, WarmupConfig
-from lightning_jax.train.resume import NAME, changed_sources, digests
+from lightning_jax.train.directory import SOURCES
+from lightning_jax.train.resume import changed_sources, digests
 
 
 @pytest.mark.parametrize("text", ["", '{"train tasks": "ab', "[1]"])
 def test_damaged_digests_are_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / NAME).write_text(text)
-    with raises_coded(ConfigError, "malformed", str(tmp_path / NAME)):
+    (tmp_path / SOURCES).write_text(text)
+    with raises_coded(ConfigError, "malformed", str(tmp_path / SOURCES)):
         changed_sources(tmp_path, {})
 
 
@@ -34,7 +35,7 @@ def test_an_edited_file_and_other_tasks_are_named(tmp_path: Path) -> None:
     other = [task | {"text": "y"} for task in tasks]
     assert changed_sources(tmp_path, digests(config, tasks, [])) == []
     saved = digests(config, tasks, []) | digests(program, tasks, [])
-    (tmp_path / NAME).write_text(json.dumps(saved))
+    (tmp_path / SOURCES).write_text(json.dumps(saved))
     assert changed_sources(tmp_path, digests(config, moved, [])) == []
     assert changed_sources(tmp_path, digests(config, other, tasks)) == ["dev tasks", "train tasks"]
     agent.write_text("two")
@@ -57,7 +58,7 @@ def test_another_source_of_the_agent_function_is_named(tmp_path: Path) -> None:
         return 0.5
 
     config = Config(agent=AgentConfig("no_such_file.py:run"))
-    (tmp_path / NAME).write_text(json.dumps(digests(config, [], [], first)))
+    (tmp_path / SOURCES).write_text(json.dumps(digests(config, [], [], first)))
     assert changed_sources(tmp_path, digests(config, [], [], first)) == []
     assert changed_sources(tmp_path, digests(config, [], [], second)) == ["agent (its source)"]
     assert changed_sources(tmp_path, digests(config, [], [], abs)) == []  # has no source

@@ -37,8 +37,8 @@ def verify(run_dir: Path, *, limit: int | None = None, tolerance: float | None =
     Raises UserError if this is not a run directory, or if no call's weights are available.
     """
     require_run(run_dir, SETTINGS, STORE)
-    config = load_config(Config, [str(run_dir / "config.yaml")], only=SECTIONS)
-    with contextlib.closing(Store(run_dir / "store.sqlite")) as store:
+    config = load_config(Config, [str(run_dir / SETTINGS)], only=SECTIONS)
+    with contextlib.closing(Store(run_dir / STORE)) as store:
         calls, not_compared = stored_calls(store)
         last_version = max((version.version for version in store.versions()), default=0)
     # The initial weights may have answered, too, which belong to no single policy.

@@ -17,7 +17,7 @@ from lightning_jax.models.transformer import Params
 from lightning_jax.rl.multi_policy.scope import PolicyScope
 from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import EXPORTED
+from lightning_jax.train.directory import CHECKPOINTS, EXPORTED
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def find_sources(
         # A single adapter is merged in the export, and the fresh adapter on top of it is zero.
         name = f"{label}policy{f'/{policy}' if policy else ''}"
         weights_sources[last_version] = WeightsSource(name, _loads(str(exported), config))
-    directory = run_dir / "checkpoints"
+    directory = run_dir / CHECKPOINTS
     if directory.is_dir():
 
         def restore(initial: Params, step: int) -> Params:
