@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +15,22 @@ from lightning_jax.rollouts.metrics import split_by
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.evaluation import (
     comparison_table,
-    cut_share,
-    no_call_share,
-    render_evaluation,
+    evaluation_table,
+    learning_notes,
 )
-from lightning_jax.studio.results import count_calls, read_rewards, task_results, write_results
+from lightning_jax.studio.results import (
+    Calls,
+    count_calls,
+    read_rewards,
+    task_results,
+    write_results,
+)
 from lightning_jax.studio.tables import as_terminal
 from lightning_jax.studio.text import printable
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import evenly_spaced, load_tasks
 from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
-from lightning_jax.train.monitors import findings
 from lightning_jax.train.report import failure_table
 from lightning_jax.train.task_files import read_tasks
 from lightning_jax.types import Rollout, Task
@@ -63,8 +67,9 @@ def evaluate(config: Config, source: PolicySource, evaluation: Evaluation) -> No
     with closing(TemporaryStore()) as store:
         rollouts = asyncio.run(_rollouts(config, source, store, tasks, evaluation))
         FailureWatch(store).observe(rollouts, "the evaluation")
-        _print_results(console, config, store, tasks, rollouts)
-        results = task_results(rollouts, count_calls(store, rollouts))
+        calls = count_calls(store, rollouts)
+        _print_results(console, config, store, tasks, rollouts, calls)
+    results = task_results(rollouts, calls)
     console.print(f"{time.monotonic() - started:.0f} s")
     if evaluation.save is not None:
         write_results(evaluation.save, results)
@@ -116,18 +121,13 @@ def _print_results(
     store: Store,
     tasks: Sequence[Task],
     rollouts: Sequence[Rollout],
+    calls: Mapping[str, Calls],
 ) -> None:
     """Print the table, the failures, and what is wrong with the calls."""
-    calls = count_calls(store, rollouts)
     of_rollouts = [task for task in tasks for _ in range(len(rollouts) // len(tasks))]
     parts = {"all": list(rollouts)} | split_by(config.eval.by, of_rollouts, rollouts)
-    console.print("", render_evaluation(parts, calls), "", sep="\n")
+    table = as_terminal(evaluation_table(parts, calls), console.width)
+    console.print("", table, "", sep="\n")
     console.print(failure_table(store), markup=False, soft_wrap=True)
-    row = {
-        "rollout/num_scored": 1.0,
-        "rollout/dropped_no_calls": no_call_share(rollouts, calls),
-        "rollout/cut_short_share": cut_share(rollouts, calls) or 0.0,
-    }
-    for finding in findings(row):
-        note = finding.text.format(share=finding.share)
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    for note in learning_notes(rollouts, calls):
+        console.print(note, markup=False, soft_wrap=True)

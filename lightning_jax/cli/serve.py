@@ -14,7 +14,7 @@ from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http import check_address
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.formats.load import load_model
+from lightning_jax.models.formats.load import load_configured
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.settings import ConfigError
@@ -58,14 +58,7 @@ def _load(config: ServerConfig) -> Engine:
             "here."
         )
     mesh = serving_mesh(None, MeshConfig(tensor=config.tensor))
-    model = load_model(
-        named.name,
-        named.dtype,
-        named.activation_dtype,
-        chat_template=named.chat_template,
-        chat_template_kwargs=named.chat_template_kwargs,
-    )
-    return Engine(model, config.serve, dtype=named.dtype, mesh=mesh)
+    return Engine(load_configured(named), config.serve, dtype=named.dtype, mesh=mesh)
 
 
 async def _until_stopped(engine: Engine, drain_s: float, on_start: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from rich.rule import Rule
 
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.settings import ConfigError, save_config
-from lightning_jax.studio.evaluation import cut_share, no_call_share
+from lightning_jax.studio.evaluation import learning_notes
 from lightning_jax.studio.load import RunReader, recorded_settings
 from lightning_jax.studio.results import count_calls
 from lightning_jax.studio.terminal import render_rollout, render_run
@@ -23,7 +23,6 @@ from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import load_tasks
 from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
-from lightning_jax.train.monitors import findings
 from lightning_jax.types import Rollout, Task
 
 MAX_TASK_CHARS = 400
@@ -122,17 +121,9 @@ def _summary(store: Store, rollouts: Sequence[Rollout], is_greedy: bool) -> list
     if len(rewards) > 1:
         spread = statistics.stdev(rewards)
         lines.append(f"reward {statistics.fmean(rewards):.3f}, standard deviation {spread:.3f}")
+    are_equal = len(rewards) > 1 and len(set(rewards)) == 1 and not is_greedy
     calls = count_calls(store, rollouts)
-    row = {
-        "rollout/num_scored": float(len(rollouts)),
-        "rollout/dropped_no_calls": no_call_share(rollouts, calls) * len(rollouts),
-        "rollout/cut_short_share": cut_share(rollouts, calls) or 0.0,
-        "train/equal_groups_share": float(
-            len(rewards) > 1 and len(set(rewards)) == 1 and not is_greedy
-        ),
-    }
-    notes = [finding.text.format(share=finding.share) for finding in findings(row)]
-    return lines + [f"note: {note}" for note in notes]
+    return lines + learning_notes(rollouts, calls, has_equal_rewards=are_equal)
 
 
 def _say(console: Console, line: str) -> None:

@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from lightning_jax.rollouts.compare_tasks import TaskComparison
 from lightning_jax.rollouts.metrics import eval_metrics
 from lightning_jax.studio.results import Calls
 from lightning_jax.studio.tables import Grid, columns
 from lightning_jax.studio.text import printable
+from lightning_jax.train.monitors import findings
 from lightning_jax.types import Metrics, Rollout
 
 MAX_COLUMNS = 5  # of the agent's own numbers; the others are listed below the table
@@ -32,10 +29,21 @@ def cut_share(rollouts: Sequence[Rollout], calls: Mapping[str, Calls]) -> float 
     return sum(part.num_cut for part in found) / total if total else None
 
 
-def render_evaluation(
-    parts: Mapping[str, Sequence[Rollout]], calls: Mapping[str, Calls]
-) -> RenderableType:
-    """Render a line for each part, such as all rollouts or those of one kind of task.
+def learning_notes(
+    rollouts: Sequence[Rollout], calls: Mapping[str, Calls], *, has_equal_rewards: bool = False
+) -> list[str]:
+    """Return what would keep training from learning from such rollouts, as lines."""
+    row = {
+        "rollout/num_scored": 1.0,  # so that the next number is a share
+        "rollout/dropped_no_calls": no_call_share(rollouts, calls),
+        "rollout/cut_short_share": cut_share(rollouts, calls) or 0.0,
+        "train/equal_groups_share": float(has_equal_rewards),
+    }
+    return [f"note: {finding.sentence}" for finding in findings(row)]
+
+
+def evaluation_table(parts: Mapping[str, Sequence[Rollout]], calls: Mapping[str, Calls]) -> Grid:
+    """Return a line for each part, such as all rollouts or those of one kind of task.
 
     The error is the standard error of the mean over tasks.
     """
@@ -46,28 +54,27 @@ def render_evaluation(
         for name in found
         if name.startswith(AGENT)
     )
-    columns, others = list(numbers)[:MAX_COLUMNS], list(numbers)[MAX_COLUMNS:]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tasks")
-    for name in ("n", "reward", "failed", "no call", "calls", "cut", *map(printable, columns)):
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    for part, found in metrics.items():
-        table.add_row(
-            Text(printable(part)),
+    shown, others = list(numbers)[:MAX_COLUMNS], list(numbers)[MAX_COLUMNS:]
+    names = ("n", "reward", "failed", "no call", "calls", "cut", *map(printable, shown))
+    rows = tuple(
+        (
+            printable(part),
             f"{found['eval/num_tasks']:.0f}",
             _reward(found),
             f"{_num_failed(found):.0f}",
             f"{no_call_share(parts[part], calls):.0%}",
             _calls(parts[part], calls),
             _share(cut_share(parts[part], calls)),
-            *(_number(found, name) for name in columns),
+            *(_number(found, name) for name in shown),
         )
-    below = [
-        Text(f"{printable(part)}: " + "  ".join(f"{n} {_number(found, n)}" for n in others))
+        for part, found in metrics.items()
+    )
+    notes = tuple(
+        printable(f"{part}: " + "  ".join(f"{n} {_number(found, n)}" for n in others))
         for part, found in metrics.items()
         if others
-    ]
-    return Group(table, *below)
+    )
+    return Grid("", columns("tasks", *names, numbers=names), rows, notes)
 
 
 def _reward(metrics: Metrics) -> str:

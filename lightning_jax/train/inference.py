@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm.auto import tqdm
@@ -13,8 +13,7 @@ from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.remote import RemoteEngine, remote_routing
 from lightning_jax.gateway.routing import Routing
-from lightning_jax.models.config import ModelConfig
-from lightning_jax.models.formats.load import load_like, load_model
+from lightning_jax.models.formats.load import load_configured, load_like
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.rollouts.collect import wait_for_spans, with_ids
 from lightning_jax.rollouts.failures import FailureWatch
@@ -135,14 +134,10 @@ def _serve_policies(
     has_initial = any(role.served_by == "initial" for role in config.roles.values())
     first, *others = dict.fromkeys(names + [config.model.name] * has_initial)
     # A run's exported policy has the settings' template and its variables in it.
-    chat = config.model if source.run_dir is None else ModelConfig()
-    model = load_model(
-        first,
-        config.model.dtype,
-        config.model.activation_dtype,
-        chat_template=chat.chat_template,
-        chat_template_kwargs=chat.chat_template_kwargs,
-    )
+    settings = replace(config.model, name=first)
+    if source.run_dir is not None:
+        settings = replace(settings, chat_template=None, chat_template_kwargs={})
+    model = load_configured(settings)
     mesh = serving_mesh(config.serve.mesh, config.mesh)
     programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
     engines = {

@@ -113,7 +113,12 @@ class Finding:
 
     kind: str
     share: float
-    text: str
+    text: str  # with a place for the share
+
+    @property
+    def sentence(self) -> str:
+        """Fact and fix, with the share."""
+        return self.text.format(share=self.share)
 
 
 def findings(row: Mapping[str, float | int]) -> list[Finding]:
@@ -189,7 +194,7 @@ class LearningWatch:
                 self._known_kinds.add(finding.kind)
                 log.warning(
                     "step %d: %s (%s)",
-                    *(step, finding.text.format(share=finding.share), TROUBLESHOOTING),
+                    *(step, finding.sentence, TROUBLESHOOTING),
                     extra={"event": "little_learned", "finding": finding, "step": step},
                 )
 

@@ -37,8 +37,7 @@ def learning_table(rows: Sequence[Mapping[str, float | int]]) -> str:
         lines.append("nothing was trained: no step with rollouts changed the weights")
     for kind, number in Counter(finding.kind for finding in found).items():
         largest = max((f for f in found if f.kind == kind), key=lambda finding: finding.share)
-        text = largest.text.format(share=largest.share)
-        lines.append(f"in {number} of {len(steps)} steps {text}")
+        lines.append(f"in {number} of {len(steps)} steps {largest.sentence}")
     for kind, name in unused_names(steps):
         lines.append(f"{kind} {name} matched nothing in any step; correct it or remove it")
     return "\n".join([*lines, TROUBLESHOOTING] if lines else [])

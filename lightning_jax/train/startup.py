@@ -17,7 +17,7 @@ from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.config import AUTO
-from lightning_jax.models.formats.load import LoadedModel, load_model
+from lightning_jax.models.formats.load import LoadedModel, load_configured
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.sharding import serving_mesh
@@ -172,13 +172,7 @@ def load_trainable(config: Config) -> LoadedModel:
     computation changed.
     """
     dtype = config.model.dtype if config.model.lora.rank else "float32"
-    model = load_model(
-        config.model.name,
-        dtype,
-        config.model.activation_dtype,
-        chat_template=config.model.chat_template,
-        chat_template_kwargs=config.model.chat_template_kwargs,
-    )
+    model = load_configured(replace(config.model, dtype=dtype))
     return adapted(model, config.model.lora, config.seed, config.num_adapters)
 
 

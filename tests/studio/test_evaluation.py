@@ -11,7 +11,7 @@ from view_records import add, make_run, rollout
 from lightning_jax.errors import UserError
 from lightning_jax.rollouts.compare_tasks import compare_tasks
 from lightning_jax.settings import ConfigError
-from lightning_jax.studio.evaluation import MAX_CHANGES, comparison_table, render_evaluation
+from lightning_jax.studio.evaluation import MAX_CHANGES, comparison_table, evaluation_table
 from lightning_jax.studio.results import (
     Calls,
     count_calls,
@@ -19,6 +19,7 @@ from lightning_jax.studio.results import (
     task_results,
     write_results,
 )
+from lightning_jax.studio.tables import as_terminal
 from lightning_jax.traces.store import Store
 
 
@@ -34,7 +35,7 @@ def test_numbers_beyond_the_columns_are_listed_below() -> None:
     done = rollout(0, 1.0, phase="eval", metrics=metrics)
     failed = rollout(0, phase="eval", task_index=1, status="agent_failure", reason="deadline")
     calls = {done.rollout_id: Calls(2, 4, 1), failed.rollout_id: Calls(0, 0, 0)}
-    header, row, below = _lines(render_evaluation({"all": [done, failed]}, calls))
+    header, row, below = _lines(as_terminal(evaluation_table({"all": [done, failed]}, calls), 100))
     assert header[-5:] == [f"own{index}" for index in range(5)]
     # Tasks, reward, failed, no call (of the scored), calls, cut, and means with 0 for the failed.
     assert row[1:8] == ["2", "0.500", "±", "0.500", "1", "0%", "1.0"]

@@ -22,6 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from lightning_jax.models import chat_template as templates
 from lightning_jax.models import tiny, tokenizer
+from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
 from lightning_jax.models.formats.known_shapes import SHAPES
 from lightning_jax.models.formats.names import (
@@ -91,6 +92,20 @@ def load_model(
     logger.info("loaded %s from %s in %.1f s", name, path, time.monotonic() - started)
     config = replace(config, activation_dtype=activation_dtype)
     return LoadedModel(name, config, params, vocabulary)
+
+
+def load_configured(settings: ModelConfig) -> LoadedModel:
+    """Load the model that the settings name, in their dtypes and with their chat template.
+
+    Adapters are not added. See `load_model`.
+    """
+    return load_model(
+        settings.name,
+        settings.dtype,
+        settings.activation_dtype,
+        chat_template=settings.chat_template,
+        chat_template_kwargs=settings.chat_template_kwargs,
+    )
 
 
 def _with_chat(
