@@ -166,6 +166,28 @@ def test_groups_run_ahead_within_the_bound_and_are_trained_once(tmp_path: Path) 
     assert not shares or sum(shares) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "serve"),
+    [
+        (MeshConfig(fsdp=2, tensor=2), None),  # the same devices, with collectives on both sides
+        (MeshConfig(fsdp=2), MeshConfig(fsdp=1, tensor=2, first_device=2)),
+    ],
+)
+def test_groups_run_ahead_on_shared_and_on_separate_devices(
+    tmp_path: Path, mesh: MeshConfig, serve: MeshConfig | None
+) -> None:
+    config = dataclasses.replace(_ahead(tmp_path / "run"), num_steps=4, mesh=mesh)
+    config = dataclasses.replace(
+        config,
+        serve=dataclasses.replace(config.serve, mesh=serve),
+        batch=dataclasses.replace(config.batch, rows=2),
+    )
+    rows = asyncio.run(trainer.train(config, TASKS, TASKS, agent=_uneven))
+    assert [row["rollout/num_scored"] for row in rows[:4]] == [6.0] * 4
+    assert sum(row.get("train/dropped_stale", 0.0) for row in rows[:4]) == 0
+    assert all(row["train/num_updates"] == 1 for row in rows[:4])
+
+
 def test_a_setting_that_shapes_rollouts_discards_the_groups_ahead(tmp_path: Path) -> None:
     config = dataclasses.replace(_ahead(tmp_path / "run"), num_steps=2)
     asyncio.run(_stopped_after(2, _ahead(tmp_path / "run")))
