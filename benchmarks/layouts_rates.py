@@ -15,6 +15,7 @@ from layouts_sim import EngineRates, Layout, PythonCosts, Turn, Workload
 
 PARAMETERS = 8.03e9  # Llama 3.1 8B
 PREFILL_SHARE = 0.5  # of the peak of matrix products; an assumption
+MICROBATCH_TOKENS = 8192  # of one chip; an assumption
 HOST_CHIPS = 8
 HOST_WORKERS = 32  # processes for agents on each host
 
@@ -27,6 +28,7 @@ class Chip:
     engine_chips: int  # chips of one engine
     engine: EngineRates
     train_tokens_per_s: float  # of one chip, forward and backward
+    reshard_s: float  # weights to all engines in one process
     publish_s: float  # from the trainer's processes to all engines
 
 
@@ -45,12 +47,14 @@ def _engine(
 # benchmark_v0.md). Peak 989 TFLOP/s (NVIDIA's data sheet of the H100 SXM).
 # Training: 7,500 tokens/s a GPU, Llama 2 7B, FSDP, 96 H100 (github.com/foundation-model-stack/
 # fms-fsdp), scaled to 8.03e9 parameters.
-# Publication: 16 GB over a network of 25 GB/s (400 Gbit/s a host, half used), twice for a tree.
+# Weights, by arithmetic: 16 GB gathered by each chip at 50 GB/s; between processes 25 GB/s (400
+# Gbit/s a host, half of it used), twice for a tree.
 H100 = Chip(
     name="H100",
     engine_chips=1,
     engine=_engine(256, 6.48e-3, 25.57e-3, 989e12, 1),
     train_tokens_per_s=7500 * 6.74e9 / PARAMETERS,
+    reshard_s=16.06 / 50,
     publish_s=2 * 16.06 / 25,
 )
 
@@ -59,12 +63,14 @@ H100 = Chip(
 # at 819 GB/s a chip (docs.cloud.google.com/tpu/docs/v5e), of which 74 % are reached, as on the
 # H100. Peak 197 TFLOP/s (same page).
 # Training: 120 TFLOP/s a chip, 16B, one v5e-256 (github.com/google/maxtext, MaxText/configs/v5e).
-# Publication: 16 GB over 12.5 GB/s (100 Gbit/s a host), twice for a tree.
+# Weights, by arithmetic: 2 GB gathered by each chip at 45 GB/s; between processes 12.5 GB/s (100
+# Gbit/s a host), twice for a tree.
 V5E = Chip(
     name="TPU v5e",
     engine_chips=8,
     engine=_engine(128, 16.06 / (8 * 819 * 0.74), 128 / 8249, 197e12, 8),
     train_tokens_per_s=120e12 / (6 * PARAMETERS),
+    reshard_s=16.06 / 8 / 45,
     publish_s=2 * 16.06 / 12.5,
 )
 CHIPS = {chip.name: chip for chip in (H100, V5E)}
@@ -138,50 +144,57 @@ def calculator(rollouts: int) -> Workload:
 WORKLOADS = {"coding agent": coding, "calculator agent": calculator}
 
 
-def lock_step(chip: Chip, chips: int) -> Layout:
-    """Return a run in lock step in which every host serves and trains."""
+def _whole(chip: Chip, chips: int, ahead: int, decode_share: float | None) -> Layout:
+    """Return a layout in which all chips serve and train, with an interpreter for each engine."""
+    engines = chips // chip.engine_chips
     return Layout(
-        "lock step",
-        num_engines=chips // chip.engine_chips,
-        train_tokens_per_s=chips * chip.train_tokens_per_s,
-        num_interpreters=chips // HOST_CHIPS,
-        num_workers=HOST_WORKERS * (chips // HOST_CHIPS),
-    )
-
-
-def lock_step_on_one_host(chip: Chip, chips: int) -> Layout:
-    """Return a run of one process a host in which the first alone serves and runs agents."""
-    return Layout(
-        "lock step, one host serves",
-        num_engines=HOST_CHIPS // chip.engine_chips,
-        train_tokens_per_s=chips * chip.train_tokens_per_s,
-    )
-
-
-def shared(chip: Chip, chips: int, ahead: int, decode_share: float) -> Layout:
-    """Return a run ahead of the trainer on devices that both sides share."""
-    return Layout(
-        f"shared devices, {decode_share:.0%} to decoding",
-        num_engines=chips // chip.engine_chips,
-        train_tokens_per_s=chips * chip.train_tokens_per_s / OLD_POLICY,
+        "all chips",
+        num_engines=engines,
+        train_tokens_per_s=chips * chip.train_tokens_per_s / (OLD_POLICY if ahead else 1),
+        publish_s=chip.reshard_s,
         ahead=ahead,
         decode_share=decode_share,
-        num_interpreters=chips // HOST_CHIPS,
+        num_interpreters=engines,
         num_workers=HOST_WORKERS * (chips // HOST_CHIPS),
     )
+
+
+def lock_step(chip: Chip, chips: int) -> Layout:
+    """Return a run in lock step in which all chips serve and train."""
+    return _whole(chip, chips, 0, None)
+
+
+def lock_step_in_one_process(chip: Chip, chips: int) -> Layout:
+    """Return a run whose first process serves with the chips of its host and runs the agents."""
+    return Layout(
+        "first host serves",
+        num_engines=HOST_CHIPS // chip.engine_chips,
+        train_tokens_per_s=chips * chip.train_tokens_per_s,
+        publish_s=chip.reshard_s,
+    )
+
+
+def shared(chip: Chip, chips: int, ahead: int) -> Layout:
+    """Return a run ahead of the trainer on devices that both sides share.
+
+    During an update a decode step runs after each microbatch.
+    """
+    decode_s = chip.engine.step_s + chip.engine.slots * chip.engine.step_s_per_request
+    microbatch_s = MICROBATCH_TOKENS / chip.train_tokens_per_s
+    return _whole(chip, chips, ahead, decode_s / (decode_s + microbatch_s))
 
 
 def disjoint(chip: Chip, chips: int, ahead: int, sampling_chips: int) -> Layout:
     """Return a run whose samplers and trainer have devices and processes of their own."""
-    hosts = -(-sampling_chips // HOST_CHIPS)
+    engines = sampling_chips // chip.engine_chips
     return Layout(
-        f"processes of their own, {sampling_chips} of {chips} chips sample",
-        num_engines=sampling_chips // chip.engine_chips,
+        f"{sampling_chips} chips sample",
+        num_engines=engines,
         train_tokens_per_s=(chips - sampling_chips) * chip.train_tokens_per_s / OLD_POLICY,
         publish_s=chip.publish_s,
         ahead=ahead,
-        num_interpreters=hosts,
-        num_workers=HOST_WORKERS * hosts,
+        num_interpreters=engines,
+        num_workers=HOST_WORKERS * (chips // HOST_CHIPS),
     )
 
 
@@ -192,8 +205,9 @@ def disjoint_in_one_process(chip: Chip, chips: int, ahead: int, sampling_chips: 
     """
     sampling = min(sampling_chips, HOST_CHIPS)
     return Layout(
-        f"one process, {sampling} of {chips} chips sample",
+        f"{sampling} chips sample",
         num_engines=max(sampling // chip.engine_chips, 1),
         train_tokens_per_s=(chips - sampling) * chip.train_tokens_per_s / OLD_POLICY,
+        publish_s=chip.reshard_s,
         ahead=ahead,
     )

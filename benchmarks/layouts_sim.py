@@ -95,7 +95,7 @@ class Step:
     age_max: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Group:
     """Rollouts of one task. `version` is the weights version when they began."""
 
@@ -363,7 +363,7 @@ class _Run:
             num_rollouts=len(taken) * self.workload.group_size,
             response_tokens=tokens,
             trained_tokens=sum(group.trained_tokens for group in taken),
-            age_mean=self.version - versions / max(tokens, 1e-9),
+            age_mean=max(self.version - versions / max(tokens, 1e-9), 0.0),
             age_max=self.version - min(group.oldest for group in taken),
         )
         self.steps.append(step)
