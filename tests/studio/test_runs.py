@@ -150,3 +150,14 @@ def test_the_commands_print_tables(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "### b against a, step 2" in capsys.readouterr().out
     assert main(["compare", a]) == 1
     assert "two run directories" in capsys.readouterr().err
+
+
+def test_a_wrong_path_of_a_picture_is_refused_before_anything_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = (str(make(tmp_path / name, {0: 1.0})) for name in "ab")
+    assert main(["compare", a, b, "--png", str(tmp_path / "c.txt")]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and "--png" in printed.err
+    assert main(["compare", a, b, "--png", str(tmp_path / "c.png")]) == 0
+    assert capsys.readouterr().out.endswith(f"curves: {tmp_path / 'c.png'}\n")
