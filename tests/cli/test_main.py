@@ -269,20 +269,6 @@ def test_nothing_large_is_imported_for_help_and_wrong_flags(flags: list[str]) ->
     assert not imported & {"jax", "numpy", "matplotlib", "aiohttp", "omegaconf"}
 
 
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """Events of JAX's tracing, lowering and compiling while a test runs."""
-    found: list[str] = []
-
-    def note(event: str, duration_secs: float, **_: Any) -> None:
-        if event.startswith("/jax/core/compile/"):
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(note)
-
-
 def test_a_taken_port_is_said_before_anything_compiles(
     model_dir: Path, capsys: pytest.CaptureFixture[str], compiled: list[str]
 ) -> None:
