@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from lightning_jax.cli import troubleshooting
 from lightning_jax.cli.config import ServerConfig, add_chat_template
 from lightning_jax.cli.config_command import add_config, run_config
 from lightning_jax.cli.new import add_new, run_new
@@ -39,6 +40,8 @@ from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
 
 if TYPE_CHECKING:
     from lightning_jax.gateway.app import Gateway
+
+TROUBLESHOOTING = "troubleshooting"  # topic of `help`
 
 # Flags of `serve` that set fields of ServeConfig. Their defaults are defined there.
 SERVE_FLAGS = {
@@ -71,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(left.code or 0)
     try:
         log_plainly()
-        if arguments.run not in (run_new, run_config, run_runs, run_compare):  # these need no JAX
+        if arguments.run not in WITHOUT_JAX:
             keep_compiled()
         return arguments.run(arguments)
     except UserError as error:
@@ -102,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         ("compare", "compare runs: settings, curves, tasks won and lost", add_compare, run_compare),
         ("plan", "report the memory that a run needs on each device", _add_plan, _plan),
         ("config", "print, search or check settings of a run", add_config, run_config),
+        ("help", "show the help of a command, or what to do about a run", _add_help, _help),
     ):
         command = commands.add_parser(name, help=text, description=run.__doc__)
         command.set_defaults(run=run, parser=command)  # error messages point to its --help
@@ -180,11 +184,27 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help=quick)
 
 
+def _add_help(parser: argparse.ArgumentParser) -> None:
+    topic = f"a command, or: {TROUBLESHOOTING} (default: the list of commands)"
+    parser.add_argument("topic", metavar="TOPIC", nargs="?", help=topic)
+
+
+def _help(arguments: argparse.Namespace) -> int:
+    """Show the help of a command, or with `troubleshooting` what to do if a run does not learn."""
+    if arguments.topic != TROUBLESHOOTING:
+        return main([arguments.topic, "--help"] if arguments.topic else ["--help"])
+    print(troubleshooting.as_text())
+    return 0
+
+
+WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, _help)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     """Train the agent that the settings name on the tasks of data.root or data.load.
 
     data.root is a file with one JSON object per line, or a directory with train.jsonl and
-    dev.jsonl. data.load is FILE:FUNCTION.
+    dev.jsonl. data.load is FILE:FUNCTION. The exit code is 1 if no step changed the weights.
     """
     from lightning_jax.settings import load_config
     from lightning_jax.train.check import check_start
@@ -198,8 +218,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks
 
-    train_and_report(config, *tasks)
-    return 0
+    return train_and_report(config, *tasks)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -27,9 +27,10 @@ def make(
     save_config(Config(num_steps=num_steps, seed=seed), directory / "config.yaml")
     (directory / "sources.json").write_text('{"agent": "same"}')
     mean = sum(rewards.values()) / len(rewards)
+    done = {"rollout/num_rollouts": 8, "train/num_updates": 1.0}
     rows = [
-        {"step": 0, "time/step_s": 90.0, "rollout/reward_mean": 0.25, "rollout/num_rollouts": 8},
-        {"step": 1, "time/step_s": 30.0, "rollout/reward_mean": 0.75, "rollout/num_rollouts": 8},
+        {"step": 0, "time/step_s": 90.0, "rollout/reward_mean": 0.25} | done,
+        {"step": 1, "time/step_s": 30.0, "rollout/reward_mean": 0.75} | done,
         {"step": 2, "time/eval_s": 60.0, "eval/reward_mean": mean, "eval/reward_stderr": 0.125},
     ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
