@@ -56,7 +56,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
-    run = "use the policy that this run trained, and by default its settings"
+    run = "use the policy of this run, or its newest checkpoint, and by default its settings"
     parser.add_argument("--run", dest="run_dir", metavar="RUN", type=Path, help=run)
     url = "use an OpenAI-compatible server in place of the policy; no model is loaded"
     parser.add_argument("--url", help=url)
@@ -113,7 +113,7 @@ def _load(arguments: argparse.Namespace) -> "tuple[Config, PolicySource]":
     from lightning_jax.settings import ConfigError, load_config
     from lightning_jax.train.check import check_agent, check_model
     from lightning_jax.train.config import Config
-    from lightning_jax.train.directory import trained_step
+    from lightning_jax.train.directory import find_weights
 
     stop_on_sigterm()
     run_dir, url, model = arguments.run_dir, arguments.url, arguments.model
@@ -129,7 +129,7 @@ def _load(arguments: argparse.Namespace) -> "tuple[Config, PolicySource]":
             key="--api-key",
         )
     if run_dir is not None:
-        trained_step(run_dir)  # before its settings are read, which may be missing as well
+        find_weights(run_dir)  # before its settings are read, which may be missing as well
     config = load_config(Config, settings_layers(arguments, run_dir or Path()))
     check_agent(config)
     if url is None and run_dir is None and model is None:
