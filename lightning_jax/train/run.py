@@ -252,6 +252,7 @@ class Run:
 
         During an update, wait for its end. If it failed, write none.
         """
+        self.progress.begin("checkpoint")
         await self.saved()
         async with self._changes:
             if self._positions is not None:
