@@ -20,6 +20,8 @@ EVALUATION = {  # columns of a table of evaluations, and their metrics
     "worse": "eval/num_worse",
 }
 
+NOTHING_TRAINED = "nothing was trained: no step with rollouts changed the weights"
+
 
 def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> str:
     """Return a table with a line per evaluation, and one below it per value of the task field `by`.
@@ -58,7 +60,7 @@ def learning_table(rows: Sequence[Mapping[str, float | int]]) -> str:
     found = [finding for row in steps for finding in findings(row)]
     lines = []
     if is_untrained(rows):
-        lines.append("nothing was trained: no step with rollouts changed the weights")
+        lines.append(NOTHING_TRAINED)
     for kind, number in Counter(finding.kind for finding in found).items():
         largest = max((f for f in found if f.kind == kind), key=lambda finding: finding.share)
         lines.append(f"in {number} of {len(steps)} steps {largest.sentence}")
@@ -86,7 +88,7 @@ def _num_updates(row: Mapping[str, float | int]) -> float:
     """
     made, skipped = "train/num_updates", "train/skipped_updates"
     policies = [name.removeprefix(made) for name in row if name.startswith(made)]
-    return sum(max(row[made + p] - row.get(skipped + p, 0.0), 0.0) for p in policies)
+    return sum((max(row[made + p] - row.get(skipped + p, 0.0), 0.0) for p in policies), 0.0)
 
 
 def checkpoint_line(directory: Path, keep: int) -> str:
