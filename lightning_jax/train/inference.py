@@ -17,6 +17,7 @@ from lightning_jax.models.formats.load import load_configured, load_like
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.rollouts.collect import wait_for_spans, with_ids
 from lightning_jax.rollouts.failures import FailureWatch
+from lightning_jax.rollouts.judge import judge_roles
 from lightning_jax.rollouts.metrics import eval_metrics, eval_metrics_by
 from lightning_jax.rollouts.program import make_agent
 from lightning_jax.rollouts.runner import (
@@ -131,7 +132,7 @@ def _serve_policies(
     Adapters are not stacked: a trained policy has them merged, and before training they are zero.
     """
     names = source.model_names(config)
-    has_initial = any(role.served_by == "initial" for role in config.roles.values())
+    has_initial = bool(config.initial_users)
     first, *others = dict.fromkeys(names + [config.model.name] * has_initial)
     # A run's exported policy has the settings' template and its variables in it.
     settings = replace(config.model, name=first)
@@ -157,7 +158,7 @@ def _serve_policies(
     gateway = Gateway(
         responders(names),
         store,
-        routing=Routing(config.roles, config.policies),
+        routing=Routing(judge_roles(config.rewards) | config.roles, config.policies),
         initial=responders([config.model.name] * len(names)) if has_initial else None,
     )
     return gateway, list(engines.values())
