@@ -243,25 +243,25 @@ def _task_text(task: Task) -> str:
 
 def make_scorer(
     rewards: Mapping[str, RewardConfig],
-    gateway: Gateway,
+    store: Store,
+    decode: Decode,
     limits: RolloutConfig,
     seed: int,
-    *,
-    store: Store | None = None,
+    gateway: Gateway | None,
 ) -> Scorer | None:
-    """Return the scorer of a run whose gateway has started, or None without components.
+    """Return the scorer of a run, or None without components.
 
-    `store` is by default the gateway's. Raises ConfigError for a rubric, a key or a function that
-    cannot be used.
+    `gateway` has started and answers judges that are no URL; without such it may be None. Raises
+    ConfigError for a rubric, a key or a function that cannot be used.
     """
-    store = store or gateway.store
-    if not rewards or store is None:
+    if not rewards:
         return None
 
     def endpoint(judge: JudgeConfig) -> Endpoint:
         if judge.is_url:
             model, key = judge.served_model or "", key_of(judge)
             return Endpoint(judge.served_by, model, key, timeout_s=limits.call_timeout_s)
+        assert gateway is not None, "the run serves this judge"
         model, key = PREFIX + judge.served_by, gateway.api_key
         if judge.served_by == INITIAL:
             return Endpoint(f"{gateway.url}/v1", model, key)
@@ -272,4 +272,4 @@ def make_scorer(
         for name, reward in rewards.items()
         if reward.judge
     }
-    return Scorer(rewards, judges, store, gateway.engine.tokenizer.decode, limits)
+    return Scorer(rewards, judges, store, decode, limits)

@@ -71,8 +71,8 @@ def named_files(section: Any, prefix: str = "") -> Iterator[tuple[str, PathKind,
             yield prefix + field.name, kind, value
         elif inner := inner_section(field.type):
             below = value if inner.is_dict else {"": value}
-            for name, section in below.items():
-                yield from named_files(section, f"{prefix}{field.name}.{name and f'{name}.'}")
+            for name, held in below.items():
+                yield from named_files(held, f"{prefix}{field.name}.{name and f'{name}.'}")
 
 
 def _check_directory(config: Config) -> None:

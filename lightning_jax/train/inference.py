@@ -119,12 +119,12 @@ async def open_runner(
         gateway = Gateway(remote, store, routing=remote_routing(config.roles, source.server))
         engines: Sequence[Engine] = ()
     else:
-        gateway, engines = _serve_policies(with_dtypes(config), source, store)
+        gateway, engines = serve_policies(with_dtypes(config), source, store)
     async with open_service(gateway, engines, made, config) as runner:
         yield runner
 
 
-def _serve_policies(
+def serve_policies(
     config: Config, source: PolicySource, store: Store
 ) -> tuple[Gateway, Sequence[Engine]]:
     """Load the weights and return a gateway to them, with its engines.

@@ -129,7 +129,9 @@ async def open_service(
         for engine in engines:
             engine.start(num_requests)
         at_end.enter_context(freeze_objects())
-        scorer = make_scorer(config.rewards, gateway, config.rollout, config.seed)
+        store, decode = gateway.store, gateway.engine.tokenizer.decode
+        assert store is not None, "rollouts are recorded"
+        scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
         yield Runner(isolated, gateway, config.rollout, config.seed, scorer)
 
 

@@ -1,4 +1,4 @@
-"""Tests of runs whose reward has components: functions, the group, and the frozen initial policy."""
+"""Tests of runs whose reward has components: functions, the group, and policies as judges."""
 
 import asyncio
 import dataclasses
@@ -10,6 +10,8 @@ import pytest
 import toy_agent
 from coded import raises_coded
 
+from lightning_jax.cli.main import main
+from lightning_jax.cli.rescore import Comparison, compare
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
@@ -24,7 +26,7 @@ from lightning_jax.train.check import check_agent
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
 from lightning_jax.train.curves import panels_of
 from lightning_jax.train.metric_descriptions import describe
-from lightning_jax.types import Task
+from lightning_jax.types import Rollout, RolloutStatus, Task
 
 TASKS: list[Task] = [{"id": f"t{i}", "question": "abcd"[i]} for i in range(4)]
 INITIAL = JudgeConfig(reasons=False, max_tokens=200)
@@ -41,7 +43,7 @@ def longest(task: Task, attempts: list[Attempt]) -> list[float]:
 
 
 def _config(run_dir: Path, rewards: dict[str, RewardConfig], **changes: Any) -> Config:
-    config = Config(
+    settings: dict[str, Any] = dict(
         run_dir=str(run_dir),
         num_steps=2,
         model=ModelConfig(name="tiny"),
@@ -55,7 +57,7 @@ def _config(run_dir: Path, rewards: dict[str, RewardConfig], **changes: Any) -> 
         checkpoint=CheckpointConfig(every=1),
         mesh=MeshConfig(fsdp=1),
     )
-    return dataclasses.replace(config, **changes)
+    return Config(**settings | changes)
 
 
 def test_components_reach_credit_metrics_and_the_views(tmp_path: Path) -> None:
@@ -164,3 +166,55 @@ def test_settings_from_yaml_are_checked_before_the_start(
     (tmp_path / "rubric.yaml").write_text("criteria: {clear: {text: Clear}}")
     with raises_coded(ConfigError, "missing", str(tmp_path / "rubric.yaml")):
         load(judge=judge | {"rubric": "rubric.yaml"})
+
+
+REWARDS = """
+rewards:
+  agent: {weight: 0}
+  short: {weight: -1, function: mine.py:length}
+  judged: {judge: {reasons: false, max_tokens: 200}}
+"""
+MINE = """
+def length(task, attempt):
+    assert task["question"]
+    return float(len(attempt.response))
+"""
+
+
+def test_rescore_compares_other_rewards_with_the_stored_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    config = _config(run, {"length": RewardConfig(function=length)}, num_steps=1)
+    asyncio.run(trainer.train(config, TASKS, TASKS))
+    (tmp_path / "mine.py").write_text(MINE)
+    file = tmp_path / "rewards.yaml"
+    file.write_text(REWARDS.partition("  judged")[0])
+    store = Store(run / "store.sqlite", read_only=True)
+    before = store.rollouts()
+    store.close()
+    assert main(["rescore", str(run), "--rewards", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "rank correlation with the stored reward: -1.000" in shown
+    assert "6 of 2 groups" in shown and "short" in shown
+    file.write_text(REWARDS)
+    for _ in range(2):
+        assert main(["rescore", str(run), "--rewards", str(file), "--limit", "1"]) == 0
+        assert "judged" in capsys.readouterr().out
+    assert main(["rescore", str(run), "--rewards", str(file), "--phase", "eval"]) == 0
+    assert "judged" not in capsys.readouterr().out
+    store = Store(run / "store.sqlite", read_only=True)
+    assert store.rollouts() == before
+    store.close()
+    file.write_text("num_steps: 3\n")
+    assert main(["rescore", str(run), "--rewards", str(file)]) == 1
+
+
+def test_a_comparison_counts_failures_and_flips() -> None:
+    def of(reward: float | None, status: RolloutStatus = "scored") -> Rollout:
+        return Rollout("r", "t", "g", "train", 0, 0, 1, status, reward)
+
+    group = [(of(0.0), of(2.0)), (of(1.0), of(0.0)), (of(5.0), of(None, "agent_failure"))]
+    found = compare([group, [(of(1.0), of(1.0))]])
+    assert found == Comparison(2, 1, (pytest.approx(-1.0),), pytest.approx(2 / 3))
+    assert compare([]).flip_share is None
