@@ -180,7 +180,7 @@ def _add_rescore(parser: argparse.ArgumentParser) -> None:
     phase = "rollouts to score: train or eval (default: %(default)s)"
     parser.add_argument("--phase", choices=("train", "eval"), default="train", help=phase)
     limit = "maximum number of groups, evenly spaced (default: all)"
-    parser.add_argument("--limit", type=_number(Limit), metavar="N", help=limit)
+    parser.add_argument("--limit", type=number_of(Limit), metavar="N", help=limit)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
