@@ -31,7 +31,10 @@ DISTRIBUTIONS = {
     "pydantic_core": "pydantic",  # which pins it
     "yaml": "pyyaml",
 }
-OPTIONAL = {"jetstream", "langgraph", "langchain-openai"}  # the last two: of a template
+OPTIONAL = {
+    *("jetstream", "langgraph", "langchain-openai"),  # the last two: of a template
+    *("tensorboard", "wandb", "mlflow", "trackio"),
+}
 
 IMPORT_ALL = """
 import importlib, pkgutil
@@ -128,6 +131,7 @@ def test_metadata_says_what_an_index_shows(metadata: Message) -> None:
     for minor in (11, 12, 13):
         assert f"Programming Language :: Python :: 3.{minor}" in classifiers
     extras = {"cuda12", "tpu", "jetstream", "dev", "spider", "musique", "calcx", "ollama"}
+    extras |= {"tensorboard", "wandb", "mlflow", "trackio"}
     assert extras <= set(metadata.get_all("Provides-Extra", []))
 
 

@@ -9,6 +9,7 @@ from lightning_jax.settings import ConfigError
 SETTINGS, SOURCES, METRICS = "config.yaml", "sources.json", "metrics.jsonl"
 STORE, CHECKPOINTS = "store.sqlite", "checkpoints"
 LOCK, ENDED = "run.lock", "ended.json"
+SINKS_OPENED = "sinks.json"  # id of the run for metric sinks, and those that know it
 EXPORTED = "policy.json"  # step of the weights in `policy`; absent while they are written
 
 

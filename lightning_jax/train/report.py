@@ -8,6 +8,17 @@ from lightning_jax.rollouts.failures import failures
 from lightning_jax.traces.store import Store
 from lightning_jax.train.directory import CHECKPOINTS
 from lightning_jax.train.monitors import TROUBLESHOOTING, findings, unused_names
+from lightning_jax.train.sinks import ResultTable
+
+EVALUATION = {  # columns of a table of evaluations, and their metrics
+    "reward": "eval/reward_mean",
+    "stderr": "eval/reward_stderr",
+    "tasks": "eval/num_tasks",
+    "change": "eval/change_mean",
+    "change_stderr": "eval/change_stderr",
+    "better": "eval/num_better",
+    "worse": "eval/num_worse",
+}
 
 NOTHING_TRAINED = "nothing was trained: no step with rollouts changed the weights"
 
@@ -25,6 +36,19 @@ def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = Non
             values = [name.removeprefix(start) for name in row if name.startswith(start)]
             lines += [f"      {by}={value}: {_result(row, f'/{by}={value}')}" for value in values]
     return "\n".join(lines)
+
+
+def evaluations(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> ResultTable:
+    """Return `result_table` with its numbers. The parts of an evaluation follow the whole."""
+    found = []
+    for row in rows:
+        if "eval/reward_mean" in row:
+            parts = [name.removeprefix("eval/reward_mean") for name in row]
+            parts = [part for part in parts if part.startswith(f"/{by}=")]
+            for part in ("", *parts):
+                values = [row.get(f"{metric}{part}") for metric in EVALUATION.values()]
+                found.append((row["step"], part.removeprefix("/") or "all", *values))
+    return ResultTable(("step", "part", *EVALUATION), tuple(found), result_table(rows, by))
 
 
 def learning_table(rows: Sequence[Mapping[str, float | int]]) -> str:
