@@ -25,8 +25,10 @@ from lightning_jax.rl.choices import load_choices
 from lightning_jax.rl.multi_policy.scope import ALL
 from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.event_loop import isolate_agent
+from lightning_jax.rollouts.judge import judge_roles
 from lightning_jax.rollouts.program import make_agent
 from lightning_jax.rollouts.runner import Agent, AgentFunction, Runner, as_agent
+from lightning_jax.rollouts.scoring import make_scorer
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.traces.store import Store
@@ -76,9 +78,8 @@ async def open_run(
         mesh = serving_mesh(config.serve.mesh, config.mesh)
         programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
         make_engine = partial(Engine, serve=config.serve, programs=programs)
-        has_initial = any(role.served_by == "initial" for role in config.roles.values())
         # Before the state takes ownership of the weights.
-        initial = make_engine(model) if has_initial else None
+        initial = make_engine(model) if config.initial_users else None
         replica = Replica(replace(config, algorithm=algorithm), model)
         at_end.callback(replica.close)
         leader = Leader(replica)
@@ -96,7 +97,7 @@ async def open_run(
         gateway = Gateway(
             _responders(config, engines),
             store,
-            routing=Routing(config.roles, config.policies),
+            routing=Routing(judge_roles(config.rewards) | config.roles, config.policies),
             initial=None if initial is None else _responders(config, [initial] * len(engines)),
         )
         in_a_step = config.rollout.tasks_per_step * config.rollout.group_size
@@ -130,7 +131,10 @@ async def open_service(
         for engine in engines:
             engine.start(num_requests)
         at_end.enter_context(freeze_objects())
-        yield Runner(isolated, gateway, config.rollout, config.seed)
+        store, decode = gateway.store, gateway.engine.tokenizer.decode
+        assert store is not None, "rollouts are recorded"
+        scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
+        yield Runner(isolated, gateway, config.rollout, config.seed, scorer)
 
 
 @contextmanager
