@@ -148,7 +148,7 @@ class Reports:
         assert self._store is not None, "a call is answered once its span is in the store"
         rollout.owner.use(1, size)
         rollout.call_rewards[known_id, choice] = total
-        await self._store.in_order(self._store.add_span, rollout_id, span)
+        await self._store.record(rollout_id, span)
         return {"rollout": rollout_id, "call": known_id, "choice": choice, "reward": reward}
 
 

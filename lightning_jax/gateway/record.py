@@ -140,7 +140,7 @@ async def write(store: Store | None, rollout_id: str | None, *spans: Span) -> No
     if store is None:
         return
     try:
-        await store.in_order(store.add_span, rollout_id, *spans)
+        await store.record(rollout_id, *spans)
     except StoreError as error:
         raise _server_error(
             500, "store_error", f"the call could not be recorded: {error}"
