@@ -116,6 +116,9 @@ class RolloutConfig(Section):
 
     tasks_per_step: Count = 8  # each is attempted group_size times
     group_size: Count = 4  # rollouts of one task in one step
+    # Groups beyond a step's that may run while the trainer works, which uses samples of older
+    # weights. 0: rollouts and updates take turns.
+    ahead: Natural = 0
     concurrency: Count = 16  # rollouts running at once
     timeout_s: Positive = 120.0  # limit of a rollout; beyond it the agent has failed
     call_timeout_s: Positive = 60.0  # limit of an LLM call; beyond it the infrastructure has failed

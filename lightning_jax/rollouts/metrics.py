@@ -212,6 +212,13 @@ def rollout_metrics(
         }
     if ages:
         metrics["train/staleness_mean"] = float(np.mean(ages))
+        metrics["train/staleness_max"] = float(max(ages))
+        if any(ages):
+            number = Counter(ages)
+            metrics |= {
+                f"train/staleness_share/age={age}": number[age] / len(ages)
+                for age in range(max(ages) + 1)
+            }
     return metrics
 
 

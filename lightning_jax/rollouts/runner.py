@@ -18,7 +18,8 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,7 +70,7 @@ class RolloutRequest:
 
     @property
     def group_id(self) -> str:
-        return f"{self.phase}-{self.step:05d}-{self.task_index:03d}"
+        return group_id(self.phase, self.step, self.task_index)
 
     def rollout(self, attempt: int) -> Rollout:
         return Rollout(
@@ -84,13 +85,21 @@ class RolloutRequest:
         )
 
 
+def group_id(phase: str, step: int, task_index: int) -> str:
+    """Return the id of the rollouts of one task."""
+    return f"{phase}-{step:05d}-{task_index:03d}"
+
+
 def make_requests(
-    tasks: Sequence[Task], phase: str, step: int, group_size: int
+    tasks: Sequence[Task], phase: str, step: int, group_size: int, *, first_index: int = 0
 ) -> list[RolloutRequest]:
-    """Return `group_size` requests per task, with the rollouts of one task next to each other."""
+    """Return `group_size` requests per task, with the rollouts of one task next to each other.
+
+    Task indices start at `first_index`.
+    """
     return [
         RolloutRequest(task, phase, step, task_index, index)
-        for task_index, task in enumerate(tasks)
+        for task_index, task in enumerate(tasks, first_index)
         for index in range(group_size)
     ]
 
@@ -148,13 +157,11 @@ async def run_requests(
 ) -> list[Rollout]:
     """Return the finished rollout of each request, in order.
 
-    Of all calls with this runner, up to `concurrency` rollouts run at once, first come, first
-    served.     Raises TooManyFailures if too large a share of them ends as infrastructure failures.
+    Raises TooManyFailures if too large a share of them ends as infrastructure failures.
     """
 
     async def one(request: RolloutRequest) -> Rollout:
-        async with runner.gate:
-            rollout = await runner.run(request)
+        rollout = await runner.run_in_turn(request)
         on_done(rollout)
         return rollout
 
@@ -164,18 +171,23 @@ async def run_requests(
     except ExceptionGroup as failed:  # from our code: an agent's error fails only its rollout
         raise failed.exceptions[0] from None
     rollouts = [future.result() for future in futures]
+    check_infrastructure(rollouts, runner.config)
+    return rollouts
+
+
+def check_infrastructure(rollouts: Sequence[Rollout], config: RolloutConfig) -> None:
+    """Raise TooManyFailures if too large a share of the rollouts are infrastructure failures."""
     broken = [r for r in rollouts if r.status == "infrastructure_failure"]
-    if len(broken) > runner.config.max_infrastructure_failures * len(rollouts):
+    if len(broken) > config.max_infrastructure_failures * len(rollouts):
         reasons = ", ".join(f"{n} {why}" for why, n in Counter(r.reason for r in broken).items())
         raise TooManyFailures(
             f"{len(broken)} of {len(rollouts)} rollouts failed for infrastructure reasons "
             f"({reasons}), more than "
-            f"rollout.max_infrastructure_failures={runner.config.max_infrastructure_failures:.0%}. "
+            f"rollout.max_infrastructure_failures={config.max_infrastructure_failures:.0%}. "
             f"First: {broken[0].rollout_id}: {broken[0].detail}",
             reason="too_many_failures",
             key=broken[0].rollout_id,
         )
-    return rollouts
 
 
 class TooManyFailures(UserError, RuntimeError):
@@ -191,14 +203,22 @@ class Runner:
     config: RolloutConfig
     seed: int
     gate: asyncio.Semaphore = field(init=False)  # of `concurrency`
+    idle: "IdleClock" = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gate", asyncio.Semaphore(self.config.concurrency))
+        object.__setattr__(self, "idle", IdleClock())
 
     @property
     def store(self) -> Store:
         assert self.gateway.store is not None, "rollouts are recorded"
         return self.gateway.store
+
+    async def run_in_turn(self, request: RolloutRequest) -> Rollout:
+        """Like `run`, with up to `concurrency` rollouts at once, first come, first served."""
+        with self.idle.stopped():
+            async with self.gate:
+                return await self.run(request)
 
     async def run(self, request: RolloutRequest) -> Rollout:
         """Return the request's finished rollout: stored before a crash, or else a new one."""
@@ -310,6 +330,29 @@ class Runner:
             max_spans=self.config.max_spans,
             max_spans_mib=self.config.max_spans_mib,
         )
+
+
+class IdleClock:
+    """Seconds in which no rollout ran or waited."""
+
+    def __init__(self) -> None:
+        self._num_running, self._total_s, self._since = 0, 0.0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Idle seconds so far."""
+        return self._total_s + (0.0 if self._num_running else time.monotonic() - self._since)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock while a rollout runs or waits."""
+        self._total_s = self.seconds
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._since = time.monotonic()
 
 
 class _Clock:

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.system.files import create_private
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
 SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"  # since version 3
 SEQUENCE_COLUMN = "sequence INTEGER"  # since version 4; NULL in spans of older stores
@@ -53,6 +53,11 @@ CREATE TABLE IF NOT EXISTS weights_versions (
     version INTEGER PRIMARY KEY,
     step INTEGER NOT NULL,
     time REAL NOT NULL
+);
+-- Since version 6: ids of the groups that a step trained on, as a JSON list.
+CREATE TABLE IF NOT EXISTS step_groups (
+    step INTEGER PRIMARY KEY,
+    group_ids TEXT NOT NULL
 );
 """
 

@@ -217,13 +217,34 @@ class Store:
                 (reason, rollout_id),
             ).rowcount
 
-    def supersede(self, step: int) -> None:
-        """Mark the rollouts of this step and later ones as those of another run.
+    def supersede(self, step: int, group_ids: Sequence[str] = ()) -> None:
+        """Mark the rollouts of this step and later ones, and of the groups, as of another run.
 
         They stay in the store but are not reused by this run.
         """
         with self._transaction() as db:
             db.execute("UPDATE rollouts SET superseded = 1 WHERE step >= ?", (step,))
+            db.executemany(
+                "UPDATE rollouts SET superseded = 1 WHERE group_id = ?",
+                [(group_id,) for group_id in group_ids],
+            )
+            db.execute("DELETE FROM step_groups WHERE step >= ?", (step,))
+
+    def set_step_groups(self, step: int, group_ids: Sequence[str]) -> None:
+        """Record the groups that a step trains on. A resumed run may repeat this."""
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO step_groups (step, group_ids) VALUES (?, ?) "
+                "ON CONFLICT (step) DO UPDATE SET group_ids = excluded.group_ids",
+                (step, json.dumps(list(group_ids))),
+            )
+
+    def step_groups(self, step: int) -> list[str]:
+        """Return the ids of the groups that a step trained on, or [] if none is recorded."""
+        with self._transaction() as db:
+            query = "SELECT group_ids FROM step_groups WHERE step = ?"
+            row = db.execute(query, (step,)).fetchone()
+        return json.loads(row[0]) if row else []
 
     # Spans
 

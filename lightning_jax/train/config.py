@@ -136,6 +136,42 @@ def check_policies(
     _check_initial(policies, roles, model)
 
 
+CORRECTED = "algorithm.proximal=old algorithm.correction=truncate algorithm.correction_high=2"
+
+
+def check_ahead(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
+    """Raise ValueError for `rollout.ahead` without what training on older samples needs."""
+    if not rollout.ahead:
+        return
+    most = rollout.tasks_per_step * algorithm.max_staleness
+    if rollout.ahead > most:
+        raise InvalidValue(
+            f"rollout.ahead is {rollout.ahead}; expected at most {most}, which is "
+            f"rollout.tasks_per_step={rollout.tasks_per_step} times "
+            f"algorithm.max_staleness={algorithm.max_staleness}, or samples would be dropped for "
+            "their age.",
+            reason="out_of_range",
+            key="rollout.ahead",
+        )
+    if algorithm.loss == "dpo":  # compares pairs, without a ratio to the behavior policy
+        return
+    if algorithm.correction == "none":
+        raise InvalidValue(
+            f"rollout.ahead is {rollout.ahead}, which trains on samples of older weights, and "
+            f"algorithm.correction is none; set {CORRECTED}.",
+            reason="conflict",
+            key="algorithm.correction",
+        )
+    if algorithm.loss in ("clip", "gspo") and algorithm.clip_dual == 0:
+        raise InvalidValue(
+            f"rollout.ahead is {rollout.ahead} and algorithm.clip_dual is 0, so a negative "
+            "advantage of an older sample may have a gradient of any size; set "
+            "algorithm.clip_dual=3.",
+            reason="conflict",
+            key="algorithm.clip_dual",
+        )
+
+
 def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig]) -> None:
     """Raise ValueError for a role with an unknown policy, or a policy without a role.
 
@@ -222,6 +258,7 @@ class Config(Section):
                 key="batch.row_len",
             )
         check_policies(self.policies, self.roles, self.model, self.algorithm)
+        check_ahead(self.rollout, self.algorithm)
         if self.policies and self.serve.orchestrator != "native":
             raise InvalidValue(
                 f"serve.orchestrator is {self.serve.orchestrator!r}, which does not support "

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 # Settings that may change when a run resumes while stored rollouts stay valid.
 HARMLESS = (
     "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency",
-    "rollout.retry_delay_s", "rollout.max_retry_delay_s", "mesh.", "distributed.",
+    "rollout.retry_delay_s", "rollout.max_retry_delay_s", "rollout.ahead", "mesh.", "distributed.",
     "agent.max_processes", "agent.memory_mib",
 )  # fmt: skip
 
@@ -46,16 +46,24 @@ def find_changes(config: Config, sources: dict[str, str]) -> list[str]:
 
 
 def resume(
-    store: Store, config: Config, sources: dict[str, str], changed: Sequence[str], step: int
+    store: Store,
+    config: Config,
+    sources: dict[str, str],
+    changed: Sequence[str],
+    step: int,
+    untaken: Sequence[str] = (),
 ) -> None:
     """Prepare a run's directory for going on at `step`, and save its settings and digests.
 
     If they changed, first mark the stored rollouts of coming steps as those of another run, so that
-    a crash in between does no harm. Rollouts that a crash interrupted will run again.
+    a crash in between does no harm. `untaken` are the ids of groups that coming steps will train.
+    Rollouts that a crash interrupted will run again.
     """
     if changed:
-        first = step + all(key.startswith(LEARNING) for key in changed)
-        store.supersede(first)
+        only_learning = all(key.startswith(LEARNING) for key in changed)
+        first = step + only_learning
+        # Groups that began before this step have seen none of the weights that will change.
+        store.supersede(first, () if only_learning else untaken)
         log.warning(
             "changed since this run began: %s; the run resumes from step %d and discards stored "
             "rollouts of step %d and later",

@@ -67,6 +67,8 @@ class Run:
         self.collector = Collector(
             config, pipelines, runner, model.tokenizer, self.progress, self.compiling.start
         )
+        self._idle = runner.idle
+        self.collector.groups.restore(self.replica.progress)
         self.watches = (
             FiniteWatch(config.weight_scopes, config.algorithm.max_nonfinite_steps),
             PackingWatch(config.batch),
@@ -76,9 +78,10 @@ class Run:
         self.metrics = MetricsLog(self.directory / METRICS, self.step)
         self._changes = asyncio.Lock()  # held by commands to `leader`, except of `saving`
         # Positions in the pipelines at this step, or None while its state is changing.
-        self._positions: dict[str, Any] | None = pipelines.progress()
+        self._positions: dict[str, Any] | None = self._progress()
         self.saving: asyncio.Task[float] | None = None  # the checkpoint being written
         self.row_at = time.monotonic()  # when the last row was complete
+        self._idle_s = self._idle.seconds  # at that time
 
     @property
     def step(self) -> int:
@@ -115,7 +118,7 @@ class Run:
             metrics |= await self._learn(sequences)
             row |= await run_in_thread(self._publish)
             await run_in_thread(return_freed_memory)  # before the checkpoint's copies
-            self._positions = self.pipelines.progress()
+            self._positions = self._progress()
             if self.step % self.config.checkpoint.every == 0:
                 await self._begin_save()
         if is_warmup:
@@ -128,6 +131,9 @@ class Run:
         # From row to row, so that it includes drawing the curves of the previous row.
         row["time/step_s"] = time.monotonic() - self.row_at
         self.row_at += row["time/step_s"]
+        if not is_warmup:
+            row["time/sampler_wait_s"] = self._idle.seconds - self._idle_s
+        self._idle_s = self._idle.seconds
         await run_in_thread(self.metrics.write, step, row)
         return row
 
@@ -138,6 +144,10 @@ class Run:
         if results:  # now, because the row of metrics waits for the update
             log.info("step %d: %s", self.step, summary(results))
         return results
+
+    def _progress(self) -> dict[str, Any]:
+        """Return what a checkpoint of this step keeps of the tasks and groups."""
+        return self.pipelines.progress() | self.collector.groups.progress()
 
     @property
     def _is_warmup(self) -> bool:

@@ -32,6 +32,7 @@ from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import LOCK, SETTINGS, STORE
+from lightning_jax.train.groups import untaken_ids
 from lightning_jax.train.memory import plan
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
@@ -81,7 +82,8 @@ async def open_run(
         leader = Leader(replica)
         at_end.callback(leader.stop_followers)
         pipelines.restore(replica.progress)
-        resume(store, config, sources, changed, replica.step)
+        untaken = untaken_ids(replica.progress)
+        resume(store, config, sources, changed, replica.step, untaken)
         leader.tell(Replica.publish_all)
         engines = [
             make_engine(replace(model, params=params), version=replica.step, share_base=True)

@@ -35,7 +35,7 @@ from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train import collect, metrics, startup, trainer
+from lightning_jax.train import groups, metrics, startup, trainer
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig, WarmupConfig
 from lightning_jax.train.curves import plot_curves
@@ -209,12 +209,12 @@ def test_a_checkpoint_is_written_beside_the_next_rollouts(
         rollout=RolloutConfig(tasks_per_step=1, group_size=2),
         checkpoint=CheckpointConfig(every=1),
     )
-    sampling, run_requests, save = threading.Event(), collect.run_requests, Checkpointer.save
+    sampling, make_requests, save = threading.Event(), groups.make_requests, Checkpointer.save
 
-    async def seen(requests: Any, *rest: Any, **more: Any) -> Any:
-        if requests[0].step == 1:
+    def seen(tasks: Any, phase: str, step: int, *rest: Any, **more: Any) -> Any:
+        if step == 1:
             sampling.set()
-        return await run_requests(requests, *rest, **more)
+        return make_requests(tasks, phase, step, *rest, **more)
 
     def late(self: Checkpointer, step: int, *rest: Any) -> None:
         assert sampling.wait(60), "no rollout began while the checkpoint was to be written"
@@ -222,7 +222,7 @@ def test_a_checkpoint_is_written_beside_the_next_rollouts(
             raise CheckpointError("the disk is full.")
         save(self, step, *rest)
 
-    monkeypatch.setattr(collect, "run_requests", seen)
+    monkeypatch.setattr(groups, "make_requests", seen)
     monkeypatch.setattr(Checkpointer, "save", late)
     with pytest.raises(CheckpointError, match="the disk is full"):
         asyncio.run(train(config, TASKS, []))
