@@ -25,6 +25,7 @@ from typing import Any
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
+from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.sessions import derive_seed
 from lightning_jax.loading import load_function
 from lightning_jax.rollouts.config import RolloutConfig
@@ -296,7 +297,9 @@ class Runner:
         with below(opened.root):
             running = asyncio.create_task(self._agent_outcome(rollout_id, task, opened.llm))
         try:
-            late = not await clock.wait(running, self.config.timeout_s, opened.loss)
+            late = not await clock.wait(
+                running, self.config.timeout_s, self.gateway.pauses, opened.loss
+            )
         finally:
             if not running.done():
                 await _end(running, rollout_id)
@@ -363,7 +366,7 @@ class IdleClock:
 
 
 class _Clock:
-    """Elapsed time of a rollout, excluding stalls of this event loop.
+    """Elapsed time of a rollout, excluding stalls of this event loop and pauses of the gateway.
 
     The loop stalls if something holds the interpreter or the process is stopped. The gateway then
     answers no call, so the time must not count against an agent.
@@ -373,14 +376,18 @@ class _Clock:
         self.standstill_s = 0.0
 
     async def wait(
-        self, agent: asyncio.Task[Any], timeout_s: float, loss: Callable[[], str | None]
+        self,
+        agent: asyncio.Task[Any],
+        timeout_s: float,
+        pauses: Pauses,
+        loss: Callable[[], str | None],
     ) -> bool:
         """Return True if the agent ended within its time. Stop waiting once its server is lost."""
         left = timeout_s
         while left > 0 and not agent.done() and not loss():
             tick, started = min(left, TICK_S), time.monotonic()
             await asyncio.wait({agent}, timeout=tick)
-            left -= tick
+            left -= 0.0 if pauses.is_active else tick
             self.standstill_s += max(time.monotonic() - started - tick, 0.0)
         return agent.done()
 

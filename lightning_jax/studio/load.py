@@ -188,9 +188,14 @@ class RunReader:
             )
         if config is None:
             return StepCredit(notes=(why_not,))
-        if rollout.step not in self._credit_of_steps:
-            self._credit_of_steps[rollout.step] = self._of_step(rollout.step, config)
-        trained, found = self._credit_of_steps[rollout.step]
+        step = self._store.step_of_group(rollout.group_id)
+        if step is None:
+            step = rollout.step  # it is running, or older than the record of groups
+            if self._store.step_groups(step):
+                return StepCredit(notes=("no step has trained on its group yet",))
+        if step not in self._credit_of_steps:
+            self._credit_of_steps[step] = self._of_step(step, config)
+        trained, found = self._credit_of_steps[step]
         if rollout.rollout_id not in trained:
             return StepCredit(notes=("not trained on: another attempt replaced it",))
         return found
@@ -199,7 +204,9 @@ class RunReader:
         """Return the ids of the rollouts that a step trained on, and the credit of their calls."""
         from lightning_jax.studio.credit import step_credit, trained_on  # imports JAX
 
-        rollouts = trained_on(self._store.rollouts(phase="train", step=step))
+        names = self._store.step_groups(step)
+        of_groups = [found for name in names for found in self._store.rollouts(group_id=name)]
+        rollouts = trained_on(of_groups or self._store.rollouts(phase="train", step=step))
         ids = {rollout.rollout_id for rollout in rollouts}
         trajectories, _ = to_trajectories(
             self._store, rollouts, policy_version=step, reader=self._trace_reader

@@ -246,6 +246,13 @@ class Store:
             row = db.execute(query, (step,)).fetchone()
         return json.loads(row[0]) if row else []
 
+    def step_of_group(self, group_id: str) -> int | None:
+        """Return the step that trained on the group, or None if none is recorded."""
+        with self._transaction() as db:
+            query = "SELECT step FROM step_groups, json_each(group_ids) WHERE json_each.value = ?"
+            row = db.execute(query, (group_id,)).fetchone()
+        return row[0] if row else None
+
     # Spans
 
     def next_sequence(self) -> int:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,8 @@ class Run:
         started = time.monotonic()
         await run_in_thread(self.compiling.wait)
         await run_in_thread(return_freed_memory)  # what rollouts and compilation have left
-        metrics = await run_in_thread(self.leader.call, Replica.update, sequences)
+        with self.gateway.pauses.paused() if self.replica.shares_devices else nullcontext():
+            metrics = await run_in_thread(self.leader.call, Replica.update, sequences)
         for watch in self.watches:
             watch.observe(metrics, self.step)
         return metrics | {"time/train_s": time.monotonic() - started}
@@ -204,8 +206,9 @@ class Run:
             state.params if scope in self.replica.changed else None
             for scope, state in zip(self.replica.scopes, self.replica.states, strict=True)
         ]
-        for engine, changed in zip(self.engines, params, strict=True):
-            engine.publish(changed, self.step)
+        with self.replica.dispatching():
+            for engine, changed in zip(self.engines, params, strict=True):
+                engine.publish(changed, self.step)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -58,7 +58,7 @@ async def open_run(
 
     Everything is closed at the end.
     """
-    _check_orchestrator(config)
+    _check_serving(config)
     made = make_agent(config.agent) if agent is None else as_agent(agent, config.agent.options)
     algorithm = load_choices(config.algorithm)
     train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
@@ -82,8 +82,7 @@ async def open_run(
         leader = Leader(replica)
         at_end.callback(leader.stop_followers)
         pipelines.restore(replica.progress)
-        untaken = untaken_ids(replica.progress)
-        resume(store, config, sources, changed, replica.step, untaken)
+        resume(store, config, sources, changed, replica.step, untaken_ids(replica.progress))
         leader.tell(Replica.publish_all)
         engines = [
             make_engine(replace(model, params=params), version=replica.step, share_base=True)
@@ -91,6 +90,7 @@ async def open_run(
         ]
         return_freed_memory()  # copies of the weights on their way to the engines
         running = engines if initial is None else [*engines, initial]
+        replica.share_devices(running)
         gateway = Gateway(
             _responders(config, engines),
             store,
@@ -191,8 +191,12 @@ def _model_that_fits(config: Config) -> LoadedModel:
     return model
 
 
-def _check_orchestrator(config: Config) -> None:
-    """Raise ConfigError for a run that trains with JetStream, which cannot swap weights."""
+def _check_serving(config: Config) -> None:
+    """Raise ConfigError for a run that trains with JetStream, which cannot swap weights.
+
+    Also refuse `rollout.ahead` in a run of several processes. The first of them serves as well, so
+    its devices would start the programs of an update in another order than those of the others.
+    """
     if config.serve.orchestrator != "native" and config.total_steps > 0:
         raise ConfigError(
             f"serve.orchestrator is {config.serve.orchestrator!r}, which cannot take new weights, "
@@ -200,6 +204,14 @@ def _check_orchestrator(config: Config) -> None:
             "and warmup.num_steps to 0 to only evaluate.",
             reason="conflict",
             key="serve.orchestrator",
+        )
+    if config.rollout.ahead and jax.process_count() > 1:
+        raise ConfigError(
+            f"rollout.ahead is {config.rollout.ahead} and the run has {jax.process_count()} "
+            "processes, of which the first serves on devices that also train; set "
+            "rollout.ahead=0.",
+            reason="conflict",
+            key="rollout.ahead",
         )
 
 

@@ -147,6 +147,20 @@ def test_rollouts_of_other_settings_stay_on_record(store: Store) -> None:
     assert found == [("r0", False), ("r1", True), ("r2", True), ("new", False)]
 
 
+def test_groups_of_a_step_are_recorded_until_settings_change(store: Store) -> None:
+    for index in range(2):
+        store.add_rollout(Rollout(f"r{index}", "t", f"g{index}", "train", index, 0, 1, "queued"))
+    assert store.step_groups(0) == [] and store.step_of_group("g0") is None
+    store.set_step_groups(0, ["g1"])
+    store.set_step_groups(0, ["g1", "g2"])
+    store.set_step_groups(1, ["g0"])
+    assert store.step_groups(0) == ["g1", "g2"]
+    assert [store.step_of_group(name) for name in ("g0", "g1", "g2", "g3")] == [1, 0, 0, None]
+    store.supersede(1, ["g0"])  # of step 0, but not trained yet
+    assert store.step_groups(0) == ["g1", "g2"] and store.step_groups(1) == []
+    assert all(rollout.superseded for rollout in store.rollouts())
+
+
 def test_spans_come_back_as_they_were(store: Store) -> None:
     attributes: dict[str, Any] = {
         "ids": (0, 49151),

@@ -161,9 +161,36 @@ def test_groups_run_ahead_within_the_bound_and_are_trained_once(tmp_path: Path) 
     assert 0 < max(row["train/staleness_max"] for row in steps) <= 2
     assert sum(row.get("train/dropped_stale", 0.0) for row in steps) == 0
     assert all("eval/reward_mean" in rows[step] for step in (0, 2, 4, NUM_STEPS))
-    late = steps[-2]
-    shares = [value for name, value in late.items() if name.startswith("train/staleness_share/")]
-    assert not shares or sum(shares) == pytest.approx(1)
+    shares = [
+        {name: value for name, value in row.items() if name.startswith("train/staleness_share/")}
+        for row in steps
+    ]
+    assert all(sum(found.values()) == pytest.approx(1) for found in shares if found)
+    assert any(shares)
+    # One weights version answers all of an evaluation, although training rollouts run beside it.
+    assert {step: _versions(tmp_path / "run", step) for step in (2, 4)} == {2: {2}, 4: {4}}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "serve"),
+    [
+        (MeshConfig(fsdp=2, tensor=2), None),  # the same devices, with collectives on both sides
+        (MeshConfig(fsdp=2), MeshConfig(fsdp=1, tensor=2, first_device=2)),
+    ],
+)
+def test_groups_run_ahead_on_shared_and_on_separate_devices(
+    tmp_path: Path, mesh: MeshConfig, serve: MeshConfig | None
+) -> None:
+    config = dataclasses.replace(_ahead(tmp_path / "run"), num_steps=4, mesh=mesh)
+    config = dataclasses.replace(
+        config,
+        serve=dataclasses.replace(config.serve, mesh=serve),
+        batch=dataclasses.replace(config.batch, rows=2),
+    )
+    rows = asyncio.run(trainer.train(config, TASKS, TASKS, agent=_uneven))
+    assert [row["rollout/num_scored"] for row in rows[:4]] == [6.0] * 4
+    assert sum(row.get("train/dropped_stale", 0.0) for row in rows[:4]) == 0
+    assert all(row["train/num_updates"] == 1 for row in rows[:4])
 
 
 def test_a_setting_that_shapes_rollouts_discards_the_groups_ahead(tmp_path: Path) -> None:
@@ -240,6 +267,17 @@ def _scored(run: Path) -> set[tuple[str, int, int]]:
     with contextlib.closing(Store(run / "store.sqlite", read_only=True)) as store:
         rollouts: list[Rollout] = store.rollouts(phase="train")
     return {(r.group_id, r.index, r.attempt) for r in rollouts if r.status == "scored"}
+
+
+def _versions(run: Path, step: int) -> set[int]:
+    """The weights versions that answered an evaluation."""
+    with contextlib.closing(Store(run / "store.sqlite", read_only=True)) as store:
+        return {
+            version
+            for rollout in store.rollouts(phase="eval", step=step)
+            for span in store.spans(rollout.rollout_id)
+            for version in span.attributes.get(attributes.POLICY_VERSIONS, ())
+        }
 
 
 def _tokens(run: Path, step: int) -> list[tuple[str, tuple[int, ...]]]:
