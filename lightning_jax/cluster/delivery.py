@@ -10,7 +10,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_jax.errors import InvalidValue
@@ -77,9 +77,7 @@ class Outbox:
         """Return once the run has stored the spans. Raises StoreError if it did not."""
         await self._deliver(rollout_id, spans)
 
-    async def record_posted(
-        self, rollout_id: str, spans: Sequence[Span]
-    ) -> tuple[list[bool], int]:
+    async def record_posted(self, rollout_id: str, spans: Sequence[Span]) -> tuple[list[bool], int]:
         """Return the result of `Store.add_posted_spans` in the run's process."""
         are_new, num_taken = await self._deliver(rollout_id, spans, posted=True)
         return list(are_new), num_taken
@@ -123,16 +121,17 @@ class Outbox:
         self._check()
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-        numbered = tuple(span if span.sequence is not None else self._number(span) for span in spans)
+        numbered = tuple(map(self._numbered, spans))
         delivery = Delivery(next(self._numbers), rollout_id, numbered, posted)
         receipt = self._waiting[delivery.number] = asyncio.get_running_loop().create_future()
         self._queue.append(delivery)
         self._changed.set()
         return await asyncio.shield(receipt)  # as in the store, it is recorded all the same
 
-    def _number(self, span: Span) -> Span:
-        values = vars(span) | {"sequence": self.next_sequence()}
-        return Span(**values)
+    def _numbered(self, span: Span) -> Span:
+        if span.sequence is not None:
+            return span
+        return replace(span, sequence=self.next_sequence())
 
     def _resolve(self, receipt: Receipt) -> None:
         waiting = self._waiting.pop(receipt.number)

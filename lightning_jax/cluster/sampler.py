@@ -130,4 +130,3 @@ class Sampler:
     async def take(self, receipts: Sequence[Receipt]) -> Parcel:
         """Return the next spans for the store, with the counters. See `Outbox.take`."""
         return Parcel(await self._outbox.take(receipts), self._gateway.stats())
-

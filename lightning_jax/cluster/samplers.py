@@ -14,7 +14,7 @@ from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.delivery import Parcel, Receipt, store_parcel
 from lightning_jax.cluster.ray_session import ClusterError, actor_options, room_in_words
 from lightning_jax.cluster.sampler import SamplerSpec
-from lightning_jax.cluster.weights import on_host
+from lightning_jax.cluster.weights import Sent, on_host
 from lightning_jax.gateway.app import RolloutSettings, Traffic
 from lightning_jax.gateway.metrics import PRESENT
 from lightning_jax.gateway.remote import RemoteEngine
@@ -48,6 +48,9 @@ class Live:
     loss: str | None = None
     is_lost: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def how_lost(self) -> str | None:
+        return self.loss
+
     def lose(self, loss: str) -> None:
         """Note how it was lost, unless that is known."""
         self.loss = self.loss or loss
@@ -79,12 +82,11 @@ class Samplers:
         ray: Any,
         config: ClusterConfig,
         run: str,
-        spec: SamplerSpec,
         store: Store,
     ) -> None:
         """`run` names the run in the cluster. Two runs with one name refuse each other."""
         self._ray, self._config, self._run = ray, config, run
-        self._spec, self._store = spec, store
+        self._store = store
         self._held: list[Held] = []
         self._initial: Any = None
         self._lock = threading.Lock()  # of `_held` and `_live`
@@ -96,17 +98,22 @@ class Samplers:
         self._keeping: list[asyncio.Task[None]] = []
 
     async def start(
-        self, policies: Sequence[Params], version: int, initial: Params | None = None
+        self,
+        spec: SamplerSpec,
+        policies: Sequence[Params],
+        version: int,
+        initial: Sent | None = None,
     ) -> None:
         """Place all samplers and wait until they serve these weights.
 
         Raises ConfigError if the cluster is too small or another run has the samplers.
         """
+        self._spec = spec
         for params in policies:
             sent = on_host(params, self._spec.dtype)
             self._held.append(Held(self._ray.put(sent), frozenset(sent), version))
         if initial is not None:
-            self._initial = self._ray.put(on_host(initial, self._spec.dtype))
+            self._initial = self._ray.put(initial)
         began = time.monotonic()
         starting = [asyncio.create_task(self._begin(i)) for i in range(self._config.samplers)]
         try:
@@ -153,7 +160,7 @@ class Samplers:
                 raise
             self._at[settings.rollout_id] = live
             # This machine's clock may differ from the sampler's, and ends the span.
-            return Opened(llm, replace(root, start_ns=time.time_ns()), lambda: live.loss)
+            return Opened(llm, replace(root, start_ns=time.time_ns()), live.how_lost)
 
     async def posted_reward(self, rollout_id: str) -> float | None:
         live = self._at[rollout_id]

@@ -38,3 +38,7 @@ def received(*sent: Sent) -> Params:
     merged = {path: array for part in sent for path, array in part.items()}
     return unflatten({path: array.view(jnp.dtype(name)) for path, (name, array) in merged.items()})
 
+
+def copied(sent: Sent) -> Sent:
+    """Return a copy, for weights whose arrays may be donated."""
+    return {path: (dtype, array.copy()) for path, (dtype, array) in sent.items()}

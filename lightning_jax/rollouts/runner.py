@@ -40,7 +40,6 @@ from lightning_jax.rollouts.outcome import (
     outcome_of_error,
 )
 from lightning_jax.rollouts.servers import Opened, OwnServer, RolloutServer
-from lightning_jax.schema import DERIVED
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import below
@@ -206,13 +205,14 @@ class Runner:
     gateway: Gateway
     config: RolloutConfig
     seed: int
-    server: RolloutServer = DERIVED  # None: `gateway`
+    at: RolloutServer | None = None  # None: `gateway`
     gate: asyncio.Semaphore = field(init=False)  # of `concurrency`
     idle: "IdleClock" = field(init=False)
+    server: RolloutServer = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.server is None:
-            object.__setattr__(self, "server", OwnServer(self.gateway))
+        server = OwnServer(self.gateway) if self.at is None else self.at
+        object.__setattr__(self, "server", server)
         object.__setattr__(self, "gate", asyncio.Semaphore(self.config.concurrency))
         object.__setattr__(self, "idle", IdleClock())
 
