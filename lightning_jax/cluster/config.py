@@ -25,6 +25,8 @@ class ClusterConfig(Section):
     timeout_s: Positive = 300.0  # for the cluster to place and start what is asked for
 
     def __post_init__(self) -> None:
+        numbers = {name: float(number) for name, number in self.sampler_resources.items()}
+        object.__setattr__(self, "sampler_resources", numbers)
         object.__setattr__(self, "sampler_env", tuple(self.sampler_env))
         super().__post_init__()
         is_known = self.address in (None, LOCAL, AUTO) or re.fullmatch(
