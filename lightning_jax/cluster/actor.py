@@ -1,5 +1,6 @@
 """Process that Ray starts for a sampler. Imports nothing heavy before its environment is set."""
 
+import importlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +17,7 @@ class SamplerActor:
 
     async def ping(self) -> str:
         """Return the address of this machine at which the cluster's others reach it."""
-        import ray
-
-        return ray.util.get_node_ip_address()
+        return importlib.import_module("ray").util.get_node_ip_address()
 
     async def start(
         self,

@@ -1,5 +1,6 @@
 """Connection to Ray, which is an optional dependency and is imported here only."""
 
+import importlib
 import importlib.util
 import os
 import signal
@@ -22,22 +23,28 @@ class ClusterError(UserError, RuntimeError):
     """Cluster that does not give a run what it needs."""
 
 
-@contextmanager
-def ray_session(config: ClusterConfig) -> Iterator[Any]:
-    """Join the cluster that the settings name, and yield the module `ray`. Leave it at the end.
-
-    Raises ConfigError if Ray is not installed or the cluster cannot be joined.
-    """
-    if importlib.util.find_spec("ray") is None:
+def require_ray(config: ClusterConfig) -> None:
+    """Raise ConfigError if the settings need Ray and it is not installed."""
+    if config.address is not None and importlib.util.find_spec("ray") is None:
         raise ConfigError(
             f"cluster.address is {config.address}, but Ray is not installed; install it with "
             "pip install 'lightning-jax[ray]', or leave cluster.address out.",
             reason="not_installed",
             key="cluster.address",
         )
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send statistics to its makers
-    import ray
 
+
+@contextmanager
+def ray_session(config: ClusterConfig) -> Iterator[Any]:
+    """Join the cluster that the settings name, and yield the module `ray`. Leave it at the end.
+
+    Raises ConfigError if Ray is not installed or the cluster cannot be joined.
+    """
+    require_ray(config)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send statistics to its makers
+    if config.address == LOCAL:  # keeps all addresses on the loopback interface
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    ray: Any = importlib.import_module("ray")
     settings: dict[str, Any] = {"address": config.address, "namespace": NAMESPACE}
     if config.address == LOCAL:
         settings["include_dashboard"] = False

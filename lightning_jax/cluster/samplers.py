@@ -30,7 +30,7 @@ QUIET_S = 30.0  # without an answer, after which a sampler is lost; it answers e
 FREED_S = 30.0  # for the name of a sampler that has just ended
 END_S = 5.0  # for a sampler to end its calls when the run ends
 MAX_DELAY_S = 30.0  # before a sampler is started again
-REPLACED, LOST = "serve/samplers_replaced", "serve/samplers_lost"
+NUMBER, LOST = "serve/samplers", "serve/samplers_lost"
 
 
 class SamplerLost(Exception):
@@ -94,7 +94,7 @@ class Samplers:
         self._changed = asyncio.Event()  # a sampler has come
         self._at: dict[str, Live] = {}  # by rollout
         self._ended: Counter[str] = Counter()  # totals of samplers that ended
-        self._num_replaced = self._num_lost = 0
+        self._num_lost = 0
         self._keeping: list[asyncio.Task[None]] = []
 
     async def start(
@@ -182,7 +182,7 @@ class Samplers:
         totals = Counter(self._ended)
         for live in list(self._live.values()):
             totals.update(live.stats)
-        return {**totals, REPLACED: float(self._num_replaced), LOST: float(self._num_lost)}
+        return {**totals, NUMBER: float(len(self._live)), LOST: float(self._num_lost)}
 
     # Weights. These methods are for any thread.
 
@@ -324,7 +324,6 @@ class Samplers:
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, MAX_DELAY_S)
             else:
-                self._num_replaced += 1
                 log.info("sampler %d is back with the present weights", index)
                 return live
 
