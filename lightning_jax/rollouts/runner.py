@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from lightning_jax.errors import UserError
@@ -39,6 +40,7 @@ from lightning_jax.rollouts.outcome import (
     outcome_of,
     outcome_of_error,
 )
+from lightning_jax.rollouts.scoring import Scorer
 from lightning_jax.rollouts.servers import Opened, OwnServer, RolloutServer
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
@@ -158,7 +160,7 @@ async def run_requests(
     *,
     on_done: Callable[[Rollout], None] = lambda rollout: None,
 ) -> list[Rollout]:
-    """Return the finished rollout of each request, in order.
+    """Return the finished and scored rollout of each request, in order.
 
     Raises TooManyFailures if too large a share of them ends as infrastructure failures.
     """
@@ -174,6 +176,11 @@ async def run_requests(
     except ExceptionGroup as failed:  # from our code: an agent's error fails only its rollout
         raise failed.exceptions[0] from None
     rollouts = [future.result() for future in futures]
+    if runner.scorer is not None:
+        pairs = groupby(zip(requests, rollouts, strict=True), key=lambda pair: pair[0].group_id)
+        attempts = [list(group) for _, group in pairs]
+        scoring = [runner.scorer.score(g[0][0].task, [r for _, r in g]) for g in attempts]
+        rollouts = [rollout for group in await asyncio.gather(*scoring) for rollout in group]
     check_infrastructure(rollouts, runner.config)
     return rollouts
 
@@ -205,6 +212,7 @@ class Runner:
     gateway: Gateway
     config: RolloutConfig
     seed: int
+    scorer: Scorer | None = None  # of the rewards, after the agent's own
     at: RolloutServer | None = None  # None: `gateway`
     gate: asyncio.Semaphore = field(init=False)  # of `concurrency`
     idle: "IdleClock" = field(init=False)
@@ -313,7 +321,8 @@ class Runner:
         try:
             result = await self.agent(_copied(task), llm)
             posted = await self.server.posted_reward(rollout_id)
-            return outcome_of(result, posted, self.config)
+            needs_reward = self.scorer is None or self.scorer.needs_agent_reward
+            return outcome_of(result, posted, self.config, needs_reward=needs_reward)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001  (foreign code: fails only its rollout)

@@ -18,6 +18,7 @@ from lightning_jax.models.lora import merged, overlay, trained_part
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.rollouts.collect import wait_for_spans, with_ids
 from lightning_jax.rollouts.failures import FailureWatch
+from lightning_jax.rollouts.judge import judge_roles
 from lightning_jax.rollouts.metrics import eval_metrics, eval_metrics_by
 from lightning_jax.rollouts.program import make_agent
 from lightning_jax.rollouts.runner import (
@@ -131,12 +132,12 @@ async def open_runner(
         gateway = Gateway(remote, store, routing=remote_routing(config.roles, source.server))
         engines: Sequence[Engine] = ()
     else:
-        gateway, engines = _serve_policies(with_dtypes(config), source, store)
+        gateway, engines = serve_policies(with_dtypes(config), source, store)
     async with open_service(gateway, engines, made, config) as runner:
         yield runner
 
 
-def _serve_policies(
+def serve_policies(
     config: Config, source: PolicySource, store: Store
 ) -> tuple[Gateway, Sequence[Engine]]:
     """Load the weights and return a gateway to them, with its engines.
@@ -144,7 +145,7 @@ def _serve_policies(
     Adapters are not stacked: a trained policy has them merged, and before training they are zero.
     """
     names = source.model_names(config)
-    has_initial = any(role.served_by == "initial" for role in config.roles.values())
+    has_initial = bool(config.initial_users)
     first, *others = dict.fromkeys(names + [config.model.name] * has_initial)
     model = _load_first(config, source, first)
     mesh = serving_mesh(config.serve.mesh, config.mesh)
@@ -166,7 +167,7 @@ def _serve_policies(
     gateway = Gateway(
         responders(names),
         store,
-        routing=Routing(config.roles, config.policies),
+        routing=Routing(judge_roles(config.rewards) | config.roles, config.policies),
         initial=responders([config.model.name] * len(names)) if has_initial else None,
     )
     return gateway, list(engines.values())

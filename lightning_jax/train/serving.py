@@ -19,7 +19,9 @@ from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.multi_policy.scope import ALL
+from lightning_jax.rollouts.judge import judge_roles
 from lightning_jax.rollouts.servers import RolloutServer
+from lightning_jax.settings import ConfigError
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.state import Replica
@@ -55,8 +57,9 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
 
     Initial weights that a role asks for are copied now, before the train state takes ownership.
     """
-    has_initial = any(role.served_by == "initial" for role in config.roles.values())
+    has_initial = bool(config.initial_users)
     if config.cluster.samplers:
+        _check_judges(config)
         initial = copied(on_host(model.params, config.model.dtype)) if has_initial else None
         return partial(_serve_by_samplers, config, model, store, initial)
     mesh = serving_mesh(config.serve.mesh, config.mesh)
@@ -73,7 +76,7 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
         gateway = Gateway(
             _responders(config, engines),
             store,
-            routing=Routing(config.roles, config.policies),
+            routing=_routing(config),
             initial=None if frozen is None else _responders(config, [frozen] * len(engines)),
         )
         running = engines if frozen is None else [*engines, frozen]
@@ -81,6 +84,22 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
         yield Served(gateway, engines, running)
 
     return serve
+
+
+def _check_judges(config: Config) -> None:
+    """Raise ConfigError for a judge that the run's own gateway would have to answer."""
+    for role in judge_roles(config.rewards):
+        raise ConfigError(
+            f"cluster.samplers is {config.cluster.samplers} and a reward has the judge {role!r}, "
+            "which samplers do not serve; set rewards.NAME.judge.served_by to the URL of a server, "
+            "or cluster.samplers to 0.",
+            reason="conflict",
+            key="cluster.samplers",
+        )
+
+
+def _routing(config: Config) -> Routing:
+    return Routing(judge_roles(config.rewards) | config.roles, config.policies)
 
 
 def _responders(config: Config, engines: Sequence[Engine]) -> Engine | LoopsByPolicy:
@@ -108,7 +127,7 @@ async def _serve_by_samplers(
             serve=replace(config.serve, api_key=gateway.api_key),
             dtype=config.model.dtype,
             tensor=config.mesh.tensor,
-            routing=Routing(config.roles, config.policies),
+            routing=_routing(config),
             by_policy=config.weight_scopes != (ALL,),
             num_requests=-(-requests_at_once(config) // config.cluster.samplers),
         )

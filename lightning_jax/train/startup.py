@@ -22,6 +22,7 @@ from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.program import make_agent
 from lightning_jax.rollouts.runner import Agent, AgentFunction, Runner, as_agent
+from lightning_jax.rollouts.scoring import make_scorer
 from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
@@ -112,7 +113,10 @@ async def open_service(
         for engine in engines:
             engine.start(num_requests)
         at_end.enter_context(freeze_objects())
-        yield Runner(isolated, gateway, config.rollout, config.seed, server)
+        store, decode = gateway.store, gateway.engine.tokenizer.decode
+        assert store is not None, "rollouts are recorded"
+        scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
+        yield Runner(isolated, gateway, config.rollout, config.seed, scorer, server)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def cluster() -> Iterator[Any]:
         made.shutdown()
 
 
-def settings(cluster: Any, folder: Path, **changes: Any) -> Config:
+def settings(ray_cluster: Any, folder: Path, **changes: Any) -> Config:
     model = folder / "tiny"
     if not model.exists():
         save_hf(model, tiny_model(num_layers=1))
@@ -77,7 +77,7 @@ def settings(cluster: Any, folder: Path, **changes: Any) -> Config:
         eval=EvalConfig(every=0, num_tasks=4, at_start=False),
         checkpoint=CheckpointConfig(every=5),
         mesh=MeshConfig(fsdp=1),
-        cluster=ClusterConfig(cluster.address, samplers=2, sampler_resources=SAMPLER),
+        cluster=ClusterConfig(ray_cluster.address, samplers=2, sampler_resources=SAMPLER),
     )
     return dataclasses.replace(config, **changes)
 

@@ -266,6 +266,9 @@ def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> 
         db.execute("ALTER TABLE rollouts DROP COLUMN metrics")
         db.execute("ALTER TABLE rollouts DROP COLUMN superseded")
         db.execute("ALTER TABLE rollouts DROP COLUMN task")
+        db.execute("ALTER TABLE rollouts DROP COLUMN components")
+        db.execute("ALTER TABLE rollouts DROP COLUMN reasons")
+        db.execute("DROP TABLE verdicts")
         db.execute("DROP INDEX spans_by_sequence")
         db.execute("ALTER TABLE spans DROP COLUMN sequence")
         db.execute("PRAGMA user_version=1")
@@ -277,6 +280,14 @@ def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> 
     store.close()
     store = Store(path)
     assert store.rollout("r1").metrics == {"f1": 0.5}
+    scored = replace(store.rollout("r1"), reward=2.0, components={"agent": 1.0, "x": 1.0})
+    store.set_scores([scored], {"r1": {"x": "because"}})
+    store.add_verdict("d", "first")
+    store.add_verdict("d", "second")
+    store.close()
+    store = Store(path)
+    assert store.rollout("r1") == scored and store.reasons("r1") == {"x": "because"}
+    assert (store.verdict("d"), store.verdict("e")) == ("first", None)
     store.close()
 
 
