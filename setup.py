@@ -75,6 +75,7 @@ setup(
             "mcp>=1.11,<2",
             "pyarrow>=20",
         ],
+        "ray": ["ray>=2.50"],  # cluster.address
         "ollama": ["ollama>=0.6"],  # agents/ollama_chat.py
         # google-jetstream itself is installed with --no-deps, see requirements-nodeps.txt
         "jetstream": ["grpcio", "protobuf", "prometheus-client", "shortuuid", "tiktoken"],

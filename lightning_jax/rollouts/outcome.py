@@ -25,6 +25,7 @@ MAX_METRIC_NAME = 100  # characters
 MAX_METRIC = 1e30  # magnitude; sums over a step stay finite in float32
 # Reasons of rollouts that took too long. In the second, calls waited for most of the time.
 DEADLINE, DEADLINE_IN_QUEUE = "deadline", "deadline_in_queue"
+SERVER_LOST = "server_lost"  # the rollout's sampler died or stopped answering
 DROPPED_METRICS = "dropped_metrics"  # counts the metrics beyond the limit
 
 

@@ -98,6 +98,11 @@ REASONS = {
     "store_error": Reason(
         "infrastructure", "the record of a call cannot be written", "free disk space"
     ),
+    "server_lost": Reason(
+        "infrastructure",
+        "the sampler of the rollout died or stopped answering",
+        "nothing: the rollout is tried again on another sampler, and a new one is started",
+    ),
     "upstream_error": Reason(
         "infrastructure", "the server of a role with a URL failed", "check that server"
     ),

@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lightning_jax.cluster.ray_session import require_ray
 from lightning_jax.loading import check_reference, find_program
 from lightning_jax.models.formats.names import local_path, read_chat_template
 from lightning_jax.rollouts.config import key_of, require_agent
@@ -23,6 +24,7 @@ def check_start(config: Config) -> None:
     """
     check_model(config)
     check_agent(config)
+    require_ray(config.cluster)
     check_sinks(config.metrics.sinks)
     _check_directory(config)
 

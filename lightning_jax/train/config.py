@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, policy_indices
@@ -273,6 +274,7 @@ class Config(Section):
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

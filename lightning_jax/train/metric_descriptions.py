@@ -143,6 +143,8 @@ _TEXTS = {
     "serve/malformed_tool_calls": "calls: tool calls that could not be read",
     "serve/joined_calls": "calls: retries that joined a running or answered call",
     "serve/compiles": "programs: number compiled since the start",
+    "serve/samplers": "samplers: number that serve, of a cluster",
+    "serve/samplers_lost": "samplers: number that died or fell silent since the start",
     "serve/publish_gb_per_s": "GB/s: rate at which new weights reached the engines",
     "time/step_s": "s: from the row before to this one",
     "time/rollout_s": "s: rollouts of the step",

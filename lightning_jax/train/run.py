@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lightning_jax.engine.engine import Engine
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
@@ -38,6 +37,7 @@ from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.progress import Progress
 from lightning_jax.train.runtime import return_freed_memory
+from lightning_jax.train.serving import ServedPolicy
 from lightning_jax.train.state import Replica
 from lightning_jax.train.status import status_of
 from lightning_jax.types import Metrics
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 class Run:
     """One run between steps, and the operations that change it.
 
-    `leader` changes the train state in all processes. `engines` serve its weights, one per
+    `leader` changes the train state in all processes. `policies` serve its weights, one per
     state in order, to the agents of `runner`.
     """
 
@@ -58,12 +58,12 @@ class Run:
         model: LoadedModel,
         pipelines: Pipelines,
         leader: Leader[Replica],
-        engines: Sequence[Engine],
+        policies: Sequence[ServedPolicy],
         runner: Runner,
     ) -> None:
         self.config, self.directory, self.model = config, Path(config.run_dir), model
         self.pipelines, self.leader, self.replica = pipelines, leader, leader.target
-        self.engines, self.gateway, self.store = engines, runner.gateway, runner.store
+        self.policies, self.gateway, self.store = policies, runner.gateway, runner.store
         self.progress = Progress(lambda: self.gateway.stats()["serve/tokens_generated"])
         self.compiling = CompileAhead(self.replica, config.total_steps - self.step)
         self.collector = Collector(
@@ -208,8 +208,8 @@ class Run:
             for scope, state in zip(self.replica.scopes, self.replica.states, strict=True)
         ]
         with self.replica.dispatching():
-            for engine, changed in zip(self.engines, params, strict=True):
-                engine.publish(changed, self.step)
+            for policy, changed in zip(self.policies, params, strict=True):
+                policy.publish(changed, self.step)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))
