@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
 from lightning_jax.traces import otlp
 from lightning_jax.traces.context import OpenSpan
+from lightning_jax.traces.sink import SpanSink
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.types import LLM
 
@@ -53,7 +55,7 @@ class Gateway:
     def __init__(
         self,
         engine: Engine | LoopsByPolicy | RemoteEngine,
-        store: Store | None = None,
+        store: SpanSink | None = None,
         *,
         records: bool = True,
         serve: ServeConfig | None = None,
@@ -62,7 +64,9 @@ class Gateway:
     ) -> None:
         self._temporary = TemporaryStore() if store is None and records else None
         store = store or self._temporary
-        self.store, self.model_name = store, engine.model_name
+        # None: calls are recorded nowhere, or by another process.
+        self.store = store if isinstance(store, Store) else None
+        self.model_name = engine.model_name
         serve, tokenizer = serve or engine.serve, engine.tokenizer
         self.engine = engine
         self._meters = Meters(engine.stats)
@@ -149,7 +153,9 @@ class Gateway:
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start, including the engine's."""
-        return self.engine.stats() | self._meters.totals()
+        totals = Counter(self.engine.stats())  # an engine may stand for other gateways
+        totals.update(self._meters.totals())
+        return dict(totals)
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[openai_errors], client_max_size=self._bodies.max_bytes)

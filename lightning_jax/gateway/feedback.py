@@ -14,7 +14,7 @@ from lightning_jax.gateway.sessions import AnsweredCall, OpenRollout
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import OpenSpan, parent_in
 from lightning_jax.traces.otlp import MAX_SPAN_BYTES, MAX_SPANS, Export, stored_size
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.sink import SpanSink
 from lightning_jax.types import Span
 
 LAST = "last"
@@ -39,7 +39,7 @@ class RewardFields(Fields):
 class Reports:
     """Writer of rewards and spans into the store, each for its own rollout."""
 
-    def __init__(self, store: Store | None, owners: Owners, meters: Meters) -> None:
+    def __init__(self, store: SpanSink | None, owners: Owners, meters: Meters) -> None:
         self._store = store
         self._owners = owners
         self._meters = meters
@@ -95,9 +95,7 @@ class Reports:
         refused[TOO_MANY_KEPT] += len(sized) - len(fitting)
         for part in _parts(fitting):  # so that spans of calls can go in between
             spans = [span for span, _ in part]
-            are_new, num_taken = await self._store.in_order(
-                self._store.add_posted_spans, owner.rollout_id, spans
-            )
+            are_new, num_taken = await self._store.record_posted(owner.rollout_id, spans)
             refused[FOREIGN] += num_taken
             sent_twice = [
                 size for (_, size), is_new in zip(part, are_new, strict=True) if not is_new
@@ -148,7 +146,7 @@ class Reports:
         assert self._store is not None, "a call is answered once its span is in the store"
         rollout.owner.use(1, size)
         rollout.call_rewards[known_id, choice] = total
-        await self._store.in_order(self._store.add_span, rollout_id, span)
+        await self._store.record(rollout_id, span)
         return {"rollout": rollout_id, "call": known_id, "choice": choice, "reward": reward}
 
 

@@ -21,7 +21,7 @@ from lightning_jax.gateway.sessions import HandledCall
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.otlp import clip
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.sink import SpanSink
 from lightning_jax.types import Span
 
 # Headers of the agent's request that are forwarded. Credentials and hop-by-hop headers are not.
@@ -84,7 +84,7 @@ class ProxiedCall:
 
 
 async def pass_on(
-    handled: HandledCall, call: ProxiedCall, store: Store | None
+    handled: HandledCall, call: ProxiedCall, store: SpanSink | None
 ) -> web.StreamResponse:
     """Forward a call, and return the other server's answer as it streams.
 

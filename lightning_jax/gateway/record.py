@@ -23,7 +23,7 @@ from lightning_jax.gateway.routing import Route
 from lightning_jax.traces import attributes
 from lightning_jax.traces._sqlite import StoreError
 from lightning_jax.traces.context import OpenSpan
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.sink import SpanSink
 from lightning_jax.types import Span
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -135,12 +135,12 @@ class Call:
         }
 
 
-async def write(store: Store | None, rollout_id: str | None, *spans: Span) -> None:
+async def write(store: SpanSink | None, rollout_id: str | None, *spans: Span) -> None:
     """Return once the spans are stored. Raise ApiError if they cannot be written."""
     if store is None:
         return
     try:
-        await store.in_order(store.add_span, rollout_id, *spans)
+        await store.record(rollout_id, *spans)
     except StoreError as error:
         raise _server_error(
             500, "store_error", f"the call could not be recorded: {error}"

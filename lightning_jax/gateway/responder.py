@@ -39,7 +39,7 @@ from lightning_jax.gateway.sampling import sampling_params
 from lightning_jax.gateway.sessions import AnsweredCall, OpenRollout
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.traces.context import OpenSpan
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.sink import SpanSink
 
 Writer = tuple[ToolCallParser | PlainText, AnswerBuilder]  # of one choice
 MAX_RECORDED = 4  # times serve.max_len; a longer prompt is refused and its ids are not recorded
@@ -83,7 +83,7 @@ class Responder:
 
     loop: PolicyLoop
     tokenizer: Tokenizer
-    store: Store | None
+    store: SpanSink | None
     served_model: str
     serve: ServeConfig
     tool_format: ToolFormat

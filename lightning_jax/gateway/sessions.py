@@ -17,7 +17,7 @@ from lightning_jax.gateway.prompt.render import ConversationMemory
 from lightning_jax.gateway.retries import RunningCall, RunningCalls, declared_timeout_s
 from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.traces.context import OpenSpan
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.sink import SpanSink
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class Traffic:
     num_cancelled: int  # the agent disconnected or ended before the answer was ready
     num_forgotten: int  # answers dropped because of serve.max_kept_mib_per_rollout
     waited_s: float = 0.0  # time that calls waited for their first token, summed over the calls
+    loss: str | None = (
+        None  # how the server was lost, so that nothing else is known; None: it was not
+    )
 
 
 @dataclass
@@ -217,7 +220,7 @@ def _too_many(code: str, limit: str, setting: str) -> ApiError:
 class OpenRollouts:
     """Open rollouts by id."""
 
-    def __init__(self, store: Store | None, limits: ServeConfig) -> None:
+    def __init__(self, store: SpanSink | None, limits: ServeConfig) -> None:
         self._store, self._limits = store, limits
         self._by_id: dict[str, OpenRollout] = {}
         self.owners = Owners()

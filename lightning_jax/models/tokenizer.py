@@ -48,6 +48,10 @@ class Tokenizer:
             lambda token_id: self.decode([token_id], skip_special=False)
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the caches."""
+        return _unpickle, (self.to_json(), self.template, self.eos_ids, self.special_tokens)
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text, without adding any, and cache recent texts.
 
@@ -166,6 +170,17 @@ class Tokenizer:
             settings["chat_template"] = self.template
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _unpickle(
+    backend: str, template: str | None, eos_ids: Iterable[int], special_tokens: Mapping[str, str]
+) -> Tokenizer:
+    return Tokenizer(
+        tokenizers.Tokenizer.from_str(backend),
+        template=template,
+        eos_ids=eos_ids,
+        special_tokens=special_tokens,
+    )
 
 
 def from_hf(directory: Path) -> Tokenizer:

@@ -25,6 +25,7 @@ MAX_METRIC_NAME = 100  # characters
 MAX_METRIC = 1e30  # magnitude; sums over a step stay finite in float32
 # Reasons of rollouts that took too long. In the second, calls waited for most of the time.
 DEADLINE, DEADLINE_IN_QUEUE = "deadline", "deadline_in_queue"
+SERVER_LOST = "server_lost"  # the rollout's sampler died or stopped answering
 DROPPED_METRICS = "dropped_metrics"  # counts the metrics beyond the limit
 
 
@@ -56,22 +57,29 @@ def failure(reason: str, detail: str) -> Outcome:
 
 
 def outcome_of(
-    result: Any, posted: float | None = None, config: RolloutConfig | None = None
+    result: Any,
+    posted: float | None = None,
+    config: RolloutConfig | None = None,
+    *,
+    needs_reward: bool = True,
 ) -> Outcome:
     """Return the outcome for an agent's return value: its reward and metrics, or a failure.
 
-    If the value has no reward, use `posted`. Metrics beyond `rollout.max_metrics`, or with a name
+    If the value has no reward, use `posted`. If that is None as well, the agent has failed, or
+    without `needs_reward` the reward is 0. Metrics beyond `rollout.max_metrics`, or with a name
     longer than MAX_METRIC_NAME, are left out and counted as `dropped_metrics`.
     """
     config = config or RolloutConfig()
     reward = result.get("reward") if isinstance(result, Mapping) else result
     reward = posted if reward is None else reward
+    if reward is None and not needs_reward:
+        reward = 0.0
     if reward is None:
         return failure(
             "no_reward",
             f"the agent returned {repr(result)[:200]} and posted no reward; expected a number",
         )
-    value = _finite(reward)
+    value = finite(reward)
     if value is None or abs(value) > config.max_abs_reward:
         limit = f" between -{config.max_abs_reward:g} and {config.max_abs_reward:g}"
         return _bad("reward", reward, f"number{limit} (rollout.max_abs_reward)")
@@ -79,7 +87,7 @@ def outcome_of(
     measured.pop("reward", None)
     metrics: dict[str, float] = {}
     for name in list(measured)[: config.max_metrics]:
-        number = _finite(measured[name])
+        number = finite(measured[name])
         if not isinstance(name, str) or number is None or abs(number) > MAX_METRIC:
             return _bad(name, measured[name], "finite number")
         if len(name) <= MAX_METRIC_NAME:
@@ -151,7 +159,7 @@ def _storable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
     """Return the value as a finite float, or None.
 
     Accepts 0-d arrays of NumPy, JAX and PyTorch.

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from lightning_jax.errors import UserError
@@ -32,15 +33,18 @@ from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import (
     DEADLINE,
     DEADLINE_IN_QUEUE,
+    SERVER_LOST,
     LostGateway,
     Outcome,
     failure,
     outcome_of,
     outcome_of_error,
 )
+from lightning_jax.rollouts.scoring import Scorer
+from lightning_jax.rollouts.servers import Opened, OwnServer, RolloutServer
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
-from lightning_jax.traces.context import OpenSpan, below
+from lightning_jax.traces.context import below
 from lightning_jax.traces.store import CRASH, STOP, Store
 from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task
 
@@ -156,7 +160,7 @@ async def run_requests(
     *,
     on_done: Callable[[Rollout], None] = lambda rollout: None,
 ) -> list[Rollout]:
-    """Return the finished rollout of each request, in order.
+    """Return the finished and scored rollout of each request, in order.
 
     Raises TooManyFailures if too large a share of them ends as infrastructure failures.
     """
@@ -172,6 +176,11 @@ async def run_requests(
     except ExceptionGroup as failed:  # from our code: an agent's error fails only its rollout
         raise failed.exceptions[0] from None
     rollouts = [future.result() for future in futures]
+    if runner.scorer is not None:
+        pairs = groupby(zip(requests, rollouts, strict=True), key=lambda pair: pair[0].group_id)
+        attempts = [list(group) for _, group in pairs]
+        scoring = [runner.scorer.score(g[0][0].task, [r for _, r in g]) for g in attempts]
+        rollouts = [rollout for group in await asyncio.gather(*scoring) for rollout in group]
     check_infrastructure(rollouts, runner.config)
     return rollouts
 
@@ -203,10 +212,15 @@ class Runner:
     gateway: Gateway
     config: RolloutConfig
     seed: int
+    scorer: Scorer | None = None  # of the rewards, after the agent's own
+    at: RolloutServer | None = None  # None: `gateway`
     gate: asyncio.Semaphore = field(init=False)  # of `concurrency`
     idle: "IdleClock" = field(init=False)
+    server: RolloutServer = field(init=False)
 
     def __post_init__(self) -> None:
+        server = OwnServer(self.gateway) if self.at is None else self.at
+        object.__setattr__(self, "server", server)
         object.__setattr__(self, "gate", asyncio.Semaphore(self.config.concurrency))
         object.__setattr__(self, "idle", IdleClock())
 
@@ -254,15 +268,15 @@ class Runner:
     async def _attempt(self, request: RolloutRequest, attempt: int, *, draw: int) -> Rollout:
         rollout = request.rollout(attempt)
         await self.store.in_order(self.store.add_rollout, rollout, request.task)
-        llm = self.gateway.open_rollout(self._settings(rollout, draw))
-        clock, root = _Clock(), self.gateway.root_of(rollout.rollout_id)
+        opened = await self.server.open(self._settings(rollout, draw), rollout.group_id)
+        clock = _Clock()
         try:
             await self.store.in_order(self.store.set_status, rollout.rollout_id, "running")
-            outcome = await self._outcome(root, rollout.rollout_id, request.task, llm, clock)
+            outcome = await self._outcome(opened, rollout.rollout_id, request.task, clock)
         except BaseException:
-            self.gateway.close_rollout(rollout.rollout_id)
+            await self.server.close(rollout.rollout_id)
             raise
-        traffic = self.gateway.close_rollout(rollout.rollout_id)
+        traffic = await self.server.close(rollout.rollout_id)
         outcome = _blamed(outcome, traffic, clock, self.config.timeout_s)
         if outcome.status == "agent_failure":
             outcome = replace(outcome, reward=self.config.agent_failure_reward)
@@ -272,7 +286,7 @@ class Runner:
             "lightning.status": outcome.status,
             "lightning.task_id": rollout.task_id,
         }
-        span = root.end("rollout", values, outcome.detail or outcome.reason)
+        span = opened.root.end("rollout", values, outcome.detail or outcome.reason)
         await self.store.in_order(self._record, rollout.rollout_id, span, outcome)
         return replace(rollout, **outcome.fields)
 
@@ -282,16 +296,18 @@ class Runner:
         self.store.set_status(rollout_id, **outcome.fields)
 
     async def _outcome(
-        self, root: OpenSpan, rollout_id: str, task: Task, llm: LLM, clock: "_Clock"
+        self, opened: Opened, rollout_id: str, task: Task, clock: "_Clock"
     ) -> Outcome:
-        """Return the outcome according to the agent, whose spans become children of `root`.
+        """Return the outcome according to the agent, whose spans become children of the root span.
 
         The agent runs in its own task. Even if it exits or cancels itself, only its rollout ends.
         """
-        with below(root):
-            running = asyncio.create_task(self._agent_outcome(rollout_id, task, llm))
+        with below(opened.root):
+            running = asyncio.create_task(self._agent_outcome(rollout_id, task, opened.llm))
         try:
-            late = not await clock.wait(running, self.config.timeout_s, self.gateway.pauses)
+            late = not await clock.wait(
+                running, self.config.timeout_s, self.gateway.pauses, opened.loss
+            )
         finally:
             if not running.done():
                 await _end(running, rollout_id)
@@ -304,7 +320,9 @@ class Runner:
     async def _agent_outcome(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
         try:
             result = await self.agent(_copied(task), llm)
-            return outcome_of(result, self.gateway.posted_reward(rollout_id), self.config)
+            posted = await self.server.posted_reward(rollout_id)
+            needs_reward = self.scorer is None or self.scorer.needs_agent_reward
+            return outcome_of(result, posted, self.config, needs_reward=needs_reward)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001  (foreign code: fails only its rollout)
@@ -366,10 +384,16 @@ class _Clock:
     def __init__(self) -> None:
         self.standstill_s = 0.0
 
-    async def wait(self, agent: asyncio.Task[Any], timeout_s: float, pauses: Pauses) -> bool:
-        """Return True if the agent ended within its time."""
+    async def wait(
+        self,
+        agent: asyncio.Task[Any],
+        timeout_s: float,
+        pauses: Pauses,
+        loss: Callable[[], str | None],
+    ) -> bool:
+        """Return True if the agent ended within its time. Stop waiting once its server is lost."""
         left = timeout_s
-        while left > 0 and not agent.done():
+        while left > 0 and not agent.done() and not loss():
             tick, started = min(left, TICK_S), time.monotonic()
             await asyncio.wait({agent}, timeout=tick)
             left -= 0.0 if pauses.is_active else tick
@@ -382,6 +406,8 @@ def _blamed(outcome: Outcome, traffic: Traffic, clock: _Clock, timeout_s: float)
 
     A deadline also has another reason if calls waited in the queue for most of the time.
     """
+    if traffic.loss:  # the reward may rest on calls and posts that nobody knows of
+        return Outcome("infrastructure_failure", reason=SERVER_LOST, detail=traffic.loss)
     if outcome.status == "agent_failure" and traffic.unanswered:
         # The agent stopped after a call that the server could not answer.
         return replace(outcome, status="infrastructure_failure", reason=traffic.unanswered[0])

@@ -19,6 +19,7 @@ from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.studio import DEFAULT_LIMIT
 from lightning_jax.studio.build import newest_first, view_rollout, view_run
 from lightning_jax.studio.records import RolloutView, RunView, StepCredit
+from lightning_jax.studio.text import printable
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import attach_loose_calls
@@ -99,7 +100,9 @@ class RunReader:
             credit = replace(credit, notes=(why_no_text, *credit.notes))
         transitions, _, _ = self._trace_reader.transitions(spans)
         task = self._store.task_fields(rollout_id)
-        return view_rollout(rollout, spans, transitions, tokenizer, credit, task)
+        view = view_rollout(rollout, spans, transitions, tokenizer, credit, task)
+        reasons = self._store.reasons(rollout_id).items()
+        return replace(view, reasons=tuple((name, printable(text)) for name, text in reasons))
 
     def _find(self, rollout_id: str) -> Rollout:
         known = {rollout.rollout_id: rollout for rollout in self._store.rollouts()}

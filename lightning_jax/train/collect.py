@@ -69,6 +69,8 @@ class Collector:
             )
             await run_in_thread(self._unused.observe, metrics, rollouts, step)
             metrics["time/trainer_wait_s"] = waited_s
+            if self._runner.scorer is not None:
+                metrics |= self._runner.scorer.take_metrics()
             if algorithm.max_sampling_rounds == 1:
                 return trajectories, metrics
             equal = equal_groups(assign_credit(trajectories, algorithm))

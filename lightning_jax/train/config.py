@@ -1,17 +1,32 @@
 """Settings of a whole run."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, policy_indices
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, scopes_of
-from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.schema import Count, FunctionRef, Natural, PathOrName, Section, require
+from lightning_jax.rollouts.config import (
+    INITIAL,
+    AgentConfig,
+    RewardConfig,
+    RolloutConfig,
+    check_rewards,
+)
+from lightning_jax.schema import (
+    Count,
+    FunctionRef,
+    Natural,
+    NonNegative,
+    PathOrName,
+    Section,
+    require,
+)
 from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
 
 
@@ -38,6 +53,21 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: Count = 10  # in trainer steps; the last step is always saved
     keep: Count = 1  # number of newest checkpoints to keep
+
+
+SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
+
+
+@dataclass(frozen=True)
+class MetricsConfig(Section):
+    """Places that keep the metrics of a run. docs/howto/keep_metrics.md shows each."""
+
+    # The file metrics.jsonl of the run directory is always written. Each other one needs the
+    # package of its name. One that fails never stops a run.
+    sinks: list[SinkName] = field(default_factory=lambda: ["jsonl"])
+    project: str = "lightning_jax"  # W&B and trackio: project; MLflow: experiment
+    name: str | None = None  # of the run; None: the name of run_dir
+    close_s: NonNegative = 60.0  # wait at the end of a run for sinks that are not done
 
 
 @dataclass(frozen=True)
@@ -133,7 +163,6 @@ def check_policies(
             key="algorithm.value_heads",
         )
     _check_roles(policies, roles)
-    _check_initial(policies, roles, model)
 
 
 CORRECTED = "algorithm.proximal=old algorithm.correction=truncate algorithm.correction_high=2"
@@ -201,20 +230,18 @@ def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleC
 
 
 def _check_initial(
-    policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig], model: ModelConfig
+    users: Sequence[str], policies: Mapping[str, PolicyConfig], model: ModelConfig
 ) -> None:
-    """Raise ValueError if a role asks for the initial weights but policies start differently."""
+    """Raise ValueError if settings ask for the initial weights but policies start differently."""
     others = [name for name, policy in policies.items() if policy.base not in (None, model.name)]
-    for name, role in roles.items():
-        if others and role.served_by == "initial":
-            raise InvalidValue(
-                f"roles.{name}.served_by is 'initial' and policies.{others[0]} begins as "
-                f"{policies[others[0]].base!r}; expected policies that all begin as {model.name!r}"
-                f", or the role to say whose weights it means: add a policy with trains: false and "
-                f"the base that you want, and name it as roles.{name}.policy.",
-                reason="conflict",
-                key=f"roles.{name}.served_by",
-            )
+    if users and others:
+        raise InvalidValue(
+            f"{users[0]} is 'initial' and policies.{others[0]} begins as "
+            f"{policies[others[0]].base!r}; expected policies that all begin as {model.name!r}, or "
+            "a policy with trains: false and the base that you want, named there.",
+            reason="conflict",
+            key=users[0],
+        )
 
 
 @dataclass(frozen=True)
@@ -236,14 +263,18 @@ class Config(Section):
     policies: dict[str, PolicyConfig] = field(default_factory=dict)
     roles: dict[str, RoleConfig] = field(default_factory=dict)  # by name; the first match wins
     reward_rules: dict[str, RewardRule] = field(default_factory=dict)  # by name
+    # Components of a rollout's reward, by name; empty: what the agent returned.
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -258,6 +289,8 @@ class Config(Section):
                 key="batch.row_len",
             )
         check_policies(self.policies, self.roles, self.model, self.algorithm)
+        check_rewards(self.rewards, self.policies)
+        _check_initial(self.initial_users, self.policies, self.model)
         check_ahead(self.rollout, self.algorithm)
         if self.policies and self.serve.orchestrator != "native":
             raise InvalidValue(
@@ -266,6 +299,20 @@ class Config(Section):
                 reason="conflict",
                 key="serve.orchestrator",
             )
+
+    @property
+    def initial_users(self) -> list[str]:
+        """Return the settings that ask for the weights from the start of the run."""
+        judges = {name: reward.judge for name, reward in self.rewards.items() if reward.judge}
+        return [
+            f"roles.{name}.served_by"
+            for name, role in self.roles.items()
+            if role.served_by == INITIAL
+        ] + [
+            f"rewards.{name}.judge.served_by"
+            for name, judge in judges.items()
+            if judge.served_by == INITIAL
+        ]
 
     @property
     def adapters(self) -> dict[str, int]:

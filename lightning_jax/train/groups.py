@@ -31,6 +31,7 @@ class Group:
     version: int
     task: Task
     running: tuple[asyncio.Task[Rollout], ...] = ()
+    scoring: asyncio.Task[list[Rollout]] | None = None  # by the run's `rewards`, if it has any
 
     @property
     def group_id(self) -> str:
@@ -38,11 +39,15 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
+        if self.scoring is not None:
+            return self.scoring.done()
         return all(rollout.done() for rollout in self.running)
 
     @property
     def rollouts(self) -> list[Rollout]:
         """Rollouts of a complete group. Raises the error that kept one from its end."""
+        if self.scoring is not None:
+            return self.scoring.result()
         return [rollout.result() for rollout in self.running]
 
 
@@ -118,8 +123,10 @@ class Groups:
             self._pending.append(Group((step, index), begun["version"], task))
 
     async def close(self) -> None:
-        """Cancel the rollouts that run, and wait for their end."""
-        running = [rollout for group in self._untaken for rollout in group.running]
+        """Cancel the rollouts that run and their scoring, and wait for their end."""
+        running: list[asyncio.Task[Any]] = []
+        for group in self._untaken:
+            running += [*group.running, *([group.scoring] if group.scoring else [])]
         for rollout in running:
             rollout.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -128,7 +135,9 @@ class Groups:
         """Begin as many groups as may run now."""
         for _ in range(self._room()):
             group = self._pending.pop(0) if self._pending else self._new()
-            self._untaken.append(replace(group, running=self._start(group)))
+            running = self._start(group)
+            scoring = self._start_scoring(group.task, running)
+            self._untaken.append(replace(group, running=running, scoring=scoring))
         self._untaken.sort(key=lambda group: group.key)
 
     def _room(self) -> int:
@@ -153,6 +162,21 @@ class Groups:
         for rollout in running:
             rollout.add_done_callback(self._done)
         return tuple(running)
+
+    def _start_scoring(
+        self, task: Task, running: Sequence[asyncio.Task[Rollout]]
+    ) -> asyncio.Task[list[Rollout]] | None:
+        """Start to score a group when its rollouts are done. Return None without `rewards`."""
+        scorer = self._runner.scorer
+        if scorer is None:
+            return None
+
+        async def score() -> list[Rollout]:
+            return await scorer.score(task, await asyncio.gather(*running))
+
+        scoring = asyncio.create_task(score())
+        scoring.add_done_callback(lambda _: self._changed.set())
+        return scoring
 
     def _done(self, rollout: asyncio.Task[Rollout]) -> None:
         self._changed.set()

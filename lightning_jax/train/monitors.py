@@ -164,7 +164,8 @@ _FINDINGS = {  # kind -> (smallest share to report, text)
         "lower rollout.concurrency, or raise rollout.timeout_s",
     ),
 }
-TROUBLESHOOTING = 'see "When it does not learn" in docs/get_started/troubleshooting.md'
+SAMPLERS = ("serve/samplers", "serve/samplers_lost")  # counters of a cluster
+TROUBLESHOOTING = "more: lightning-jax help troubleshooting"
 _UNUSED = re.compile(r"rollout/(?:num_rollouts/(?P<kind>role|policy)=|(?P<rule>rule)_)(?P<name>.+)")
 
 
@@ -241,4 +242,5 @@ def serve_metrics(before: Metrics, after: Metrics) -> Metrics:
         "serve/malformed_tool_calls": did["serve/malformed_tool_calls"],
         "serve/joined_calls": did["serve/joined_calls"],
         "serve/compiles": after["serve/compiles"],
+        **{name: after[name] for name in SAMPLERS if name in after},
     }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_jax.rl.config import Choice
 from lightning_jax.settings import ConfigError, changed_keys, save_config
 from lightning_jax.system.files import write_whole
 from lightning_jax.traces.store import CRASH, Store
@@ -27,11 +28,11 @@ log = logging.getLogger(__name__)
 HARMLESS = (
     "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency",
     "rollout.retry_delay_s", "rollout.max_retry_delay_s", "rollout.ahead", "mesh.", "distributed.",
-    "agent.max_processes", "agent.memory_mib",
+    "cluster.", "agent.max_processes", "agent.memory_mib", "metrics.",
 )  # fmt: skip
 
 # Settings that affect a step's update but not the rollouts of existing weights.
-LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "model.remat")
+LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "rewards.", "model.remat")
 
 
 def find_changes(config: Config, sources: dict[str, str]) -> list[str]:
@@ -64,6 +65,8 @@ def resume(
         first = step + only_learning
         # Groups that began before this step have seen none of the weights that will change.
         store.supersede(first, () if only_learning else untaken)
+        if any(key.startswith("rewards.") for key in changed):
+            store.forget_scores(step, untaken)
         log.warning(
             "changed since this run began: %s; the run resumes from step %d and discards stored "
             "rollouts of step %d and later",
@@ -100,6 +103,13 @@ def digests(
         "warmup.demonstrations": _file_of(config.warmup.demonstrations),
         "model.chat_template": template and Path(template).expanduser(),
     }
+    for name, reward in config.rewards.items():
+        judge = reward.judge
+        named |= {
+            f"rewards.{name}.function": _file_of(reward.function),
+            f"rewards.{name}.group": _file_of(reward.group),
+            f"rewards.{name}.judge.rubric": Path(judge.rubric) if judge and judge.rubric else None,
+        }
     if agent.command is None:
         named["agent.function"] = _file_of(agent.function)
     else:
@@ -136,8 +146,8 @@ def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:
     return sorted(name for name in now if name in old and now[name] != old[name])
 
 
-def _file_of(reference: str | None) -> Path | None:
-    return Path(reference.rpartition(":")[0]) if reference else None
+def _file_of(reference: Choice | None) -> Path | None:
+    return Path(reference.rpartition(":")[0]) if isinstance(reference, str) else None
 
 
 def _of_tasks(tasks: Sequence[Task]) -> str:

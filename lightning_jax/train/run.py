@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lightning_jax.engine.engine import Engine
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
@@ -38,7 +37,9 @@ from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.progress import Progress
 from lightning_jax.train.runtime import return_freed_memory
+from lightning_jax.train.serving import ServedPolicy
 from lightning_jax.train.state import Replica
+from lightning_jax.train.status import status_of
 from lightning_jax.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 class Run:
     """One run between steps, and the operations that change it.
 
-    `leader` changes the train state in all processes. `engines` serve its weights, one per
+    `leader` changes the train state in all processes. `policies` serve its weights, one per
     state in order, to the agents of `runner`.
     """
 
@@ -57,12 +58,12 @@ class Run:
         model: LoadedModel,
         pipelines: Pipelines,
         leader: Leader[Replica],
-        engines: Sequence[Engine],
+        policies: Sequence[ServedPolicy],
         runner: Runner,
     ) -> None:
         self.config, self.directory, self.model = config, Path(config.run_dir), model
         self.pipelines, self.leader, self.replica = pipelines, leader, leader.target
-        self.engines, self.gateway, self.store = engines, runner.gateway, runner.store
+        self.policies, self.gateway, self.store = policies, runner.gateway, runner.store
         self.progress = Progress(lambda: self.gateway.stats()["serve/tokens_generated"])
         self.compiling = CompileAhead(self.replica, config.total_steps - self.step)
         self.collector = Collector(
@@ -76,7 +77,7 @@ class Run:
             DropWatch(config.batch),
         )
         self.learning = LearningWatch()
-        self.metrics = MetricsLog(self.directory / METRICS, self.step)
+        self.metrics = MetricsLog(self.directory / METRICS, self.step, config.metrics)
         self._changes = asyncio.Lock()  # held by commands to `leader`, except of `saving`
         # Positions in the pipelines at this step, or None while its state is changing.
         self._positions: dict[str, Any] | None = self._progress()
@@ -207,8 +208,8 @@ class Run:
             for scope, state in zip(self.replica.scopes, self.replica.states, strict=True)
         ]
         with self.replica.dispatching():
-            for engine, changed in zip(self.engines, params, strict=True):
-                engine.publish(changed, self.step)
+            for policy, changed in zip(self.policies, params, strict=True):
+                policy.publish(changed, self.step)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -252,6 +253,7 @@ class Run:
 
         During an update, wait for its end. If it failed, write none.
         """
+        self.progress.begin("checkpoint")
         await self.saved()
         async with self._changes:
             if self._positions is not None:
@@ -266,7 +268,12 @@ class Run:
             export(self.directory, self.model, scope.policy, params, self.config.adapters)
         write_whole(self.directory / EXPORTED, f'{{"step": {self.step}}}\n')
 
-    async def close(self) -> None:
-        """Wait for a checkpoint being written, and draw the curves."""
-        await self.saved()
-        self.metrics.draw()
+    async def close(self, error: BaseException | None = None) -> None:
+        """Wait for a checkpoint being written, draw the curves and end the metric sinks.
+
+        `error` is what ends the run early, if anything does.
+        """
+        try:
+            await self.saved()
+        finally:
+            await run_in_thread(self.metrics.close, status_of(error), self.config.eval.by)

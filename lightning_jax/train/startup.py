@@ -6,27 +6,24 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
 from filelock import FileLock, Timeout
 
-from lightning_jax.engine.by_policy import LoopsByPolicy
-from lightning_jax.engine.engine import Engine, make_programs
+from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.config import AUTO
 from lightning_jax.models.formats.load import LoadedModel, load_configured
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.precision import resolve_dtype
-from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.rl.choices import load_choices
-from lightning_jax.rl.multi_policy.scope import ALL
 from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.program import make_agent
 from lightning_jax.rollouts.runner import Agent, AgentFunction, Runner, as_agent
+from lightning_jax.rollouts.scoring import make_scorer
+from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.traces.store import Store
@@ -39,6 +36,8 @@ from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
 from lightning_jax.train.runtime import freeze_objects, return_freed_memory
+from lightning_jax.train.serving import prepare_serving, requests_at_once
+from lightning_jax.train.sinks import check_sinks
 from lightning_jax.train.state import Replica
 from lightning_jax.train.status import recorded_end
 from lightning_jax.types import Task
@@ -59,6 +58,7 @@ async def open_run(
     Everything is closed at the end.
     """
     _check_serving(config)
+    check_sinks(config.metrics.sinks)
     made = make_agent(config.agent) if agent is None else as_agent(agent, config.agent.options)
     algorithm = load_choices(config.algorithm)
     train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
@@ -71,12 +71,7 @@ async def open_run(
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / STORE)))
         pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks)
-        mesh = serving_mesh(config.serve.mesh, config.mesh)
-        programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
-        make_engine = partial(Engine, serve=config.serve, programs=programs)
-        has_initial = any(role.served_by == "initial" for role in config.roles.values())
-        # Before the state takes ownership of the weights.
-        initial = make_engine(model) if has_initial else None
+        serve = prepare_serving(config, model, store)
         replica = Replica(replace(config, algorithm=algorithm), model)
         at_end.callback(replica.close)
         leader = Leader(replica)
@@ -84,25 +79,14 @@ async def open_run(
         pipelines.restore(replica.progress)
         resume(store, config, sources, changed, replica.step, untaken_ids(replica.progress))
         leader.tell(Replica.publish_all)
-        engines = [
-            make_engine(replace(model, params=params), version=replica.step, share_base=True)
-            for params in [state.policy for state in replica.states]
-        ]
+        served = await at_end.enter_async_context(serve(replica))
         return_freed_memory()  # copies of the weights on their way to the engines
-        running = engines if initial is None else [*engines, initial]
-        replica.share_devices(running)
-        gateway = Gateway(
-            _responders(config, engines),
-            store,
-            routing=Routing(config.roles, config.policies),
-            initial=None if initial is None else _responders(config, [initial] * len(engines)),
+        service = open_service(
+            served.gateway, served.engines, made, config, requests_at_once(config), served.server
         )
-        in_a_step = config.rollout.tasks_per_step * config.rollout.group_size
-        num_requests = min(config.rollout.concurrency, in_a_step)
-        service = open_service(gateway, running, made, config, num_requests)
         runner = await at_end.enter_async_context(service)
-        run = Run(replica.config, model, pipelines, leader, engines, runner)
-        at_end.push_async_callback(run.close)
+        run = Run(replica.config, model, pipelines, leader, served.policies, runner)
+        at_end.push_async_exit(lambda _, error, __: run.close(error))
         yield run
 
 
@@ -113,6 +97,7 @@ async def open_service(
     agent: Agent,
     config: Config,
     num_requests: int = 1,
+    server: RolloutServer | None = None,
 ) -> AsyncIterator[Runner]:
     """Start the engines and the gateway, and yield a runner of the agent.
 
@@ -128,7 +113,10 @@ async def open_service(
         for engine in engines:
             engine.start(num_requests)
         at_end.enter_context(freeze_objects())
-        yield Runner(isolated, gateway, config.rollout, config.seed)
+        store, decode = gateway.store, gateway.engine.tokenizer.decode
+        assert store is not None, "rollouts are recorded"
+        scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
+        yield Runner(isolated, gateway, config.rollout, config.seed, scorer, server)
 
 
 @contextmanager
@@ -213,8 +201,3 @@ def _check_serving(config: Config) -> None:
             reason="conflict",
             key="rollout.ahead",
         )
-
-
-def _responders(config: Config, engines: Sequence[Engine]) -> Engine | LoopsByPolicy:
-    """Return the gateway's view of the engines, of which there is one per weight scope."""
-    return engines[0] if config.weight_scopes == (ALL,) else LoopsByPolicy(engines)

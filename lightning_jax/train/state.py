@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lightning_jax.cluster.weights import on_host
 from lightning_jax.engine.engine import Engine
 from lightning_jax.models.formats.load import LoadedModel, load_like
 from lightning_jax.models.lora import adapted_facts, overlay, pick
@@ -52,7 +53,6 @@ class Replica:
         self.config, self.model = config, model
         self.step = 0
         self.progress: dict[str, Any] | None = None
-        self.serving_mesh = serving_mesh(config.serve.mesh, config.mesh)
         self.adapts = adapted_facts(model)  # before the state takes ownership of the weights
         if config.policies:
             self.adapts["policies"] = ", ".join(self._described(name) for name in config.policies)
@@ -159,7 +159,15 @@ class Replica:
             self._publish(state.policy)
 
     def _publish(self, params: Params) -> None:
-        shardings = pick(param_shardings(self.model.config, self.serving_mesh), params)
+        if self.config.cluster.samplers:
+            on_host(params, self.config.model.dtype)
+            return
+        shardings = pick(
+            param_shardings(
+                self.model.config, serving_mesh(self.config.serve.mesh, self.config.mesh)
+            ),
+            params,
+        )
         reshard(params, shardings, jnp.dtype(self.config.model.dtype))
 
     def save(self, progress: dict[str, Any]) -> None:

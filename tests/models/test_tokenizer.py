@@ -1,6 +1,7 @@
 """Tests of round trips, chat templates, streamed text and invalid files."""
 
 import json
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -362,3 +363,13 @@ def test_limits_that_training_left_in_the_file_are_not_ours(tmp_path: Path) -> N
     backend.save(str(tmp_path / "tokenizer.json"))
     text = "more than four tokens"
     assert from_hf(tmp_path).encode(text, special=False) == ours.encode(text, special=False)
+
+
+def test_a_pickled_tokenizer_encodes_and_renders_the_same() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.encode("warm")  # the cache stays behind
+    copied = pickle.loads(pickle.dumps(tokenizer))
+    messages = [{"role": "user", "content": "Grüße"}]
+    assert copied.encode("Grüße") == tokenizer.encode("Grüße")
+    assert copied.render_chat(messages) == tokenizer.render_chat(messages)
+    assert (copied.eos_ids, copied.special_ids) == (tokenizer.eos_ids, tokenizer.special_ids)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 
 from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.lora import trained_part
 from lightning_jax.models.memory import turns_kernels, weight_bytes
-from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.models.sharding import make_mesh, serving_mesh
 from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.train.config import Config
 from lightning_jax.train.memory.items import MemoryItem
@@ -36,9 +37,8 @@ def process_items(model: DecoderConfig, config: Config) -> list[MemoryItem]:
     ]
     algorithm = config.algorithm
     if config.warmup.num_steps or algorithm.has_critic or algorithm.has_reference:
-        left = (
-            model.num_layers * COMPILER_LAYER // devices
-        )  # CompileAhead leaves this to the update
+        # CompileAhead leaves this to the update.
+        left = model.num_layers * COMPILER_LAYER // devices
         items.append(MemoryItem("compilation of an update", left, _NO_SETTING))
     return items
 
@@ -50,6 +50,14 @@ def transposed_item(model: DecoderConfig, config: Config) -> MemoryItem:
     turns = turns_kernels(serving, dtype)
     size = weight_bytes(model, serving, dtype, trained_part) if turns else 0
     return MemoryItem("new weights before they are transposed", size, _NO_SETTING)
+
+
+def sent_item(model: DecoderConfig, config: Config) -> MemoryItem:
+    """Return the copies of new weights in this process and in Ray's object store."""
+    whole = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1))
+    size = 2 * weight_bytes(model, whole, jnp.dtype(config.model.dtype), trained_part)
+    size //= jax.local_device_count()
+    return MemoryItem("new weights on their way to the samplers", size, _NO_SETTING)
 
 
 def checkpoint_item(states: Sequence[MemoryItem]) -> MemoryItem:
@@ -66,8 +74,10 @@ def _count_programs(model: DecoderConfig, config: Config) -> int:
     update of each phase.
     """
     serve, dtype = config.serve, config.model.dtype
+    phases = (config.num_steps > 0) + (config.warmup.num_steps > 0)
+    if config.cluster.samplers:  # they compile what serves
+        return 2 * phases
     engine = split_by_data(serving_mesh(serve.mesh, config.mesh))[0]
     served = SlotPrograms(model, serve, dtype=dtype, mesh=engine)
-    phases = (config.num_steps > 0) + (config.warmup.num_steps > 0)
     decode = len(served.capacities) * len(served.slot_counts)
     return len(served.buckets) + decode + 2 * phases

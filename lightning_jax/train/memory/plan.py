@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.models.formats.load import load_shape
@@ -22,7 +23,12 @@ from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.memory_limits import Limit, smallest_limit
 from lightning_jax.train.config import Config
-from lightning_jax.train.memory.host import checkpoint_item, process_items, transposed_item
+from lightning_jax.train.memory.host import (
+    checkpoint_item,
+    process_items,
+    sent_item,
+    transposed_item,
+)
 from lightning_jax.train.memory.items import (
     MemoryItem,
     publish_items,
@@ -88,6 +94,31 @@ def make_plan(
     if plan_limit is not None:
         capacity = plan_limit.num_bytes // jax.local_device_count()
     training = make_mesh(config.mesh, devices)
+    moments = _moments(model, config, training, devices, here)
+    during, items = max(moments.items(), key=lambda item: sum(p.num_bytes for p in item[1]))
+    sizes = " ".join(f"{axis}={size}" for axis, size in training.shape.items())
+    kind = training.devices.flat[0].device_kind
+    return Plan(tuple(items), during, f"{training.size} x {kind}, {sizes}", capacity, plan_limit)
+
+
+def _moments(
+    model: DecoderConfig,
+    config: Config,
+    training: Mesh,
+    devices: Sequence[Any] | None,
+    here: list[MemoryItem],
+) -> dict[str, list[MemoryItem]]:
+    """Return what a device holds in each part of a step that may be the peak.
+
+    `here` is what a process holds beside the arrays, if the devices are its CPUs.
+    """
+    if config.cluster.samplers:  # nothing serves here
+        kept = state_items(model, config, training, shares_base=False)
+        moments = {"an update": kept + step_items(model, config, training) + here}
+        if here:
+            moments["publishing"] = [*kept, sent_item(model, config), *here]
+            moments["a checkpoint"] = [*kept, *here, checkpoint_item(kept)]
+        return moments
     serving = serving_mesh(config.serve.mesh, config.mesh, devices)
     dtype = jnp.dtype(config.model.dtype)
     shares_base = shares_frozen(model, training, split_by_data(serving), dtype)
@@ -100,15 +131,12 @@ def make_plan(
         "an update": kept + step_items(model, config, training) + here,
         "publishing": [*kept, cast, *([new] if shared else []), *here],
     }
-    if limit:
+    if here:
         moments["publishing"].append(transposed_item(model, config))
         moments["a checkpoint"] = [*kept, *here, checkpoint_item(trained)]
     if not shared:
         moments["publishing, on the serving devices"] = [*served, new, *here]
-    during, items = max(moments.items(), key=lambda item: sum(p.num_bytes for p in item[1]))
-    sizes = " ".join(f"{axis}={size}" for axis, size in training.shape.items())
-    kind = training.devices.flat[0].device_kind
-    return Plan(tuple(items), during, f"{training.size} x {kind}, {sizes}", capacity, plan_limit)
+    return moments
 
 
 def plan_run(config: Config) -> Plan:

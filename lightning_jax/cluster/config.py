@@ -1,0 +1,49 @@
+"""Settings of what Ray places on machines."""
+
+import re
+from dataclasses import dataclass, field
+
+from lightning_jax.schema import Natural, Positive, Section, require
+
+LOCAL, AUTO = "local", "auto"  # addresses
+
+
+@dataclass(frozen=True)
+class ClusterConfig(Section):
+    """Processes that Ray places, on this machine or others. They need the extra `ray`."""
+
+    # auto: the cluster that this machine is part of; HOST:PORT: the cluster with this head; local:
+    # a cluster of this machine alone, which ends with the run. None: no Ray.
+    address: str | None = None
+    # Samplers. Each serves the policy on the devices that it gets, and the trainer's devices only
+    # train. 0: the trainer's process serves.
+    samplers: Natural = 0
+    # Ray's resources for a sampler: CPU, GPU, TPU, memory in bytes, or a name of your own.
+    sampler_resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    # Environment variables of a sampler, as NAME=value.
+    sampler_env: tuple[str, ...] = field(default=(), repr=False)
+    timeout_s: Positive = 300.0  # for the cluster to place and start what is asked for
+
+    def __post_init__(self) -> None:
+        numbers = {name: float(number) for name, number in self.sampler_resources.items()}
+        object.__setattr__(self, "sampler_resources", numbers)
+        object.__setattr__(self, "sampler_env", tuple(self.sampler_env))
+        super().__post_init__()
+        is_known = self.address in (None, LOCAL, AUTO) or re.fullmatch(
+            r"[^:/]+:\d+", self.address or ""
+        )
+        bad = [name for name, number in self.sampler_resources.items() if not number > 0]
+        require(
+            self,
+            address=(bool(is_known), "auto, local, HOST:PORT or none"),
+            samplers=(
+                (self.samplers > 0) == (self.address is not None),
+                "1 or more with a cluster.address, and 0 without",
+                "conflict",
+            ),
+            sampler_resources=(not bad, "numbers above 0"),
+            sampler_env=(
+                all(re.fullmatch(r"\w+=.*", pair, re.DOTALL) for pair in self.sampler_env),
+                "variables as NAME=value",
+            ),
+        )

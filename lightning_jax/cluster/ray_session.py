@@ -1,0 +1,100 @@
+"""Connection to Ray, which is an optional dependency and is imported here only."""
+
+import importlib
+import importlib.util
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_jax.cluster.config import AUTO, LOCAL, ClusterConfig
+from lightning_jax.errors import UserError
+from lightning_jax.settings import ConfigError
+
+NAMESPACE = "lightning_jax"
+CONNECT_S = 10.0  # for the head of a cluster to accept a connection
+_OWN = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # options of an actor
+
+
+class ClusterError(UserError, RuntimeError):
+    """Cluster that does not give a run what it needs."""
+
+
+def require_ray(config: ClusterConfig) -> None:
+    """Raise ConfigError if the settings need Ray and it is not installed."""
+    if config.address is not None and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            f"cluster.address is {config.address}, but Ray is not installed; install it with "
+            "pip install 'lightning-jax[ray]', or leave cluster.address out.",
+            reason="not_installed",
+            key="cluster.address",
+        )
+
+
+@contextmanager
+def ray_session(config: ClusterConfig) -> Iterator[Any]:
+    """Join the cluster that the settings name, and yield the module `ray`. Leave it at the end.
+
+    Raises ConfigError if Ray is not installed or the cluster cannot be joined.
+    """
+    require_ray(config)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send statistics to its makers
+    if config.address == LOCAL:  # keeps all addresses on the loopback interface
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    ray: Any = importlib.import_module("ray")
+    settings: dict[str, Any] = {"address": config.address, "namespace": NAMESPACE}
+    if config.address == LOCAL:
+        settings["include_dashboard"] = False
+    elif config.address != AUTO:
+        _check_reachable(str(config.address))
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(**settings, log_to_driver=False, logging_level="WARNING")
+    except (RuntimeError, ConnectionError, ValueError, TimeoutError) as error:
+        raise _unreachable(str(config.address), error) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray's would end the run without a checkpoint
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return Ray's options for an actor that takes these resources."""
+    options: dict[str, Any] = {"num_cpus": 0.0}
+    options |= {_OWN[name]: number for name, number in resources.items() if name in _OWN}
+    others = {name: number for name, number in resources.items() if name not in _OWN}
+    return options | ({"resources": others} if others else {})
+
+
+def room_in_words(ray: Any, resources: Mapping[str, float]) -> str:
+    """Return how much of these resources the cluster has, and how much of it is free."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    found = (f"{name} {total.get(name, 0):g} ({free.get(name, 0):g} free)" for name in resources)
+    return f"{nodes} machine{'s' * (nodes != 1)} with {', '.join(found)}"
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ConfigError at once if nothing listens there. Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise _unreachable(address, error) from error
+
+
+def _unreachable(address: str, error: Exception) -> ConfigError:
+    why = " ".join(str(error).split())[:300].rstrip(".")
+    return ConfigError(
+        f"the Ray cluster at cluster.address={address} cannot be joined ({why}); start it with "
+        "`ray start --head` on one machine and `ray start --address=HOST:PORT` on the others, with "
+        "the same versions of Ray and Python.",
+        reason="not_joined",
+        key="cluster.address",
+    )

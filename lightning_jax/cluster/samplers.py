@@ -1,0 +1,429 @@
+"""Samplers of a run: placed and supervised by the run's process, which opens rollouts at them."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_jax.cluster.actor import SamplerActor
+from lightning_jax.cluster.config import ClusterConfig
+from lightning_jax.cluster.delivery import Parcel, Receipt, store_parcel
+from lightning_jax.cluster.ray_session import ClusterError, actor_options, room_in_words
+from lightning_jax.cluster.sampler import SamplerSpec
+from lightning_jax.cluster.weights import Sent, on_host
+from lightning_jax.gateway.app import RolloutSettings, Traffic
+from lightning_jax.gateway.metrics import PRESENT
+from lightning_jax.gateway.remote import RemoteEngine
+from lightning_jax.models.formats.param_names import Path
+from lightning_jax.models.transformer import Params
+from lightning_jax.rollouts.servers import Opened
+from lightning_jax.settings import ConfigError
+from lightning_jax.traces.store import Store
+
+log = logging.getLogger(__name__)
+
+QUIET_S = 30.0  # without an answer, after which a sampler is lost; it answers every second
+FREED_S = 30.0  # for the name of a sampler that has just ended
+END_S = 5.0  # for a sampler to end its calls when the run ends
+MAX_DELAY_S = 30.0  # before a sampler is started again
+NUMBER, LOST = "serve/samplers", "serve/samplers_lost"
+
+
+class SamplerLost(Exception):
+    """Sampler that died or stopped answering."""
+
+
+@dataclass(eq=False)
+class Live:
+    """Sampler that serves, with the rollouts that are open there."""
+
+    index: int
+    actor: Any
+    stats: dict[str, float]
+    rollouts: dict[str, str] = field(default_factory=dict)  # id -> group
+    loss: str | None = None
+    is_lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def how_lost(self) -> str | None:
+        return self.loss
+
+    def lose(self, loss: str) -> None:
+        """Note how it was lost, unless that is known."""
+        self.loss = self.loss or loss
+        self.is_lost.set()
+
+
+@dataclass
+class Held:
+    """Newest weights of one policy, in Ray's object store.
+
+    `changed` replaces some arrays of `whole`, or none if it is None.
+    """
+
+    whole: Any
+    paths: frozenset[Path]  # of the arrays of `whole`
+    version: int
+    changed: Any = None
+
+
+class Samplers:
+    """Samplers of one run. They end with it.
+
+    A sampler that dies is replaced by a new one with the present weights. Until then its share of
+    the rollouts goes to the others.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        config: ClusterConfig,
+        run: str,
+        store: Store,
+    ) -> None:
+        """`run` names the run in the cluster. Two runs with one name refuse each other."""
+        self._ray, self._config, self._run = ray, config, run
+        self._store = store
+        self._held: list[Held] = []
+        self._initial: Any = None
+        self._lock = threading.Lock()  # of `_held` and `_live`
+        self._live: dict[int, Live] = {}
+        self._changed = asyncio.Event()  # a sampler has come
+        self._at: dict[str, Live] = {}  # by rollout
+        self._ended: Counter[str] = Counter()  # totals of samplers that ended
+        self._num_lost = 0
+        self._keeping: list[asyncio.Task[None]] = []
+
+    async def start(
+        self,
+        spec: SamplerSpec,
+        policies: Sequence[Params],
+        version: int,
+        initial: Sent | None = None,
+    ) -> None:
+        """Place all samplers and wait until they serve these weights.
+
+        Raises ConfigError if the cluster is too small or another run has the samplers.
+        """
+        self._spec = spec
+        for params in policies:
+            sent = on_host(params, self._spec.dtype)
+            self._held.append(Held(self._ray.put(sent), frozenset(sent), version))
+        if initial is not None:
+            self._initial = self._ray.put(initial)
+        began = time.monotonic()
+        starting = [asyncio.create_task(self._begin(i)) for i in range(self._config.samplers)]
+        try:
+            started = await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            raise
+        self._keeping = [asyncio.create_task(self._keep(live)) for live in started]
+        log.info("%d samplers serve after %.0f s", len(started), time.monotonic() - began)
+
+    async def end(self) -> None:
+        """End all samplers."""
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        ending = [asyncio.wrap_future(s.actor.close.remote().future()) for s in self._live.values()]
+        if ending:
+            done, _ = await asyncio.wait(ending, timeout=END_S)
+            for end in done:
+                end.exception()
+        for live in self._live.values():
+            self._ray.kill(live.actor)
+
+    # Methods of a RolloutServer.
+
+    async def open(self, settings: RolloutSettings, group_id: str) -> Opened:
+        """Open a rollout at a sampler, where it stays.
+
+        Raises ClusterError if no sampler is left and none comes within `cluster.timeout_s`.
+        """
+        while True:
+            live = self._choose(group_id) or await self._any()
+            live.rollouts[settings.rollout_id] = group_id
+            try:
+                llm, root = await self._ask(live, live.actor.open.remote(settings))
+            except SamplerLost:
+                live.rollouts.pop(settings.rollout_id, None)
+                continue
+            except asyncio.CancelledError:
+                live.rollouts.pop(settings.rollout_id, None)
+                live.actor.close_rollout.remote(settings.rollout_id)
+                raise
+            self._at[settings.rollout_id] = live
+            # This machine's clock may differ from the sampler's, and ends the span.
+            return Opened(llm, replace(root, start_ns=time.time_ns()), live.how_lost)
+
+    async def posted_reward(self, rollout_id: str) -> float | None:
+        live = self._at[rollout_id]
+        try:
+            return await self._ask(live, live.actor.posted_reward.remote(rollout_id))
+        except SamplerLost:
+            return None
+
+    async def close(self, rollout_id: str) -> Traffic:
+        live = self._at.pop(rollout_id)
+        live.rollouts.pop(rollout_id, None)
+        try:
+            return await self._ask(live, live.actor.close_rollout.remote(rollout_id))
+        except SamplerLost:
+            return Traffic((), num_cancelled=0, num_forgotten=0, loss=live.loss)
+
+    def stats(self) -> dict[str, float]:
+        """Return the counters of all samplers since the start, also of those that ended."""
+        totals = Counter(self._ended)
+        for live in list(self._live.values()):
+            totals.update(live.stats)
+        return {**totals, NUMBER: float(len(self._live)), LOST: float(self._num_lost)}
+
+    # Weights. These methods are for any thread.
+
+    def publish(self, index: int, params: Params | None, version: int) -> None:
+        """Let all samplers serve new weights of a policy, and wait until they do.
+
+        A sampler that cannot is replaced. With None the weights stay the same under the new
+        version.
+        """
+        sent = None if params is None else on_host(params, self._spec.dtype)
+        ref = None if sent is None else self._ray.put(sent)
+        with self._lock:
+            held = self._held[index]
+            held.version = version
+            if sent is not None and held.paths <= sent.keys():
+                held.whole, held.changed = ref, None
+            elif sent is not None:
+                held.changed = ref
+            live = list(self._live.values())
+        loading = {s.actor.load.remote(index, version, ref): s for s in live}
+        if not loading:
+            return
+        limit = self._config.timeout_s
+        done, late = self._ray.wait(list(loading), num_returns=len(loading), timeout=limit)
+        for asked in late:
+            self._lose_later(loading[asked], f"took longer than {limit:g} s to load weights")
+        for asked in done:
+            try:
+                self._ray.get(asked)
+            except self._ray.exceptions.RayError as error:
+                self._lose_later(loading[asked], f"could not load weights: {_brief(error)}")
+
+    def _lose_later(self, live: Live, loss: str) -> None:
+        live.loss = live.loss or loss  # at once, so that no rollout is opened there
+        self._loop.call_soon_threadsafe(live.lose, loss)
+
+    # Supervision.
+
+    async def _begin(self, index: int) -> Live:
+        """Place and start a sampler, and return it once it serves the newest weights."""
+        self._loop = asyncio.get_running_loop()
+        actor = await self._create(index)
+        try:
+            host = await self._placed(actor)
+            with self._lock:
+                versions = [held.version for held in self._held]
+                refs = [ref for held in self._held for ref in (held.whole, held.changed)]
+            first = self._store.next_sequence()
+            starting = actor.start.remote(self._spec, host, first, versions, self._initial, *refs)
+            try:
+                stats = await _result(starting)
+            except self._ray.exceptions.RayError as error:
+                raise ClusterError(
+                    f"sampler {index} did not start: {_brief(error)}",
+                    reason="not_started",
+                    key="cluster.samplers",
+                ) from error
+            live = Live(index, actor, stats)
+            while newer := self._join(live, versions):
+                for policy, version, ref in newer:
+                    versions[policy] = version
+                    await _result(actor.load.remote(policy, version, ref))
+        except BaseException:
+            self._ray.kill(actor)
+            raise
+        self._changed.set()
+        return live
+
+    def _join(self, live: Live, versions: Sequence[int]) -> list[tuple[int, int, Any]]:
+        """Add a sampler with these weights, or return what it has to load first."""
+        with self._lock:
+            newer = [
+                (policy, held.version, held.changed or held.whole)
+                for policy, held in enumerate(self._held)
+                if held.version != versions[policy]
+            ]
+            if not newer:
+                self._live[live.index] = live
+        return newer
+
+    async def _create(self, index: int) -> Any:
+        """Ask Ray for the process of a sampler. Raises ConfigError if another run has its name."""
+        name, until = f"{self._run}/sampler-{index}", time.monotonic() + FREED_S
+        made = self._ray.remote(SamplerActor).options(
+            name=name, scheduling_strategy="SPREAD", **actor_options(self._config.sampler_resources)
+        )
+        while True:
+            try:
+                return made.remote(self._config.sampler_env)
+            except ValueError as error:  # the name is taken, perhaps by one that is just ending
+                if time.monotonic() > until:
+                    raise ConfigError(
+                        f"sampler {index} of {self._run} belongs to another run in this cluster; "
+                        "stop that run, or set another run_dir.",
+                        reason="claimed",
+                        key="run_dir",
+                    ) from error
+            await asyncio.sleep(0.5)
+
+    async def _placed(self, actor: Any) -> str:
+        """Return the address of a sampler's machine once Ray has placed it."""
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                return await _result(actor.ping.remote())
+        except (TimeoutError, self._ray.exceptions.RayError) as error:
+            wanted = self._config.sampler_resources
+            asked = ", ".join(f"{name} {number:g}" for name, number in wanted.items())
+            raise ConfigError(
+                f"{self._config.samplers} samplers with {asked} each do not fit the cluster, which "
+                f"is {room_in_words(self._ray, wanted)}; lower cluster.samplers or "
+                "cluster.sampler_resources, or add machines.",
+                reason="too_small",
+                key="cluster.samplers",
+            ) from error
+
+    async def _keep(self, live: Live) -> None:
+        """Store what a sampler records. If it is lost, start another in its place."""
+        while True:
+            await self._drain(live)
+            with self._lock:
+                del self._live[live.index]
+            self._num_lost += 1
+            self._ended.update({k: v for k, v in live.stats.items() if k not in PRESENT})
+            self._ray.kill(live.actor)
+            log.warning(
+                "sampler %d %s; %d rollouts are tried again, and another sampler is started",
+                *(live.index, live.loss, len(live.rollouts)),
+                extra={"event": "sampler_lost", "sampler": live.index},
+            )
+            live = await self._replaced(live.index)
+
+    async def _replaced(self, index: int) -> Live:
+        delay_s = 1.0
+        while True:
+            try:
+                live = await self._begin(index)
+            except (ClusterError, ConfigError, self._ray.exceptions.RayError) as error:
+                log.warning("sampler %d is not back: %s", index, error)
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, MAX_DELAY_S)
+            else:
+                log.info("sampler %d is back with the present weights", index)
+                return live
+
+    async def _drain(self, live: Live) -> None:
+        """Store the spans of a sampler until it is lost."""
+        receipts: list[Receipt] = []
+        while live.loss is None:
+            try:
+                async with asyncio.timeout(QUIET_S):
+                    parcel: Parcel = await _result(live.actor.take.remote(receipts))
+            except TimeoutError:
+                live.lose(f"has not answered for {QUIET_S:g} s")
+            except self._ray.exceptions.RayError as error:
+                live.lose(f"was lost: {_brief(error)}")
+            else:
+                live.stats = parcel.stats
+                receipts = await store_parcel(self._store, parcel.deliveries)
+        live.lose(live.loss)
+
+    # Choice of a sampler.
+
+    def _choose(self, group_id: str) -> Live | None:
+        """Return the sampler for a rollout: where others of its group are, else the least loaded.
+
+        Rollouts of a group begin with the same prompt, which a sampler computes once.
+        """
+        able = [live for live in self._live.values() if live.loss is None]
+        if not able:
+            return None
+        least = min(len(live.rollouts) for live in able)
+        slack = max(1, self._spec.serve.slots // 4)
+
+        def rank(live: Live) -> tuple[bool, int]:
+            load = len(live.rollouts)
+            has_group = group_id in live.rollouts.values() and load <= least + slack
+            return not has_group, load
+
+        return min(able, key=rank)
+
+    async def _any(self) -> Live:
+        """Wait for a sampler."""
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                while not (found := self._choose("")):
+                    self._changed.clear()
+                    await self._changed.wait()
+                return found
+        except TimeoutError:
+            raise ClusterError(
+                f"all {self._config.samplers} samplers are lost, and none came back within "
+                f"cluster.timeout_s={self._config.timeout_s:g}; check the cluster's machines, then "
+                "run the same command to resume.",
+                reason="no_sampler",
+                key="cluster.samplers",
+            ) from None
+
+    async def _ask(self, live: Live, asked: Any) -> Any:
+        """Return the answer of a sampler. Raises SamplerLost if it is lost first."""
+        answer = asyncio.wrap_future(asked.future())
+        lost = asyncio.ensure_future(live.is_lost.wait())
+        try:
+            await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise SamplerLost
+            return answer.result()
+        except self._ray.exceptions.RayActorError as error:
+            live.lose(f"was lost: {_brief(error)}")
+            raise SamplerLost from error
+        finally:
+            lost.cancel()
+            answer.cancel()
+
+
+@dataclass(frozen=True)
+class SampledPolicy:
+    """Policy that samplers serve, for who trains it."""
+
+    samplers: Samplers
+    index: int
+
+    def publish(self, params: Params | None, version: int) -> None:
+        """See `Engine.publish`."""
+        self.samplers.publish(self.index, params, version)
+
+
+@dataclass(frozen=True)
+class SamplersAsEngine(RemoteEngine):
+    """Stand-in for the engine of a run's own gateway, which answers no calls."""
+
+    counters: Callable[[], dict[str, float]] = dict
+
+    def stats(self) -> dict[str, float]:
+        return self.counters()
+
+
+async def _result(asked: Any) -> Any:
+    return await asyncio.wrap_future(asked.future())
+
+
+def _brief(error: BaseException) -> str:
+    """Return the last line of an error from Ray, which has the cause after its traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else repr(error))[:300]

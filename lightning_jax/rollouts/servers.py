@@ -1,0 +1,55 @@
+"""Servers that rollouts are opened at: the run's own gateway, or one of several elsewhere."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
+from lightning_jax.traces.context import OpenSpan
+from lightning_jax.types import LLM
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Open rollout: what its agent needs to call the policy, and its root span.
+
+    `loss` returns how its server was lost, or None while the server works.
+    """
+
+    llm: LLM
+    root: OpenSpan
+    loss: Callable[[], str | None] = lambda: None
+
+
+@runtime_checkable
+class RolloutServer(Protocol):
+    """Server of the policy, where each rollout has its own URL."""
+
+    async def open(self, settings: RolloutSettings, group_id: str) -> Opened:
+        """Open a rollout, if possible where others of its group are."""
+        ...
+
+    async def posted_reward(self, rollout_id: str) -> float | None:
+        """Return the reward posted for the open rollout, or None if there is none."""
+        ...
+
+    async def close(self, rollout_id: str) -> Traffic:
+        """Close the rollout, which cancels its calls in flight, and return its traffic."""
+        ...
+
+
+@dataclass(frozen=True)
+class OwnServer:
+    """The run's own gateway as the server of its rollouts."""
+
+    gateway: Gateway
+
+    async def open(self, settings: RolloutSettings, group_id: str) -> Opened:
+        llm = self.gateway.open_rollout(settings)
+        return Opened(llm, self.gateway.root_of(settings.rollout_id))
+
+    async def posted_reward(self, rollout_id: str) -> float | None:
+        return self.gateway.posted_reward(rollout_id)
+
+    async def close(self, rollout_id: str) -> Traffic:
+        return self.gateway.close_rollout(rollout_id)

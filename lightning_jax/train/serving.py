@@ -1,0 +1,143 @@
+"""What serves a run: engines of its own process, or samplers in a cluster."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from lightning_jax.cluster.ray_session import ray_session
+from lightning_jax.cluster.sampler import SamplerSpec
+from lightning_jax.cluster.samplers import SampledPolicy, Samplers, SamplersAsEngine
+from lightning_jax.cluster.weights import Sent, copied, on_host
+from lightning_jax.engine.by_policy import LoopsByPolicy
+from lightning_jax.engine.engine import Engine, make_programs
+from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.routing import Routing
+from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.models.transformer import Params
+from lightning_jax.rl.multi_policy.scope import ALL
+from lightning_jax.rollouts.judge import judge_roles
+from lightning_jax.rollouts.servers import RolloutServer
+from lightning_jax.settings import ConfigError
+from lightning_jax.traces.store import Store
+from lightning_jax.train.config import Config
+from lightning_jax.train.state import Replica
+
+
+@runtime_checkable
+class ServedPolicy(Protocol):
+    """Weights that answer requests, such as an Engine's."""
+
+    def publish(self, params: Params | None, version: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Served:
+    """Servers of a run.
+
+    `policies` has one entry per train state, in order. `engines` run in this process. Rollouts are
+    opened at `server`, or at the gateway if it is None.
+    """
+
+    gateway: Gateway
+    policies: Sequence[ServedPolicy]
+    engines: Sequence[Engine] = ()
+    server: RolloutServer | None = None
+
+
+# Makes the servers of the weights in a train state. They end with the context.
+Serve = Callable[[Replica], AbstractAsyncContextManager[Served]]
+
+
+def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
+    """Return what makes the servers of a run.
+
+    Initial weights that a role asks for are copied now, before the train state takes ownership.
+    """
+    has_initial = bool(config.initial_users)
+    if config.cluster.samplers:
+        _check_judges(config)
+        initial = copied(on_host(model.params, config.model.dtype)) if has_initial else None
+        return partial(_serve_by_samplers, config, model, store, initial)
+    mesh = serving_mesh(config.serve.mesh, config.mesh)
+    programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
+    make_engine = partial(Engine, serve=config.serve, programs=programs)
+    frozen = make_engine(model) if has_initial else None
+
+    @asynccontextmanager
+    async def serve(replica: Replica) -> AsyncIterator[Served]:
+        engines = [
+            make_engine(replace(model, params=params), version=replica.step, share_base=True)
+            for params in [state.policy for state in replica.states]
+        ]
+        gateway = Gateway(
+            _responders(config, engines),
+            store,
+            routing=_routing(config),
+            initial=None if frozen is None else _responders(config, [frozen] * len(engines)),
+        )
+        running = engines if frozen is None else [*engines, frozen]
+        replica.share_devices(running)
+        yield Served(gateway, engines, running)
+
+    return serve
+
+
+def _check_judges(config: Config) -> None:
+    """Raise ConfigError for a judge that the run's own gateway would have to answer."""
+    for role in judge_roles(config.rewards):
+        raise ConfigError(
+            f"cluster.samplers is {config.cluster.samplers} and a reward has the judge {role!r}, "
+            "which samplers do not serve; set rewards.NAME.judge.served_by to the URL of a server, "
+            "or cluster.samplers to 0.",
+            reason="conflict",
+            key="cluster.samplers",
+        )
+
+
+def _routing(config: Config) -> Routing:
+    return Routing(judge_roles(config.rewards) | config.roles, config.policies)
+
+
+def _responders(config: Config, engines: Sequence[Engine]) -> Engine | LoopsByPolicy:
+    """Return the gateway's view of the engines, of which there is one per weight scope."""
+    return engines[0] if config.weight_scopes == (ALL,) else LoopsByPolicy(engines)
+
+
+@asynccontextmanager
+async def _serve_by_samplers(
+    config: Config, model: LoadedModel, store: Store, initial: Sent | None, replica: Replica
+) -> AsyncIterator[Served]:
+    run = str(Path(config.run_dir).resolve())
+    async with AsyncExitStack() as at_end:
+        ray = at_end.enter_context(ray_session(config.cluster))
+        samplers = Samplers(ray, config.cluster, run, store)
+        engine = SamplersAsEngine(
+            model.name, config.serve, model.tokenizer, counters=samplers.stats
+        )
+        gateway = Gateway(engine, store)
+        at_end.push_async_callback(samplers.end)
+        spec = SamplerSpec(
+            name=model.name,
+            shape=model.config,
+            tokenizer=model.tokenizer,
+            serve=replace(config.serve, api_key=gateway.api_key),
+            dtype=config.model.dtype,
+            tensor=config.mesh.tensor,
+            routing=_routing(config),
+            by_policy=config.weight_scopes != (ALL,),
+            num_requests=-(-requests_at_once(config) // config.cluster.samplers),
+        )
+        params = [state.policy for state in replica.states]
+        await samplers.start(spec, params, replica.step, initial)
+        policies = [SampledPolicy(samplers, index) for index in range(len(params))]
+        yield Served(gateway, policies, server=samplers)
+
+
+def requests_at_once(config: Config) -> int:
+    """Return the number of requests that arrive together when a step begins."""
+    in_a_step = config.rollout.tasks_per_step * config.rollout.group_size
+    return min(config.rollout.concurrency, in_a_step)
