@@ -79,7 +79,7 @@ def update_s(rows: Sequence[Row]) -> float:
     return statistics.fmean(row["time/step_s"] - row["time/trainer_wait_s"] for row in rows)
 
 
-def training_rows(directory: Path) -> list[Row]:
+def training_rows(directory: Path) -> Sequence[Row]:
     """Return the rows of a run's training steps, without those that compile."""
     rows = read_metrics(directory / METRICS)
     return [row for row in rows if "time/step_s" in row][SKIP:]
