@@ -434,10 +434,6 @@ class Store:
                     num_taken += recorded is None or recorded[:-1] != row[:-2]
         return are_new, num_taken
 
-    async def record(self, rollout_id: str | None, *spans: Span) -> None:
-        """Return once `add_span` has stored the spans."""
-        await self.in_order(self.add_span, rollout_id, *spans)
-
     async def record_posted(self, rollout_id: str, spans: Sequence[Span]) -> tuple[list[bool], int]:
         """Return what `add_posted_spans` returns, once it has stored the spans."""
         return await self.in_order(self.add_posted_spans, rollout_id, spans)
