@@ -177,8 +177,8 @@ class Store:
         try:
             _insert_spans(self._db, rows)
         except sqlite3.Error:  # perhaps of one job only
-            for job, own in sound:
-                job.run(partial(self._add_rows, own))
+            for job, job_rows in sound:
+                job.run(partial(self._add_rows, job_rows))
                 self._check_open(job)
 
     def _check_open(self, job: Job) -> None:
