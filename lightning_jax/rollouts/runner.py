@@ -41,7 +41,7 @@ from lightning_jax.rollouts.outcome import (
     outcome_of_error,
 )
 from lightning_jax.rollouts.scoring import Scorer
-from lightning_jax.rollouts.servers import Opened, OwnServer, RolloutServer
+from lightning_jax.rollouts.servers import Opened, GatewayServer, RolloutServer
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import below
@@ -219,7 +219,7 @@ class Runner:
     server: RolloutServer = field(init=False)
 
     def __post_init__(self) -> None:
-        server = OwnServer(self.gateway) if self.at is None else self.at
+        server = GatewayServer(self.gateway) if self.at is None else self.at
         object.__setattr__(self, "server", server)
         object.__setattr__(self, "gate", asyncio.Semaphore(self.config.concurrency))
         object.__setattr__(self, "idle", IdleClock())
