@@ -12,16 +12,18 @@ from lightning_jax.schema import PathKind, inner_section, path_kind
 from lightning_jax.settings import ConfigError, changed_keys, read_saved
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import CHECKPOINTS, SETTINGS
+from lightning_jax.train.sinks import check_sinks
 
 
 def check_start(config: Config) -> None:
     """Raise UserError for a run that could not start, as far as that can be told in a moment.
 
-    Files, functions and programs that the settings name must exist, and the run directory must be
-    usable and hold no checkpoint of other weights.
+    Files, functions and programs that the settings name must exist, the packages of metric sinks
+    must be installed, and the run directory must be usable and hold no checkpoint of other weights.
     """
     check_model(config)
     check_agent(config)
+    check_sinks(config.metrics.sinks)
     _check_directory(config)
 
 

@@ -17,7 +17,15 @@ from lightning_jax.rollouts.config import (
     RolloutConfig,
     check_rewards,
 )
-from lightning_jax.schema import Count, FunctionRef, Natural, PathOrName, Section, require
+from lightning_jax.schema import (
+    Count,
+    FunctionRef,
+    Natural,
+    NonNegative,
+    PathOrName,
+    Section,
+    require,
+)
 from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
 
 
@@ -44,6 +52,21 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: Count = 10  # in trainer steps; the last step is always saved
     keep: Count = 1  # number of newest checkpoints to keep
+
+
+SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
+
+
+@dataclass(frozen=True)
+class MetricsConfig(Section):
+    """Places that keep the metrics of a run. docs/howto/keep_metrics.md shows each."""
+
+    # The file metrics.jsonl of the run directory is always written. Each other one needs the
+    # package of its name. One that fails never stops a run.
+    sinks: list[SinkName] = field(default_factory=lambda: ["jsonl"])
+    project: str = "lightning_jax"  # W&B and trackio: project; MLflow: experiment
+    name: str | None = None  # of the run; None: the name of run_dir
+    close_s: NonNegative = 60.0  # wait at the end of a run for sinks that are not done
 
 
 @dataclass(frozen=True)
@@ -247,6 +270,7 @@ class Config(Section):
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 

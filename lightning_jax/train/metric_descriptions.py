@@ -132,6 +132,7 @@ _TEXTS = {
     "train/value_grad_norm": "norm: gradient of the value head",
     "train/value_clip_fraction": "share: values whose gradient algorithm.value_clip cut",
     "train/calls_without_value": "calls: number too long for a row, without a value",
+    "train/sink_rows_lost": "rows: number that a metric sink has not taken so far, by sink=NAME",
     "train/num_tasks": "tasks: tasks of a warm-up step",
     "train/num_conversations": "conversations: demonstrations of a warm-up step",
     "serve/requests": "requests: number that began",

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 HARMLESS = (
     "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency",
     "rollout.retry_delay_s", "rollout.max_retry_delay_s", "rollout.ahead", "mesh.", "distributed.",
-    "agent.max_processes", "agent.memory_mib",
+    "agent.max_processes", "agent.memory_mib", "metrics.",
 )  # fmt: skip
 
 # Settings that affect a step's update but not the rollouts of existing weights.

@@ -39,6 +39,7 @@ from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.progress import Progress
 from lightning_jax.train.runtime import return_freed_memory
 from lightning_jax.train.state import Replica
+from lightning_jax.train.status import status_of
 from lightning_jax.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Run:
             DropWatch(config.batch),
         )
         self.learning = LearningWatch()
-        self.metrics = MetricsLog(self.directory / METRICS, self.step)
+        self.metrics = MetricsLog(self.directory / METRICS, self.step, config.metrics)
         self._changes = asyncio.Lock()  # held by commands to `leader`, except of `saving`
         # Positions in the pipelines at this step, or None while its state is changing.
         self._positions: dict[str, Any] | None = self._progress()
@@ -252,6 +253,7 @@ class Run:
 
         During an update, wait for its end. If it failed, write none.
         """
+        self.progress.begin("checkpoint")
         await self.saved()
         async with self._changes:
             if self._positions is not None:
@@ -266,7 +268,12 @@ class Run:
             export(self.directory, self.model, scope.policy, params, self.config.adapters)
         write_whole(self.directory / EXPORTED, f'{{"step": {self.step}}}\n')
 
-    async def close(self) -> None:
-        """Wait for a checkpoint being written, and draw the curves."""
-        await self.saved()
-        self.metrics.draw()
+    async def close(self, error: BaseException | None = None) -> None:
+        """Wait for a checkpoint being written, draw the curves and end the metric sinks.
+
+        `error` is what ends the run early, if anything does.
+        """
+        try:
+            await self.saved()
+        finally:
+            await run_in_thread(self.metrics.close, status_of(error), self.config.eval.by)

@@ -41,6 +41,7 @@ from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
 from lightning_jax.train.runtime import freeze_objects, return_freed_memory
+from lightning_jax.train.sinks import check_sinks
 from lightning_jax.train.state import Replica
 from lightning_jax.train.status import recorded_end
 from lightning_jax.types import Task
@@ -61,6 +62,7 @@ async def open_run(
     Everything is closed at the end.
     """
     _check_serving(config)
+    check_sinks(config.metrics.sinks)
     made = make_agent(config.agent) if agent is None else as_agent(agent, config.agent.options)
     algorithm = load_choices(config.algorithm)
     train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
@@ -103,7 +105,7 @@ async def open_run(
         service = open_service(gateway, running, made, config, num_requests)
         runner = await at_end.enter_async_context(service)
         run = Run(replica.config, model, pipelines, leader, engines, runner)
-        at_end.push_async_callback(run.close)
+        at_end.push_async_exit(lambda _, error, __: run.close(error))
         yield run
 
 
