@@ -29,6 +29,7 @@ from lightning_jax.cli.runtime import (
     stop_on_sigterm,
 )
 from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_try
+from lightning_jax.cli.worker import add_worker, run_worker
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
@@ -54,6 +55,8 @@ SERVE_FLAGS = {
     "slow_request_s": "seconds to receive a whole request; a slower one gets a 408",
 }
 
+WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, run_worker)
+
 
 class _Parser(argparse.ArgumentParser):
     """Parser that reports an error in one sentence, without the usage text."""
@@ -73,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(left.code or 0)
     try:
         log_plainly()
-        if arguments.run not in (run_new, run_config, run_runs, run_compare):  # these need no JAX
+        if arguments.run not in WITHOUT_JAX:
             keep_compiled()
         return arguments.run(arguments)
     except UserError as error:
@@ -97,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         ("try", "run the agent on one task and show the rollout", add_try, run_try),
         ("train", "train an agent on your own tasks", add_settings, _train),
         ("eval", "score a policy on tasks without training", add_eval, run_eval),
+        ("worker", "run the agent for a run on another machine", add_worker, run_worker),
         ("serve", "serve a model over OpenAI's API and others", _add_serve, _serve),
         ("verify", "check a run's log-probs against its weights", _add_verify, _verify),
         ("view", "show a run's rollouts, or the timeline of one", _add_view, _view),

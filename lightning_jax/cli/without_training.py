@@ -21,7 +21,7 @@ def add_try(parser: argparse.ArgumentParser) -> None:
     task = "task to run: its id, or its position among the training tasks (default: the first)"
     parser.add_argument("--task", metavar="ID|INDEX", help=task)
     attempts = "number of attempts, compared in a table (default: %(default)s)"
-    parser.add_argument("-n", dest="attempts", type=_count, default=1, metavar="N", help=attempts)
+    parser.add_argument("-n", dest="attempts", type=count, default=1, metavar="N", help=attempts)
     greedy = "sample greedily, as evaluations do (default: as training does)"
     parser.add_argument("--greedy", action="store_true", help=greedy)
     record = "add the rollouts to this SQLite file, which `view` shows"
@@ -35,9 +35,9 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     tasks = "dev, train, or a file of tasks (default: %(default)s)"
     parser.add_argument("--tasks", default="dev", help=tasks)
     limit = "maximum number of tasks, evenly spaced (default: eval.num_tasks; of a file, all)"
-    parser.add_argument("--limit", type=_count, metavar="N", help=limit)
+    parser.add_argument("--limit", type=count, metavar="N", help=limit)
     repeats = "rollouts of each task (default: %(default)s)"
-    parser.add_argument("--repeats", type=_count, default=1, metavar="K", help=repeats)
+    parser.add_argument("--repeats", type=count, default=1, metavar="K", help=repeats)
     sampled = "sample as training does (default: greedily)"
     parser.add_argument("--sampled", action="store_true", help=sampled)
     save = "write a line of JSON for each task to this .jsonl file"
@@ -58,7 +58,7 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help=model + "a model to load for model.name")
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is out of range; expected at least 1")
     return number
