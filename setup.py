@@ -78,6 +78,11 @@ setup(
         "ollama": ["ollama>=0.6"],  # agents/ollama_chat.py
         # google-jetstream itself is installed with --no-deps, see requirements-nodeps.txt
         "jetstream": ["grpcio", "protobuf", "prometheus-client", "shortuuid", "tiktoken"],
+        # Metric sinks; see docs/howto/keep_metrics.md.
+        "tensorboard": ["tensorboard>=2.16"],
+        "wandb": ["wandb>=0.20"],
+        "mlflow": ["mlflow>=3.0"],
+        "trackio": ["trackio>=0.20"],
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0", "ruff>=0.14"],  # make docs
         "dev": [
             "beartype>=0.21",

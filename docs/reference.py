@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference, and settings.md and python_api.md, from the code.
+"""Write the pages of docs/reference, and others such as settings.md, from the code.
 
 python docs/reference.py
 """
@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from lightning_jax.cli import main as command
+from lightning_jax.cli import troubleshooting as signs
 from lightning_jax.cli.reference import settings_page
 from lightning_jax.gateway.dialects import all as dialects
 from lightning_jax.gateway.dialects import anthropic, ollama, openai_chat, openai_completions
@@ -35,6 +36,7 @@ def pages() -> dict[str, str]:
     """Return the text of each generated page by its path in docs/."""
     return {
         "settings.md": settings_page(),
+        "get_started/troubleshooting.md": troubleshooting(),
         "python_api.md": load_function(f"{HERE / 'make_python_api.py'}:page")(),
         "reference/command_line.md": command_line(),
         "reference/metrics.md": metrics(),
@@ -162,6 +164,41 @@ def failures() -> str:
     rows = [(str(status), f"`{code}`", words) for code, (status, words) in CODES.items()]
     return text + _table(("status", "code", "meaning"), rows)
 
+
+def troubleshooting() -> str:
+    """Return the page of what to do if a run does not learn, with where its rows come from."""
+    text = (
+        f"# {signs.TITLE}\n\n{signs.INTRODUCTION} "
+        "[Metrics](../reference/metrics.md) explains the names.\n"
+        f"`lightning-jax help troubleshooting` prints the rows. {NOTE}"
+    )
+    for title, rows in signs.SECTIONS.items():
+        text += f"\n## {title}\n\n" + _table(signs.COLUMNS, rows)
+    return text + "\n## Where these rows come from\n\n" + _table(("row", "seen in"), EVIDENCE)
+
+
+# Runs in which rows of the page were seen.
+EVIDENCE = (
+    (
+        "an example in the prompt",
+        "dates: reward of sampled attempts 0.01 without, 0.28 with one "
+        "([dates](../results/dates.md))",
+    ),
+    (
+        "warm-up first",
+        "SQL: 12 GRPO steps without a warm-up changed nothing ([Spider](../results/spider.md))",
+    ),
+    (
+        "length of the warm-up",
+        "word problems: 8 steps left groups equal, 16 made GRPO work "
+        "([Calc-X](../results/calcx.md))",
+    ),
+    (
+        "small rewards of calls",
+        "SQL with two policies ([Spider](../results/spider.md#two-policies))",
+    ),
+    ("the same number of calls", "multi-hop questions ([MuSiQue](../results/musique.md))"),
+)
 
 # Body classes of each client API; the second holds sampling options.
 BODIES: dict[str, tuple[Dialect, tuple[type[BaseModel], ...], ModuleType]] = {

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from lightning_jax.rl.learner import Learner as Learner
     from lightning_jax.rl.multi_policy.prepare import prepare_policies as prepare  # noqa: F401
     from lightning_jax.rollouts.collect import run_rollouts as run_rollouts
+    from lightning_jax.rollouts.config import JudgeConfig as JudgeConfig
+    from lightning_jax.rollouts.config import RewardConfig as RewardConfig
     from lightning_jax.rollouts.config import RolloutConfig as RolloutConfig
     from lightning_jax.settings import ConfigError as ConfigError
     from lightning_jax.settings import load_config as load_config
@@ -85,6 +87,8 @@ _MODULES = {
     "MeshConfig": "models.config",
     "ServeConfig": "engine.config",
     "RolloutConfig": "rollouts.config",
+    "RewardConfig": "rollouts.config",
+    "JudgeConfig": "rollouts.config",
     "AlgorithmConfig": "rl.config",
     "OptimizerConfig": "rl.config",
     "BatchConfig": "rl.config",

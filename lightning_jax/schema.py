@@ -85,6 +85,8 @@ def describe(hint: Any) -> str:
         bounds = [(LIMITS[type(limit)][1], *astuple(limit)) for limit in _limits(parts)]
         texts = [f"{word} {x}" if math.isfinite(x) else "finite" for word, x in bounds]
         return " and ".join(dict.fromkeys(texts))
+    if kind is list:
+        return describe(parts[0])
     return "none" if hint is NoneType else ""
 
 
@@ -98,6 +100,8 @@ def is_allowed(value: Any, hint: Any) -> bool:
     if kind is Annotated:
         limits = [(LIMITS[type(limit)][0], *astuple(limit)) for limit in _limits(parts)]
         return all(value is not None and holds(value, bound) for holds, bound in limits)
+    if kind is list:
+        return all(is_allowed(item, parts[0]) for item in value)
     return hint is not NoneType or value is None
 
 

@@ -135,6 +135,8 @@ class Rollout:
     detail: str | None = None  # one sentence for people
     metrics: dict[str, float] = field(default_factory=dict)  # other numbers that the agent returned
     superseded: bool = False  # True if settings changed since, so that it is not reused
+    # Rewards by component of the config's `rewards`; empty: not scored by them.
+    components: dict[str, float] = field(default_factory=dict)
 
 
 def fill_default(record: Any, name: str, value: Any, *, like: str) -> None:

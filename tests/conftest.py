@@ -19,6 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import jax
@@ -121,6 +122,20 @@ def undrawn() -> Iterator[None]:
         if "lightning_jax.train.metrics" in sys.modules:
             patch.setattr("lightning_jax.train.metrics.plot_curves", lambda *_: None)
         yield
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Events of JAX's tracing, lowering and compiling while a test runs."""
+    found: list[str] = []
+
+    def note(event: str, duration_secs: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)
 
 
 @pytest.fixture

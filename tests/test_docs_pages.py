@@ -33,8 +33,10 @@ PAGES = sorted(
 )
 GENERATED = ("docs/settings.md", "docs/python_api.md", "docs/reference/")
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->", re.S)
-# Commands that need what the tests do not have, so that their page has to say so.
+# Programs and words of commands that need what the tests do not have: containers, clusters, GPUs,
+# TPUs, compilers for them, and data sets. A page with one has to say why it is not run.
 ABSENT = ("docker", "gcloud", "kubectl", "srun", "sbatch")
+NEEDS_ABSENT = re.compile(r"\[(cuda12|tpu)\]|^--target$|^gpu$|scontrol|^data\.root=DIR$")
 ORDINARY = {
     *("pip", "python", "make", "cd", "curl", "export", "git", "pre-commit", "node", "sh", "mkdocs"),
     *ABSENT,
@@ -135,8 +137,8 @@ def test_command_exists(page: str, words: list[str], capsys: pytest.CaptureFixtu
         if rest[0].startswith("experiments"):
             arguments = parse(_parser(), ["train", *rest[1:]])
             _check_settings(arguments.config, arguments.settings)
-    if program in ABSENT:
-        assert NOT_RUN.search(_text(page)), f"{page} has to say why {program} is not run"
+    if program in ABSENT or any(map(NEEDS_ABSENT.search, words)):
+        assert NOT_RUN.search(_text(page)), f"{page} has to say why {words} is not run"
 
 
 def test_reasons_for_what_is_not_run_are_sentences() -> None:

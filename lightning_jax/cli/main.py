@@ -7,23 +7,25 @@ imports its own modules.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, NoReturn
 
-from annotated_types import Ge, Le
-
+from lightning_jax.cli import troubleshooting
 from lightning_jax.cli.config import ServerConfig, add_chat_template
 from lightning_jax.cli.config_command import add_config, run_config
 from lightning_jax.cli.new import add_new, run_new
 from lightning_jax.cli.runs import add_compare, add_runs, run_compare, run_runs
 from lightning_jax.cli.runtime import (
     STOPPED,
+    Index,
+    Limit,
     add_settings,
+    installed_version,
     is_unwritable,
     keep_compiled,
     log_plainly,
+    number_of,
     parse,
     settings_layers,
     stop_on_sigterm,
@@ -34,14 +36,13 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats.names import local_path
-from lightning_jax.schema import Positive, describe, is_allowed
+from lightning_jax.schema import Positive
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
 
 if TYPE_CHECKING:
     from lightning_jax.gateway.app import Gateway
 
-Index = Annotated[int, Ge(0), Le(2**31 - 1)]
-Limit = Annotated[int, Ge(1), Le(2**31 - 1)]
+TROUBLESHOOTING = "troubleshooting"  # topic of `help`
 
 # Flags of `serve` that set fields of ServeConfig. Their defaults are defined there.
 SERVE_FLAGS = {
@@ -107,7 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         ("runs", "list runs with status, rewards and failures", add_runs, run_runs),
         ("compare", "compare runs: settings, curves, tasks won and lost", add_compare, run_compare),
         ("plan", "report the memory that a run needs on each device", _add_plan, _plan),
+        ("rescore", "score a run's rollouts by other rewards", _add_rescore, _rescore),
         ("config", "print, search or check settings of a run", add_config, run_config),
+        ("help", "show the help of a command, or what to do about a run", _add_help, _help),
     ):
         command = commands.add_parser(name, help=text, description=run.__doc__)
         command.set_defaults(run=run, parser=command)  # error messages point to its --help
@@ -116,25 +119,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _versions() -> str:
-    def of(name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError:  # a clone on PYTHONPATH
-            return "(not installed)"
-
-    return ", ".join(f"{name} {of(name)}" for name in ("lightning-jax", "jax", "jaxlib"))
-
-
-def _number(hint: Any) -> Callable[[str], int | float]:
-    """Return a parser of numbers that a type such as `Limit` allows."""
-
-    def number(text: str) -> int | float:
-        value = get_args(hint)[0](text)
-        if not is_allowed(value, hint):
-            raise argparse.ArgumentTypeError(f"{text} is out of range; expected {describe(hint)}")
-        return value
-
-    return number
+    names = ("lightning-jax", "jax", "jaxlib")
+    found = {name: installed_version(name) for name in names}
+    # A clone on PYTHONPATH is not installed.
+    return ", ".join(f"{name} {found[name] or '(not installed)'}" for name in names)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -169,9 +157,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     limit = "maximum number of calls to compare, evenly spaced (default: all)"
-    parser.add_argument("--limit", type=_number(Limit), help=limit)
+    parser.add_argument("--limit", type=number_of(Limit), help=limit)
     tolerance = "maximum difference of a log-prob in nats (default: 0.001, 1 for bfloat16)"
-    parser.add_argument("--tolerance", type=_number(Positive), help=tolerance)
+    parser.add_argument("--tolerance", type=number_of(Positive), help=tolerance)
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
@@ -180,32 +168,58 @@ def _add_view(parser: argparse.ArgumentParser) -> None:
     rollout = "rollout to show (default: a table of all)"
     parser.add_argument("rollout_id", metavar="ROLLOUT", nargs="?", help=rollout)
     parser.add_argument("--phase", choices=("train", "eval"), help="only rollouts of this phase")
-    parser.add_argument("--step", type=_number(Index), help="only rollouts of this step")
+    parser.add_argument("--step", type=number_of(Index), help="only rollouts of this step")
     limit = "maximum number of rollouts (default: %(default)s)"
-    parser.add_argument("--limit", type=_number(Limit), default=DEFAULT_LIMIT, help=limit)
+    parser.add_argument("--limit", type=number_of(Limit), default=DEFAULT_LIMIT, help=limit)
     chars = "maximum number of characters per text, 0 for no limit (default: %(default)s)"
-    parser.add_argument("--chars", type=_number(Index), default=DEFAULT_CHARS, help=chars)
+    parser.add_argument("--chars", type=number_of(Index), default=DEFAULT_CHARS, help=chars)
     page = "write a self-contained HTML page with the details of all rollouts"
     parser.add_argument("--html", metavar="FILE", type=Path, help=page)
+
+
+def _add_rescore(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
+    file = "YAML file with a section `rewards`, as in a config"
+    parser.add_argument("--rewards", metavar="FILE", type=Path, required=True, help=file)
+    phase = "rollouts to score: train or eval (default: %(default)s)"
+    parser.add_argument("--phase", choices=("train", "eval"), default="train", help=phase)
+    limit = "maximum number of groups, evenly spaced (default: all)"
+    parser.add_argument("--limit", type=number_of(Limit), metavar="N", help=limit)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     devices = "number of simulated devices (default: the devices of this machine)"
-    parser.add_argument("--devices", type=_number(Limit), metavar="N", help=devices)
+    parser.add_argument("--devices", type=number_of(Limit), metavar="N", help=devices)
     absent = "plan for other hardware, such as h100:8 or v5e:2x4 (needs its compiler)"
     parser.add_argument("--target", metavar="NAME", help=absent)
     memory = "memory of a device in GiB (default: as reported by this machine)"
-    parser.add_argument("--device-gib", type=_number(Positive), metavar="GIB", help=memory)
+    parser.add_argument("--device-gib", type=number_of(Positive), metavar="GIB", help=memory)
     quick = "estimate a step's memory from shapes instead of compiling it"
     parser.add_argument("--quick", action="store_true", help=quick)
+
+
+def _add_help(parser: argparse.ArgumentParser) -> None:
+    topic = f"a command, or: {TROUBLESHOOTING} (default: the list of commands)"
+    parser.add_argument("topic", metavar="TOPIC", nargs="?", help=topic)
+
+
+def _help(arguments: argparse.Namespace) -> int:
+    """Show the help of a command, or with `troubleshooting` what to do if a run does not learn."""
+    if arguments.topic != TROUBLESHOOTING:
+        return main([arguments.topic, "--help"] if arguments.topic else ["--help"])
+    print(troubleshooting.as_text())
+    return 0
+
+
+WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, _help)
 
 
 def _train(arguments: argparse.Namespace) -> int:
     """Train the agent that the settings name on the tasks of data.root or data.load.
 
     data.root is a file with one JSON object per line, or a directory with train.jsonl and
-    dev.jsonl. data.load is FILE:FUNCTION.
+    dev.jsonl. data.load is FILE:FUNCTION. The exit code is 1 if no step changed the weights.
     """
     from lightning_jax.settings import load_config
     from lightning_jax.train.check import check_start
@@ -219,8 +233,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks
 
-    train_and_report(config, *tasks)
-    return 0
+    return train_and_report(config, *tasks)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -302,6 +315,23 @@ def _verify(arguments: argparse.Namespace) -> int:
     found = verify(arguments.run_dir, limit=arguments.limit, tolerance=arguments.tolerance)
     print(as_text(found))
     return 1 if found.off else 0
+
+
+def _rescore(arguments: argparse.Namespace) -> int:
+    """Score the stored rollouts of a run by other rewards, and show what would change.
+
+    Prints the mean of each component, the rank correlation with the stored rewards within groups,
+    and the share of rollouts whose advantage changes its sign. The run stays as it is, except that
+    verdicts of judges are kept in its store.
+    """
+    from lightning_jax.train.directory import SETTINGS, STORE, require_run
+
+    require_run(arguments.run_dir, SETTINGS, STORE)
+
+    from lightning_jax.cli.rescore import rescore  # imports JAX, after the check
+
+    rescore(arguments.run_dir, arguments.rewards, phase=arguments.phase, limit=arguments.limit)
+    return 0
 
 
 def _view(arguments: argparse.Namespace) -> int:

@@ -8,10 +8,10 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lightning_jax.cli.runtime import installed_version
 from lightning_jax.errors import UserError
 
 STARTER = Path(__file__).parent / "starter"  # has a folder for each template
@@ -69,17 +69,10 @@ def run_new(arguments: argparse.Namespace) -> int:
         print(path)
     found = shutil.which("lightning-jax")  # None if the command is not on PATH
     command = "lightning-jax" if found else f"{sys.executable} -m lightning_jax"
-    missing = [name for name in NEEDED.get(arguments.template, ()) if not _is_installed(name)]
+    needed = NEEDED.get(arguments.template, ())
+    missing = [name for name in needed if installed_version(name) is None]
     print(f"\ncd {shlex.quote(str(folder))}")
     if missing:
         print(f"pip install {' '.join(missing)}   # not installed here; the agent imports them")
     print(f"{command} try     # the agent once: calls, tokens, reward\n{command} train")
     return 0
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True

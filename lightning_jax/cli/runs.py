@@ -55,6 +55,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "compare needs two runs; pass two run directories.", reason="missing", key="RUN"
         )
+    if arguments.png is not None:  # before anything is printed: the path may be wrong
+        plot_runs(groups, arguments.axis, arguments.png)
     found = compare_runs(groups, arguments.axis)
     console = Console(highlight=False)
     if arguments.markdown:
@@ -64,6 +66,5 @@ def run_compare(arguments: argparse.Namespace) -> int:
         for index, grid in enumerate(found):
             console.print(*[""] * bool(index), as_terminal(grid, console.width), sep="\n")
     if arguments.png is not None:
-        plot_runs(groups, arguments.axis, arguments.png)
         console.print(f"curves: {arguments.png}", markup=False)
     return 0

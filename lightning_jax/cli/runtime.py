@@ -9,12 +9,20 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
+from typing import Annotated, Any, get_args
+
+from annotated_types import Ge, Le
 
 from lightning_jax.errors import UserError
+from lightning_jax.schema import describe, is_allowed
+
+Index = Annotated[int, Ge(0), Le(2**31 - 1)]
+Limit = Annotated[int, Ge(1), Le(2**31 - 1)]
 
 STOPPED = "stopped; run the same command to resume from the last checkpoint"
 
@@ -50,6 +58,26 @@ def settings_layers(arguments: argparse.Namespace, folder: Path = Path()) -> lis
             key="FILE",
         )
     return layers
+
+
+def number_of(hint: Any) -> Callable[[str], int | float]:
+    """Return a parser of numbers that a type such as `Limit` allows, for `add_argument`."""
+
+    def number(text: str) -> int | float:
+        value = get_args(hint)[0](text)
+        if not is_allowed(value, hint):
+            raise argparse.ArgumentTypeError(f"{text} is out of range; expected {describe(hint)}")
+        return value
+
+    return number
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed package, or None if it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,6 +1,7 @@
 """A training run from the command line, and the report at its end."""
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -9,8 +10,10 @@ from lightning_jax.cli.runtime import cancel_at_stop
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import STORE
+from lightning_jax.train.monitors import TROUBLESHOOTING
 from lightning_jax.train.multihost import is_leader
 from lightning_jax.train.report import (
+    NOTHING_TRAINED,
     checkpoint_line,
     failure_table,
     is_untrained,
@@ -28,10 +31,11 @@ async def _train(
         return await train(config, train_tasks, dev_tasks)
 
 
-def train_and_report(
-    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
-) -> None:
-    """Train to the end, resuming if the run has begun, and print the evaluations."""
+def train_and_report(config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]) -> int:
+    """Train to the end, resuming if the run has begun, and print the evaluations.
+
+    Return the exit code: 1 if no step with rollouts changed the weights, else 0.
+    """
     directory = Path(config.run_dir)
     print(f"run directory: {directory}", flush=True)
     try:
@@ -39,7 +43,7 @@ def train_and_report(
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     if not is_leader():
-        return
+        return 0
     print("\n" + result_table(rows, config.eval.by))
     if learned := learning_table(rows):
         print("\n" + learned)
@@ -47,10 +51,13 @@ def train_and_report(
         print("\n" + failure_table(store))
     print("\n" + checkpoint_line(directory, config.checkpoint.keep))
     policy = directory / "policy"
-    untrained = " (no rollout changed it)" if is_untrained(rows) else ""
-    print(f"curves: {directory / 'curves.png'}   policy: {policy}{untrained}")
+    print(f"curves: {directory / 'curves.png'}   policy: {policy}")
     print(f"next: lightning-jax view {directory}       # every rollout; `runs` lists all runs")
+    if is_untrained(rows):
+        print(f"error: {NOTHING_TRAINED}; {TROUBLESHOOTING}", file=sys.stderr)
+        return 1
     print(f"      lightning-jax compare {directory} RUN  # with another run, task by task")
     if not config.policies:
         print(f"      lightning-jax eval --run {directory}   # on other tasks: --tasks FILE")
         print(f"      lightning-jax serve --model {policy}")
+    return 0

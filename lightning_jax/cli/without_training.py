@@ -8,7 +8,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_jax.cli.runtime import add_settings, settings_layers, stop_on_sigterm
+from lightning_jax.cli.runtime import (
+    Index,
+    Limit,
+    add_settings,
+    number_of,
+    settings_layers,
+    stop_on_sigterm,
+)
 from lightning_jax.studio import DEFAULT_CHARS
 
 if TYPE_CHECKING:
@@ -21,13 +28,14 @@ def add_try(parser: argparse.ArgumentParser) -> None:
     task = "task to run: its id, or its position among the training tasks (default: the first)"
     parser.add_argument("--task", metavar="ID|INDEX", help=task)
     attempts = "number of attempts, compared in a table (default: %(default)s)"
+    count = number_of(Limit)
     parser.add_argument("-n", dest="attempts", type=count, default=1, metavar="N", help=attempts)
     greedy = "sample greedily, as evaluations do (default: as training does)"
     parser.add_argument("--greedy", action="store_true", help=greedy)
     record = "add the rollouts to this SQLite file, which `view` shows"
     parser.add_argument("--record", metavar="FILE", type=Path, help=record)
     chars = "maximum number of characters per text, 0 for no limit (default: %(default)s)"
-    parser.add_argument("--chars", type=_natural, default=DEFAULT_CHARS, help=chars)
+    parser.add_argument("--chars", type=number_of(Index), default=DEFAULT_CHARS, help=chars)
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +43,9 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     tasks = "dev, train, or a file of tasks (default: %(default)s)"
     parser.add_argument("--tasks", default="dev", help=tasks)
     limit = "maximum number of tasks, evenly spaced (default: eval.num_tasks; of a file, all)"
-    parser.add_argument("--limit", type=count, metavar="N", help=limit)
+    parser.add_argument("--limit", type=number_of(Limit), metavar="N", help=limit)
     repeats = "rollouts of each task (default: %(default)s)"
-    parser.add_argument("--repeats", type=count, default=1, metavar="K", help=repeats)
+    parser.add_argument("--repeats", type=number_of(Limit), default=1, metavar="K", help=repeats)
     sampled = "sample as training does (default: greedily)"
     parser.add_argument("--sampled", action="store_true", help=sampled)
     save = "write a line of JSON for each task to this .jsonl file"
@@ -48,7 +56,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
-    run = "use the policy that this run trained, and by default its settings"
+    run = "use the policy of this run, or its newest checkpoint, and by default its settings"
     parser.add_argument("--run", dest="run_dir", metavar="RUN", type=Path, help=run)
     url = "use an OpenAI-compatible server in place of the policy; no model is loaded"
     parser.add_argument("--url", help=url)
@@ -56,18 +64,6 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", help=key)
     model = "model that the server is asked for (default: as the agent asks), or without --url, "
     parser.add_argument("--model", metavar="NAME", help=model + "a model to load for model.name")
-
-
-def count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; expected at least 1")
-    return number
-
-
-def _natural(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; expected at least 0")
-    return number
 
 
 def run_try(arguments: argparse.Namespace) -> int:
@@ -117,7 +113,7 @@ def _load(arguments: argparse.Namespace) -> "tuple[Config, PolicySource]":
     from lightning_jax.settings import ConfigError, load_config
     from lightning_jax.train.check import check_agent, check_model
     from lightning_jax.train.config import Config
-    from lightning_jax.train.directory import trained_step
+    from lightning_jax.train.directory import find_weights
 
     stop_on_sigterm()
     run_dir, url, model = arguments.run_dir, arguments.url, arguments.model
@@ -133,7 +129,7 @@ def _load(arguments: argparse.Namespace) -> "tuple[Config, PolicySource]":
             key="--api-key",
         )
     if run_dir is not None:
-        trained_step(run_dir)  # before its settings are read, which may be missing as well
+        find_weights(run_dir)  # before its settings are read, which may be missing as well
     config = load_config(Config, settings_layers(arguments, run_dir or Path()))
     check_agent(config)
     if url is None and run_dir is None and model is None:

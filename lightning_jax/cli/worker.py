@@ -5,8 +5,7 @@ import asyncio
 import logging
 import os
 
-from lightning_jax.cli.runtime import add_settings, settings_layers
-from lightning_jax.cli.without_training import count
+from lightning_jax.cli.runtime import Limit, add_settings, number_of, settings_layers
 from lightning_jax.schema import is_plain_url
 
 log = logging.getLogger(__name__)
@@ -21,7 +20,7 @@ def add_worker(parser: argparse.ArgumentParser) -> None:
     key = f"the run's serve.api_key (default: ${KEY})"
     parser.add_argument("--key", help=key)
     number = "rollouts at once (default: rollout.concurrency)"
-    parser.add_argument("--concurrency", type=count, metavar="N", help=number)
+    parser.add_argument("--concurrency", type=number_of(Limit), metavar="N", help=number)
 
 
 def run_worker(arguments: argparse.Namespace) -> int:

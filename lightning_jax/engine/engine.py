@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 from jax.sharding import Mesh
@@ -55,6 +56,7 @@ class Engine:
             dtype = dtype or str(model.params["embed"]["embedding"].dtype)
             programs = make_programs(model.config, self.serve, dtype=dtype, mesh=mesh)
         self._programs = programs[0]
+        self._devices = {device for replica in programs for device in replica.devices}
         params = self._programs.spread(model.params, share_base=share_base)
         loop = _loop_type(self.serve)
         self._loops = [loop(p, params, version, model.tokenizer, self.serve) for p in programs]
@@ -82,6 +84,11 @@ class Engine:
     def status(self) -> LoopStatus:
         """Status like `EngineLoop.status`: the first loop status that is not ok, if any."""
         return join_statuses(loop.status for loop in self._loops)
+
+    @property
+    def devices(self) -> set[Any]:
+        """Devices that serve."""
+        return self._devices
 
     @property
     def num_slots(self) -> int:
@@ -140,6 +147,18 @@ class Engine:
             loop.load_weights(spread, version)
         if params is not None:
             self._router.forget()
+
+    @contextmanager
+    def dispatching(self) -> Iterator[None]:
+        """Let another thread start programs on devices of the engine.
+
+        Programs with collectives have to start in one order on all their devices. So no replica
+        starts one in the meantime.
+        """
+        with ExitStack() as held:
+            for loop in self._loops:
+                held.enter_context(loop.dispatching)
+            yield
 
     async def drain(self) -> None:
         """Refuse new requests, and return when none is open."""

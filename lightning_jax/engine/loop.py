@@ -24,6 +24,7 @@ from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.lora import frozen_part, overlay
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.system.threads import Turns
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class EngineLoop(SlotLoop[Request]):
         self._changed = threading.Condition()
         self._inbox = _Inbox()
         self._thread: threading.Thread | None = None
+        self.dispatching = Turns()  # held while a program starts on the devices
 
     # Public methods, for any thread.
 
@@ -225,7 +227,8 @@ class EngineLoop(SlotLoop[Request]):
         if inbox.version is not None:
             self._batcher.load_weights(inbox.weights, inbox.version)
         cancelled = [self._intake.get(generation) for generation in inbox.cancelled]
-        deliveries = self._batcher.turn(inbox.submitted, cancelled)
+        with self.dispatching:
+            deliveries = self._batcher.turn(inbox.submitted, cancelled)
         deliver(deliveries)
         self._intake.remove(item.generation for item in deliveries if item.outcome is not None)
         return True

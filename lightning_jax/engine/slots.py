@@ -109,6 +109,11 @@ class SlotPrograms:
         self.pages = PageCopier(config, serve, self._dtype, self._cache, self._jit)
         self._compile_later()
 
+    @property
+    def devices(self) -> set[Any]:
+        """Devices that the programs run on."""
+        return set(self._plain.device_set)
+
     def _compile_later(self) -> None:
         jit, plain, cache = self._jit, self._plain, self._cache
         state = DecodeState(cache, plain, plain, plain)

@@ -32,6 +32,7 @@ from lightning_jax.gateway.lease_routes import LeaseRoutes
 from lightning_jax.gateway.leases import LeaseQueue
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.offload import Offload
+from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.prompt.tool_formats import format_of
 from lightning_jax.gateway.remote import RemoteEngine
 from lightning_jax.gateway.request import POLICY
@@ -74,6 +75,7 @@ class Gateway:
         serve, tokenizer = serve or engine.serve, engine.tokenizer
         self.engine = engine
         self._meters = Meters(engine.stats)
+        self.pauses = Pauses()  # of the deadlines of calls and rollouts
         self._offload = Offload()
         self._bodies = Bodies(serve, self._offload)
         _ = tokenizer.max_token_bytes  # computed before the first call has to wait for it
@@ -86,6 +88,7 @@ class Gateway:
             tool_format=format_of(tokenizer),
             meters=self._meters,
             offload=self._offload,
+            pauses=self.pauses,
         )
         responders = {"policy": responder}
         if initial is not None:

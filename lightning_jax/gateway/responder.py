@@ -19,6 +19,7 @@ from lightning_jax.gateway.dialects.base import ReplyContext
 from lightning_jax.gateway.errors import ApiError, invalid, to_api_error
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.offload import Offload
+from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.prompt.grammar import check_size, grammar_of, guarantees_call, may_call
 from lightning_jax.gateway.prompt.render import Generated, Rendered, check_length, render
 from lightning_jax.gateway.prompt.tool_calls import PlainText, ToolCallParser
@@ -88,6 +89,7 @@ class Responder:
     tool_format: ToolFormat
     meters: Meters
     offload: Offload
+    pauses: Pauses
 
     async def prepare(
         self, request: PolicyRequest, rollout: OpenRollout | None, num_bytes: int
@@ -245,7 +247,7 @@ class Responder:
         try:
             if call.refusal:
                 raise call.refusal
-            async with asyncio.timeout(call.timeout_s):
+            async with self.pauses.timeout(call.timeout_s):
                 for grammar in {choice.sampling.grammar for choice in call.choices}:
                     if grammar is not None:
                         await self.loop.prepare(grammar, call.rollout_id or "")

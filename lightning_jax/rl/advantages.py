@@ -147,9 +147,11 @@ def step_advantages(
 
     With identical credit, the baseline is the same for all calls of a rollout. With learned credit,
     it corrects the critic's average error. Standard deviations are those of returns. For
-    turn_groups see `turn_advantages`.
+    turn_groups see `turn_advantages`, for the loss "raft" `best_of_group`.
     """
-    if algorithm.credit == "turn_groups":
+    if algorithm.loss == "raft":
+        advantages = best_of_group(credit, algorithm.raft_min_return)
+    elif algorithm.credit == "turn_groups":
         advantages = turn_advantages(credit, algorithm)
     else:
         advantages = _rollout_advantages(credit, algorithm)
@@ -162,6 +164,21 @@ def step_advantages(
     return advantages, group_metrics(credit) | {
         "train/advantage_abs_mean": sum(sizes) / max(len(sizes), 1),
     }
+
+
+def best_of_group(credit: Credit, min_return: float) -> list[tuple[Advantage, ...]]:
+    """Give the calls of each group's best rollout advantage 1, and all others 0.
+
+    So the policy learns the best attempt as if it were a demonstration (RAFT, arXiv 2304.06767;
+    expert iteration, arXiv 1705.08439). Of equal ones the first counts. A group has no best rollout
+    if none has calls and a return above `min_return`. If all its returns are equal and above, it
+    still teaches.
+    """
+    best: set[int] = set()
+    for members in group_members([t.group_id for t in credit.trajectories]).values():
+        able = [i for i in members if credit.calls[i] and credit.returns[i] > min_return]
+        best.update(sorted(able, key=lambda i: -credit.returns[i])[:1])
+    return [(float(i in best),) * len(calls) for i, calls in enumerate(credit.calls)]
 
 
 def turn_advantages(credit: Credit, algorithm: AlgorithmConfig) -> list[tuple[Advantage, ...]]:

@@ -94,6 +94,11 @@ def turn_groups(**overrides: Any) -> AlgorithmConfig:
     return _with(overrides, credit="turn_groups")
 
 
+def raft(**overrides: Any) -> AlgorithmConfig:
+    """Return the settings of RAFT, best of group (arXiv 2304.06767)."""
+    return _with(overrides, loss="raft")
+
+
 def dpo(**overrides: Any) -> AlgorithmConfig:
     """Return the settings of DPO (arXiv 2305.18290)."""
     return _with(overrides, loss="dpo")
@@ -103,7 +108,7 @@ DOCSTRING = r"Return the settings of (.+) \((?:arXiv )?(.+)\)\."  # name, paper
 ALGORITHMS = (
     grpo_by_rollout, grpo, ppo_clip, dr_grpo, dapo, gspo, cispo, rloo, reinforce,
     reinforce_plus_plus, reinforce_plus_plus_baseline, decoupled_ppo, ppo, value_per_call,
-    turn_groups, dpo,
+    turn_groups, raft, dpo,
 )  # fmt: skip
 
 

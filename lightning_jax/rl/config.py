@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from lightning_jax.schema import (
     DERIVED,
     Count,
+    Finite,
     Natural,
     NonNegative,
     PathKind,
@@ -52,7 +53,10 @@ class AlgorithmConfig(Section):
     baseline: Choice = "group_mean"  # group_mean, leave_one_out, batch_mean or none
     normalize: Literal["group_std", "batch_std", "none"] = "group_std"  # divisor of the advantages
     # Loss of a token, and its weight.
-    loss: Choice = "clip"  # clip (PPO, per token), gspo (per call), cispo, reinforce or dpo
+    # clip (PPO, per token), gspo (per call), cispo, reinforce, raft (best of group) or dpo.
+    loss: Choice = "clip"
+    # For raft: only rollouts with a return above this are learned, in reward units.
+    raft_min_return: Finite = 0.0
     dpo_beta: Positive = 0.1  # for dpo: strength of the penalty for leaving the reference
     # Distance of the lower bound from ratio 1. 1: no lower bound.
     clip_low: Annotated[float, Gt(0), Le(1)] = 0.2
@@ -94,6 +98,7 @@ class AlgorithmConfig(Section):
         self._check_names()
         self._check_preferences()
         self._check_gspo()
+        self._check_raft()
         require(
             self,
             overlong_buffer=(
@@ -102,7 +107,9 @@ class AlgorithmConfig(Section):
             ),
             clip_dual=(self.clip_dual == 0 or self.clip_dual > 1, "above 1, or 0 (off)"),
             correction=(
-                self.correction != "truncate" or self.proximal == "old" or self.loss == "reinforce",
+                self.correction != "truncate"
+                or self.proximal == "old"
+                or self.loss in ("reinforce", "raft"),
                 "none or mask, because the ratio of this loss is to the behavior policy already; "
                 "or set proximal to old",
                 "conflict",
@@ -126,7 +133,7 @@ class AlgorithmConfig(Section):
         for name, choices in {
             "credit": ("identical", "per_step", "turn_groups", "learned", "learned_token"),
             "baseline": ("group_mean", "leave_one_out", "batch_mean", "none"),
-            "loss": ("clip", "gspo", "cispo", "reinforce", "dpo"),
+            "loss": ("clip", "gspo", "cispo", "reinforce", "raft", "dpo"),
             "correction": ("none", "truncate", "mask"),
         }.items():
             expected = f"{', '.join(choices)} or FILE:FUNCTION"
@@ -147,6 +154,11 @@ class AlgorithmConfig(Section):
         }.items():
             expected = f"{only}, because loss is dpo"
             require(self, **{name: (getattr(self, name) == only, expected, "conflict")})
+
+    def _check_raft(self) -> None:
+        """Refuse credit that differs between calls, because the best rollout is learned whole."""
+        is_whole = self.loss != "raft" or self.credit == "identical" or is_custom(self.credit)
+        require(self, credit=(is_whole, "identical, because loss is raft", "conflict"))
 
     def _check_gspo(self) -> None:
         """Refuse clip bounds smaller than the sampler-trainer gap in bfloat16."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,39 @@ def make_train_functions(  # noqa: PLR0913  (the arguments are independent)
         objective=objective,
         critic=critic,
     )
+
+
+def taking_turns(
+    functions: TrainFunctions, dispatching: Callable[[], AbstractContextManager[None]]
+) -> TrainFunctions:
+    """Return the functions for devices that also run other programs, of other threads.
+
+    Each starts within `dispatching()` and is waited for. So programs of the others run between two
+    microbatches instead of behind all of them, and all devices start programs in one order.
+    """
+    return dataclasses.replace(
+        functions,
+        grads_fn=_InTurn(functions.grads_fn, dispatching),
+        apply_fn=_InTurn(functions.apply_fn, dispatching),
+        logprobs_fn=_InTurn(functions.logprobs_fn, dispatching),
+        values_fn=_InTurn(functions.values_fn, dispatching),
+    )
+
+
+@dataclass(frozen=True)
+class _InTurn:
+    """Jitted function that starts within a context and is waited for."""
+
+    function: Any
+    dispatching: Callable[[], AbstractContextManager[None]]
+
+    def __call__(self, *arguments: Any) -> Any:
+        with self.dispatching():
+            results = self.function(*arguments)
+        return jax.block_until_ready(results)
+
+    def lower(self, *arguments: Any) -> Any:
+        return self.function.lower(*arguments)
 
 
 def update(

@@ -1,20 +1,26 @@
 """Settings of agents and their rollouts."""
 
+import os
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
 
 from lightning_jax.errors import FieldError, InvalidValue
+from lightning_jax.rl.config import Choice, is_custom
 from lightning_jax.schema import (
     Count,
     Finite,
     FiniteNonNegative,
     FunctionRef,
     Natural,
+    NonNegative,
     PathKind,
+    PathOrName,
     Positive,
     ProgramPath,
     Section,
@@ -123,6 +129,9 @@ class RolloutConfig(Section):
 
     tasks_per_step: Count = 8  # each is attempted group_size times
     group_size: Count = 4  # rollouts of one task in one step
+    # Groups beyond a step's that may run while the trainer works, which uses samples of older
+    # weights. 0: rollouts and updates take turns.
+    ahead: Natural = 0
     concurrency: Count = 16  # rollouts running at once
     timeout_s: Positive = 120.0  # limit of a rollout; beyond it the agent has failed
     call_timeout_s: Positive = 60.0  # limit of an LLM call; beyond it the infrastructure has failed
@@ -153,3 +162,142 @@ class RolloutConfig(Section):
         super().__post_init__()
         is_above = self.max_retry_delay_s >= self.retry_delay_s
         require(self, max_retry_delay_s=(is_above, "at least rollout.retry_delay_s"))
+
+
+AGENT = "agent"  # component with the reward that the agent returned
+INITIAL = "initial"  # served_by of a judge with the weights from the start of the run
+
+
+@dataclass(frozen=True)
+class JudgeConfig(Section):
+    """Model that scores attempts over OpenAI's chat API.
+
+    Without a rubric it compares all attempts of a group. With one it scores each attempt by itself.
+    """
+
+    # initial: weights from the start of the run; the name of a policy of the run; or the URL of an
+    # OpenAI-compatible server, such as http://localhost:8000/v1.
+    served_by: str = INITIAL
+    served_model: str | None = None  # for a URL: model to request
+    api_key_env: str | None = None  # for a URL: environment variable with the key
+    rubric: PathOrName | None = None  # YAML file of weighted criteria; None: compare the attempts
+    instructions: str = ""  # what makes an attempt good, in addition to the rubric
+    reasons: bool = True  # ask for a sentence before each score
+    repeats: Count = 1  # verdicts on the same attempts, whose mean counts
+    temperature: NonNegative = 0.0  # of the judge's samples
+    max_tokens: Count = 1024  # of one verdict
+    max_chars: Count = 8000  # of one attempt's text; the middle of a longer one is left out
+    concurrency: Count = 8  # calls at once
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        url = urlsplit(self.served_by)
+        require(
+            self,
+            served_by=(
+                not self.is_url
+                or bool(url.hostname and not (url.username or url.query or url.fragment)),
+                "initial, a policy, or an http(s) URL without a user, query or fragment",
+            ),
+            served_model=(
+                self.is_url == (self.served_model is not None),
+                "the model to request if served_by is a URL, else none",
+            ),
+            api_key_env=(
+                self.api_key_env is None or self.is_url,
+                "none, because only a URL needs a key",
+            ),
+            temperature=(
+                self.temperature > 0 or self.rubric is None or self.repeats == 1,
+                "above 0 with a rubric and repeats above 1, or all verdicts would be equal",
+                "conflict",
+            ),
+        )
+
+    @property
+    def is_url(self) -> bool:
+        """True if another server answers."""
+        return self.served_by.startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class RewardConfig(Section):
+    """Component of the reward of a rollout, which is the weighted sum of its components.
+
+    The component `agent` is what the agent returned. Any other has exactly one source.
+    """
+
+    weight: Finite = 1.0  # 0: held out, that is stored and shown but not trained on
+    # FILE:FUNCTION, (task, attempt) -> float; see docs/howto/rewards_from_judges.md. From Python
+    # also a function. Coroutine functions are awaited.
+    function: Choice | None = None
+    # FILE:FUNCTION, (task, attempts) -> list of floats, for the scored attempts of a whole group.
+    group: Choice | None = None
+    judge: JudgeConfig | None = None  # a model that scores the attempts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("function", "group"):
+            value = getattr(self, name)
+            is_function = value is None or is_custom(value)
+            require(self, **{name: (is_function, "FILE:FUNCTION, or a function from Python")})
+
+    @property
+    def num_sources(self) -> int:
+        return sum(value is not None for value in (self.function, self.group, self.judge))
+
+    @property
+    def needs_group(self) -> bool:
+        """True if it scores the attempts of a group by comparing them."""
+        return self.group is not None or (self.judge is not None and self.judge.rubric is None)
+
+
+def key_of(judge: JudgeConfig) -> str | None:
+    """Return the key of a judge's server. Raises ConfigError if the variable is not set."""
+    if judge.api_key_env is None:
+        return None
+    if key := os.environ.get(judge.api_key_env):
+        return key
+    raise ConfigError(
+        f"the environment variable {judge.api_key_env} of a judge's key is not set; set it.",
+        reason="missing",
+        key=judge.api_key_env,
+    )
+
+
+def check_rewards(rewards: Mapping[str, RewardConfig], policies: Mapping[str, object]) -> None:
+    """Raise ValueError for a component without exactly one source, or with an unknown judge."""
+    for name, reward in rewards.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise InvalidValue(
+                f"rewards has the name {name!r}; expected letters, digits, - and _.",
+                reason="invalid",
+                key=f"rewards.{name}",
+            )
+        if reward.num_sources != (name != AGENT):
+            expected = (
+                "none, because it is what the agent returned"
+                if name == AGENT
+                else "exactly one of function, group and judge"
+            )
+            raise InvalidValue(
+                f"rewards.{name} has {reward.num_sources} sources; expected {expected}.",
+                reason="conflict",
+                key=f"rewards.{name}",
+            )
+        judge = reward.judge
+        if judge and not judge.is_url and judge.served_by not in (INITIAL, *policies):
+            raise InvalidValue(
+                f"rewards.{name}.judge.served_by is {judge.served_by!r}; expected initial, a URL"
+                + "".join(f", {policy}" for policy in policies)
+                + ".",
+                reason="unknown",
+                key=f"rewards.{name}.judge.served_by",
+            )
+    if rewards and not any(reward.weight for reward in rewards.values()):
+        raise InvalidValue(
+            f"rewards has only weights of 0 ({', '.join(rewards)}), so there is nothing to train "
+            f"on; give one a weight, such as rewards.{AGENT}.weight=1.",
+            reason="conflict",
+            key="rewards",
+        )

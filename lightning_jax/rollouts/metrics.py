@@ -12,6 +12,7 @@ from jaxtyping import Float
 from lightning_jax.rollouts.compare_tasks import compare_tasks, standard_error
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import DROPPED_METRICS, is_bounded
+from lightning_jax.rollouts.rewards import component_metrics
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RewardRule
 from lightning_jax.traces.convert import spans_to_transitions, to_trajectory
@@ -193,7 +194,7 @@ def rollout_metrics(
         "rollout/response_tokens": float(sum(len(call.response_token_ids) for call in calls)),
         "rollout/prompt_tokens": float(sum(len(call.prompt_token_ids) for call in calls)),
     }
-    metrics |= _reported(rollouts, "rollout")
+    metrics |= _reported(rollouts, "rollout") | component_metrics(rollouts, "reward/")
     shown = _shown(Counter(metric_code(r.reason) for r in rollouts if r.reason))
     failures = Counter((r.status, shown[metric_code(r.reason)]) for r in rollouts if r.reason)
     metrics |= {f"rollout/{status}_{code}": float(n) for (status, code), n in failures.items()}
@@ -212,6 +213,13 @@ def rollout_metrics(
         }
     if ages:
         metrics["train/staleness_mean"] = float(np.mean(ages))
+        metrics["train/staleness_max"] = float(max(ages))
+        if any(ages):
+            number = Counter(ages)
+            metrics |= {
+                f"train/staleness_share/age={age}": number[age] / len(ages)
+                for age in range(max(ages) + 1)
+            }
     return metrics
 
 
@@ -246,7 +254,7 @@ def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         metrics["eval/reward_mean"] = float(rewards.mean())
         metrics["eval/reward_stderr"] = standard_error(rewards)
         metrics["eval/full_reward_share"] = full_reward_share(rewards)
-    return metrics | _reported(rollouts, "eval")
+    return metrics | _reported(rollouts, "eval") | component_metrics(rollouts, "eval/reward_")
 
 
 def eval_change(before: Sequence[Rollout], rollouts: Sequence[Rollout]) -> Metrics:

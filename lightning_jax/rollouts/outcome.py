@@ -68,7 +68,7 @@ def outcome_of(result: Any, config: RolloutConfig | None = None) -> Outcome:
     """
     config = config or RolloutConfig()
     reward = result.get("reward") if isinstance(result, Mapping) else result
-    value = None if reward is None else _finite(reward)
+    value = None if reward is None else finite(reward)
     if reward is not None and (value is None or abs(value) > config.max_abs_reward):
         limit = f" between -{config.max_abs_reward:g} and {config.max_abs_reward:g}"
         return _bad("reward", reward, f"number{limit} (rollout.max_abs_reward)")
@@ -76,7 +76,7 @@ def outcome_of(result: Any, config: RolloutConfig | None = None) -> Outcome:
     measured.pop("reward", None)
     metrics: dict[str, float] = {}
     for name in list(measured)[: config.max_metrics]:
-        number = _finite(measured[name])
+        number = finite(measured[name])
         if not isinstance(name, str) or number is None or abs(number) > MAX_METRIC:
             return _bad(name, measured[name], "finite number")
         if len(name) <= MAX_METRIC_NAME:
@@ -90,10 +90,15 @@ def outcome_of(result: Any, config: RolloutConfig | None = None) -> Outcome:
     return Outcome("scored", value, metrics=metrics)
 
 
-def with_posted(outcome: Outcome, posted: float | None) -> Outcome:
-    """Return the outcome with the reward that was posted, if the agent returned none."""
+def with_posted(outcome: Outcome, posted: float | None, *, needs_reward: bool = True) -> Outcome:
+    """Return the outcome with the reward that was posted, if the agent returned none.
+
+    If none was posted either, the agent has failed, or without `needs_reward` the reward is 0.
+    """
     if not isinstance(outcome, NoReward):
         return outcome
+    if posted is None and not needs_reward:
+        posted = 0.0
     if posted is None:
         return replace(outcome, metrics={})
     return Outcome("scored", posted, metrics=outcome.metrics)
@@ -161,7 +166,7 @@ def _storable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
     """Return the value as a finite float, or None.
 
     Accepts 0-d arrays of NumPy, JAX and PyTorch.

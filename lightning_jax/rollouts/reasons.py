@@ -22,6 +22,17 @@ REASONS = {
         "a reward or another returned number is not finite, or above `rollout.max_abs_reward`",
         "check the division or the parsing that made it",
     ),
+    "bad_component": Reason(
+        "agent",
+        "a function of `rewards` raised, or returned no finite number; a lost connection in it "
+        "counts as infrastructure",
+        "fix the function for this rollout's transcript",
+    ),
+    "judge_failed": Reason(
+        "infrastructure",
+        "a judge of `rewards` gave no usable answer in `rollout.max_attempts` calls",
+        "check its server and model; a small one may need `reasons: false`",
+    ),
     "deadline": Reason(
         "agent",
         "the agent ran longer than `rollout.timeout_s`",

@@ -15,14 +15,16 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
+from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.sessions import derive_seed
 from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
 from lightning_jax.rollouts.config import RolloutConfig
@@ -34,6 +36,7 @@ from lightning_jax.rollouts.outcome import (
     failure,
     with_posted,
 )
+from lightning_jax.rollouts.scoring import Scorer
 from lightning_jax.rollouts.workers import Execute, Workers
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import OpenSpan, below
@@ -61,7 +64,7 @@ class RolloutRequest:
 
     @property
     def group_id(self) -> str:
-        return f"{self.phase}-{self.step:05d}-{self.task_index:03d}"
+        return group_id(self.phase, self.step, self.task_index)
 
     def rollout(self, attempt: int) -> Rollout:
         return Rollout(
@@ -76,13 +79,21 @@ class RolloutRequest:
         )
 
 
+def group_id(phase: str, step: int, task_index: int) -> str:
+    """Return the id of the rollouts of one task."""
+    return f"{phase}-{step:05d}-{task_index:03d}"
+
+
 def make_requests(
-    tasks: Sequence[Task], phase: str, step: int, group_size: int
+    tasks: Sequence[Task], phase: str, step: int, group_size: int, *, first_index: int = 0
 ) -> list[RolloutRequest]:
-    """Return `group_size` requests per task, with the rollouts of one task next to each other."""
+    """Return `group_size` requests per task, with the rollouts of one task next to each other.
+
+    Task indices start at `first_index`.
+    """
     return [
         RolloutRequest(task, phase, step, task_index, index)
-        for task_index, task in enumerate(tasks)
+        for task_index, task in enumerate(tasks, first_index)
         for index in range(group_size)
     ]
 
@@ -93,15 +104,13 @@ async def run_requests(
     *,
     on_done: Callable[[Rollout], None] = lambda rollout: None,
 ) -> list[Rollout]:
-    """Return the finished rollout of each request, in order.
+    """Return the finished and scored rollout of each request, in order.
 
-    Of all calls with this runner, up to `concurrency` rollouts run at once, first come, first
-    served.     Raises TooManyFailures if too large a share of them ends as infrastructure failures.
+    Raises TooManyFailures if too large a share of them ends as infrastructure failures.
     """
 
     async def one(request: RolloutRequest) -> Rollout:
-        async with runner.gate:
-            rollout = await runner.run(request)
+        rollout = await runner.run_in_turn(request)
         on_done(rollout)
         return rollout
 
@@ -111,18 +120,28 @@ async def run_requests(
     except ExceptionGroup as failed:  # from our code: an agent's error fails only its rollout
         raise failed.exceptions[0] from None
     rollouts = [future.result() for future in futures]
+    if runner.scorer is not None:
+        pairs = groupby(zip(requests, rollouts, strict=True), key=lambda pair: pair[0].group_id)
+        attempts = [list(group) for _, group in pairs]
+        scoring = [runner.scorer.score(g[0][0].task, [r for _, r in g]) for g in attempts]
+        rollouts = [rollout for group in await asyncio.gather(*scoring) for rollout in group]
+    check_infrastructure(rollouts, runner.config)
+    return rollouts
+
+
+def check_infrastructure(rollouts: Sequence[Rollout], config: RolloutConfig) -> None:
+    """Raise TooManyFailures if too large a share of the rollouts are infrastructure failures."""
     broken = [r for r in rollouts if r.status == "infrastructure_failure"]
-    if len(broken) > runner.config.max_infrastructure_failures * len(rollouts):
+    if len(broken) > config.max_infrastructure_failures * len(rollouts):
         reasons = ", ".join(f"{n} {why}" for why, n in Counter(r.reason for r in broken).items())
         raise TooManyFailures(
             f"{len(broken)} of {len(rollouts)} rollouts failed for infrastructure reasons "
             f"({reasons}), more than "
-            f"rollout.max_infrastructure_failures={runner.config.max_infrastructure_failures:.0%}. "
+            f"rollout.max_infrastructure_failures={config.max_infrastructure_failures:.0%}. "
             f"First: {broken[0].rollout_id}: {broken[0].detail}",
             reason="too_many_failures",
             key=broken[0].rollout_id,
         )
-    return rollouts
 
 
 class TooManyFailures(UserError, RuntimeError):
@@ -140,15 +159,24 @@ class Runner:
     gateway: Gateway
     config: RolloutConfig
     seed: int
+    scorer: Scorer | None = None  # of the rewards, after the agent's own
     gate: asyncio.Semaphore = field(init=False)  # of `concurrency`
+    idle: "IdleClock" = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gate", asyncio.Semaphore(self.config.concurrency))
+        object.__setattr__(self, "idle", IdleClock())
 
     @property
     def store(self) -> Store:
         assert self.gateway.store is not None, "rollouts are recorded"
         return self.gateway.store
+
+    async def run_in_turn(self, request: RolloutRequest) -> Rollout:
+        """Like `run`, with up to `concurrency` rollouts at once, first come, first served."""
+        with self.idle.stopped():
+            async with self.gate:
+                return await self.run(request)
 
     async def run(self, request: RolloutRequest) -> Rollout:
         """Return the request's finished rollout: stored before a crash, or else a new one."""
@@ -236,13 +264,15 @@ class Runner:
         with below(root):
             running = asyncio.create_task(execute())
         try:
-            late = not await clock.wait(running, self.config.timeout_s)
+            late = not await clock.wait(running, self.config.timeout_s, self.gateway.pauses)
         finally:
             if not running.done():
                 await end_agent(running, rollout_id)
         if late:
             return failure(DEADLINE, f"the agent ran longer than {self.config.timeout_s:g} s")
-        return with_posted(ended_outcome(running), self.gateway.posted_reward(rollout_id))
+        posted = self.gateway.posted_reward(rollout_id)
+        needs_reward = self.scorer is None or self.scorer.needs_agent_reward
+        return with_posted(ended_outcome(running), posted, needs_reward=needs_reward)
 
     def _retry_delay_s(self, rollout: Rollout) -> float:
         """Return the wait before the next attempt: doubled each time, plus up to half at random."""
@@ -273,8 +303,31 @@ async def _run_here(
     return await run_agent(agent, task, llm, config)
 
 
+class IdleClock:
+    """Seconds in which no rollout ran or waited."""
+
+    def __init__(self) -> None:
+        self._num_running, self._total_s, self._since = 0, 0.0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Idle seconds so far."""
+        return self._total_s + (0.0 if self._num_running else time.monotonic() - self._since)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock while a rollout runs or waits."""
+        self._total_s = self.seconds
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._since = time.monotonic()
+
+
 class _Clock:
-    """Elapsed time of a rollout, excluding stalls of this event loop.
+    """Elapsed time of a rollout, excluding stalls of this event loop and pauses of the gateway.
 
     The loop stalls if something holds the interpreter or the process is stopped. The gateway then
     answers no call, so the time must not count against an agent.
@@ -283,13 +336,13 @@ class _Clock:
     def __init__(self) -> None:
         self.standstill_s = 0.0
 
-    async def wait(self, agent: asyncio.Task[Any], timeout_s: float) -> bool:
+    async def wait(self, agent: asyncio.Task[Any], timeout_s: float, pauses: Pauses) -> bool:
         """Return True if the agent ended within its time."""
         left = timeout_s
         while left > 0 and not agent.done():
             tick, started = min(left, TICK_S), time.monotonic()
             await asyncio.wait({agent}, timeout=tick)
-            left -= tick
+            left -= 0.0 if pauses.is_active else tick
             self.standstill_s += max(time.monotonic() - started - tick, 0.0)
         return agent.done()
 

@@ -69,6 +69,8 @@ def _with_references(section: Any) -> Any:
             changed[name] = f"{value.__module__}:{qualname}"
         elif is_dataclass(value):
             changed[name] = _with_references(value)
+        elif isinstance(value, dict) and any(map(is_dataclass, value.values())):
+            changed[name] = {key: _with_references(inner) for key, inner in value.items()}
     return replace(section, **changed)
 
 

@@ -3,11 +3,14 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from lightning_jax.rollouts.compare_tasks import Rewards, compare_tasks
+import numpy as np
+
+from lightning_jax.rollouts.compare_tasks import Rewards, compare_tasks, standard_error
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio import Axis
 from lightning_jax.studio.evaluation import comparison_table
@@ -28,7 +31,7 @@ SEED = "seed"
 def compare_runs(groups: Sequence[Group], axis: Axis = "steps") -> list[Grid]:
     """Return tables that compare the groups with the first one.
 
-    Raises ConfigError if two groups have no evaluation at all.
+    Raises ConfigError if a run is given twice.
     """
     names = group_names(groups)
     tables = [
@@ -150,7 +153,7 @@ def _tasks(first: Group, first_name: str, group: Group, name: str) -> Grid:
     grid = comparison_table(found, f"{name} against {first_name}, {when}", first_name, name)
     if len(first) == len(group) == 1:
         note = "one run each: a part of the difference may be the seed (pass seeds as RUN,RUN)"
-        grid = Grid(grid.title, grid.columns, grid.rows, (*grid.notes, note))
+        grid = replace(grid, notes=(*grid.notes, note))
     return grid
 
 
@@ -170,7 +173,7 @@ def _seeds(first: Group, first_name: str, group: Group, name: str) -> Grid:
     for label, runs in ((first_name, first), (name, group)):
         found = [run.evaluations[-1][REWARD] for run in runs if run.evaluations]
         means.append(fmean(found) if found else math.nan)
-        errors.append(stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan)
+        errors.append(standard_error(np.asarray(found)) if len(found) > 1 else math.nan)
         rows.append((label, str(len(found)), _known(means[-1]), _known(errors[-1])))
     difference, error = means[1] - means[0], math.hypot(*errors)
     notes = [f"difference {difference:+.3f}"] * (not math.isnan(difference))

@@ -19,6 +19,7 @@ from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.studio import DEFAULT_LIMIT
 from lightning_jax.studio.build import newest_first, view_rollout, view_run
 from lightning_jax.studio.records import RolloutView, RunView, StepCredit
+from lightning_jax.studio.text import printable
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import attach_loose_calls
@@ -99,7 +100,9 @@ class RunReader:
             credit = replace(credit, notes=(why_no_text, *credit.notes))
         transitions, _, _ = self._trace_reader.transitions(spans)
         task = self._store.task_fields(rollout_id)
-        return view_rollout(rollout, spans, transitions, tokenizer, credit, task)
+        view = view_rollout(rollout, spans, transitions, tokenizer, credit, task)
+        reasons = self._store.reasons(rollout_id).items()
+        return replace(view, reasons=tuple((name, printable(text)) for name, text in reasons))
 
     def _find(self, rollout_id: str) -> Rollout:
         known = {rollout.rollout_id: rollout for rollout in self._store.rollouts()}
@@ -188,9 +191,14 @@ class RunReader:
             )
         if config is None:
             return StepCredit(notes=(why_not,))
-        if rollout.step not in self._credit_of_steps:
-            self._credit_of_steps[rollout.step] = self._of_step(rollout.step, config)
-        trained, found = self._credit_of_steps[rollout.step]
+        step = self._store.step_of_group(rollout.group_id)
+        if step is None:
+            step = rollout.step  # it is running, or older than the record of groups
+            if self._store.step_groups(step):
+                return StepCredit(notes=("no step has trained on its group yet",))
+        if step not in self._credit_of_steps:
+            self._credit_of_steps[step] = self._of_step(step, config)
+        trained, found = self._credit_of_steps[step]
         if rollout.rollout_id not in trained:
             return StepCredit(notes=("not trained on: another attempt replaced it",))
         return found
@@ -199,7 +207,9 @@ class RunReader:
         """Return the ids of the rollouts that a step trained on, and the credit of their calls."""
         from lightning_jax.studio.credit import step_credit, trained_on  # imports JAX
 
-        rollouts = trained_on(self._store.rollouts(phase="train", step=step))
+        names = self._store.step_groups(step)
+        of_groups = [found for name in names for found in self._store.rollouts(group_id=name)]
+        rollouts = trained_on(of_groups or self._store.rollouts(phase="train", step=step))
         ids = {rollout.rollout_id for rollout in rollouts}
         trajectories, _ = to_trajectories(
             self._store, rollouts, policy_version=step, reader=self._trace_reader

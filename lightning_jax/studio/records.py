@@ -106,6 +106,7 @@ class RolloutView:
     spans: tuple[SpanView, ...]  # parents before children, siblings by start time
     task: tuple[tuple[str, str], ...] = ()  # fields of the task, where they were recorded
     notes: tuple[str, ...] = ()
+    reasons: tuple[tuple[str, str], ...] = ()  # of judges, by reward component
 
     @property
     def calls(self) -> tuple[CallView, ...]:

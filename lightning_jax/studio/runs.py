@@ -19,6 +19,7 @@ from lightning_jax.studio.text import printable
 from lightning_jax.traces.store import Store
 from lightning_jax.train.directory import LOCK, METRICS, SETTINGS, SOURCES, STORE, require_run
 from lightning_jax.train.metrics import Row, read_metrics
+from lightning_jax.train.report import NOTHING_TRAINED, is_untrained
 from lightning_jax.train.status import is_locked, read_end
 
 Status = Literal["running", "finished", "stopped", "failed"]
@@ -34,7 +35,7 @@ class RunSummary:
     directory: Path
     name: str  # path below the folder that was searched
     status: Status
-    why: str  # reason of a failure, else ""
+    why: str  # reason of a failure, or that a finished run trained nothing, else ""
     rows: tuple[Row, ...]  # of metrics.jsonl
     settings: Mapping[str, Any]  # by dotted key; empty if they cannot be read
     sources: Mapping[str, str]  # digests of the agent's file and the tasks
@@ -114,6 +115,8 @@ def read_run(directory: Path, name: str | None = None) -> RunSummary:
     counts, started_s = _stored(directory)
     rows = tuple(read_metrics(directory / METRICS))
     status, why = _status(directory, rows, settings, counts)
+    if status == "finished" and is_untrained(rows):
+        why = NOTHING_TRAINED
     return RunSummary(
         directory=directory,
         name=printable(name or str(directory)),

@@ -99,6 +99,11 @@ def _head(view: RolloutView, chars: int) -> Iterator[RenderableType]:
     if rollout.metrics:
         numbers = "  ".join(f"{name} {value:g}" for name, value in rollout.metrics.items())
         yield _text(f"the agent returned  {numbers}")
+    if rollout.components:
+        numbers = "  ".join(f"{name} {value:g}" for name, value in rollout.components.items())
+        yield _text(f"rewards  {numbers}")
+    for name, text in view.reasons:
+        yield Padding(Text.assemble((f"{name}: ", "dim"), cut(text, chars)), (0, 0, 0, 2))
     if rollout.reason is not None:
         yield _text(f"{rollout.reason}: {rollout.detail or ''}", "red")
     for note in view.notes:

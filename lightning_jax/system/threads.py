@@ -1,6 +1,7 @@
-"""Work that shutdown has to wait for."""
+"""Work in threads: shutdown waits for it, and threads take turns."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,3 +28,18 @@ async def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
         if not work.cancelled():
             work.exception()  # retrieve it, or asyncio reports it
         raise
+
+
+class Turns:
+    """Lock that a thread which takes it again and again leaves to others in between."""
+
+    def __init__(self) -> None:
+        self._next, self._held = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> "Turns":
+        with self._next:  # whoever waits for the lock keeps this one
+            self._held.acquire()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.release()

@@ -8,11 +8,14 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.system.files import create_private
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 7
 METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
 SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"  # since version 3
 SEQUENCE_COLUMN = "sequence INTEGER"  # since version 4; NULL in spans of older stores
 TASK_COLUMN = "task TEXT NOT NULL DEFAULT '{}'"  # since version 5: fields of the task, as texts
+# Since version 7: rewards by component, and what judges wrote about them.
+COMPONENTS_COLUMN = "components TEXT NOT NULL DEFAULT '{}'"
+REASONS_COLUMN = "reasons TEXT NOT NULL DEFAULT '{}'"
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS rollouts (
     rollout_id TEXT PRIMARY KEY,
@@ -28,7 +31,9 @@ CREATE TABLE IF NOT EXISTS rollouts (
     detail TEXT,
     {METRICS_COLUMN},
     {SUPERSEDED_COLUMN},
-    {TASK_COLUMN}
+    {TASK_COLUMN},
+    {COMPONENTS_COLUMN},
+    {REASONS_COLUMN}
 );
 CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
 CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (phase, step);
@@ -53,6 +58,16 @@ CREATE TABLE IF NOT EXISTS weights_versions (
     version INTEGER PRIMARY KEY,
     step INTEGER NOT NULL,
     time REAL NOT NULL
+);
+-- Since version 6: ids of the groups that a step trained on, as a JSON list.
+CREATE TABLE IF NOT EXISTS step_groups (
+    step INTEGER PRIMARY KEY,
+    group_ids TEXT NOT NULL
+);
+-- Since version 7: what a judge wrote, by the digest of all that it read.
+CREATE TABLE IF NOT EXISTS verdicts (
+    digest TEXT PRIMARY KEY,
+    verdict TEXT NOT NULL
 );
 """
 
@@ -111,6 +126,8 @@ def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
         (3, "rollouts", SUPERSEDED_COLUMN),
         (4, "spans", SEQUENCE_COLUMN),
         (5, "rollouts", TASK_COLUMN),
+        (7, "rollouts", COMPONENTS_COLUMN),
+        (7, "rollouts", REASONS_COLUMN),
     ):
         if 0 < version < since:
             db.execute(f"ALTER TABLE {table} ADD COLUMN {column}")

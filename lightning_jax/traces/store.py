@@ -41,7 +41,7 @@ STOP, CRASH = "stop", "crash"
 
 ROLLOUT_COLUMNS = (
     "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, reason, detail, "
-    "metrics, superseded"
+    "metrics, superseded, components"
 )
 SPAN_COLUMNS = (
     "trace_id, span_id, parent_span_id, name, start_ns, end_ns, attributes, error, sequence"
@@ -126,7 +126,7 @@ class Store:
             *(rollout.rollout_id, rollout.task_id, rollout.group_id, rollout.phase, rollout.step),
             *(rollout.index, rollout.attempt, rollout.status),
             *(rollout.reward, rollout.reason, rollout.detail, json.dumps(rollout.metrics)),
-            rollout.superseded,
+            *(rollout.superseded, json.dumps(rollout.components)),
             json.dumps(shorten_task(task or {})),
         )
         with self._transaction() as db:
@@ -167,6 +167,61 @@ class Store:
                 "WHERE rollout_id = ?",
                 (status, reward, reason, detail, json.dumps(dict(metrics or {})), rollout_id),
             )
+
+    def set_scores(
+        self, rollouts: Sequence[Rollout], reasons: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        """Replace the results of finished rollouts by those of their reward components.
+
+        `reasons` are texts of judges by rollout id and component.
+        """
+        rows = [
+            (
+                *(rollout.status, rollout.reward, rollout.reason, rollout.detail),
+                json.dumps(rollout.components),
+                json.dumps(dict(reasons.get(rollout.rollout_id, {})), ensure_ascii=False),
+                rollout.rollout_id,
+            )
+            for rollout in rollouts
+        ]
+        with self._transaction() as db:
+            db.executemany(
+                "UPDATE rollouts SET status = ?, reward = ?, reason = ?, detail = ?, "
+                "components = ?, reasons = ? WHERE rollout_id = ?",
+                rows,
+            )
+
+    def reasons(self, rollout_id: str) -> dict[str, str]:
+        """Return what judges wrote about the rollout, by component. The texts are untrusted."""
+        with self._transaction() as db:
+            query = "SELECT reasons FROM rollouts WHERE rollout_id = ?"
+            row = db.execute(query, (rollout_id,)).fetchone()
+        return json.loads(row[0]) if row else {}
+
+    def forget_scores(self, step: int, group_ids: Sequence[str] = ()) -> None:
+        """Give rollouts of this step and later ones, and of the groups, the agent's reward again.
+
+        Only rollouts that reward components scored change.
+        """
+        query = (
+            "UPDATE rollouts SET reward = json_extract(components, '$.agent'), components = '{}', "
+            "reasons = '{}' WHERE json_extract(components, '$.agent') IS NOT NULL AND "
+        )
+        with self._transaction() as db:
+            db.execute(f"{query} step >= ?", (step,))
+            db.executemany(f"{query} group_id = ?", [(group_id,) for group_id in group_ids])
+
+    def verdict(self, digest: str) -> str | None:
+        """Return the judge's answer to the request with that digest, or None if there is none."""
+        with self._transaction() as db:
+            query = "SELECT verdict FROM verdicts WHERE digest = ?"
+            row = db.execute(query, (digest,)).fetchone()
+        return row[0] if row else None
+
+    def add_verdict(self, digest: str, verdict: str) -> None:
+        """Keep a judge's answer. The first one for a digest stays."""
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?)", (digest, verdict))
 
     def rollout(self, rollout_id: str) -> Rollout:
         """Return the rollout with that id. Raises StoreError if there is none."""
@@ -217,13 +272,41 @@ class Store:
                 (reason, rollout_id),
             ).rowcount
 
-    def supersede(self, step: int) -> None:
-        """Mark the rollouts of this step and later ones as those of another run.
+    def supersede(self, step: int, group_ids: Sequence[str] = ()) -> None:
+        """Mark the rollouts of this step and later ones, and of the groups, as of another run.
 
         They stay in the store but are not reused by this run.
         """
         with self._transaction() as db:
             db.execute("UPDATE rollouts SET superseded = 1 WHERE step >= ?", (step,))
+            db.executemany(
+                "UPDATE rollouts SET superseded = 1 WHERE group_id = ?",
+                [(group_id,) for group_id in group_ids],
+            )
+            db.execute("DELETE FROM step_groups WHERE step >= ?", (step,))
+
+    def set_step_groups(self, step: int, group_ids: Sequence[str]) -> None:
+        """Record the groups that a step trains on. A resumed run may repeat this."""
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO step_groups (step, group_ids) VALUES (?, ?) "
+                "ON CONFLICT (step) DO UPDATE SET group_ids = excluded.group_ids",
+                (step, json.dumps(list(group_ids))),
+            )
+
+    def step_groups(self, step: int) -> list[str]:
+        """Return the ids of the groups that a step trained on, or [] if none is recorded."""
+        with self._transaction() as db:
+            query = "SELECT group_ids FROM step_groups WHERE step = ?"
+            row = db.execute(query, (step,)).fetchone()
+        return json.loads(row[0]) if row else []
+
+    def step_of_group(self, group_id: str) -> int | None:
+        """Return the step that trained on the group, or None if none is recorded."""
+        with self._transaction() as db:
+            query = "SELECT step FROM step_groups, json_each(group_ids) WHERE json_each.value = ?"
+            row = db.execute(query, (group_id,)).fetchone()
+        return row[0] if row else None
 
     # Spans
 
@@ -406,8 +489,13 @@ def _marks(row: tuple[object, ...]) -> str:
 
 
 def _rollout(row: tuple[Any, ...]) -> Rollout:
-    *fields, metrics, superseded = row
-    return Rollout(*fields, metrics=json.loads(metrics), superseded=bool(superseded))
+    *fields, metrics, superseded, components = row
+    return Rollout(
+        *fields,
+        metrics=json.loads(metrics),
+        superseded=bool(superseded),
+        components=json.loads(components),
+    )
 
 
 def _span(row: tuple[Any, ...]) -> Span:

@@ -7,27 +7,33 @@ from typing import Any
 
 from lightning_jax.loading import check_reference, find_program
 from lightning_jax.models.formats.names import local_path, read_chat_template
-from lightning_jax.rollouts.config import require_agent
+from lightning_jax.rollouts.config import key_of, require_agent
 from lightning_jax.schema import PathKind, inner_section, path_kind
 from lightning_jax.settings import ConfigError, changed_keys, read_saved
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import CHECKPOINTS, SETTINGS
+from lightning_jax.train.sinks import check_sinks
 
 
 def check_start(config: Config) -> None:
     """Raise UserError for a run that could not start, as far as that can be told in a moment.
 
-    Files, functions and programs that the settings name must exist, and the run directory must be
-    usable and hold no checkpoint of other weights.
+    Files, functions and programs that the settings name must exist, the packages of metric sinks
+    must be installed, and the run directory must be usable and hold no checkpoint of other weights.
     """
     check_model(config)
     check_agent(config)
+    check_sinks(config.metrics.sinks)
     _check_directory(config)
 
 
 def check_agent(config: Config) -> None:
-    """Raise ConfigError if no agent is named, or a file, function or program does not exist."""
+    """Raise ConfigError if no agent is named, or a file, function or program does not exist.
+
+    Also refuse a judge whose rubric cannot be used or whose key is not set.
+    """
     require_agent(config.agent)
+    check_judges(config)
     for key, kind, value in named_files(config):
         if kind is PathKind.FUNCTION and isinstance(value, str) and ":" in value:
             check_reference(value)
@@ -35,6 +41,17 @@ def check_agent(config: Config) -> None:
             find_program(value, key)
         if kind is PathKind.COMMAND:
             find_program(value[0], key)
+
+
+def check_judges(config: Config) -> None:
+    """Raise ConfigError for a judge whose rubric cannot be used or whose key is not set."""
+    for reward in config.rewards.values():
+        if reward.judge:
+            key_of(reward.judge)
+            if reward.judge.rubric:
+                from lightning_jax.rollouts.rubric import read_rubric  # imports pydantic
+
+                read_rubric(reward.judge.rubric)
 
 
 def check_model(config: Config) -> None:
@@ -54,8 +71,10 @@ def named_files(section: Any, prefix: str = "") -> Iterator[tuple[str, PathKind,
             continue
         if kind is not None:
             yield prefix + field.name, kind, value
-        elif (inner := inner_section(field.type)) and not inner.is_dict:
-            yield from named_files(value, f"{prefix}{field.name}.")
+        elif inner := inner_section(field.type):
+            below = value if inner.is_dict else {"": value}
+            for name, held in below.items():
+                yield from named_files(held, f"{prefix}{field.name}.{name and f'{name}.'}")
 
 
 def _check_directory(config: Config) -> None:

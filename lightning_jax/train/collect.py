@@ -1,7 +1,7 @@
 """Rollouts of a step's tasks, and the trajectories made from them."""
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.advantages import equal_groups
@@ -9,9 +9,15 @@ from lightning_jax.rl.credit import assign_credit
 from lightning_jax.rollouts.collect import read_trajectories
 from lightning_jax.rollouts.failures import FailureWatch
 from lightning_jax.rollouts.metrics import TraceReader
-from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
+from lightning_jax.rollouts.runner import (
+    Runner,
+    check_infrastructure,
+    make_requests,
+    run_requests,
+)
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.config import Config
+from lightning_jax.train.groups import Groups
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.progress import Progress
 from lightning_jax.train.unused import UnusedWatch
@@ -31,8 +37,10 @@ class Collector:
         on_rollout: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_rollout` is called after each rollout."""
-        self._config, self._pipelines, self._runner = config, pipelines, runner
+        self._config, self._runner = config, runner
         self._progress, self._on_rollout = progress, on_rollout
+        self._sampling: str | None = None  # phase that waits for groups
+        self.groups = Groups(config, pipelines, runner, self._count)
         self._failures = FailureWatch(runner.store, config.rollout.max_agent_failures)
         self._reader = TraceReader(
             config.roles, config.reward_rules, tokenizer.decode, config.policies, config.rollout
@@ -46,18 +54,23 @@ class Collector:
         replace them while rounds are left (dynamic sampling, DAPO, arXiv 2503.14476). Metrics of
         rewards include the groups left out.
         """
-        algorithm, size = self._config.algorithm, self._config.rollout.group_size
-        wanted, num_rounds = self._config.rollout.tasks_per_step, 0
+        algorithm, config = self._config.algorithm, self._config.rollout
+        wanted, num_rounds, waited_s = config.tasks_per_step, 0, 0.0
         store, rollouts = self._runner.store, list[Rollout]()
         num_tasks = num_useful = 0
         while True:
-            tasks = self._pipelines.next_tasks(wanted - num_useful)
-            rollouts += await self.run(tasks, "train", step, size, first_index=num_tasks)
-            num_rounds, num_tasks = num_rounds + 1, num_tasks + len(tasks)
+            started = time.monotonic()
+            round_rollouts = await self._round(step, wanted - num_useful)
+            waited_s += time.monotonic() - started
+            rollouts += round_rollouts
+            num_rounds, num_tasks = num_rounds + 1, num_tasks + wanted - num_useful
             trajectories, metrics = await read_trajectories(
                 store, rollouts, policy_version=step, reader=self._reader
             )
             await run_in_thread(self._unused.observe, metrics, rollouts, step)
+            metrics["time/trainer_wait_s"] = waited_s
+            if self._runner.scorer is not None:
+                metrics |= self._runner.scorer.take_metrics()
             if algorithm.max_sampling_rounds == 1:
                 return trajectories, metrics
             equal = equal_groups(assign_credit(trajectories, algorithm))
@@ -70,18 +83,37 @@ class Collector:
                     "rollout/num_groups_replaced": float(num_tasks - wanted),
                 }
 
-    async def run(
-        self, tasks: Sequence[Task], phase: str, step: int, group_size: int, *, first_index: int = 0
-    ) -> list[Rollout]:
-        """Run the tasks and return the finished rollouts.
+    async def _round(self, step: int, number: int) -> list[Rollout]:
+        """Return the rollouts of groups that the step takes, in order.
 
-        Task indices start at `first_index`. Raises TooManyFailures or BrokenAgent if the run
-        should end.
+        Raises TooManyFailures or BrokenAgent if the run should end.
         """
-        requests = [
-            replace(request, task_index=first_index + request.task_index)
-            for request in make_requests(tasks, phase, step, group_size)
-        ]
+        self._sampling = f"train {step}"
+        total = number * self._config.rollout.group_size
+        self._progress.begin(self._sampling, total)
+        for _ in range(min(self.groups.num_finished, total)):
+            self._progress.advance(self._sampling)
+        try:
+            groups = await self.groups.take(step, number)
+        finally:
+            name, self._sampling = self._sampling, None
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        check_infrastructure(rollouts, self._config.rollout)
+        await run_in_thread(self._failures.observe, rollouts, name)
+        return rollouts
+
+    def _count(self) -> None:
+        """Count a finished rollout of a group, which may belong to a later step."""
+        if self._sampling is not None:
+            self._progress.advance(self._sampling)
+        self._on_rollout()
+
+    async def run(self, tasks: Sequence[Task], phase: str, step: int) -> list[Rollout]:
+        """Run each task once and return the finished rollouts.
+
+        Raises TooManyFailures or BrokenAgent if the run should end.
+        """
+        requests = make_requests(tasks, phase, step, 1)
         name = f"{phase} {step}"
         self._progress.begin(name, len(requests))
 

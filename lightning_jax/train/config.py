@@ -1,7 +1,7 @@
 """Settings of a whole run."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,8 +10,22 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, policy_indices
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, scopes_of
-from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.schema import Count, FunctionRef, Natural, PathOrName, Section, require
+from lightning_jax.rollouts.config import (
+    INITIAL,
+    AgentConfig,
+    RewardConfig,
+    RolloutConfig,
+    check_rewards,
+)
+from lightning_jax.schema import (
+    Count,
+    FunctionRef,
+    Natural,
+    NonNegative,
+    PathOrName,
+    Section,
+    require,
+)
 from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
 
 
@@ -38,6 +52,21 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: Count = 10  # in trainer steps; the last step is always saved
     keep: Count = 1  # number of newest checkpoints to keep
+
+
+SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
+
+
+@dataclass(frozen=True)
+class MetricsConfig(Section):
+    """Places that keep the metrics of a run. docs/howto/keep_metrics.md shows each."""
+
+    # The file metrics.jsonl of the run directory is always written. Each other one needs the
+    # package of its name. One that fails never stops a run.
+    sinks: list[SinkName] = field(default_factory=lambda: ["jsonl"])
+    project: str = "lightning_jax"  # W&B and trackio: project; MLflow: experiment
+    name: str | None = None  # of the run; None: the name of run_dir
+    close_s: NonNegative = 60.0  # wait at the end of a run for sinks that are not done
 
 
 @dataclass(frozen=True)
@@ -133,7 +162,42 @@ def check_policies(
             key="algorithm.value_heads",
         )
     _check_roles(policies, roles)
-    _check_initial(policies, roles, model)
+
+
+CORRECTED = "algorithm.proximal=old algorithm.correction=truncate algorithm.correction_high=2"
+
+
+def check_ahead(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
+    """Raise ValueError for `rollout.ahead` without what training on older samples needs."""
+    if not rollout.ahead:
+        return
+    most = rollout.tasks_per_step * algorithm.max_staleness
+    if rollout.ahead > most:
+        raise InvalidValue(
+            f"rollout.ahead is {rollout.ahead}; expected at most {most}, which is "
+            f"rollout.tasks_per_step={rollout.tasks_per_step} times "
+            f"algorithm.max_staleness={algorithm.max_staleness}, or samples would be dropped for "
+            "their age.",
+            reason="out_of_range",
+            key="rollout.ahead",
+        )
+    if algorithm.loss == "dpo":  # compares pairs, without a ratio to the behavior policy
+        return
+    if algorithm.correction == "none":
+        raise InvalidValue(
+            f"rollout.ahead is {rollout.ahead}, which trains on samples of older weights, and "
+            f"algorithm.correction is none; set {CORRECTED}.",
+            reason="conflict",
+            key="algorithm.correction",
+        )
+    if algorithm.loss in ("clip", "gspo") and algorithm.clip_dual == 0:
+        raise InvalidValue(
+            f"rollout.ahead is {rollout.ahead} and algorithm.clip_dual is 0, so a negative "
+            "advantage of an older sample may have a gradient of any size; set "
+            "algorithm.clip_dual=3.",
+            reason="conflict",
+            key="algorithm.clip_dual",
+        )
 
 
 def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig]) -> None:
@@ -165,20 +229,18 @@ def _check_roles(policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleC
 
 
 def _check_initial(
-    policies: Mapping[str, PolicyConfig], roles: Mapping[str, RoleConfig], model: ModelConfig
+    users: Sequence[str], policies: Mapping[str, PolicyConfig], model: ModelConfig
 ) -> None:
-    """Raise ValueError if a role asks for the initial weights but policies start differently."""
+    """Raise ValueError if settings ask for the initial weights but policies start differently."""
     others = [name for name, policy in policies.items() if policy.base not in (None, model.name)]
-    for name, role in roles.items():
-        if others and role.served_by == "initial":
-            raise InvalidValue(
-                f"roles.{name}.served_by is 'initial' and policies.{others[0]} begins as "
-                f"{policies[others[0]].base!r}; expected policies that all begin as {model.name!r}"
-                f", or the role to say whose weights it means: add a policy with trains: false and "
-                f"the base that you want, and name it as roles.{name}.policy.",
-                reason="conflict",
-                key=f"roles.{name}.served_by",
-            )
+    if users and others:
+        raise InvalidValue(
+            f"{users[0]} is 'initial' and policies.{others[0]} begins as "
+            f"{policies[others[0]].base!r}; expected policies that all begin as {model.name!r}, or "
+            "a policy with trains: false and the base that you want, named there.",
+            reason="conflict",
+            key=users[0],
+        )
 
 
 @dataclass(frozen=True)
@@ -200,12 +262,15 @@ class Config(Section):
     policies: dict[str, PolicyConfig] = field(default_factory=dict)
     roles: dict[str, RoleConfig] = field(default_factory=dict)  # by name; the first match wins
     reward_rules: dict[str, RewardRule] = field(default_factory=dict)  # by name
+    # Components of a rollout's reward, by name; empty: what the agent returned.
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
@@ -222,6 +287,9 @@ class Config(Section):
                 key="batch.row_len",
             )
         check_policies(self.policies, self.roles, self.model, self.algorithm)
+        check_rewards(self.rewards, self.policies)
+        _check_initial(self.initial_users, self.policies, self.model)
+        check_ahead(self.rollout, self.algorithm)
         if self.policies and self.serve.orchestrator != "native":
             raise InvalidValue(
                 f"serve.orchestrator is {self.serve.orchestrator!r}, which does not support "
@@ -229,6 +297,20 @@ class Config(Section):
                 reason="conflict",
                 key="serve.orchestrator",
             )
+
+    @property
+    def initial_users(self) -> list[str]:
+        """Return the settings that ask for the weights from the start of the run."""
+        judges = {name: reward.judge for name, reward in self.rewards.items() if reward.judge}
+        return [
+            f"roles.{name}.served_by"
+            for name, role in self.roles.items()
+            if role.served_by == INITIAL
+        ] + [
+            f"rewards.{name}.judge.served_by"
+            for name, judge in judges.items()
+            if judge.served_by == INITIAL
+        ]
 
     @property
     def adapters(self) -> dict[str, int]:

@@ -68,7 +68,7 @@ def panels_of(rows: Rows) -> tuple[list[Panel], list[Panel]]:
     """Return the panels with points: what a user asks, and the internals."""
     names = {name for row in rows for name in row}
     reward, share, throughput = RESULTS
-    results = [reward, share, *_agent_panels(names), throughput]
+    results = [reward, share, *_component_panels(names), *_agent_panels(names), throughput]
     return (
         [panel for panel in results if _has_points(rows, panel)],
         [panel for panel in INTERNALS if _has_points(rows, panel)],
@@ -113,6 +113,16 @@ def smoothed(values: Sequence[float]) -> list[float]:
     reach = max(len(values) // 8, 1)
     starts = [max(index - reach, 0) for index in range(len(values))]
     return [float(np.mean(values[start : index + reach + 1])) for index, start in enumerate(starts)]
+
+
+def _component_panels(names: set[str]) -> list[Panel]:
+    """Return a panel for each component of `rewards`."""
+    found = sorted(
+        name.removeprefix("reward/").removesuffix("_mean")
+        for name in names
+        if name.startswith("reward/") and name.endswith("_mean")
+    )
+    return [Panel(f"reward {n}", (f"reward/{n}_mean", f"eval/reward_{n}_mean")) for n in found]
 
 
 def _agent_panels(names: set[str]) -> list[Panel]:

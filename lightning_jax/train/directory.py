@@ -1,6 +1,7 @@
 """Files in a run's directory, and what can be told from them without JAX."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_jax.settings import ConfigError
@@ -8,6 +9,7 @@ from lightning_jax.settings import ConfigError
 SETTINGS, SOURCES, METRICS = "config.yaml", "sources.json", "metrics.jsonl"
 STORE, CHECKPOINTS = "store.sqlite", "checkpoints"
 LOCK, ENDED = "run.lock", "ended.json"
+SINKS_OPENED = "sinks.json"  # id of the run for metric sinks, and those that know it
 EXPORTED = "policy.json"  # step of the weights in `policy`; absent while they are written
 
 
@@ -28,11 +30,31 @@ def require_run(directory: Path, *names: str) -> None:
             )
 
 
-def trained_step(directory: Path) -> int:
-    """Return the step of the run's trained policy. Raises ConfigError if there is none."""
+@dataclass(frozen=True)
+class TrainedWeights:
+    """Weights of a run on disk: its exported policies, or a checkpoint."""
+
+    step: int
+    path: Path
+    is_exported: bool
+
+
+def find_weights(directory: Path) -> TrainedWeights:
+    """Return the policy that a run exported, or its newest checkpoint if it has not ended.
+
+    Raises ConfigError if there is neither.
+    """
     exported = directory / EXPORTED
-    if not exported.is_file():
-        fact = "has no trained policy yet" if directory.is_dir() else "does not exist"
-        fix = "let the run end" if directory.is_dir() else "check the path"
-        raise ConfigError(f"run {directory} {fact}; {fix}.", reason="not_found", key=str(directory))
-    return json.loads(exported.read_text())["step"]
+    if exported.is_file():
+        step = json.loads(exported.read_text())["step"]
+        return TrainedWeights(step, directory / "policy", is_exported=True)
+    # A checkpoint that is being written has another name.
+    steps = [int(path.name) for path in (directory / CHECKPOINTS).glob("*") if path.name.isdigit()]
+    if steps:
+        path = directory / CHECKPOINTS / str(max(steps))
+        return TrainedWeights(max(steps), path, is_exported=False)
+    fact, fix = "does not exist", "check the path"
+    if directory.is_dir():
+        fact = "has neither a trained policy nor a checkpoint yet"
+        fix = "let it end, stop it with Ctrl-C after a step, or lower checkpoint.every"
+    raise ConfigError(f"run {directory} {fact}; {fix}.", reason="not_found", key=str(directory))

@@ -27,7 +27,7 @@ async def evaluate_if_due(
     if not tasks or not (is_named or await _was_evaluated(store, tasks, step)):
         return {}
     started = time.monotonic()
-    rollouts = await collector.run(tasks, "eval", step, 1)
+    rollouts = await collector.run(tasks, "eval", step)
     results = eval_metrics(rollouts) | eval_metrics_by(settings.by, tasks, rollouts)
     since = 0 if after_warmup <= 0 else config.warmup.num_steps
     before = await store.in_order(store.rollouts, phase="eval", step=since)

@@ -13,20 +13,24 @@ from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.remote import RemoteEngine, remote_routing
 from lightning_jax.gateway.routing import Routing
-from lightning_jax.models.formats.load import load_configured, load_like
+from lightning_jax.models.formats.load import LoadedModel, load_configured, load_like
+from lightning_jax.models.lora import merged, overlay, trained_part
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.rollouts.agents import AgentFunction
 from lightning_jax.rollouts.collect import wait_for_spans, with_ids
 from lightning_jax.rollouts.failures import FailureWatch
+from lightning_jax.rollouts.judge import judge_roles
 from lightning_jax.rollouts.metrics import eval_metrics, eval_metrics_by
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
+from lightning_jax.settings import ConfigError
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.agent_choice import choose_agent
+from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import trained_step
+from lightning_jax.train.directory import find_weights
 from lightning_jax.train.progress import Progress, show_progress
-from lightning_jax.train.startup import open_service, with_dtypes
+from lightning_jax.train.startup import load_trainable, open_service, with_dtypes
 from lightning_jax.types import Metrics, Rollout, Task
 
 BAR = "{percentage:3.0f}%|{bar:20}|{postfix}"  # the postfix is `Progress.line`
@@ -40,7 +44,7 @@ class PolicySource:
     set.
     """
 
-    run_dir: Path | None = None  # the policy that this run trained
+    run_dir: Path | None = None  # the policy of this run; see `directory.find_weights`
     model: str | None = None  # a model in place of `model.name`
     server: RoleConfig | None = None  # see `gateway.remote.remote_role`
 
@@ -49,16 +53,25 @@ class PolicySource:
         if self.server is not None:
             named = self.server.served_model
             return f"{named} at {self.server.served_by}" if named else self.server.served_by
-        return str(self.run_dir / "policy") if self.run_dir else self.model or config.model.name
+        if self.run_dir is not None:
+            return str(find_weights(self.run_dir).path)
+        return self.model or config.model.name
 
     def model_names(self, config: Config) -> list[str]:
         """Return the model of each policy of the settings, in order, or the only one.
 
-        Raises ConfigError if the run has no trained policy.
+        Raises ConfigError if the run has no trained policy that can be loaded.
         """
         if self.run_dir is not None:
-            trained_step(self.run_dir)
-            return [str(self.run_dir / "policy" / name) for name in config.policies or ("",)]
+            found = find_weights(self.run_dir)
+            if config.policies and not found.is_exported:
+                raise ConfigError(
+                    f"run {self.run_dir} trains several policies and has not ended; let it end, "
+                    "because its checkpoints cannot be evaluated.",
+                    reason="not_exported",
+                    key=str(self.run_dir),
+                )
+            return [str(found.path / name) for name in config.policies or ("",)]
         if self.model is not None:
             return [self.model] * max(len(config.policies), 1)
         bases = [policy.base for policy in config.policies.values()] or [None]
@@ -67,7 +80,7 @@ class PolicySource:
     @property
     def version(self) -> int:
         """Number of steps that trained the weights."""
-        return 0 if self.run_dir is None else trained_step(self.run_dir)
+        return 0 if self.run_dir is None else find_weights(self.run_dir).step
 
 
 async def evaluate(
@@ -80,7 +93,8 @@ async def evaluate(
 ) -> tuple[list[Rollout], Metrics]:
     """Score a policy on tasks without training, and return (rollouts, metrics).
 
-    The policy is the one that the run in `run_dir` trained, by default the initial one of `config`.
+    The policy is the one that the run in `run_dir` trained, or its newest checkpoint if the run has
+    not ended. By default it is the initial one of `config`.
     `agent` is by default the one that `config` names. Sampling is greedy, as in a run's
     evaluations, and metrics have the same names, such as `eval/reward_mean`. Nothing is kept on
     disk.
@@ -119,12 +133,12 @@ async def open_runner(
         gateway = Gateway(remote, store, routing=remote_routing(config.roles, source.server))
         engines: Sequence[Engine] = ()
     else:
-        gateway, engines = _serve_policies(with_dtypes(config), source, store)
+        gateway, engines = serve_policies(with_dtypes(config), source, store)
     async with open_service(gateway, engines, made, config) as runner:
         yield runner
 
 
-def _serve_policies(
+def serve_policies(
     config: Config, source: PolicySource, store: Store
 ) -> tuple[Gateway, Sequence[Engine]]:
     """Load the weights and return a gateway to them, with its engines.
@@ -132,13 +146,9 @@ def _serve_policies(
     Adapters are not stacked: a trained policy has them merged, and before training they are zero.
     """
     names = source.model_names(config)
-    has_initial = any(role.served_by == "initial" for role in config.roles.values())
+    has_initial = bool(config.initial_users)
     first, *others = dict.fromkeys(names + [config.model.name] * has_initial)
-    # A run's exported policy has the settings' template and its variables in it.
-    settings = replace(config.model, name=first)
-    if source.run_dir is not None:
-        settings = replace(settings, chat_template=None, chat_template_kwargs={})
-    model = load_configured(settings)
+    model = _load_first(config, source, first)
     mesh = serving_mesh(config.serve.mesh, config.mesh)
     programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
     engines = {
@@ -158,10 +168,24 @@ def _serve_policies(
     gateway = Gateway(
         responders(names),
         store,
-        routing=Routing(config.roles, config.policies),
+        routing=Routing(judge_roles(config.rewards) | config.roles, config.policies),
         initial=responders([config.model.name] * len(names)) if has_initial else None,
     )
     return gateway, list(engines.values())
+
+
+def _load_first(config: Config, source: PolicySource, name: str) -> LoadedModel:
+    """Load the model of this name, which may be a checkpoint of the run."""
+    if source.run_dir is None:
+        return load_configured(replace(config.model, name=name))
+    found = find_weights(source.run_dir)
+    if found.is_exported:  # has the settings' template and its variables in it
+        exported = replace(config.model, name=name, chat_template=None, chat_template_kwargs={})
+        return load_configured(exported)
+    initial = load_trainable(config)
+    with closing(Checkpointer(found.path.parent, config.checkpoint)) as checkpointer:
+        trained = checkpointer.restore_params(trained_part(initial.params), found.step)
+    return merged(replace(initial, params=overlay(initial.params, trained)))
 
 
 async def run_tasks(

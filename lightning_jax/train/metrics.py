@@ -1,4 +1,4 @@
-"""Metrics of the form `{"area/name": float}`: a JSON line per step, and a plot of the curves."""
+"""Metrics of the form `{"area/name": float}`: a JSON line per step, a plot, and metric sinks."""
 
 import json
 import math
@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_jax.system.files import write_whole
+from lightning_jax.train.config import MetricsConfig
 from lightning_jax.train.curves import plot_curves
+from lightning_jax.train.report import evaluations
+from lightning_jax.train.sinks import Feeds, Status
 
 Row = dict[str, float | int]  # metrics and the step
 DRAW_EVERY_S = 30.0  # drawing takes a second
@@ -16,25 +19,33 @@ DRAW_EVERY_S = 30.0  # drawing takes a second
 class MetricsLog:
     """Writer of `metrics.jsonl`, a JSON object per line with its `step`, and of `curves.png`.
 
-    Opening the file for a run that resumes at `first_step` removes the lines of later steps, which
-    will be logged again. The file never holds a step twice.
+    Rows also go to the sinks of `config`. Opening the file for a run that resumes at `first_step`
+    removes the lines of later steps, which will be logged again. The file never holds a step twice.
     """
 
-    def __init__(self, path: Path, first_step: int) -> None:
+    def __init__(self, path: Path, first_step: int, config: MetricsConfig | None = None) -> None:
         kept = [row for row in read_metrics(path) if row["step"] < first_step]
         write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.path = path
         self.rows: list[Row] = kept
         self._drawn_at = -math.inf
+        self.sinks = Feeds(config or MetricsConfig(), path.parent, first_step, kept)
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Add a row, and redraw the curves if they are old."""
+        metrics = {**metrics, **self.sinks.counts()}
         row = {"step": step} | {name: float(value) for name, value in sorted(metrics.items())}
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self.rows.append(row)
+        self.sinks.write(row)
         if time.monotonic() - self._drawn_at >= DRAW_EVERY_S:
             self.draw()
+
+    def close(self, status: Status, by: str | None = None) -> None:
+        """Plot the curves and end the sinks. `by` is the task field of the evaluations' parts."""
+        self.draw()
+        self.sinks.close(evaluations(self.rows, by), status)
 
     def draw(self) -> None:
         """Plot the curves so far beside the file."""

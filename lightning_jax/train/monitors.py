@@ -164,7 +164,7 @@ _FINDINGS = {  # kind -> (smallest share to report, text)
         "lower rollout.concurrency, or raise rollout.timeout_s",
     ),
 }
-TROUBLESHOOTING = 'see "When it does not learn" in docs/get_started/troubleshooting.md'
+TROUBLESHOOTING = "more: lightning-jax help troubleshooting"
 _UNUSED = re.compile(r"rollout/(?:num_rollouts/(?P<kind>role|policy)=|(?P<rule>rule)_)(?P<name>.+)")
 
 

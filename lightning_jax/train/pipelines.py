@@ -26,7 +26,7 @@ class Pipelines:
     ) -> None:
         warmup = config.warmup
         self.dev_tasks = evenly_spaced(dev_tasks, config.eval.num_tasks)
-        self._train_tasks = train_tasks
+        self._present = {task["id"]: task for task in train_tasks}
         self._tasks = TaskIterator(train_tasks, config.rollout.tasks_per_step, config.seed)
         self._spare: list[Task] = []  # drawn from `_tasks` but not used yet
         groups = group_tasks(train_tasks, warmup.group_by, warmup.group_size)
@@ -51,6 +51,10 @@ class Pipelines:
         sequences = demonstration_sequences(conversations, self._tokenizer, self._routing)
         return sequences, {f"train/{name}": float(count) for name, count in counts.items()}
 
+    def as_now(self, task: Task) -> Task:
+        """Return a saved task as it is now: a path or a URL in it may have changed."""
+        return self._present.get(task["id"], task)
+
     def progress(self) -> dict[str, Any]:
         """Return the positions as a JSON object."""
         return {
@@ -64,8 +68,5 @@ class Pipelines:
         if progress is None:
             return
         self._tasks.restore(progress["tasks"])
-        # Use the tasks as they are now: a path or a URL in a task may have changed.
-        present = {task["id"]: task for task in self._train_tasks}
-        spare: list[Task] = progress.get("spare_tasks", [])
-        self._spare = [present.get(task["id"], task) for task in spare]
+        self._spare = [self.as_now(task) for task in progress.get("spare_tasks", [])]
         self._groups.restore(progress["demonstrations"])

@@ -33,9 +33,9 @@ class Progress:
         self._phases[phase] = (0, num_rollouts)
 
     def advance(self, phase: str) -> None:
-        """Count one finished rollout of the phase."""
+        """Count one finished rollout of the phase, or of a later one once all are finished."""
         done, total = self._phases[phase]
-        self._phases[phase] = (done + 1, total)
+        self._phases[phase] = (min(done + 1, total), total)
 
     def line(self) -> str:
         """Return such as `train 0: 12 of 48 rollouts, eval 0: 0 of 60, 310 tokens/s, 14 s`."""

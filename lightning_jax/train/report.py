@@ -8,6 +8,19 @@ from lightning_jax.rollouts.failures import failures
 from lightning_jax.traces.store import Store
 from lightning_jax.train.directory import CHECKPOINTS
 from lightning_jax.train.monitors import TROUBLESHOOTING, findings, unused_names
+from lightning_jax.train.sinks import ResultTable
+
+EVALUATION = {  # columns of a table of evaluations, and their metrics
+    "reward": "eval/reward_mean",
+    "stderr": "eval/reward_stderr",
+    "tasks": "eval/num_tasks",
+    "change": "eval/change_mean",
+    "change_stderr": "eval/change_stderr",
+    "better": "eval/num_better",
+    "worse": "eval/num_worse",
+}
+
+NOTHING_TRAINED = "nothing was trained: no step with rollouts changed the weights"
 
 
 def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> str:
@@ -25,6 +38,19 @@ def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = Non
     return "\n".join(lines)
 
 
+def evaluations(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> ResultTable:
+    """Return `result_table` with its numbers. The parts of an evaluation follow the whole."""
+    found = []
+    for row in rows:
+        if "eval/reward_mean" in row:
+            parts = [name.removeprefix("eval/reward_mean") for name in row]
+            parts = [part for part in parts if part.startswith(f"/{by}=")]
+            for part in ("", *parts):
+                values = [row.get(f"{metric}{part}") for metric in EVALUATION.values()]
+                found.append((row["step"], part.removeprefix("/") or "all", *values))
+    return ResultTable(("step", "part", *EVALUATION), tuple(found), result_table(rows, by))
+
+
 def learning_table(rows: Sequence[Mapping[str, float | int]]) -> str:
     """Return why steps taught little, with a line per reason, or "" if none did.
 
@@ -34,7 +60,7 @@ def learning_table(rows: Sequence[Mapping[str, float | int]]) -> str:
     found = [finding for row in steps for finding in findings(row)]
     lines = []
     if is_untrained(rows):
-        lines.append("nothing was trained: no step with rollouts changed the weights")
+        lines.append(NOTHING_TRAINED)
     for kind, number in Counter(finding.kind for finding in found).items():
         largest = max((f for f in found if f.kind == kind), key=lambda finding: finding.share)
         lines.append(f"in {number} of {len(steps)} steps {largest.sentence}")
@@ -62,7 +88,7 @@ def _num_updates(row: Mapping[str, float | int]) -> float:
     """
     made, skipped = "train/num_updates", "train/skipped_updates"
     policies = [name.removeprefix(made) for name in row if name.startswith(made)]
-    return sum(max(row[made + p] - row.get(skipped + p, 0.0), 0.0) for p in policies)
+    return sum((max(row[made + p] - row.get(skipped + p, 0.0), 0.0) for p in policies), 0.0)
 
 
 def checkpoint_line(directory: Path, keep: int) -> str:

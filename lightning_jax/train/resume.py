@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_jax.rl.config import Choice
 from lightning_jax.rollouts.fingerprint import file_digest
 from lightning_jax.settings import ConfigError, changed_keys, save_config
 from lightning_jax.system.files import write_whole
@@ -27,13 +28,13 @@ log = logging.getLogger(__name__)
 # Settings that may change when a run resumes while stored rollouts stay valid.
 HARMLESS = (
     "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency",
-    "rollout.retry_delay_s", "rollout.max_retry_delay_s", "mesh.", "distributed.",
+    "rollout.retry_delay_s", "rollout.max_retry_delay_s", "rollout.ahead", "mesh.", "distributed.",
     "agent.max_processes", "agent.memory_mib", "agent.workers", "agent.remote_workers",
-    "agent.lease_s",
+    "agent.lease_s", "metrics.",
 )  # fmt: skip
 
 # Settings that affect a step's update but not the rollouts of existing weights.
-LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "model.remat")
+LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "rewards.", "model.remat")
 
 
 def find_changes(config: Config, sources: dict[str, str]) -> list[str]:
@@ -48,16 +49,26 @@ def find_changes(config: Config, sources: dict[str, str]) -> list[str]:
 
 
 def resume(
-    store: Store, config: Config, sources: dict[str, str], changed: Sequence[str], step: int
+    store: Store,
+    config: Config,
+    sources: dict[str, str],
+    changed: Sequence[str],
+    step: int,
+    untaken: Sequence[str] = (),
 ) -> None:
     """Prepare a run's directory for going on at `step`, and save its settings and digests.
 
     If they changed, first mark the stored rollouts of coming steps as those of another run, so that
-    a crash in between does no harm. Rollouts that a crash interrupted will run again.
+    a crash in between does no harm. `untaken` are the ids of groups that coming steps will train.
+    Rollouts that a crash interrupted will run again.
     """
     if changed:
-        first = step + all(key.startswith(LEARNING) for key in changed)
-        store.supersede(first)
+        only_learning = all(key.startswith(LEARNING) for key in changed)
+        first = step + only_learning
+        # Groups that began before this step have seen none of the weights that will change.
+        store.supersede(first, () if only_learning else untaken)
+        if any(key.startswith("rewards.") for key in changed):
+            store.forget_scores(step, untaken)
         log.warning(
             "changed since this run began: %s; the run resumes from step %d and discards stored "
             "rollouts of step %d and later",
@@ -94,6 +105,13 @@ def digests(
         "warmup.demonstrations": _file_of(config.warmup.demonstrations),
         "model.chat_template": template and Path(template).expanduser(),
     }
+    for name, reward in config.rewards.items():
+        judge = reward.judge
+        named |= {
+            f"rewards.{name}.function": _file_of(reward.function),
+            f"rewards.{name}.group": _file_of(reward.group),
+            f"rewards.{name}.judge.rubric": Path(judge.rubric) if judge and judge.rubric else None,
+        }
     if agent.command is None:
         named["agent.function"] = _file_of(agent.function)
     else:
@@ -130,8 +148,8 @@ def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:
     return sorted(name for name in now if name in old and now[name] != old[name])
 
 
-def _file_of(reference: str | None) -> Path | None:
-    return Path(reference.rpartition(":")[0]) if reference else None
+def _file_of(reference: Choice | None) -> Path | None:
+    return Path(reference.rpartition(":")[0]) if isinstance(reference, str) else None
 
 
 def _of_tasks(tasks: Sequence[Task]) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.progress import Progress
 from lightning_jax.train.runtime import return_freed_memory
 from lightning_jax.train.state import Replica
+from lightning_jax.train.status import status_of
 from lightning_jax.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -67,18 +69,21 @@ class Run:
         self.collector = Collector(
             config, pipelines, runner, model.tokenizer, self.progress, self.compiling.start
         )
+        self._idle = runner.idle
+        self.collector.groups.restore(self.replica.progress)
         self.watches = (
             FiniteWatch(config.weight_scopes, config.algorithm.max_nonfinite_steps),
             PackingWatch(config.batch),
             DropWatch(config.batch),
         )
         self.learning = LearningWatch()
-        self.metrics = MetricsLog(self.directory / METRICS, self.step)
+        self.metrics = MetricsLog(self.directory / METRICS, self.step, config.metrics)
         self._changes = asyncio.Lock()  # held by commands to `leader`, except of `saving`
         # Positions in the pipelines at this step, or None while its state is changing.
-        self._positions: dict[str, Any] | None = pipelines.progress()
+        self._positions: dict[str, Any] | None = self._progress()
         self.saving: asyncio.Task[float] | None = None  # the checkpoint being written
         self.row_at = time.monotonic()  # when the last row was complete
+        self._idle_s = self._idle.seconds  # at that time
 
     @property
     def step(self) -> int:
@@ -115,7 +120,7 @@ class Run:
             metrics |= await self._learn(sequences)
             row |= await run_in_thread(self._publish)
             await run_in_thread(return_freed_memory)  # before the checkpoint's copies
-            self._positions = self.pipelines.progress()
+            self._positions = self._progress()
             if self.step % self.config.checkpoint.every == 0:
                 await self._begin_save()
         if is_warmup:
@@ -128,6 +133,9 @@ class Run:
         # From row to row, so that it includes drawing the curves of the previous row.
         row["time/step_s"] = time.monotonic() - self.row_at
         self.row_at += row["time/step_s"]
+        if not is_warmup:
+            row["time/sampler_wait_s"] = self._idle.seconds - self._idle_s
+        self._idle_s = self._idle.seconds
         await run_in_thread(self.metrics.write, step, row)
         return row
 
@@ -138,6 +146,10 @@ class Run:
         if results:  # now, because the row of metrics waits for the update
             log.info("step %d: %s", self.step, summary(results))
         return results
+
+    def _progress(self) -> dict[str, Any]:
+        """Return what a checkpoint of this step keeps of the tasks and groups."""
+        return self.pipelines.progress() | self.collector.groups.progress()
 
     @property
     def _is_warmup(self) -> bool:
@@ -177,7 +189,8 @@ class Run:
         started = time.monotonic()
         await run_in_thread(self.compiling.wait)
         await run_in_thread(return_freed_memory)  # what rollouts and compilation have left
-        metrics = await run_in_thread(self.leader.call, Replica.update, sequences)
+        with self.gateway.pauses.paused() if self.replica.shares_devices else nullcontext():
+            metrics = await run_in_thread(self.leader.call, Replica.update, sequences)
         for watch in self.watches:
             watch.observe(metrics, self.step)
         return metrics | {"time/train_s": time.monotonic() - started}
@@ -194,8 +207,9 @@ class Run:
             state.params if scope in self.replica.changed else None
             for scope, state in zip(self.replica.scopes, self.replica.states, strict=True)
         ]
-        for engine, changed in zip(self.engines, params, strict=True):
-            engine.publish(changed, self.step)
+        with self.replica.dispatching():
+            for engine, changed in zip(self.engines, params, strict=True):
+                engine.publish(changed, self.step)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -239,6 +253,7 @@ class Run:
 
         During an update, wait for its end. If it failed, write none.
         """
+        self.progress.begin("checkpoint")
         await self.saved()
         async with self._changes:
             if self._positions is not None:
@@ -253,7 +268,12 @@ class Run:
             export(self.directory, self.model, scope.policy, params, self.config.adapters)
         write_whole(self.directory / EXPORTED, f'{{"step": {self.step}}}\n')
 
-    async def close(self) -> None:
-        """Wait for a checkpoint being written, and draw the curves."""
-        await self.saved()
-        self.metrics.draw()
+    async def close(self, error: BaseException | None = None) -> None:
+        """Wait for a checkpoint being written, draw the curves and end the metric sinks.
+
+        `error` is what ends the run early, if anything does.
+        """
+        try:
+            await self.saved()
+        finally:
+            await run_in_thread(self.metrics.close, status_of(error), self.config.eval.by)

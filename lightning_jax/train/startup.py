@@ -26,20 +26,24 @@ from lightning_jax.rl.multi_policy.scope import ALL
 from lightning_jax.rollouts.agents import Agent, AgentFunction
 from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.event_loop import isolate_agent
+from lightning_jax.rollouts.judge import judge_roles
 from lightning_jax.rollouts.local_workers import open_workers
 from lightning_jax.rollouts.runner import Runner
+from lightning_jax.rollouts.scoring import make_scorer
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.traces.store import Store
 from lightning_jax.train.agent_choice import LocalWorkers, choose_agent
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import LOCK, SETTINGS, STORE
+from lightning_jax.train.groups import untaken_ids
 from lightning_jax.train.memory import plan
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
 from lightning_jax.train.runtime import freeze_objects, return_freed_memory
+from lightning_jax.train.sinks import check_sinks
 from lightning_jax.train.state import Replica
 from lightning_jax.train.status import recorded_end
 from lightning_jax.types import Task
@@ -59,7 +63,8 @@ async def open_run(
 
     Everything is closed at the end.
     """
-    _check_orchestrator(config)
+    _check_serving(config)
+    check_sinks(config.metrics.sinks)
     train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
     made = choose_agent(config.agent, agent, (*train_tasks, *dev_tasks))
     algorithm = load_choices(config.algorithm)
@@ -75,15 +80,14 @@ async def open_run(
         mesh = serving_mesh(config.serve.mesh, config.mesh)
         programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
         make_engine = partial(Engine, serve=config.serve, programs=programs)
-        has_initial = any(role.served_by == "initial" for role in config.roles.values())
         # Before the state takes ownership of the weights.
-        initial = make_engine(model) if has_initial else None
+        initial = make_engine(model) if config.initial_users else None
         replica = Replica(replace(config, algorithm=algorithm), model)
         at_end.callback(replica.close)
         leader = Leader(replica)
         at_end.callback(leader.stop_followers)
         pipelines.restore(replica.progress)
-        resume(store, config, sources, changed, replica.step)
+        resume(store, config, sources, changed, replica.step, untaken_ids(replica.progress))
         leader.tell(Replica.publish_all)
         engines = [
             make_engine(replace(model, params=params), version=replica.step, share_base=True)
@@ -91,10 +95,11 @@ async def open_run(
         ]
         return_freed_memory()  # copies of the weights on their way to the engines
         running = engines if initial is None else [*engines, initial]
+        replica.share_devices(running)
         gateway = Gateway(
             _responders(config, engines),
             store,
-            routing=Routing(config.roles, config.policies),
+            routing=Routing(judge_roles(config.rewards) | config.roles, config.policies),
             initial=None if initial is None else _responders(config, [initial] * len(engines)),
         )
         in_a_step = config.rollout.tasks_per_step * config.rollout.group_size
@@ -102,7 +107,7 @@ async def open_run(
         service = open_service(gateway, running, made, config, num_requests)
         runner = await at_end.enter_async_context(service)
         run = Run(replica.config, model, pipelines, leader, engines, runner)
-        at_end.push_async_callback(run.close)
+        at_end.push_async_exit(lambda _, error, __: run.close(error))
         yield run
 
 
@@ -133,7 +138,10 @@ async def open_service(
         for engine in engines:
             engine.start(num_requests)
         at_end.enter_context(freeze_objects())
-        yield Runner(isolated, gateway, config.rollout, config.seed)
+        store, decode = gateway.store, gateway.engine.tokenizer.decode
+        assert store is not None, "rollouts are recorded"
+        scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
+        yield Runner(isolated, gateway, config.rollout, config.seed, scorer)
 
 
 @contextmanager
@@ -196,8 +204,12 @@ def _model_that_fits(config: Config) -> LoadedModel:
     return model
 
 
-def _check_orchestrator(config: Config) -> None:
-    """Raise ConfigError for a run that trains with JetStream, which cannot swap weights."""
+def _check_serving(config: Config) -> None:
+    """Raise ConfigError for a run that trains with JetStream, which cannot swap weights.
+
+    Also refuse `rollout.ahead` in a run of several processes. The first of them serves as well, so
+    its devices would start the programs of an update in another order than those of the others.
+    """
     if config.serve.orchestrator != "native" and config.total_steps > 0:
         raise ConfigError(
             f"serve.orchestrator is {config.serve.orchestrator!r}, which cannot take new weights, "
@@ -205,6 +217,14 @@ def _check_orchestrator(config: Config) -> None:
             "and warmup.num_steps to 0 to only evaluate.",
             reason="conflict",
             key="serve.orchestrator",
+        )
+    if config.rollout.ahead and jax.process_count() > 1:
+        raise ConfigError(
+            f"rollout.ahead is {config.rollout.ahead} and the run has {jax.process_count()} "
+            "processes, of which the first serves on devices that also train; set "
+            "rollout.ahead=0.",
+            reason="conflict",
+            key="rollout.ahead",
         )
 
 

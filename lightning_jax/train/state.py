@@ -6,7 +6,8 @@ them. `multihost.Leader` ensures that. A run of one process has only the leader'
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lightning_jax.engine.engine import Engine
 from lightning_jax.models.formats.load import LoadedModel, load_like
 from lightning_jax.models.lora import adapted_facts, overlay, pick
 from lightning_jax.models.reshard import reshard
@@ -24,6 +26,7 @@ from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.multi_policy.scope import PolicyScope, pack, unpack
 from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, sequences_of
 from lightning_jax.rl.train_state import TrainState, init_state
+from lightning_jax.rl.train_step import taking_turns
 from lightning_jax.rl.updater import NO_MOMENTS, Updater
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import Config
@@ -32,6 +35,8 @@ from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Metrics, Trajectory
 
 log = logging.getLogger(__name__)
+
+Dispatching = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Replica:
@@ -58,10 +63,36 @@ class Replica:
             "warmup": phase_updater(model.config, config, supervised=True),
             "policy": phase_updater(model.config, config, supervised=False),
         }
+        self.shares_devices = False  # with engines that run during an update
+        self.dispatching: Dispatching = contextlib.nullcontext
         self.scopes = config.weight_scopes
         self.states = self._restore() or self._first_states()
         self.checkpointer.warn_of_disk(pack(self.scopes, self.states))
         self.reference = self._first_reference()
+
+    def share_devices(self, engines: Sequence[Engine]) -> None:
+        """With `rollout.ahead`, take turns with engines on the trainer's devices in an update.
+
+        A single device of a CPU runs programs of several threads at once, so nothing waits there.
+        """
+        devices = set(self.learner.mesh.devices.flat) if self.config.rollout.ahead else set()
+        others = [engine for engine in engines if engine.devices & devices]
+        self.shares_devices = bool(others)
+        if not others or (len(devices) == 1 and next(iter(devices)).platform == "cpu"):
+            return
+
+        @contextlib.contextmanager
+        def dispatching() -> Iterator[None]:
+            with contextlib.ExitStack() as held:
+                for engine in others:
+                    held.enter_context(engine.dispatching())
+                yield
+
+        self.dispatching = dispatching
+        self.learners = {
+            phase: replace(learner, functions=taking_turns(learner.functions, dispatching))
+            for phase, learner in self.learners.items()
+        }
 
     @property
     def phase(self) -> str:

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,12 +15,14 @@ from lightning_jax.errors import Coded
 from lightning_jax.system.files import write_whole
 from lightning_jax.train.directory import ENDED, LOCK
 
+Status = Literal["finished", "stopped", "failed"]
+
 
 @dataclass(frozen=True)
 class End:
     """End of a run's last process."""
 
-    status: Literal["finished", "stopped", "failed"]
+    status: Status
     reason: str = ""  # code of the error, if it failed
     detail: str = ""  # message of the error
     time_s: float = 0.0  # since the epoch
@@ -34,15 +36,22 @@ def recorded_end(directory: Path) -> Iterator[None]:
     end = End("finished")
     try:
         yield
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        end = End("stopped")
-        raise
     except BaseException as error:
-        reason = error.reason if isinstance(error, Coded) else type(error).__name__
-        end = End("failed", reason, str(error))
+        end = End(status := status_of(error))
+        if status == "failed":
+            reason = error.reason if isinstance(error, Coded) else type(error).__name__
+            end = replace(end, reason=reason, detail=str(error))
         raise
     finally:
         write_whole(path, json.dumps(asdict(end) | {"time_s": time.time()}) + "\n")
+
+
+def status_of(error: BaseException | None) -> Status:
+    """Return how a run that this error ends has ended."""
+    if error is None:
+        return "finished"
+    is_stop = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
+    return "stopped" if is_stop else "failed"
 
 
 def read_end(directory: Path) -> End | None:

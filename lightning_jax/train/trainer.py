@@ -90,9 +90,12 @@ async def train(
 
 
 async def _run_steps(run: Run, total_steps: int, bar: tqdm) -> None:
-    while run.step < total_steps:
-        await run.one_step()
-        bar.update()
+    try:
+        while run.step < total_steps:
+            await run.one_step()
+            bar.update()
+    finally:
+        await run.collector.groups.close()
     if final := await run.evaluate():
         run.metrics.write(run.step, final)
 

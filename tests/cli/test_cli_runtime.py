@@ -29,7 +29,7 @@ import sys, jax
 from lightning_jax.cli.main import main
 found = []
 jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
-assert main(sys.argv[1:]) == 0
+assert main(sys.argv[1:]) == 1  # a random model earns nothing
 names = ("compile_requests_use_cache", "cache_hits")
 print(*(found.count(f"/jax/compilation_cache/{name}") for name in names))
 """

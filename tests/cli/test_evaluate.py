@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from remote_server import serving
 from lightning_jax.cli.main import main
 from lightning_jax.rollouts.metrics import task_rewards
 from lightning_jax.traces.store import Store
+from lightning_jax.train.directory import EXPORTED
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +39,21 @@ def _row(lines: list[list[str]], name: str) -> list[str]:
     return row
 
 
-def test_a_policy_scores_as_in_its_run(capsys: pytest.CaptureFixture[str]) -> None:
+def _write_letters() -> None:
+    """Write an agent whose reward depends on the weights, so equal rewards mean equal weights."""
     agent = Path("agent.py").read_text()
-    # The reward depends on the weights, so that equal rewards mean equal weights.
     Path("letters.py").write_text(
         agent.replace(
             'float(reply.choices[0].message.content == "right")',
             "-round(reply.choices[0].logprobs.content[0].logprob, 3)",
-        ).replace("max_tokens=4", "max_tokens=4, logprobs=True")
+        )
+        .replace("max_tokens=4", "max_tokens=4, logprobs=True")
+        .replace('task["question"] ==', "None ==")  # asks for every task
     )
+
+
+def test_a_policy_scores_as_in_its_run(capsys: pytest.CaptureFixture[str]) -> None:
+    _write_letters()
     settings = ["agent.function=letters.py:run", "num_steps=0"]
     assert main(["train", "--config", "config.yaml", *settings]) == 0
     capsys.readouterr()
@@ -66,6 +74,28 @@ def test_a_policy_scores_as_in_its_run(capsys: pytest.CaptureFixture[str]) -> No
     assert any("0 won, 0 lost, 2 equal" in " ".join(line) for line in lines)
     assert _row(lines, "all")[0] == "2"
     assert sorted(path.name for path in Path().iterdir() if path.is_dir()) == ["run"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_run_that_has_not_ended_is_scored_by_its_newest_checkpoint(
+    rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write_letters()
+    run = Path(f"unfinished{rank}")
+    settings = ["agent.function=letters.py:run", f"run_dir={run}", f"model.lora.rank={rank}"]
+    assert main(["train", *settings, "optimizer.learning_rate=0.1"]) == 0
+    (run / EXPORTED).unlink()
+    shutil.rmtree(run / "policy")
+    capsys.readouterr()
+    assert main(["eval", "--run", str(run), "--compare", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert f"{run}/checkpoints/1" in text and "compared with" in text and "step 1" in text
+    assert "0 won, 0 lost, 6 equal" in text
+    # Other weights than the initial ones, which the evaluation of step 0 measured.
+    with closing(Store(run / "store.sqlite", read_only=True)) as store:
+        rollouts = store.rollouts(phase="eval")
+    first, last = (task_rewards([r for r in rollouts if r.step == step]) for step in (0, 1))
+    assert first != last
 
 
 def test_a_server_is_scored_by_field_and_compared(capsys: pytest.CaptureFixture[str]) -> None:

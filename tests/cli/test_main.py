@@ -16,12 +16,15 @@ import aiohttp
 import jax
 import openai
 import pytest
+from agent_folder import write_folder
 
 from lightning_jax.cli.main import main
 from lightning_jax.models.formats.load import save_hf
 from lightning_jax.testing.tiny import TINY_RUN, tiny_model
 from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.traces.store import Store
+from lightning_jax.train.monitors import TROUBLESHOOTING
+from lightning_jax.train.report import NOTHING_TRAINED
 
 LONG: dict[str, Any] = {
     "model": "policy",
@@ -186,13 +189,15 @@ def test_what_new_makes_trains_and_goes_on(
     monkeypatch.chdir(folder)
     settings = TINY_RUN | {"model.name": model_dir, "eval.num_tasks": 2}
     command = ["train", *(f"{k}={v}" for k, v in settings.items())]
-    assert main(command) == 0
-    output, logged = capsys.readouterr()
-    assert re.findall(r"\d+", logged.splitlines()[0]) == ["240", "60"]
-    assert _num_rollouts(output) == [6, 0, 0]  # 2, and 2 evaluations of 2
-    assert "runs/first/policy" in output and Path("runs/first/policy").is_dir()
-    assert main(command) == 0
-    assert _num_rollouts(capsys.readouterr().out) == [6, 0, 0]
+    for _ in range(2):  # the second finds nothing to do
+        assert main(command) == 1  # a random model earns nothing
+        output, logged = capsys.readouterr()
+        assert re.findall(r"\d+", logged.splitlines()[0]) == ["240", "60"]
+        assert _num_rollouts(output) == [6, 0, 0]  # 2, and 2 evaluations of 2
+        assert "runs/first/policy" in output and Path("runs/first/policy").is_dir()
+        assert NOTHING_TRAINED in logged.splitlines()[-1]
+    assert main(["runs"]) == 0
+    assert f"first: {NOTHING_TRAINED}" in capsys.readouterr().out
     assert main([*command, "agent.function=agent.py:walk"]) == 1
     assert _holds(capsys.readouterr().err, "'agent.py:walk'")
 
@@ -225,6 +230,24 @@ def test_a_mended_or_edited_agent_is_asked_again(
         assert _holds(output.out + output.err, *words), output
     with closing(Store(Path("run/store.sqlite"))) as store:
         assert [rollout.attempt for rollout in store.rollouts()] == [1, 2, 3] * 2
+
+
+def test_a_run_succeeds_if_its_rewards_differ(
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    restored_sigterm: None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path)
+    path = Path("agent.py")
+    path.write_text(path.read_text().replace("return {", "return random() or {"))
+    path.write_text(f"from random import random\n\n{path.read_text()}")
+    Path("train.jsonl").write_text('{"question": "1 + 1?", "id": "sum"}\n')
+    assert main(["train", f"model.name={model_dir}", "eval.num_tasks=1"]) == 0
+    output, logged = capsys.readouterr()
+    assert "lightning-jax compare run" in output and NOTHING_TRAINED not in output + logged
 
 
 @pytest.mark.parametrize(
@@ -269,20 +292,6 @@ def test_nothing_large_is_imported_for_help_and_wrong_flags(flags: list[str]) ->
     assert not imported & {"jax", "numpy", "matplotlib", "aiohttp", "omegaconf"}
 
 
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """Events of JAX's tracing, lowering and compiling while a test runs."""
-    found: list[str] = []
-
-    def note(event: str, duration_secs: float, **_: Any) -> None:
-        if event.startswith("/jax/core/compile/"):
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(note)
-
-
 def test_a_taken_port_is_said_before_anything_compiles(
     model_dir: Path, capsys: pytest.CaptureFixture[str], compiled: list[str]
 ) -> None:
@@ -293,6 +302,22 @@ def test_a_taken_port_is_said_before_anything_compiles(
     assert _holds(capsys.readouterr().err, f"127.0.0.1:{port}")
     jax.jit(lambda x: x + port)(1.0)
     assert "/jax/core/compile/backend_compile_duration" in compiled  # so it would have been seen
+
+
+def test_help_shows_commands_and_what_warnings_point_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["help", "train"]) == 0
+    of_train = capsys.readouterr().out
+    assert main(["train", "--help"]) == 0
+    assert capsys.readouterr().out == of_train
+    assert main(["help"]) == 0 and "troubleshoot" not in of_train
+    assert main(["help", "trian"]) == 2
+    assert _holds(capsys.readouterr().err, "'trian'")
+    assert main(TROUBLESHOOTING.partition("lightning-jax ")[2].split()) == 0
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 100 and "](" not in page and "`" not in page
+    assert _holds(page, "rollout.max_tokens", "rollout.concurrency", "dropped_too_long")
 
 
 def _holds(text: str, *names: str) -> bool:

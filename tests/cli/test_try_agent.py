@@ -1,12 +1,9 @@
 """Tests of `lightning-jax try`, on a tiny policy and on another server."""
 
 import re
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import jax
 import pytest
 from agent_folder import write_folder
 from remote_server import serving
@@ -23,20 +20,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_sigterm: No
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     write_folder(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """Events of JAX's compiler while a test runs."""
-    found: list[str] = []
-
-    def note(event: str, duration_secs: float, **_: Any) -> None:
-        if event.startswith("/jax/core/compile/"):
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(note)
 
 
 def test_attempts_at_a_task_of_the_policy_are_shown_and_nothing_is_written(

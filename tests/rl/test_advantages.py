@@ -159,6 +159,26 @@ def test_every_choice_is_finite_on_nothing_on_one_and_on_equals(baseline, normal
     assert np.isfinite([a for calls in advantages for a in calls]).all()
 
 
+def test_the_best_of_each_group_alone_is_learned():
+    step = [
+        rollout(0.5, calls=2, group="a"),
+        rollout(1.0, calls=0, group="a"),  # has nothing to learn from
+        rollout(0.5, group="a"),
+        rollout(0.2, group="b"),
+        rollout(0.0, group="c"),
+        rollout(0.3, group="b"),
+        rollout(0.0, group="c"),
+        rollout(0.4, group="d"),
+        rollout(0.4, group="d"),
+    ]
+    advantages, metrics = step_advantages(step, AlgorithmConfig(loss="raft"))
+    assert advantages == [(1, 1), (), (0,), (0,), (0,), (1,), (0,), (1,), (0,)]
+    assert metrics["train/advantage_abs_mean"] == 4 / 9
+    few, _ = step_advantages(step, AlgorithmConfig(loss="raft", raft_min_return=0.4))
+    assert few == [(1, 1), (), (0,), (0,), (0,), (0,), (0,), (0,), (0,)]
+    assert step_advantages([], AlgorithmConfig(loss="raft"))[0] == []
+
+
 def test_equal_groups_are_named():
     step = [*of_group(1.0, 0.0), *of_group(0.5, 0.5, group="equal"), rollout(1.0, group="single")]
     assert equal_groups(assign_credit(step, AlgorithmConfig())) == {"equal", "single"}

@@ -60,6 +60,7 @@ LOSSES = {
     "ppo": -(0.6 - 0.4875 - 0.2) / 4,
     "value_per_call": -0.6 / 2 + 1.4 / 6,  # A = 1 - 0.5 and 0 - 0.5
     "turn_groups": -1.2 / 2 + 2.8 / 6,  # there is only one turn
+    "raft": 0.594535 / 2,  # A = 1 and 0
 }
 
 

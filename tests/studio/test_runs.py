@@ -27,9 +27,10 @@ def make(
     save_config(Config(num_steps=num_steps, seed=seed), directory / "config.yaml")
     (directory / "sources.json").write_text('{"agent": "same"}')
     mean = sum(rewards.values()) / len(rewards)
+    done = {"rollout/num_rollouts": 8, "train/num_updates": 1.0}
     rows = [
-        {"step": 0, "time/step_s": 90.0, "rollout/reward_mean": 0.25, "rollout/num_rollouts": 8},
-        {"step": 1, "time/step_s": 30.0, "rollout/reward_mean": 0.75, "rollout/num_rollouts": 8},
+        {"step": 0, "time/step_s": 90.0, "rollout/reward_mean": 0.25} | done,
+        {"step": 1, "time/step_s": 30.0, "rollout/reward_mean": 0.75} | done,
         {"step": 2, "time/eval_s": 60.0, "eval/reward_mean": mean, "eval/reward_stderr": 0.125},
     ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -150,3 +151,14 @@ def test_the_commands_print_tables(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "### b against a, step 2" in capsys.readouterr().out
     assert main(["compare", a]) == 1
     assert "two run directories" in capsys.readouterr().err
+
+
+def test_a_wrong_path_of_a_picture_is_refused_before_anything_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = (str(make(tmp_path / name, {0: 1.0})) for name in "ab")
+    assert main(["compare", a, b, "--png", str(tmp_path / "c.txt")]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and "--png" in printed.err
+    assert main(["compare", a, b, "--png", str(tmp_path / "c.png")]) == 0
+    assert capsys.readouterr().out.endswith(f"curves: {tmp_path / 'c.png'}\n")

@@ -1,17 +1,20 @@
 """Tests that views show the trainer's credit and advantages."""
 
+import contextlib
 import dataclasses
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from view_records import rollout
+from view_records import make_run, rollout
 
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.studio.credit import EQUAL_GROUP, PAIR_SIGNS, step_credit, trained_on
+from lightning_jax.studio.load import open_run
 from lightning_jax.testing.records import trajectory, transition
+from lightning_jax.traces.store import Store
 from lightning_jax.types import Trajectory
 
 
@@ -140,3 +143,19 @@ def test_the_finished_attempt_counts() -> None:
     ]
     expected = [(0, 2), (1, 1), (2, 2), (3, 2)]
     assert [(attempt.index, attempt.attempt) for attempt in trained_on(attempts)] == expected
+
+
+def test_credit_is_of_the_step_that_trained_the_group(tmp_path: Path) -> None:
+    """With rollout.ahead that step may be a later one. The samples are 6 steps old there."""
+    run = make_run(tmp_path)
+    with contextlib.closing(Store(run / "store.sqlite")) as store:
+        store.set_step_groups(3, ["train-00003-001"])
+    with open_run(run) as reader:
+        view = reader.rollout("train-00003-000-00-1")
+    assert [note for note in view.notes if "no step has trained" in note]
+    with contextlib.closing(Store(run / "store.sqlite")) as store:
+        store.set_step_groups(9, ["train-00003-000"])
+    with open_run(run) as reader:
+        view = reader.rollout("train-00003-000-00-1")
+    notes = [call.credit.note for call in view.calls if call.credit is not None]
+    assert len(notes) == 2 and all("steps old" in note for note in notes)

@@ -1,11 +1,12 @@
-"""Test that shutdown waits for the thread."""
+"""Tests that shutdown waits for a thread, and that threads take turns."""
 
 import asyncio
 import threading
+import time
 
 import pytest
 
-from lightning_jax.system.threads import run_in_thread
+from lightning_jax.system.threads import Turns, run_in_thread
 
 
 def test_it_returns_and_raises_what_the_function_does() -> None:
@@ -39,3 +40,22 @@ def test_cancelled_it_ends_no_sooner_than_the_function(fails: bool) -> None:
 
     asyncio.run(main())
     assert seen == ["work", "caller"]
+
+
+def test_a_thread_that_takes_turns_again_and_again_lets_others_in() -> None:
+    turns, is_over, taken = Turns(), threading.Event(), 0
+
+    def again_and_again() -> None:
+        while not is_over.is_set():
+            with turns:
+                time.sleep(0.01)
+
+    busy = threading.Thread(target=again_and_again)
+    busy.start()
+    for _ in range(5):
+        started = time.monotonic()
+        with turns:
+            taken += time.monotonic() - started < 5
+    is_over.set()
+    busy.join()
+    assert taken == 5

@@ -147,6 +147,20 @@ def test_rollouts_of_other_settings_stay_on_record(store: Store) -> None:
     assert found == [("r0", False), ("r1", True), ("r2", True), ("new", False)]
 
 
+def test_groups_of_a_step_are_recorded_until_settings_change(store: Store) -> None:
+    for index in range(2):
+        store.add_rollout(Rollout(f"r{index}", "t", f"g{index}", "train", index, 0, 1, "queued"))
+    assert store.step_groups(0) == [] and store.step_of_group("g0") is None
+    store.set_step_groups(0, ["g1"])
+    store.set_step_groups(0, ["g1", "g2"])
+    store.set_step_groups(1, ["g0"])
+    assert store.step_groups(0) == ["g1", "g2"]
+    assert [store.step_of_group(name) for name in ("g0", "g1", "g2", "g3")] == [1, 0, 0, None]
+    store.supersede(1, ["g0"])  # of step 0, but not trained yet
+    assert store.step_groups(0) == ["g1", "g2"] and store.step_groups(1) == []
+    assert all(rollout.superseded for rollout in store.rollouts())
+
+
 def test_spans_come_back_as_they_were(store: Store) -> None:
     attributes: dict[str, Any] = {
         "ids": (0, 49151),
@@ -252,6 +266,9 @@ def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> 
         db.execute("ALTER TABLE rollouts DROP COLUMN metrics")
         db.execute("ALTER TABLE rollouts DROP COLUMN superseded")
         db.execute("ALTER TABLE rollouts DROP COLUMN task")
+        db.execute("ALTER TABLE rollouts DROP COLUMN components")
+        db.execute("ALTER TABLE rollouts DROP COLUMN reasons")
+        db.execute("DROP TABLE verdicts")
         db.execute("DROP INDEX spans_by_sequence")
         db.execute("ALTER TABLE spans DROP COLUMN sequence")
         db.execute("PRAGMA user_version=1")
@@ -263,6 +280,14 @@ def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> 
     store.close()
     store = Store(path)
     assert store.rollout("r1").metrics == {"f1": 0.5}
+    scored = replace(store.rollout("r1"), reward=2.0, components={"agent": 1.0, "x": 1.0})
+    store.set_scores([scored], {"r1": {"x": "because"}})
+    store.add_verdict("d", "first")
+    store.add_verdict("d", "second")
+    store.close()
+    store = Store(path)
+    assert store.rollout("r1") == scored and store.reasons("r1") == {"x": "because"}
+    assert (store.verdict("d"), store.verdict("e")) == ("first", None)
     store.close()
 
 

@@ -86,3 +86,7 @@ async def test_a_policy_is_evaluated_in_python(trained: Path) -> None:
         await lj.evaluate(gone, tasks[:1], agent=toy_agent.plain)
     with raises_coded(ConfigError, "not_found", str(trained)):
         await lj.evaluate(config, tasks, agent=toy_agent.plain, run_dir=trained)
+    (trained / "two/checkpoints/3").mkdir(parents=True)
+    several = replace(config, policies={"a": PolicyConfig(), "b": PolicyConfig()})
+    with raises_coded(ConfigError, "not_exported", str(trained / "two")):
+        await lj.evaluate(several, tasks, agent=toy_agent.plain, run_dir=trained / "two")

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import toy_agent
 from coded import raises_coded
+from list_sink import ListSink
 from log_events import events, records
 
 import lightning_jax as lj
@@ -35,14 +36,21 @@ from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train import collect, metrics, startup, trainer
+from lightning_jax.train import groups, metrics, startup, trainer
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
-from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig, WarmupConfig
+from lightning_jax.train.config import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    MetricsConfig,
+    WarmupConfig,
+)
 from lightning_jax.train.curves import plot_curves
 from lightning_jax.train.metric_descriptions import describe
 from lightning_jax.train.metrics import read_metrics
 from lightning_jax.train.monitors import FiniteWatch, NotFinite
 from lightning_jax.train.run import Run
+from lightning_jax.train.sinks.registry import SINKS
 from lightning_jax.train.startup import load_trainable, open_run
 from lightning_jax.train.state import Replica
 from lightning_jax.train.trainer import train
@@ -130,9 +138,14 @@ def test_copies_of_the_engine_serve_one_run(model_dir: Path, tmp_path: Path) -> 
     assert not verify(tmp_path / "run").off
 
 
-def test_a_toy_task_is_learned_in_eight_steps(model_dir: Path, tmp_path: Path) -> None:
-    optimizer = OptimizerConfig(learning_rate=5e-2)
-    config = _config(model_dir, tmp_path / "run", num_steps=8, optimizer=optimizer)
+def test_a_toy_task_is_learned_in_eight_steps(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sinks: list[ListSink] = []
+    monkeypatch.setitem(SINKS, "wandb", lambda run: sinks.append(ListSink(run)) or sinks[-1])
+    monkeypatch.setattr("lightning_jax.train.sinks.registry.find_spec", Mock())
+    optimizer, kept = OptimizerConfig(learning_rate=5e-2), MetricsConfig(sinks=["wandb"])
+    config = _config(model_dir, tmp_path / "run", num_steps=8, optimizer=optimizer, metrics=kept)
     rows = asyncio.run(train(config, TASKS, TASKS))
     rewards = [row["rollout/reward_mean"] for row in rows if "rollout/reward_mean" in row]
     assert rewards[0] < 0.3 and rewards[-1] > 0.8
@@ -140,6 +153,9 @@ def test_a_toy_task_is_learned_in_eight_steps(model_dir: Path, tmp_path: Path) -
     # Sampler and trainer share one forward function, so their log-probabilities agree.
     assert max(row.get("train/mismatch_kl", 0.0) for row in rows) < 1e-5
     _check_run_directory(tmp_path / "run", config)
+    (sink,) = sinks
+    assert sink.rows == rows and sink.run.name == "run"
+    assert sink.end is not None and sink.end[1] == "finished"
 
 
 def test_a_run_takes_a_function_and_tasks_without_ids(model_dir: Path, tmp_path: Path) -> None:
@@ -209,12 +225,12 @@ def test_a_checkpoint_is_written_beside_the_next_rollouts(
         rollout=RolloutConfig(tasks_per_step=1, group_size=2),
         checkpoint=CheckpointConfig(every=1),
     )
-    sampling, run_requests, save = threading.Event(), collect.run_requests, Checkpointer.save
+    sampling, make_requests, save = threading.Event(), groups.make_requests, Checkpointer.save
 
-    async def seen(requests: Any, *rest: Any, **more: Any) -> Any:
-        if requests[0].step == 1:
+    def seen(tasks: Any, phase: str, step: int, *rest: Any, **more: Any) -> Any:
+        if step == 1:
             sampling.set()
-        return await run_requests(requests, *rest, **more)
+        return make_requests(tasks, phase, step, *rest, **more)
 
     def late(self: Checkpointer, step: int, *rest: Any) -> None:
         assert sampling.wait(60), "no rollout began while the checkpoint was to be written"
@@ -222,7 +238,7 @@ def test_a_checkpoint_is_written_beside_the_next_rollouts(
             raise CheckpointError("the disk is full.")
         save(self, step, *rest)
 
-    monkeypatch.setattr(collect, "run_requests", seen)
+    monkeypatch.setattr(groups, "make_requests", seen)
     monkeypatch.setattr(Checkpointer, "save", late)
     with pytest.raises(CheckpointError, match="the disk is full"):
         asyncio.run(train(config, TASKS, []))

@@ -96,9 +96,8 @@ def _run(
     inputs are `more`: [B K G T D] and two numbers per query, [B K G T].
     """
     visible = b.visible.swapaxes(1, 2) if by_key else b.visible
-    order = jnp.argsort(~visible, axis=2, stable=True).astype(
-        jnp.int32
-    )  # blocks that meet come first
+    # Blocks that meet come first.
+    order = jnp.argsort(~visible, axis=2, stable=True).astype(jnp.int32)
     counts = visible.sum(axis=2, dtype=jnp.int32)
     rows, kv_heads, group, _, width = b.queries.shape
     num_warps = 4 if width * b.keys.dtype.itemsize <= 128 else 8

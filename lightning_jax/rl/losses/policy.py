@@ -159,7 +159,7 @@ def _correction(
         "train/correction_ratio_max": ratio,
         f"train/correction_{changed}_share": (weights != ratio).astype(jnp.float32),
     }
-    if algorithm.proximal == "behavior" and algorithm.loss != "reinforce":
+    if algorithm.proximal == "behavior" and algorithm.loss not in ("reinforce", "raft"):
         # The loss already contains the ratio to the behavior policy, so kept tokens get weight 1.
         weights = (weights > 0.0).astype(jnp.float32)
     return weights, metrics

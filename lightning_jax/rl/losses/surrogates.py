@@ -98,6 +98,7 @@ LOSSES: dict[str, Callable[[AlgorithmConfig], Surrogate]] = {
     "gspo": lambda a: gspo(a.clip_low, a.clip_high, a.clip_dual),
     "cispo": lambda a: cispo(a.clip_low, a.clip_high),
     "reinforce": lambda _: reinforce(),
+    "raft": lambda _: reinforce(),  # with advantage 1 for each group's best rollout
     "dpo": lambda _: reinforce(),  # with the advantages of pairs, see rl/dpo.py
 }
 

@@ -36,9 +36,8 @@ def process_items(model: DecoderConfig, config: Config) -> list[MemoryItem]:
     ]
     algorithm = config.algorithm
     if config.warmup.num_steps or algorithm.has_critic or algorithm.has_reference:
-        left = (
-            model.num_layers * COMPILER_LAYER // devices
-        )  # CompileAhead leaves this to the update
+        # CompileAhead leaves this to the update.
+        left = model.num_layers * COMPILER_LAYER // devices
         items.append(MemoryItem("compilation of an update", left, _NO_SETTING))
     return items
 

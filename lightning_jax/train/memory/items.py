@@ -93,9 +93,9 @@ def serving_items(
         MemoryItem("KV cache of the slots", slots, fewer).times(number),
         MemoryItem("prefix cache", pages, smaller).times(number),
     ]
-    initial = [name for name, role in config.roles.items() if role.served_by == "initial"]
-    if initial:
-        setting = f"Set roles.{initial[0]}.served_by to policy"
+    if config.initial_users:
+        is_role = config.initial_users[0].startswith("roles.")
+        setting = f"Set {config.initial_users[0]} to {'policy' if is_role else 'a URL'}"
         name = "initial weights and their KV cache"
         items.append(MemoryItem(name, whole + slots + pages, setting))
     return items
