@@ -38,6 +38,7 @@ from lightning_jax.cli.runtime import (
     stop_on_sigterm,
 )
 from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_try
+from lightning_jax.cli.worker import add_worker, run_worker
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
@@ -61,6 +62,8 @@ SERVE_FLAGS = {
     "idle_connection_s": "seconds before an idle connection is closed",
     "slow_request_s": "seconds to receive a whole request; a slower one gets a 408",
 }
+
+WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, run_worker)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -105,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         ("try", "run the agent on one task and show the rollout", add_try, run_try),
         ("train", "train an agent on your own tasks", add_settings, _train),
         ("eval", "score a policy on tasks without training", add_eval, run_eval),
+        ("worker", "run the agent for a run on another machine", add_worker, run_worker),
         ("serve", "serve a model over OpenAI's API and others", _add_serve, _serve),
         ("verify", "check a run's log-probs against its weights", _add_verify, _verify),
         ("view", "show a run's rollouts, or the timeline of one", _add_view, _view),
