@@ -34,7 +34,7 @@ HARMLESS = (
 )  # fmt: skip
 
 # Settings that affect a step's update but not the rollouts of existing weights.
-LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "rewards.", "model.remat")
+LEARNING = ("optimizer.", "algorithm.", "distill.", "batch.", "warmup.", "rewards.", "model.remat")
 
 
 def find_changes(config: Config, sources: dict[str, str]) -> list[str]:
