@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass, fields, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -106,6 +107,16 @@ def is_allowed(value: Any, hint: Any) -> bool:
 
 def _limits(parts: tuple[Any, ...]) -> list[Any]:
     return [part for part in parts[1:] if type(part) in LIMITS]
+
+
+def is_plain_url(text: str) -> bool:
+    """Return True for the http(s) URL of a server, without a user, query or fragment."""
+    try:
+        url = urlsplit(text)
+    except ValueError:
+        return False
+    is_plain = not (url.username or url.password or url.query or url.fragment)
+    return url.scheme in ("http", "https") and bool(url.netloc) and is_plain
 
 
 def path_kind(hint: Any) -> PathKind | None:

@@ -111,7 +111,7 @@ async def _rollouts(
     evaluation: Evaluation,
 ) -> list[Rollout]:
     phase = "train" if evaluation.is_sampled else "eval"
-    async with open_runner(config, source, store) as runner:
+    async with open_runner(config, source, store, tasks) as runner:
         return await run_tasks(runner, tasks, phase, 0, evaluation.repeats)
 
 

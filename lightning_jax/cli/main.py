@@ -15,7 +15,14 @@ from lightning_jax.cli import troubleshooting
 from lightning_jax.cli.config import ServerConfig, add_chat_template
 from lightning_jax.cli.config_command import add_config, run_config
 from lightning_jax.cli.new import add_new, run_new
-from lightning_jax.cli.runs import add_compare, add_runs, run_compare, run_runs
+from lightning_jax.cli.runs import (
+    add_compare,
+    add_rescore,
+    add_runs,
+    run_compare,
+    run_rescore,
+    run_runs,
+)
 from lightning_jax.cli.runtime import (
     STOPPED,
     Index,
@@ -31,6 +38,7 @@ from lightning_jax.cli.runtime import (
     stop_on_sigterm,
 )
 from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_try
+from lightning_jax.cli.worker import add_worker, run_worker
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
@@ -54,6 +62,8 @@ SERVE_FLAGS = {
     "idle_connection_s": "seconds before an idle connection is closed",
     "slow_request_s": "seconds to receive a whole request; a slower one gets a 408",
 }
+
+WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, run_worker)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,13 +108,14 @@ def _parser() -> argparse.ArgumentParser:
         ("try", "run the agent on one task and show the rollout", add_try, run_try),
         ("train", "train an agent on your own tasks", add_settings, _train),
         ("eval", "score a policy on tasks without training", add_eval, run_eval),
+        ("worker", "run the agent for a run on another machine", add_worker, run_worker),
         ("serve", "serve a model over OpenAI's API and others", _add_serve, _serve),
         ("verify", "check a run's log-probs against its weights", _add_verify, _verify),
         ("view", "show a run's rollouts, or the timeline of one", _add_view, _view),
         ("runs", "list runs with status, rewards and failures", add_runs, run_runs),
         ("compare", "compare runs: settings, curves, tasks won and lost", add_compare, run_compare),
         ("plan", "report the memory that a run needs on each device", _add_plan, _plan),
-        ("rescore", "score a run's rollouts by other rewards", _add_rescore, _rescore),
+        ("rescore", "score a run's rollouts by other rewards", add_rescore, run_rescore),
         ("config", "print, search or check settings of a run", add_config, run_config),
         ("help", "show the help of a command, or what to do about a run", _add_help, _help),
     ):
@@ -171,16 +182,6 @@ def _add_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chars", type=number_of(Index), default=DEFAULT_CHARS, help=chars)
     page = "write a self-contained HTML page with the details of all rollouts"
     parser.add_argument("--html", metavar="FILE", type=Path, help=page)
-
-
-def _add_rescore(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
-    file = "YAML file with a section `rewards`, as in a config"
-    parser.add_argument("--rewards", metavar="FILE", type=Path, required=True, help=file)
-    phase = "rollouts to score: train or eval (default: %(default)s)"
-    parser.add_argument("--phase", choices=("train", "eval"), default="train", help=phase)
-    limit = "maximum number of groups, evenly spaced (default: all)"
-    parser.add_argument("--limit", type=number_of(Limit), metavar="N", help=limit)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -311,23 +312,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     found = verify(arguments.run_dir, limit=arguments.limit, tolerance=arguments.tolerance)
     print(as_text(found))
     return 1 if found.off else 0
-
-
-def _rescore(arguments: argparse.Namespace) -> int:
-    """Score the stored rollouts of a run by other rewards, and show what would change.
-
-    Prints the mean of each component, the rank correlation with the stored rewards within groups,
-    and the share of rollouts whose advantage changes its sign. The run stays as it is, except that
-    verdicts of judges are kept in its store.
-    """
-    from lightning_jax.train.directory import SETTINGS, STORE, require_run
-
-    require_run(arguments.run_dir, SETTINGS, STORE)
-
-    from lightning_jax.cli.rescore import rescore  # imports JAX, after the check
-
-    rescore(arguments.run_dir, arguments.rewards, phase=arguments.phase, limit=arguments.limit)
-    return 0
 
 
 def _view(arguments: argparse.Namespace) -> int:

@@ -46,7 +46,8 @@ def try_agent(
     console = Console(highlight=False)
     # A failure is what the user wants to see, at once.
     rollout = replace(config.rollout, max_attempts=1, max_infrastructure_failures=1.0)
-    config = replace(config, rollout=rollout)
+    agent = replace(config.agent, workers=0, remote_workers=False)  # starts sooner
+    config = replace(config, rollout=rollout, agent=agent)
     found = find_task(config, task)
     agent = " ".join(config.agent.command or [str(config.agent.function)])
     shown = cut(printable(json.dumps(found, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
@@ -109,7 +110,7 @@ async def _attempts(
     step: int,
     number: int,
 ) -> tuple[list[Rollout], Tokenizer]:
-    async with open_runner(config, source, store) as runner:
+    async with open_runner(config, source, store, [task]) as runner:
         rollouts = await run_tasks(runner, [task], phase, step, number)
         return rollouts, runner.gateway.engine.tokenizer
 

@@ -1,4 +1,4 @@
-"""Settings of what Ray places on machines."""
+"""Settings of processes that Ray places on machines."""
 
 import re
 from dataclasses import dataclass, field

@@ -16,7 +16,7 @@ from lightning_jax.settings import ConfigError
 
 NAMESPACE = "lightning_jax"
 CONNECT_S = 10.0  # for the head of a cluster to accept a connection
-_OWN = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # options of an actor
+_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # options of an actor
 
 
 class ClusterError(UserError, RuntimeError):
@@ -67,8 +67,8 @@ def ray_session(config: ClusterConfig) -> Iterator[Any]:
 def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
     """Return Ray's options for an actor that takes these resources."""
     options: dict[str, Any] = {"num_cpus": 0.0}
-    options |= {_OWN[name]: number for name, number in resources.items() if name in _OWN}
-    others = {name: number for name, number in resources.items() if name not in _OWN}
+    options |= {_OPTIONS[name]: number for name, number in resources.items() if name in _OPTIONS}
+    others = {name: number for name, number in resources.items() if name not in _OPTIONS}
     return options | ({"resources": others} if others else {})
 
 

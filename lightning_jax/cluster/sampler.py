@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """What all samplers of a run serve, without its weights.
+    """Model and settings that all samplers of a run serve, without the weights.
 
     `tensor` of a sampler's devices compute one request together, unless `serve.mesh` says
     otherwise. `by_policy`: each policy has weights of its own.

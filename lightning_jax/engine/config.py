@@ -14,6 +14,7 @@ from lightning_jax.schema import (
     Natural,
     Positive,
     Section,
+    is_plain_url,
     require,
 )
 
@@ -30,6 +31,9 @@ class ServeConfig(Section):
 
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: all of this machine's
     port: Annotated[int, Ge(0), Le(65535)] = 0  # 0: any free port
+    # URL at which agents reach the server, if another program passes requests on to it. None: the
+    # address that it listens on; for 0.0.0.0, the one of this machine that others reach.
+    public_url: str | None = None
     # Key of the owner; each rollout has its own key. None: a random key.
     api_key: str | None = field(default=None, repr=False)
     # Refuse model names, under a rollout's URL too, that are neither the policy's nor a role's.
@@ -86,7 +90,12 @@ class ServeConfig(Section):
             object.__setattr__(self, "prefill_buckets", tuple(sorted(buckets)))
         super().__post_init__()
         is_positive = buckets is None or min(buckets, default=0) > 0
-        require(self, prefill_buckets=(is_positive, "positive lengths"))
+        url = "the http(s) URL of this server, without a user, query or fragment"
+        require(
+            self,
+            prefill_buckets=(is_positive, "positive lengths"),
+            public_url=(self.public_url is None or is_plain_url(self.public_url), url),
+        )
 
     def with_sizes(self) -> "ServeConfig":
         """Return the settings with the lengths that follow from `max_len`."""

@@ -21,7 +21,16 @@ from lightning_jax.gateway.dialects.base import Dialect, Listing
 from lightning_jax.gateway.errors import ApiError, GatewayError, to_api_error
 from lightning_jax.gateway.feedback import Reports
 from lightning_jax.gateway.handler import CallHandler
-from lightning_jax.gateway.http import Bodies, listen, openai_errors, reachable_url, refusal
+from lightning_jax.gateway.http import (
+    Bodies,
+    listen,
+    local_url,
+    openai_errors,
+    reachable_url,
+    refusal,
+)
+from lightning_jax.gateway.lease_routes import LeaseRoutes
+from lightning_jax.gateway.leases import LeaseQueue
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.pauses import Pauses
@@ -93,9 +102,10 @@ class Gateway:
         self._reports = Reports(store, self._rollouts.owners, self._meters)
         self._callers = Callers(self.api_key, self._rollouts, responder, routing or Routing())
         self._calls = CallHandler(self._callers, responders, self._reports, self._bodies)
+        self._leases = LeaseRoutes(self._callers, self._bodies)
         self._serve = serve
         self._runner: web.AppRunner | None = None
-        self._url = ""
+        self._url = self._local_url = ""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -106,15 +116,26 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Address of the server, such as http://127.0.0.1:8000. Known once it has started."""
+        """URL of the server for agents, such as http://127.0.0.1:8000. Known once it has started.
+
+        It is `serve.public_url`, or else an address that other machines reach if they may.
+        """
         assert self._url, "the gateway has not started"
         return self._url
+
+    @property
+    def local_url(self) -> str:
+        """URL of the server for this machine."""
+        assert self._local_url, "the gateway has not started"
+        return self._local_url
 
     async def start(self) -> None:
         """Bind the port and serve. Raise GatewayError if the address is not available."""
         on_close = partial(self._meters.count, "closed_connections")
         self._runner = await listen(self._application(), self._serve, on_close)
-        self._url = reachable_url(self._runner.addresses[0])
+        address = self._runner.addresses[0]
+        self._local_url = local_url(address)
+        self._url = (self._serve.public_url or reachable_url(address)).rstrip("/")
         log.info("serving %s at %s", self.model_name, self._url)
 
     async def close(self) -> None:
@@ -127,6 +148,10 @@ class Gateway:
         self._offload.close()
         if self._temporary:
             self._temporary.close()
+
+    def give_work(self, queue: LeaseQueue | None) -> None:
+        """Let workers take the work of this queue."""
+        self._leases.queue = queue
 
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """Return what the rollout's agent needs to call the policy. Raise ValueError if open."""
@@ -168,6 +193,7 @@ class Gateway:
             app.router.add_post(f"{prefix}/v1/traces", self._spans)
         for path in ("/reward", "/v1/reward"):
             app.router.add_post("/rollout/{rollout_url}" + path, self._reward)
+        self._leases.add_to(app)
         # Neither reveals a secret, so neither needs a key.
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)

@@ -57,6 +57,11 @@ class Callers:
             raise _wrong_key("a rollout's or the gateway's")
         return owner
 
+    def check_owner(self, request: web.Request) -> None:
+        """Raise ApiError unless the request has the gateway's own key."""
+        if not self._is_gateways(key_of(request)):
+            raise _wrong_key("the gateway's")
+
     def _is_gateways(self, key: str | None) -> bool:
         # In constant time, so that response times do not reveal how much of a key is right.
         return hmac.compare_digest((key or "").encode(errors="replace"), self.api_key.encode())

@@ -190,10 +190,37 @@ def check_exposure(serve: ServeConfig) -> None:
         )
 
 
-def reachable_url(address: tuple) -> str:
-    """Return the URL of a bound address, on the loopback interface if it is bound to all."""
+def local_url(address: tuple) -> str:
+    """Return the URL of a bound address for this machine: loopback if it is bound to all."""
     host, port = str(address[0]), address[1]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return _url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+
+
+def reachable_url(address: tuple) -> str:
+    """Return the URL of a bound address for other machines, if they can reach it.
+
+    An address that is bound to all interfaces becomes the one that this machine's own connections
+    to other networks would have, or loopback if it has no network.
+    """
+    host, port = str(address[0]), address[1]
+    return _url(_outgoing(host), port) if host in _OUTSIDE else local_url(address)
+
+
+# Addresses outside of any network, by the wildcard address of their family.
+_OUTSIDE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
+
+
+def _outgoing(wildcard: str) -> str:
+    family = socket.AF_INET6 if ":" in wildcard else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as found:
+            found.connect((_OUTSIDE[wildcard], 9))  # sends nothing
+            return str(found.getsockname()[0])
+    except OSError:
+        return "::1" if ":" in wildcard else "127.0.0.1"
+
+
+def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

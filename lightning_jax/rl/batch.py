@@ -46,10 +46,13 @@ class TrainingSequence:
     group: int | None = None
     # Divisor of the logits of the policy that learns. Log-probabilities are at this temperature.
     temperature: float = 1.0
+    teacher_coef: float = 0.0  # weight of the teacher's advantages (rl/distill.py); 0: no teacher
+    teacher_logprobs: tuple[float, ...] = ()  # of the response, by the teacher; (): not scored yet
 
     def __post_init__(self) -> None:
         fill_default(self, "loss_mask", True, like="response_token_ids")
-        check_same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask")
+        scored = ("teacher_logprobs",) if self.teacher_logprobs else ()
+        check_same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask", *scored)
 
 
 @jax.tree_util.register_dataclass
@@ -61,6 +64,15 @@ class StateBatch:
     values: Leaf  # float32 [B, R], of the critic before the step's first update
     returns: Leaf  # float32 [B, R]
     weights: Leaf  # float32 [B, R], 0 where there is no state
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TeacherBatch:
+    """Scores of a batch's targets by a teacher, at the index of the target."""
+
+    logprobs: Leaf  # float32 [B, R], at the temperature of the call
+    coefs: Leaf  # float32 [B, R], weight of the teacher's advantage; 0 where it scored nothing
 
 
 @jax.tree_util.register_dataclass
@@ -108,3 +120,4 @@ class Batch:
     states: Leaf = None  # StateBatch, or None without a critic
     adapters: Leaf = None  # int32 [B], adapter index of each row; None: at most one adapter
     distinct: Leaf = None  # DistinctTargets; None: evaluate the LM head per target
+    teacher: Leaf = None  # TeacherBatch; None: no teacher scored a target

@@ -14,7 +14,14 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.batch import Batch, DistinctTargets, StateBatch, StateValues, TrainingSequence
+from lightning_jax.rl.batch import (
+    Batch,
+    DistinctTargets,
+    StateBatch,
+    StateValues,
+    TeacherBatch,
+    TrainingSequence,
+)
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.packing import Path, PathForest, Row, common_prefix, pack_rows
 from lightning_jax.rl.token_weights import token_weights, weigh_states
@@ -149,7 +156,8 @@ def make_batches(
     has_states = any(sequence.states is not None for sequence in sequences)
     has_adapters = any(sequence.adapter is not None for sequence in sequences)
     is_tempered = any(sequence.temperature != 1.0 for sequence in sequences)
-    empty = functools.partial(_empty_row, config, has_states, has_adapters, is_tempered)
+    is_taught = any(sequence.teacher_logprobs for sequence in sequences)
+    empty = functools.partial(_empty_row, config, has_states, has_adapters, is_tempered, is_taught)
     filled = [_fill_row(empty(), row, kept, paths) for row in rows]
     # Sorting puts rows with similar numbers of pairs together, so their empty head chunks coincide.
     filled.sort(key=_num_distinct, reverse=True)
@@ -175,7 +183,7 @@ def why_dropped(
     num_targets = _num_targets(sequence)
     if num_targets == 0:
         return "all_forced" if sequence.response_token_ids else "empty_response"
-    if skip_zero_advantage and sequence.advantage == 0.0:
+    if skip_zero_advantage and sequence.advantage == 0.0 and not sequence.teacher_coef:
         return "zero_advantage"
     if len(_read_ids(sequence)) > config.row_len:
         return "too_long"
@@ -243,6 +251,9 @@ def _fill_row(
             out.states.values[at] = sequence.states.values
             out.states.returns[at] = sequence.states.returns
             out.states.weights[at] = sequence.states.weight
+        if sequence.teacher_logprobs:
+            out.teacher.logprobs[where] = np.asarray(sequence.teacher_logprobs)[trained]
+            out.teacher.coefs[where] = sequence.teacher_coef
         start += len(trained)
     pairs = np.stack([out.target_nodes[:start], out.target_ids[:start], temperatures[:start]])
     distinct, target_indices = np.unique(pairs, axis=1, return_inverse=True)
@@ -259,7 +270,7 @@ def _num_distinct(row: Batch) -> int:
 
 
 def _empty_row(
-    config: BatchConfig, has_states: bool, has_adapters: bool, is_tempered: bool
+    config: BatchConfig, has_states: bool, has_adapters: bool, is_tempered: bool, is_taught: bool
 ) -> Batch:
     """Build a row that is all padding, with each node a tree of its own."""
 
@@ -288,6 +299,7 @@ def _empty_row(
             of_targets=ints(),
             temperatures=floats() + 1 if is_tempered else None,
         ),
+        teacher=TeacherBatch(floats(), floats()) if is_taught else None,
     )
 
 

@@ -14,6 +14,7 @@ from lightning_jax.schema import (
     Natural,
     NonNegative,
     PathKind,
+    PathOrName,
     Positive,
     Section,
     Share,
@@ -191,6 +192,44 @@ class AlgorithmConfig(Section):
     def needs_old_logprobs(self) -> bool:
         """True if the loss reads the trainer's log-probabilities from before the first update."""
         return self.proximal == "old" or (self.kl_coef > 0 and self.kl_in == "reward")
+
+
+@dataclass(frozen=True)
+class DistillConfig(Section):
+    """Distillation of a teacher into the policy, on the tokens that the policy sampled.
+
+    Advantages are `reward_coef` times those of the rewards plus `coef` times, at each token, the
+    teacher's log-probability less the policy's.
+    """
+
+    # Directory, file or hub id of a model with the policy's vocabulary. None: no teacher.
+    teacher: PathOrName | None = None
+    coef: NonNegative = 1.0  # weight of the teacher's advantages in the first policy step
+    # The same after anneal_steps policy steps, in a straight line from coef. None: coef.
+    final_coef: NonNegative | None = None
+    anneal_steps: Natural = 0
+    reward_coef: NonNegative = 1.0  # weight of the rewards' advantages; 0: the teacher alone
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        anneals = self.final_coef is not None
+        require(
+            self,
+            anneal_steps=(
+                anneals == (self.anneal_steps > 0),
+                "at least 1 with distill.final_coef" if anneals else "0 without distill.final_coef",
+                "conflict",
+            ),
+        )
+
+    def coef_at(self, policy_step: int) -> float:
+        """Return the weight of the teacher's advantages in a policy step, 0 without a teacher."""
+        if self.teacher is None:
+            return 0.0
+        if self.final_coef is None:
+            return self.coef
+        share = min(policy_step / self.anneal_steps, 1.0)
+        return self.coef + share * (self.final_coef - self.coef)
 
 
 # Sizes that `BatchConfig.with_sizes` derives where they are None.

@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from lightning_jax.rl.batch import Batch, StateValues, TrainingSequence
 from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.microbatches import by_sequence
 from lightning_jax.rl.token_weights import num_trained
 from lightning_jax.types import Trajectory
 
@@ -103,15 +104,8 @@ def values_by_call(
     measured: Sequence[Float[np.ndarray, "B R"]],
 ) -> list[tuple[CallValues, ...]]:
     """Return one tuple per trajectory with the values measured at targets of `state_sequences`."""
-    flat: list[CallValues] = [None] * sum(len(t.transitions) for t in trajectories)
-    for batch, values in zip(batches, measured, strict=True):
-        mask = np.asarray(batch.target_mask)
-        calls, found = np.asarray(batch.target_calls)[mask], np.asarray(values)[mask]
-        cuts = np.flatnonzero(np.diff(calls)) + 1  # targets of one call are contiguous, in order
-        for call, part in zip(np.split(calls, cuts), np.split(found, cuts), strict=True):
-            if len(call):
-                flat[call[0]] = tuple(part.tolist())
-    rest = iter(flat)
+    number = sum(len(trajectory.transitions) for trajectory in trajectories)
+    rest = iter(by_sequence(batches, measured, number))
     return [tuple(itertools.islice(rest, len(t.transitions))) for t in trajectories]
 
 

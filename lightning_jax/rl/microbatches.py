@@ -44,6 +44,24 @@ def measure(
     return found
 
 
+def by_sequence(
+    batches: Sequence[Batch], measured: Sequence[Float[np.ndarray, "B R"]], number: int
+) -> list[tuple[float, ...] | None]:
+    """Return what was measured at the targets of each of `number` packed sequences, in order.
+
+    `batches` and `measured` are on the host. A sequence that no row holds has None.
+    """
+    found: list[tuple[float, ...] | None] = [None] * number
+    for batch, values in zip(batches, measured, strict=True):
+        mask = np.asarray(batch.target_mask)
+        indices, kept = np.asarray(batch.target_calls)[mask], np.asarray(values)[mask]
+        cuts = np.flatnonzero(np.diff(indices)) + 1  # targets of a sequence are contiguous
+        for index, part in zip(np.split(indices, cuts), np.split(kept, cuts), strict=True):
+            if len(index):
+                found[index[0]] = tuple(part.tolist())
+    return found
+
+
 def fold_bundle(
     bundle: tuple[Batch, ...],
     count: Int32[Array, ""],

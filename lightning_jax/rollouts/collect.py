@@ -7,17 +7,12 @@ from typing import Any
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.app import Gateway
+from lightning_jax.rollouts.agents import AgentFunction, as_agent
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.failures import FailureWatch
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
-from lightning_jax.rollouts.runner import (
-    AgentFunction,
-    Runner,
-    as_agent,
-    make_requests,
-    run_requests,
-)
+from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.context import flush_process_tracer

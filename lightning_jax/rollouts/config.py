@@ -51,6 +51,13 @@ class AgentConfig(Section):
     # Limits of one program, including all processes it starts. A program above a limit is killed.
     max_processes: Count = 1024
     memory_mib: Positive | None = None  # total resident memory; None: no limit
+    # Processes of this machine that run the agent instead of the trainer's. None: none on a CPU;
+    # where a GPU or TPU serves, one for four cores, at most four.
+    workers: Natural | None = None
+    # Run agents only in workers that `lightning-jax worker` starts, on any machine, and in those of
+    # `workers`.
+    remote_workers: bool = False
+    lease_s: Positive = 30.0  # without a heartbeat, after which a worker's rollouts run elsewhere
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "env", tuple(self.env))

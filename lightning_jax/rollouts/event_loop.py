@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from lightning_jax.rollouts.runner import GRACE_S, Agent, Result
+from lightning_jax.rollouts.agents import GRACE_S, Agent, Result
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)

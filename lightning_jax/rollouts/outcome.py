@@ -7,7 +7,7 @@ import math
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -51,36 +51,26 @@ class LostGateway(Outcome):
     """Failed connection from the agent to the gateway. The gateway decides who is to blame."""
 
 
+@dataclass(frozen=True)
+class NoReward(Outcome):
+    """End of an agent that returned no reward. It is scored if a reward was posted."""
+
+
 def failure(reason: str, detail: str) -> Outcome:
     """Return the outcome of an agent that failed by itself."""
     return Outcome("agent_failure", None, reason, detail)
 
 
-def outcome_of(
-    result: Any,
-    posted: float | None = None,
-    config: RolloutConfig | None = None,
-    *,
-    needs_reward: bool = True,
-) -> Outcome:
+def outcome_of(result: Any, config: RolloutConfig | None = None) -> Outcome:
     """Return the outcome for an agent's return value: its reward and metrics, or a failure.
 
-    If the value has no reward, use `posted`. If that is None as well, the agent has failed, or
-    without `needs_reward` the reward is 0. Metrics beyond `rollout.max_metrics`, or with a name
-    longer than MAX_METRIC_NAME, are left out and counted as `dropped_metrics`.
+    Metrics beyond `rollout.max_metrics`, or with a name longer than MAX_METRIC_NAME, are
+    left out and counted as `dropped_metrics`.
     """
     config = config or RolloutConfig()
     reward = result.get("reward") if isinstance(result, Mapping) else result
-    reward = posted if reward is None else reward
-    if reward is None and not needs_reward:
-        reward = 0.0
-    if reward is None:
-        return failure(
-            "no_reward",
-            f"the agent returned {repr(result)[:200]} and posted no reward; expected a number",
-        )
-    value = finite(reward)
-    if value is None or abs(value) > config.max_abs_reward:
+    value = None if reward is None else finite(reward)
+    if reward is not None and (value is None or abs(value) > config.max_abs_reward):
         limit = f" between -{config.max_abs_reward:g} and {config.max_abs_reward:g}"
         return _bad("reward", reward, f"number{limit} (rollout.max_abs_reward)")
     measured = dict(result) if isinstance(result, Mapping) else {}
@@ -94,7 +84,25 @@ def outcome_of(
             metrics[_storable(name)] = number
     if len(metrics) < len(measured):
         metrics[DROPPED_METRICS] = float(len(measured) - len(metrics))
+    if value is None:
+        shown = _storable(repr(result)[:200])
+        detail = f"the agent returned {shown} and posted no reward; expected a number"
+        return NoReward("agent_failure", None, "no_reward", detail, metrics)
     return Outcome("scored", value, metrics=metrics)
+
+
+def with_posted(outcome: Outcome, posted: float | None, *, needs_reward: bool = True) -> Outcome:
+    """Return the outcome with the reward that was posted, if the agent returned none.
+
+    If none was posted either, the agent has failed, or without `needs_reward` the reward is 0.
+    """
+    if not isinstance(outcome, NoReward):
+        return outcome
+    if posted is None and not needs_reward:
+        posted = 0.0
+    if posted is None:
+        return replace(outcome, metrics={})
+    return Outcome("scored", posted, metrics=outcome.metrics)
 
 
 def outcome_of_error(error: BaseException, llm: LLM) -> Outcome:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_jax.loading import find_program, load_function
+from lightning_jax.rollouts.agents import Agent, Result, load_agent
 from lightning_jax.rollouts.config import AgentConfig, require_agent
 from lightning_jax.rollouts.process import Ended, Limits, run_program
-from lightning_jax.rollouts.runner import Agent, Result, load_agent
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import original_limit
 from lightning_jax.traces.context import trace_headers

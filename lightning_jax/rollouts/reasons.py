@@ -73,6 +73,21 @@ REASONS = {
     "NotStarted": Reason(
         "infrastructure", "a program cannot be started any more", "check memory and open files"
     ),
+    "worker_lost": Reason(
+        "infrastructure",
+        "a worker died, or sent no heartbeat for `agent.lease_s`",
+        "the rollout is tried on another worker; look at what the worker printed",
+    ),
+    "worker_stopped": Reason(
+        "infrastructure",
+        "a worker was stopped and gave the rollout back",
+        "nothing: the rollout is tried on another worker",
+    ),
+    "path_not_found": Reason(
+        "infrastructure",
+        "a worker does not see a path in the task",
+        "mount or copy it to the worker's machine at the same path",
+    ),
     "stop": Reason(
         "nobody",
         "the run was stopped (Ctrl-C, SIGTERM) while the rollout ran",

@@ -12,15 +12,13 @@ gateway is an agent failure if the agent gave up a call that the gateway was wor
 """
 
 import asyncio
-import copy
-import functools
-import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -28,7 +26,7 @@ from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
 from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.sessions import derive_seed
-from lightning_jax.loading import load_function
+from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import (
     DEADLINE,
@@ -37,12 +35,11 @@ from lightning_jax.rollouts.outcome import (
     LostGateway,
     Outcome,
     failure,
-    outcome_of,
-    outcome_of_error,
+    with_posted,
 )
 from lightning_jax.rollouts.scoring import Scorer
-from lightning_jax.rollouts.servers import Opened, OwnServer, RolloutServer
-from lightning_jax.settings import ConfigError
+from lightning_jax.rollouts.servers import GatewayServer, Opened, RolloutServer
+from lightning_jax.rollouts.workers import Execute, Workers
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import below
 from lightning_jax.traces.store import CRASH, STOP, Store
@@ -50,14 +47,8 @@ from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 10.0  # time for a cancelled agent to end its programs
 TICK_S = 0.5  # resolution of a deadline; longer stalls of the event loop do not count
 STANDSTILL_S = 1.0  # clients may give up on a server that stalled for this long
-
-# A reward, or a mapping with "reward" and other numbers, which are stored and averaged.
-Result = float | Mapping[str, float] | None
-Agent = Callable[[Task, LLM], Awaitable[Result]]
-AgentFunction = Callable[[Task, LLM], Any]  # plain or a coroutine function
 
 
 @dataclass(frozen=True)
@@ -107,51 +98,6 @@ def make_requests(
         for task_index, task in enumerate(tasks, first_index)
         for index in range(group_size)
     ]
-
-
-def load_agent(reference: str, options: Mapping[str, Any] | None = None) -> Agent:
-    """Return the agent that `FILE:FUNCTION` names. Raises ConfigError if there is none."""
-    return as_agent(load_function(reference), options)
-
-
-def as_agent(function: Any, options: Mapping[str, Any] | None = None) -> Agent:
-    """Return a coroutine function; a plain function is called in a thread.
-
-    Raises ConfigError if it cannot be called with a task, an LLM and the options by name.
-    """
-    if not callable(function):
-        raise ConfigError(
-            f"the agent is {function!r}; pass a function (task, llm) that returns the reward",
-            reason="not_callable",
-            key="agent",
-        )
-    try:
-        inspect.signature(function).bind(None, None, **(options or {}))
-    except TypeError as error:
-        added = f" and agent.options ({', '.join(options)})" if options else ""
-        raise ConfigError(
-            f"the agent {function!r} cannot be called with (task, llm){added}: {error}",
-            reason="wrong_signature",
-            key="agent.options" if options else "agent",
-        ) from error
-    except ValueError:  # a builtin may have no signature
-        pass
-    if options:
-        function = functools.partial(function, **options)
-    if inspect.iscoroutinefunction(function):
-        return function
-
-    def call(task: Task, llm: LLM) -> Any:
-        try:
-            return function(task, llm)
-        except StopIteration as error:  # a future cannot hold StopIteration
-            raise RuntimeError("the agent raised StopIteration") from error
-
-    async def agent(task: Task, llm: LLM) -> Result:
-        result = await asyncio.to_thread(call, task, llm)
-        return await result if inspect.isawaitable(result) else result
-
-    return agent
 
 
 async def run_requests(
@@ -206,9 +152,12 @@ class TooManyFailures(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Runner:
-    """Executor of single rollouts against the gateway, with retries. Results go to its store."""
+    """Executor of single rollouts against the gateway, with retries. Results go to its store.
 
-    agent: Agent
+    Rollouts run in workers, or `agent` runs in this process.
+    """
+
+    agent: Agent | Workers
     gateway: Gateway
     config: RolloutConfig
     seed: int
@@ -219,7 +168,7 @@ class Runner:
     server: RolloutServer = field(init=False)
 
     def __post_init__(self) -> None:
-        server = OwnServer(self.gateway) if self.at is None else self.at
+        server = GatewayServer(self.gateway) if self.at is None else self.at
         object.__setattr__(self, "server", server)
         object.__setattr__(self, "gate", asyncio.Semaphore(self.config.concurrency))
         object.__setattr__(self, "idle", IdleClock())
@@ -255,7 +204,10 @@ class Runner:
         while True:
             attempt += 1
             try:
-                rollout = await self._attempt(request, attempt, draw=attempt - num_lost)
+                async with self._executor() as execute:
+                    rollout = await self._attempt(
+                        request, attempt, execute, draw=attempt - num_lost
+                    )
             except asyncio.CancelledError:
                 stopped = request.rollout(attempt).rollout_id
                 await self.store.in_order(self.store.abandon_running, STOP, stopped)
@@ -265,14 +217,23 @@ class Runner:
             log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
             await asyncio.sleep(self._retry_delay_s(rollout))
 
-    async def _attempt(self, request: RolloutRequest, attempt: int, *, draw: int) -> Rollout:
+    def _executor(self) -> AbstractAsyncContextManager[Execute]:
+        """Return the context of an attempt, which waits until the agent can run."""
+        if isinstance(self.agent, Workers):
+            return self.agent.reserve(self.config)
+        return nullcontext(partial(_run_here, self.agent, self.config))
+
+    async def _attempt(
+        self, request: RolloutRequest, attempt: int, execute: Execute, *, draw: int
+    ) -> Rollout:
         rollout = request.rollout(attempt)
         await self.store.in_order(self.store.add_rollout, rollout, request.task)
         opened = await self.server.open(self._settings(rollout, draw), rollout.group_id)
         clock = _Clock()
         try:
             await self.store.in_order(self.store.set_status, rollout.rollout_id, "running")
-            outcome = await self._outcome(opened, rollout.rollout_id, request.task, clock)
+            running = partial(execute, rollout.rollout_id, request.task, opened.llm)
+            outcome = await self._outcome(opened, rollout.rollout_id, running, clock)
         except BaseException:
             await self.server.close(rollout.rollout_id)
             raise
@@ -296,37 +257,30 @@ class Runner:
         self.store.set_status(rollout_id, **outcome.fields)
 
     async def _outcome(
-        self, opened: Opened, rollout_id: str, task: Task, clock: "_Clock"
+        self,
+        opened: Opened,
+        rollout_id: str,
+        execute: Callable[[], Coroutine[Any, Any, Outcome]],
+        clock: "_Clock",
     ) -> Outcome:
         """Return the outcome according to the agent, whose spans become children of the root span.
 
         The agent runs in its own task. Even if it exits or cancels itself, only its rollout ends.
         """
         with below(opened.root):
-            running = asyncio.create_task(self._agent_outcome(rollout_id, task, opened.llm))
+            running = asyncio.create_task(execute())
         try:
             late = not await clock.wait(
                 running, self.config.timeout_s, self.gateway.pauses, opened.loss
             )
         finally:
             if not running.done():
-                await _end(running, rollout_id)
+                await end_agent(running, rollout_id)
         if late:
             return failure(DEADLINE, f"the agent ran longer than {self.config.timeout_s:g} s")
-        if running.cancelled():
-            return failure("CancelledError", "the agent cancelled itself")
-        return running.result()
-
-    async def _agent_outcome(self, rollout_id: str, task: Task, llm: LLM) -> Outcome:
-        try:
-            result = await self.agent(_copied(task), llm)
-            posted = await self.server.posted_reward(rollout_id)
-            needs_reward = self.scorer is None or self.scorer.needs_agent_reward
-            return outcome_of(result, posted, self.config, needs_reward=needs_reward)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # noqa: BLE001  (foreign code: fails only its rollout)
-            return outcome_of_error(error, llm)
+        posted = await self.server.posted_reward(rollout_id)
+        needs_reward = self.scorer is None or self.scorer.needs_agent_reward
+        return with_posted(ended_outcome(running), posted, needs_reward=needs_reward)
 
     def _retry_delay_s(self, rollout: Rollout) -> float:
         """Return the wait before the next attempt: doubled each time, plus up to half at random."""
@@ -349,6 +303,12 @@ class Runner:
             max_spans=self.config.max_spans,
             max_spans_mib=self.config.max_spans_mib,
         )
+
+
+async def _run_here(
+    agent: Agent, config: RolloutConfig, rollout_id: str, task: Task, llm: LLM
+) -> Outcome:
+    return await run_agent(agent, task, llm, config)
 
 
 class IdleClock:
@@ -418,30 +378,3 @@ def _blamed(outcome: Outcome, traffic: Traffic, clock: _Clock, timeout_s: float)
     if isinstance(outcome, LostGateway) and gave_up and not traffic.unanswered:
         return replace(outcome, status="agent_failure")
     return outcome
-
-
-async def _end(agent: asyncio.Task[Any], rollout_id: str) -> None:
-    """Cancel an agent and wait up to GRACE_S for its cleanup."""
-    agent.cancel()
-    await asyncio.wait({agent}, timeout=GRACE_S)
-    if not agent.done():
-        log.warning(
-            "%s: the agent still runs %g s after it was cancelled, and its calls are refused; an "
-            "agent that catches CancelledError must raise it again",
-            rollout_id,
-            GRACE_S,
-        )
-
-
-def _copied(task: Task) -> Task:
-    """Return a copy of the task that the rollout may change.
-
-    Values that cannot be copied are shared.
-    """
-    copies = {}
-    for name, value in task.items():
-        try:
-            copies[name] = copy.deepcopy(value)
-        except Exception:  # noqa: BLE001  (a lock, a connection, a custom __deepcopy__)
-            copies[name] = value
-    return copies

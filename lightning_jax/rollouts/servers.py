@@ -39,7 +39,7 @@ class RolloutServer(Protocol):
 
 
 @dataclass(frozen=True)
-class OwnServer:
+class GatewayServer:
     """The run's own gateway as the server of its rollouts."""
 
     gateway: Gateway

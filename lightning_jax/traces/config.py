@@ -3,9 +3,8 @@
 import re
 from dataclasses import dataclass, field
 from typing import Literal
-from urllib.parse import urlsplit
 
-from lightning_jax.schema import Finite, FinitePositive, Section, require
+from lightning_jax.schema import Finite, FinitePositive, Section, is_plain_url, require
 
 Fact = Literal[
     "tool_error",
@@ -44,9 +43,6 @@ class RoleConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        url = urlsplit(self.served_by)
-        is_url = url.scheme in ("http", "https")
-        is_plain = not (url.username or url.password or url.query or url.fragment)
         require(
             self,
             agent=(
@@ -55,7 +51,7 @@ class RoleConfig(Section):
             ),
             system=(_compiles(self.system), "a regular expression"),
             served_by=(
-                self.served_by in SERVED_BY or (is_url and is_plain),
+                self.served_by in SERVED_BY or is_plain_url(self.served_by),
                 "policy, initial or the http(s) URL of a server, without a user, query or fragment",
             ),
             policy=(

@@ -177,8 +177,8 @@ class Store:
         try:
             _insert_spans(self._db, rows)
         except sqlite3.Error:  # perhaps of one job only
-            for job, own in sound:
-                job.run(partial(self._add_rows, own))
+            for job, job_rows in sound:
+                job.run(partial(self._add_rows, job_rows))
                 self._check_open(job)
 
     def _check_open(self, job: Job) -> None:
@@ -433,10 +433,6 @@ class Store:
                     ).fetchone()
                     num_taken += recorded is None or recorded[:-1] != row[:-2]
         return are_new, num_taken
-
-    async def record(self, rollout_id: str | None, *spans: Span) -> None:
-        """Return once `add_span` has stored the spans."""
-        await self.in_order(self.add_span, rollout_id, *spans)
 
     async def record_posted(self, rollout_id: str, spans: Sequence[Span]) -> tuple[list[bool], int]:
         """Return what `add_posted_spans` returns, once it has stored the spans."""

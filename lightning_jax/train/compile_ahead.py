@@ -16,8 +16,9 @@ class CompileAhead:
     """Thread that compiles the programs of a replica's next update.
 
     They are those of the shapes in the settings, so an update compiles nothing. Do nothing if an
-    update spans several processes, reads a critic or a reference, or none is left to do. The exit
-    of the interpreter waits for the thread, because JAX crashes if a compilation is interrupted.
+    update spans several processes, reads a critic, a reference or a teacher, or none is left to do.
+    The exit of the interpreter waits for the thread, because JAX crashes if a compilation is
+    interrupted.
     """
 
     def __init__(self, replica: Replica, num_updates: int) -> None:
@@ -25,6 +26,7 @@ class CompileAhead:
         self._thread = threading.Thread(target=self._compile, name="compile-ahead")
         algorithm = replica.config.algorithm
         reads_more = algorithm.has_critic or algorithm.has_reference
+        reads_more |= replica.config.distill.teacher is not None
         self._is_useful = num_updates > 0 and not reads_more and jax.process_count() == 1
 
     def start(self) -> None:

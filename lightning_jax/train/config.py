@@ -9,7 +9,7 @@ from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, policy_indices
-from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, DistillConfig, OptimizerConfig
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, scopes_of
 from lightning_jax.rollouts.config import (
     INITIAL,
@@ -266,6 +266,7 @@ class Config(Section):
     # Components of a rollout's reward, by name; empty: what the agent returned.
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
@@ -292,6 +293,13 @@ class Config(Section):
         check_rewards(self.rewards, self.policies)
         _check_initial(self.initial_users, self.policies, self.model)
         check_ahead(self.rollout, self.algorithm)
+        if self.distill.teacher is not None and self.algorithm.loss in ("dpo", "raft"):
+            raise InvalidValue(
+                f"distill.teacher is {self.distill.teacher!r} and algorithm.loss is "
+                f"{self.algorithm.loss}, which has advantages of its own; set it to clip.",
+                reason="conflict",
+                key="distill.teacher",
+            )
         if self.policies and self.serve.orchestrator != "native":
             raise InvalidValue(
                 f"serve.orchestrator is {self.serve.orchestrator!r}, which does not support "

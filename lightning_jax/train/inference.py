@@ -16,21 +16,16 @@ from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.formats.load import LoadedModel, load_configured, load_like
 from lightning_jax.models.lora import merged, overlay, trained_part
 from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.rollouts.agents import AgentFunction
 from lightning_jax.rollouts.collect import wait_for_spans, with_ids
 from lightning_jax.rollouts.failures import FailureWatch
 from lightning_jax.rollouts.judge import judge_roles
 from lightning_jax.rollouts.metrics import eval_metrics, eval_metrics_by
-from lightning_jax.rollouts.program import make_agent
-from lightning_jax.rollouts.runner import (
-    AgentFunction,
-    Runner,
-    as_agent,
-    make_requests,
-    run_requests,
-)
+from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.store import Store, TemporaryStore
+from lightning_jax.train.agent_choice import choose_agent
 from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import find_weights
@@ -110,7 +105,7 @@ async def evaluate(
     source = PolicySource(run_dir=None if run_dir is None else Path(run_dir))
     tasks = with_ids(tasks)
     with closing(TemporaryStore()) as store:
-        async with open_runner(config, source, store, agent=agent) as runner:
+        async with open_runner(config, source, store, tasks, agent=agent) as runner:
             rollouts = await run_tasks(runner, tasks, "eval", 0, repeats)
         FailureWatch(store).observe(rollouts, "the evaluation")
     repeated = [task for task in tasks for _ in range(repeats)]
@@ -119,14 +114,20 @@ async def evaluate(
 
 @asynccontextmanager
 async def open_runner(
-    config: Config, source: PolicySource, store: Store, *, agent: AgentFunction | None = None
+    config: Config,
+    source: PolicySource,
+    store: Store,
+    tasks: Sequence[Task],
+    *,
+    agent: AgentFunction | None = None,
 ) -> AsyncIterator[Runner]:
     """Yield a runner of the agent whose calls `source` answers, recorded in the store.
 
-    `agent` is by default the one that `config` names. Everything but the store is closed at the
-    end. Raises UserError if the agent, the policy or the server's settings are unusable.
+    It is for these tasks. `agent` is by default the one that `config` names. Everything but the
+    store is closed at the end. Raises UserError if the agent, the policy or the server's settings
+    are unusable.
     """
-    made = make_agent(config.agent) if agent is None else as_agent(agent, config.agent.options)
+    made = choose_agent(config.agent, agent, tasks)
     if source.server is not None:
         remote = RemoteEngine(source.label(config), config.serve)
         gateway = Gateway(remote, store, routing=remote_routing(config.roles, source.server))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_jax.rl.config import Choice
+from lightning_jax.rollouts.fingerprint import file_digest
 from lightning_jax.settings import ConfigError, changed_keys, save_config
 from lightning_jax.system.files import write_whole
 from lightning_jax.traces.store import CRASH, Store
@@ -28,11 +29,12 @@ log = logging.getLogger(__name__)
 HARMLESS = (
     "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency",
     "rollout.retry_delay_s", "rollout.max_retry_delay_s", "rollout.ahead", "mesh.", "distributed.",
-    "cluster.", "agent.max_processes", "agent.memory_mib", "metrics.",
+    "cluster.", "agent.max_processes", "agent.memory_mib", "agent.workers", "agent.remote_workers",
+    "agent.lease_s", "metrics.",
 )  # fmt: skip
 
 # Settings that affect a step's update but not the rollouts of existing weights.
-LEARNING = ("optimizer.", "algorithm.", "batch.", "warmup.", "rewards.", "model.remat")
+LEARNING = ("optimizer.", "algorithm.", "distill.", "batch.", "warmup.", "rewards.", "model.remat")
 
 
 def find_changes(config: Config, sources: dict[str, str]) -> list[str]:
@@ -115,7 +117,7 @@ def digests(
     else:
         named |= {f"agent.command's {word}": Path(word) for word in agent.command}
     found = {
-        f"{name} (its file)": hashlib.sha256(path.read_bytes()).hexdigest()
+        f"{name} (its file)": file_digest(path)
         for name, path in named.items()
         if path is not None and path.is_file()
     }

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.rl.distill import mix
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.system.files import write_whole
@@ -181,6 +182,11 @@ class Run:
             policy_version=self.step,
             values=values,
         )
+        distill = self.config.distill
+        if distill.teacher is not None:
+            coef = distill.coef_at(self.step - self.config.warmup.num_steps)
+            sequences = mix(sequences, coef=coef, reward_coef=distill.reward_coef)
+            metrics["train/teacher_coef"] = coef
         return sequences, metrics | of_data | {"time/prepare_s": time.monotonic() - prepared}
 
     async def _learn(self, sequences: Sequence[TrainingSequence]) -> Metrics:

@@ -1,4 +1,4 @@
-"""What serves a run: engines of its own process, or samplers in a cluster."""
+"""Servers of a run: engines of its own process, or samplers in a cluster."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager

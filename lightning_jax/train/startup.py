@@ -18,15 +18,17 @@ from lightning_jax.models.formats.load import LoadedModel, load_configured
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.rl.choices import load_choices
+from lightning_jax.rollouts.agents import Agent, AgentFunction
 from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.event_loop import isolate_agent
-from lightning_jax.rollouts.program import make_agent
-from lightning_jax.rollouts.runner import Agent, AgentFunction, Runner, as_agent
+from lightning_jax.rollouts.local_workers import open_workers
+from lightning_jax.rollouts.runner import Runner
 from lightning_jax.rollouts.scoring import make_scorer
 from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.traces.store import Store
+from lightning_jax.train.agent_choice import LocalWorkers, choose_agent
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import LOCK, SETTINGS, STORE
 from lightning_jax.train.groups import untaken_ids
@@ -59,9 +61,9 @@ async def open_run(
     """
     _check_serving(config)
     check_sinks(config.metrics.sinks)
-    made = make_agent(config.agent) if agent is None else as_agent(agent, config.agent.options)
-    algorithm = load_choices(config.algorithm)
     train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
+    made = choose_agent(config.agent, agent, (*train_tasks, *dev_tasks))
+    algorithm = load_choices(config.algorithm)
     directory = Path(config.run_dir)
     async with AsyncExitStack() as at_end:  # last in, first out
         at_end.enter_context(_locked(directory))  # before loading the model, which takes long
@@ -94,12 +96,12 @@ async def open_run(
 async def open_service(
     gateway: Gateway,
     engines: Sequence[Engine],
-    agent: Agent,
+    agent: Agent | LocalWorkers,
     config: Config,
     num_requests: int = 1,
     server: RolloutServer | None = None,
 ) -> AsyncIterator[Runner]:
-    """Start the engines and the gateway, and yield a runner of the agent.
+    """Start the engines and the gateway, and yield a runner of the agent, here or in workers.
 
     Engines begin to compile what `num_requests` need that arrive together. All are closed at the
     end.
@@ -108,8 +110,13 @@ async def open_service(
         for engine in engines:
             at_end.callback(engine.close)
         at_end.push_async_callback(gateway.close)
-        isolated = await at_end.enter_async_context(isolate_agent(agent))
+        isolated = None
+        if not isinstance(agent, LocalWorkers):
+            isolated = await at_end.enter_async_context(isolate_agent(agent))
         await gateway.start()
+        if isinstance(agent, LocalWorkers):
+            workers = open_workers(config.agent, agent.number, gateway, config.rollout)
+            isolated = await at_end.enter_async_context(workers)
         for engine in engines:
             engine.start(num_requests)
         at_end.enter_context(freeze_objects())

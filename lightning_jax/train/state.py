@@ -6,6 +6,7 @@ them. `multihost.Leader` ensures that. A run of one process has only the leader'
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from lightning_jax.models.reshard import reshard
 from lightning_jax.models.sharding import param_shardings, serving_mesh, to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.rl.distill import teacher_metrics, waits_for_teacher, with_scores
 from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.multi_policy.scope import PolicyScope, pack, unpack
 from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, sequences_of
@@ -32,6 +34,7 @@ from lightning_jax.rl.updater import NO_MOMENTS, Updater
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import CHECKPOINTS
+from lightning_jax.train.teacher import load_teacher
 from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Metrics, Trajectory
 
@@ -69,6 +72,7 @@ class Replica:
         self.states = self._restore() or self._first_states()
         self.checkpointer.warn_of_disk(pack(self.scopes, self.states))
         self.reference = self._first_reference()
+        self.teacher = load_teacher(config, model)
 
     def share_devices(self, engines: Sequence[Engine]) -> None:
         """With `rollout.ahead`, take turns with engines on the trainer's devices in an update.
@@ -125,9 +129,25 @@ class Replica:
 
     def _update(self, scope: PolicyScope, sequences: Sequence[TrainingSequence]) -> Metrics:
         index, mine = scope.index, sequences_of(scope, sequences)
+        mine, scored = self._scored(mine)
         state, metrics = self.learner.update(self.states[index], mine, self.reference[index])
         self.states[index] = state
-        return metrics
+        return metrics | scored
+
+    def _scored(
+        self, sequences: Sequence[TrainingSequence]
+    ) -> tuple[Sequence[TrainingSequence], Metrics]:
+        """Return (the sequences with the teacher's scores, metrics), without a teacher as is."""
+        waiting = [item for item in sequences if waits_for_teacher(item)]
+        if self.teacher is None or not waiting:
+            return sequences, {}
+        started = time.monotonic()
+        scores = self.teacher.score(waiting)
+        scored = with_scores(sequences, scores)
+        return scored, teacher_metrics(scored) | {
+            "train/without_teacher": float(scores.count(None)),
+            "time/teacher_s": time.monotonic() - started,
+        }
 
     def advance(self) -> None:
         """Go to the next step.

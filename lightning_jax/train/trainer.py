@@ -28,8 +28,9 @@ from typing import Any
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from lightning_jax.rollouts.agents import AgentFunction
 from lightning_jax.rollouts.failures import BrokenAgent
-from lightning_jax.rollouts.runner import AgentFunction, TooManyFailures
+from lightning_jax.rollouts.runner import TooManyFailures
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import limit_of_files, number_free
 from lightning_jax.system.threads import run_in_thread

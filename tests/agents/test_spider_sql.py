@@ -14,7 +14,7 @@ import spider_sql
 from coded import raises_coded
 from scripted_server import serving
 
-from lightning_jax.rollouts.runner import load_agent
+from lightning_jax.rollouts.agents import load_agent
 from lightning_jax.settings import ConfigError
 
 GOLD = "SELECT name FROM pet WHERE kind = 'dog'"

@@ -20,9 +20,10 @@ def test_an_address_that_is_none(address: str) -> None:
 
 
 def test_samplers_and_an_address_need_each_other() -> None:
-    for settings in ({"address": "auto"}, {"samplers": 1}):
-        with raises_coded(FieldError, "conflict", "samplers"):
-            ClusterConfig(**settings)
+    with raises_coded(FieldError, "conflict", "samplers"):
+        ClusterConfig(address="auto")
+    with raises_coded(FieldError, "conflict", "samplers"):
+        ClusterConfig(samplers=1)
 
 
 def test_resources_and_variables_are_checked() -> None:

@@ -14,16 +14,10 @@ from log_events import events, records
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.rollouts import event_loop
+from lightning_jax.rollouts.agents import Agent, Result, load_agent
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.event_loop import PATIENCE, isolate_agent, watched_loop
-from lightning_jax.rollouts.runner import (
-    Agent,
-    Result,
-    Runner,
-    load_agent,
-    make_requests,
-    run_requests,
-)
+from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import LLM, Rollout, Task

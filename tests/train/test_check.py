@@ -50,6 +50,7 @@ def test_what_can_be_told_without_jax_is_told_before_it_is_imported(project: Pat
         ["train", "config.yaml", "run_dir=file"],
         ["train", "config.yaml", "model.name=./gone"],
         ["train", "config.yaml", "model.chat_template=gone.jinja"],
+        ["worker", "config.yaml", "--server", "http://127.0.0.1:9", "--key", "k"],
         ["plan", "nothing.yaml"],
         ["plan", "config.yaml", "model.name=gone.gguf"],
         ["view", "nothing"],

@@ -54,7 +54,8 @@ async def test_each_policy_of_a_run_answers_its_role(trained: Path) -> None:
     calls = {}
     with closing(TemporaryStore()) as store:
         for step, source in enumerate((PolicySource(run_dir=trained / "run"), PolicySource())):
-            async with open_runner(config, source, store, agent=toy_agent.three_policies) as runner:
+            agent = toy_agent.three_policies
+            async with open_runner(config, source, store, [task], agent=agent) as runner:
                 (rollout,) = await run_tasks(runner, [task], "eval", step, 1)
             assert rollout.status == "scored", rollout
             found, _ = spans_to_transitions(store.spans(rollout.rollout_id))

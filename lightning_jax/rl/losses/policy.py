@@ -13,6 +13,7 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.choices import check_shape, choose, wrong_result
 from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.losses.distill import teacher_advantages
 from lightning_jax.rl.losses.ratios import (
     CORRECTIONS,
     importance_ratio,
@@ -46,9 +47,9 @@ def policy_loss(
     first update. c is the off-policy correction.
 
     With `kl_in` "reward" the KL lowers the advantages instead. Each token pays for itself and for
-    the later tokens of its call. `entropy` is in nats, and an entropy bonus needs its gradient.
-    Values where the mask is False are ignored. Raises ValueError if a coefficient is above 0 and
-    its input is missing.
+    the later tokens of its call. A teacher's scores, if the batch has any, raise or lower them too.
+    `entropy` is in nats, and an entropy bonus needs its gradient. Values where the mask is False
+    are ignored. Raises ValueError if a coefficient is above 0 and its input is missing.
     """
     _check_given(algorithm, ref_logprobs, entropy)
     mask = batch.target_mask
@@ -67,6 +68,8 @@ def policy_loss(
         else:  # a reward is fixed for the step, so it uses the old policy
             cost = kl_estimate(reference - old, algorithm.kl_estimator)
             advantages = advantages - algorithm.kl_coef * sums_to_go(cost, batch.target_calls)
+    if batch.teacher is not None:
+        advantages = advantages + teacher_advantages(logprobs, batch.teacher)
     proximal = behavior if algorithm.proximal == "behavior" else old
     found = _token_loss(LossInputs(logprobs, logprobs - proximal, advantages, batch), algorithm)
     token_loss = found.token_loss

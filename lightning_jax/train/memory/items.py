@@ -9,6 +9,7 @@ from lightning_jax.engine.cache.pages import PageCopier
 from lightning_jax.engine.cache.radix import PAGE
 from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.models.attention.kv_cache import row_length
+from lightning_jax.models.formats.load import load_shape
 from lightning_jax.models.lora import frozen_part, trained_part
 from lightning_jax.models.memory import (
     activation_bytes,
@@ -70,6 +71,11 @@ def state_items(
         without = "algorithm.loss to clip" if algorithm.loss == "dpo" else "algorithm.kl_coef to 0"
         reference = MemoryItem("reference policy", weights, f"Set {without}")
         items.append(reference.times(num_trained))
+    if config.distill.teacher is not None:
+        teacher = weight_bytes(
+            load_shape(config.distill.teacher), mesh, jnp.dtype(config.model.dtype)
+        )
+        items.append(MemoryItem("teacher", teacher, "Set distill.teacher to a smaller model"))
     return items
 
 

@@ -1,0 +1,115 @@
+"""Workers on the run's own machine: processes that are started again if they die.
+
+They end with the run, also if it is killed.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_jax.errors import UserError
+from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.leases import LeaseQueue
+from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
+from lightning_jax.rollouts.fingerprint import fingerprint
+from lightning_jax.rollouts.workers import Workers
+from lightning_jax.settings import ConfigError
+from lightning_jax.system.child_process import ChildProcess
+
+log = logging.getLogger(__name__)
+
+CHILD = Path(__file__).with_name("worker_child.py")
+END_S = 10.0  # for a worker to end its agents
+QUICK_S = 10.0  # a worker that ends sooner has hardly worked
+MAX_QUICK = 5  # such ends in a row before the run gives up
+MAX_DELAY_S = 30.0  # before a worker is started again
+
+
+@asynccontextmanager
+async def open_workers(
+    agent: AgentConfig, number: int, gateway: Gateway, config: RolloutConfig
+) -> AsyncIterator[Workers]:
+    """Yield the workers of a run, `number` of them on this machine, while this context is open.
+
+    Further ones may join. The gateway must have started.
+    """
+    queue = LeaseQueue(fingerprint(agent), agent.lease_s)
+    gateway.give_work(queue)
+    settings = {
+        "agent": asdict(agent),
+        "url": gateway.local_url,
+        "key": gateway.api_key,
+        "concurrency": math.ceil(config.concurrency / max(number, 1)),
+        "sys_path": sys.path,
+    }
+    names = [f"local-{index}" for index in range(number)]
+    hint = (
+        f"no worker has asked for a rollout for 30 s; start one with: lightning-jax worker "
+        f"--server {gateway.url} --key KEY, where KEY is serve.api_key"
+    )
+    async with queue.opened():
+        keeping = [asyncio.create_task(_keep({**settings, "name": n}, queue)) for n in names]
+        try:
+            yield Workers(queue, "" if number else hint)
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+
+
+async def _keep(settings: dict[str, Any], queue: LeaseQueue) -> None:
+    """Run a worker, and start it again whenever it ends."""
+    name, num_quick = settings["name"], 0
+    while True:
+        started = time.monotonic()
+        status, error = await _run(settings)
+        queue.drop(name, f"ended with exit status {status}")
+        if error is not None:
+            queue.fail(ConfigError(error["message"], reason=error["reason"], key=error["key"]))
+            return
+        num_quick = num_quick + 1 if time.monotonic() - started < QUICK_S else 0
+        if num_quick == MAX_QUICK:
+            queue.fail(
+                UserError(
+                    f"worker {name} of this machine ended {MAX_QUICK} times in a row soon after "
+                    f"its start, the last time with exit status {status}; read what it printed, "
+                    "or set agent.workers=0.",
+                    reason="worker_ended",
+                    key=name,
+                )
+            )
+            return
+        log.warning(
+            "worker %s ended with exit status %d; starting it again",
+            name,
+            status,
+            extra={"event": "worker_ended", "worker": name, "status": status},
+        )
+        await asyncio.sleep(min(2.0**num_quick - 1, MAX_DELAY_S))
+
+
+async def _run(settings: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
+    """Return a worker's exit status, and its error if it cannot run the agent.
+
+    If cancelled, end it.
+    """
+    child, received = ChildProcess(["-P", str(CHILD)], end_s=END_S), bytearray()
+    try:
+        child.socket.setblocking(False)
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ConnectionError):  # it died
+            await loop.sock_sendall(child.socket, json.dumps(settings).encode() + b"\n")
+            while chunk := await loop.sock_recv(child.socket, 4096):
+                received += chunk
+    finally:
+        status = await child.end_async()
+    return status, json.loads(received) if received else None

@@ -1,0 +1,238 @@
+"""Worker: takes rollouts from a run's server over HTTP, and runs the agent on them.
+
+It needs neither JAX nor the model. An agent is loaded once and runs on many rollouts at once.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import random
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from lightning_jax.errors import UserError
+from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
+from lightning_jax.rollouts.event_loop import isolate_agent
+from lightning_jax.rollouts.leased_work import LeasedWork, as_report, missing_path, stopped
+from lightning_jax.rollouts.outcome import Outcome
+from lightning_jax.traces.context import OpenSpan, below, flush_process_tracer, parent_in
+
+log = logging.getLogger(__name__)
+
+TAKE_TIMEOUT_S = 60.0  # the server answers within 20 s
+CALL_TIMEOUT_S = 10.0
+STOP_S = 2.0  # to give leases back when the worker stops
+BEATS = 5  # heartbeats in the time after which a silent lease is lost
+MIN_DELAY_S, MAX_DELAY_S = 0.25, 10.0  # between two tries to reach the server
+
+
+class Refused(UserError):
+    """Refusal by the server that trying again would not change."""
+
+
+class Unreachable(Exception):
+    """Failure to reach the server, or its own failure. It may pass."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """Address and key of a run's server."""
+
+    url: str
+    key: str = field(repr=False)
+
+
+@dataclass
+class _Held:
+    """Lease that this worker runs. `over` has the reason once the server has ended it."""
+
+    work: LeasedWork
+    over: asyncio.Future[str]
+
+
+def worker_name() -> str:
+    """Return a name for a worker in this process: its machine, its process id and a random part."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+async def work(
+    agent: Agent, fingerprint: Mapping[str, str], server: Server, *, concurrency: int, name: str
+) -> None:
+    """Take and run rollouts until cancelled. Then give running ones back.
+
+    While the server does not answer, try again. Raises Refused if it does not accept this worker.
+    """
+    headers = {"Authorization": f"Bearer {server.key}"}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        isolate_agent(agent) as isolated,
+        aiohttp.ClientSession(headers=headers, connector=connector) as http,
+    ):
+        worker = Worker(isolated, fingerprint, server.url, http, name)
+        await worker.run(concurrency)
+
+
+class Worker:
+    """Taker of leases. See `work`."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        fingerprint: Mapping[str, str],
+        url: str,
+        http: aiohttp.ClientSession,
+        name: str,
+    ) -> None:
+        self._agent, self._fingerprint = agent, dict(fingerprint)
+        self._url, self._http, self._name = url.rstrip("/"), http, name
+        self._held: dict[str, _Held] = {}
+        self._is_reachable = True  # as last logged
+        self._answered_at = time.monotonic()
+        self.lease_s = 30.0
+
+    async def run(self, concurrency: int) -> None:
+        """Run up to `concurrency` rollouts at once until cancelled."""
+        free = asyncio.Semaphore(concurrency)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._beat())
+                while True:
+                    await free.acquire()
+                    lease_id, work = await self._take()
+                    held = _Held(work, asyncio.get_running_loop().create_future())
+                    self._held[lease_id] = held
+                    running = group.create_task(self._do(lease_id, held))
+                    running.add_done_callback(lambda _: free.release())
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _take(self) -> tuple[str, LeasedWork]:
+        """Return the next lease and its work."""
+        body = {"worker": self._name, "agent": self._fingerprint}
+        while True:
+            taken = await self._post_until_answered("take", body, TAKE_TIMEOUT_S)
+            if taken["lease"] is not None:
+                work = LeasedWork.from_json(taken["work"])
+                self.lease_s = work.lease_s
+                return taken["lease"], work
+
+    async def _beat(self) -> None:
+        """Send heartbeats, and end the rollouts whose leases are over."""
+        while True:
+            await asyncio.sleep(self.lease_s / BEATS)
+            if not self._held:
+                continue
+            try:
+                body = {"leases": list(self._held)}
+                over = (await self._post("heartbeat", body, self.lease_s / BEATS))["over"]
+            except Unreachable:
+                over = {}
+                if time.monotonic() - self._answered_at > self.lease_s:
+                    over = dict.fromkeys(self._held, "the server cannot be reached")
+            for lease_id, why in over.items():
+                held = self._held.get(lease_id)
+                if held and not held.over.done():
+                    held.over.set_result(why)
+
+    async def _do(self, lease_id: str, held: _Held) -> None:
+        """Run one rollout and report its outcome, unless its lease ends first."""
+        work = held.work
+        running = asyncio.create_task(self._outcome(work))
+        try:
+            await asyncio.wait({running, held.over}, return_when=asyncio.FIRST_COMPLETED)
+            if not held.over.done():
+                await asyncio.to_thread(flush_process_tracer)
+                await self._report(lease_id, ended_outcome(running), held)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Unreachable, Refused):
+                await self._post(f"{lease_id}/report", as_report(stopped()), STOP_S)
+            raise
+        finally:
+            del self._held[lease_id]
+            if held.over.done():
+                log.info("%s: %s", work.rollout_id, held.over.result())
+            if not running.done():
+                await end_agent(running, work.rollout_id)
+
+    async def _outcome(self, work: LeasedWork) -> Outcome:
+        if missing := missing_path(work, self._name):
+            return missing
+        parent = parent_in({"traceparent": work.traceparent or ""})
+        root = OpenSpan(parent[0], span_id=parent[1]) if parent else OpenSpan()
+        with below(root):
+            return await run_agent(self._agent, work.task, work.llm, work.limits)
+
+    async def _report(self, lease_id: str, outcome: Outcome, held: _Held) -> None:
+        """Report until the server has answered or the lease is over."""
+        path, body = f"{lease_id}/report", as_report(outcome)
+        reporting = asyncio.create_task(self._post_until_answered(path, body, CALL_TIMEOUT_S))
+        try:
+            await asyncio.wait({reporting, held.over}, return_when=asyncio.FIRST_COMPLETED)
+            if reporting.done():
+                reporting.result()
+        except Refused as error:
+            log.warning(
+                "%s: %s",
+                held.work.rollout_id,
+                error,
+                extra={"event": "lease_refused", "reason": error.reason},
+            )
+        finally:
+            reporting.cancel()
+
+    async def _post_until_answered(
+        self, path: str, body: Mapping[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        """Post and return the answer. While the server is not reachable, wait and try again."""
+        delay_s = MIN_DELAY_S
+        while True:
+            try:
+                return await self._post(path, body, timeout_s)
+            except Unreachable as error:
+                if self._is_reachable:
+                    log.warning(
+                        "%s does not answer (%s); trying again until it does (Ctrl-C to stop)",
+                        self._url,
+                        error,
+                        extra={"event": "server_unreachable"},
+                    )
+                self._is_reachable = False
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+    async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Return the server's answer to one request. Raises Refused or Unreachable."""
+        url, timeout = f"{self._url}/v1/leases/{path}", aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._http.post(url, json=body, timeout=timeout) as answer:
+                status, raw = answer.status, await answer.read()
+            found = json.loads(raw) if status == 200 else _error_in(raw)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise Unreachable(str(error) or type(error).__name__) from error
+        if status == 200:
+            if not self._is_reachable:
+                log.info("%s answers again", self._url)
+            self._is_reachable, self._answered_at = True, time.monotonic()
+            return found
+        message = found.get("message") or f"it answers with status {status}"
+        if status >= 500 or status == 429:
+            raise Unreachable(message)
+        code = found.get("code") or "refused"
+        raise Refused(f"{self._url}: {message}", reason=code, key=path)
+
+
+def _error_in(raw: bytes) -> dict[str, str]:
+    """Return the error of a body in OpenAI's format, or {} if it is in another."""
+    try:
+        error = json.loads(raw)["error"]
+    except (ValueError, TypeError, KeyError):
+        return {}
+    return {str(k): str(v) for k, v in error.items()} if isinstance(error, dict) else {}

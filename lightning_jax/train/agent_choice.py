@@ -1,0 +1,66 @@
+"""Choice between running the agent in this process and in workers."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from lightning_jax.rollouts.agents import Agent, AgentFunction, as_agent
+from lightning_jax.rollouts.config import AgentConfig, require_agent
+from lightning_jax.rollouts.leased_work import first_unsendable, unsendable
+from lightning_jax.rollouts.program import make_agent
+from lightning_jax.settings import ConfigError
+from lightning_jax.types import Task
+
+log = logging.getLogger(__name__)
+
+MAX_DEFAULT = 4  # workers on a machine with many cores
+CORES_PER_WORKER = 4
+
+
+@dataclass(frozen=True)
+class LocalWorkers:
+    """Workers in place of an agent in this process. With 0 of them, others have to join."""
+
+    number: int
+
+
+def choose_agent(
+    config: AgentConfig, function: AgentFunction | None, tasks: Sequence[Task]
+) -> Agent | LocalWorkers:
+    """Return the agent, loaded, or the number of local workers that will load it.
+
+    `function` replaces the agent of the settings. Raises ConfigError if the agent is unusable, or
+    if workers are set that could not run it on these tasks.
+    """
+    chosen = config.workers
+    if chosen is None:
+        is_possible = function is None and not config.remote_workers
+        chosen = _default_number() if is_possible else 0
+    if not chosen and not config.remote_workers:
+        return make_agent(config) if function is None else as_agent(function, config.options)
+    key = "agent.workers" if config.workers else "agent.remote_workers"
+    if function is not None:
+        raise ConfigError(
+            f"{key} is set, but the agent is a function of this process, which workers cannot "
+            f"load; set agent.function to FILE:FUNCTION instead of passing it, or leave out {key}.",
+            reason="conflict",
+            key=key,
+        )
+    require_agent(config)
+    task = first_unsendable(tasks)
+    if task is not None and (config.workers or config.remote_workers):
+        raise unsendable(task)
+    if task is not None:
+        log.info("agents run in this process: %s", unsendable(task))
+        return make_agent(config)
+    return LocalWorkers(chosen)
+
+
+def _default_number() -> int:
+    if jax.default_backend() == "cpu":
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(MAX_DEFAULT, (cores or 1) // CORES_PER_WORKER))

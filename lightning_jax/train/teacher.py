@@ -1,0 +1,52 @@
+"""Teacher of a run: a frozen model that scores the tokens that the policy sampled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_jax.models.formats.load import LoadedModel, load_model
+from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.sharding import make_mesh, param_shardings, put_on_mesh
+from lightning_jax.models.transformer import Params
+from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.rl.distill import Scorer, Scores, make_scorer
+from lightning_jax.train.config import Config
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Weights of the teacher on the training mesh, and its forward pass."""
+
+    params: Params
+    scorer: Scorer
+
+    def score(self, sequences: Sequence[TrainingSequence]) -> Scores:
+        """Return the scores of each sequence. The teacher has no adapters for several policies."""
+        return self.scorer(self.params, [replace(item, adapter=None) for item in sequences])
+
+
+def load_teacher(config: Config, model: LoadedModel) -> Teacher | None:
+    """Load the teacher that `distill.teacher` names, or return None without one.
+
+    It may have another shape than `model`. Raises ModelError if it has another vocabulary.
+    """
+    name = config.distill.teacher
+    if name is None:
+        return None
+    teacher = load_model(name, config.model.dtype, config.model.activation_dtype)
+    check_vocabulary(teacher, model)
+    mesh = make_mesh(config.mesh)
+    params = put_on_mesh(teacher.params, param_shardings(teacher.config, mesh), donate=True)
+    scorer = make_scorer(teacher.config, config.batch, mesh=mesh, dtype=config.model.dtype)
+    return Teacher(params, scorer)
+
+
+def check_vocabulary(teacher: LoadedModel, model: LoadedModel) -> None:
+    """Raise ModelError unless the teacher reads the token ids of `model` as the same tokens."""
+    is_same = teacher.tokenizer.vocabulary == model.tokenizer.vocabulary
+    if not is_same or teacher.config.vocab_size < model.config.vocab_size:
+        raise ModelError(
+            f"the teacher {teacher.name!r} has another vocabulary than {model.name!r}, so it "
+            "cannot score its tokens; set distill.teacher to a model with the same tokenizer.",
+            reason="mismatch",
+            key="distill.teacher",
+        )

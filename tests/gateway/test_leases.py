@@ -1,0 +1,246 @@
+"""Tests of leases: work goes to one worker that asks, and counts once, whatever the worker does."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from coded import raises_coded
+from gateway_bench import Bench
+
+from lightning_jax.errors import UserError
+from lightning_jax.gateway import leases
+from lightning_jax.gateway.leases import LeaseLost, LeaseQueue, Report
+
+AGENT = {"agent.function": "abc"}
+SCORED: dict[str, Any] = {"status": "scored", "reward": 0.5, "metrics": {"f1": 1.0}}
+
+
+@asynccontextmanager
+async def _queue(bench: Bench, lease_s: float = 30.0) -> AsyncIterator[LeaseQueue]:
+    queue = LeaseQueue(AGENT, lease_s)
+    bench.gateway.give_work(queue)
+    async with queue.opened():
+        yield queue
+
+
+async def _run(queue: LeaseQueue, name: str) -> Report:
+    async with queue.worker() as worker:
+        return await worker.run(json.dumps({"name": name}))
+
+
+def _start(queue: LeaseQueue, name: str = "a") -> asyncio.Task[Report]:
+    return asyncio.create_task(_run(queue, name))
+
+
+async def _take(bench: Bench, worker: str = "w", **changes: Any) -> dict[str, Any]:
+    body = {"worker": worker, "agent": AGENT} | changes
+    status, answer, _ = await bench.post(body, path="/v1/leases/take")
+    assert status == 200, answer
+    return answer
+
+
+async def _beat(bench: Bench, *lease_ids: str) -> list[str]:
+    status, answer, _ = await bench.post({"leases": lease_ids}, path="/v1/leases/heartbeat")
+    assert status == 200
+    return list(answer["over"])
+
+
+async def _report(bench: Bench, lease_id: str, body: dict[str, Any]) -> tuple[int, str]:
+    status, answer, _ = await bench.post(body, path=f"/v1/leases/{lease_id}/report")
+    return status, answer.get("error", {}).get("code", "")
+
+
+async def _until(is_true: Any) -> None:
+    async with asyncio.timeout(20):
+        while not is_true():
+            await asyncio.sleep(0.01)
+
+
+async def test_report_is_the_outcome_and_counts_once(bench: Bench) -> None:
+    async with _queue(bench) as queue:
+        running = _start(queue)
+        taken = await _take(bench)
+        assert taken["work"] == {"name": "a"}
+        assert await _beat(bench, taken["lease"]) == []
+        assert await _report(bench, taken["lease"], SCORED) == (200, "")
+        report = await running
+        assert (report.status, report.reward, report.metrics) == ("scored", 0.5, {"f1": 1.0})
+        late = SCORED | {"reward": 1.0}
+        assert await _report(bench, taken["lease"], late) == (410, "lease_over")
+        assert await _beat(bench, taken["lease"]) == [taken["lease"]]
+        assert (queue.num_taken, queue.num_lost, queue.num_workers) == (1, 0, 0)
+
+
+async def test_worker_waits_for_work_and_work_for_a_worker(bench: Bench) -> None:
+    async with _queue(bench) as queue:
+        asking = [asyncio.create_task(_take(bench, name)) for name in ("w", "v")]
+        await _until(lambda: queue.num_workers == 2)
+        first = _start(queue, "a")
+        later = [_start(queue, name) for name in "bcd"]
+        taken = [await task for task in asking] + [await _take(bench, "w") for _ in range(2)]
+        assert {answer["work"]["name"] for answer in taken} == set("abcd")
+        for answer in taken:
+            await _report(bench, answer["lease"], SCORED)
+        await asyncio.gather(first, *later)
+
+
+async def test_workers_with_least_to_do_come_first(bench: Bench) -> None:
+    async with _queue(bench) as queue:
+        works = [_start(queue, name) for name in "ab"]
+        held = [await _take(bench, "busy") for _ in works]
+        for name in ("busy", "idle"):
+            works.append(asyncio.create_task(_take(bench, name)))  # type: ignore[arg-type]
+        await _until(lambda: queue.num_workers == 2)
+        works.append(_start(queue, "c"))
+        idle = works[-2]
+        assert (await idle)["work"] == {"name": "c"}  # type: ignore[index]
+        for answer in (*held, await idle):
+            await _report(bench, answer["lease"], SCORED)  # type: ignore[index]
+        works.pop(2).cancel()
+        await asyncio.gather(*works)
+
+
+async def test_silent_worker_loses_its_lease(bench: Bench) -> None:
+    async with _queue(bench, lease_s=0.4) as queue:
+        silent, living = _start(queue, "a"), _start(queue, "b")
+        dead, alive = await _take(bench, "dead"), await _take(bench, "alive")
+        with raises_coded(LeaseLost, "worker_lost", "dead"):
+            while True:  # a worker that sends heartbeats keeps its lease all the while
+                done, _ = await asyncio.wait({silent}, timeout=0.05)
+                assert await _beat(bench, alive["lease"]) == []
+                for task in done:
+                    task.result()
+        assert await _report(bench, dead["lease"], SCORED) == (410, "lease_over")
+        assert await _report(bench, alive["lease"], SCORED) == (200, "")
+        await living
+        assert queue.num_lost == 1
+
+
+async def test_cancelled_work_is_withdrawn(bench: Bench) -> None:
+    async with _queue(bench) as queue:
+        running, waiting = _start(queue, "a"), _start(queue, "b")
+        taken = await _take(bench)
+        for task in (running, waiting):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert await _beat(bench, taken["lease"]) == [taken["lease"]]
+        assert await _report(bench, taken["lease"], SCORED) == (410, "lease_over")
+        following = _start(queue, "c")
+        assert (await _take(bench))["work"] == {"name": "c"}  # not b
+        following.cancel()
+
+
+async def test_worker_that_hangs_up_gets_no_lease(bench: Bench) -> None:
+    async with _queue(bench) as queue:
+        asking = asyncio.create_task(_take(bench, "gone"))
+        await _until(lambda: queue.num_workers == 1)
+        async with queue.worker() as worker:
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asking
+            await asyncio.sleep(0.1)
+            running = asyncio.create_task(worker.run("1"))
+            taken = await _take(bench, "next")
+            assert taken["work"] == 1
+            await _report(bench, taken["lease"], SCORED)
+            assert (await running).reward == 0.5
+        assert queue.num_workers == queue.num_lost == 0
+
+
+async def test_worker_asks_again_without_work(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "POLL_S", 0.05)
+    async with _queue(bench) as queue:
+        assert (await _take(bench))["lease"] is None
+        asking = asyncio.create_task(_take(bench))
+        await _until(lambda: queue.num_workers == 1)
+        async with queue.worker():
+            pass  # its rollout could not begin
+        assert (await asking)["lease"] is None
+
+
+async def test_dropped_worker_loses_all_leases_at_once(bench: Bench) -> None:
+    async with _queue(bench) as queue:
+        running = [_start(queue, name) for name in "abc"]
+        for name in ("w", "w", "v"):
+            await _take(bench, name)
+        queue.drop("w", "ended")
+        ended = await asyncio.wait(running, timeout=0.1)
+        assert [type(task.exception()) for task in ended[0]] == [LeaseLost] * 2
+        for task in ended[1]:
+            task.cancel()
+
+
+async def test_failed_queue_ends_what_waits(bench: Bench) -> None:
+    async with _queue(bench) as queue:
+        waiting = _start(queue)
+        await asyncio.sleep(0)
+        queue.fail(UserError("the agent cannot be loaded", reason="not_loaded"))
+        for task in (waiting, _start(queue)):
+            with raises_coded(UserError, "not_loaded"):
+                await task
+
+
+async def test_closed_queue_sends_workers_away(bench: Bench) -> None:
+    async with _queue(bench) as queue:
+        asking = asyncio.create_task(_take(bench))
+        await _until(lambda: queue.num_workers == 1)
+    assert (await asking)["lease"] is None
+    status, answer, _ = await bench.post({"worker": "w", "agent": AGENT}, path="/v1/leases/take")
+    assert (status, answer["error"]["code"]) == (503, "draining")
+
+
+@pytest.mark.parametrize("agent", [{}, {"agent.function": "xyz"}, AGENT | {"agent.options": "o"}])
+async def test_worker_with_another_agent_is_refused(bench: Bench, agent: dict[str, str]) -> None:
+    async with _queue(bench):
+        body = {"worker": "w", "agent": agent}
+        status, answer, _ = await bench.post(body, path="/v1/leases/take")
+        assert (status, answer["error"]["code"]) == (409, "wrong_agent")
+        named = "agent.options" if "agent.options" in agent else "agent.function"
+        assert named in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["take", "heartbeat", "x/report"])
+async def test_routes_need_the_servers_key(bench: Bench, path: str) -> None:
+    rollout = bench.rollout()
+    for key in ("", "wrong", rollout.api_key):
+        status, answer, _ = await bench.post({}, path=f"/v1/leases/{path}", key=key)
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+    status, answer, _ = await bench.post({}, path=f"/v1/leases/{path}")
+    assert (status, answer["error"]["code"]) == (404, "no_queue")
+    async with _queue(bench):
+        status, answer, _ = await bench.post(b"{", path=f"/v1/leases/{path}")
+        assert (status, answer["error"]["code"]) == (400, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "status"),
+        ({"status": "good", "reward": 1.0}, "status"),
+        ({"status": "scored"}, "reward"),
+        ({"status": "scored", "reward": "1"}, "reward"),
+        ({"status": "scored", "reward": float("nan")}, "reward"),
+        ({"status": "agent_failure", "reward": 1.0}, "reason"),
+        ({"status": "agent_failure", "reason": ""}, "reason"),
+        ({"status": "agent_failure", "reason": "x", "metrics": {"n": "1"}}, "metrics"),
+        ({"status": "agent_failure", "reason": "x", "kind": "other"}, "kind"),
+    ],
+)
+async def test_report_without_meaning_is_refused(
+    bench: Bench, body: dict[str, Any], param: str
+) -> None:
+    async with _queue(bench) as queue:
+        running = _start(queue)
+        taken = await _take(bench)
+        path = f"/v1/leases/{taken['lease']}/report"
+        status, answer, _ = await bench.post(body, path=path)
+        assert (status, answer["error"]["param"]) == (400, param), answer
+        assert await _report(bench, taken["lease"], SCORED) == (200, "")
+        assert (await running).status == "scored"

@@ -1,0 +1,67 @@
+"""Tests of a run with a teacher: it learns where all rewards are equal."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+from coded import raises_coded
+from test_trainer import TASKS, _config
+
+from lightning_jax.models.formats.load import load_model, save_hf
+from lightning_jax.models.formats.names import ModelError
+from lightning_jax.rl.config import AlgorithmConfig, DistillConfig
+from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.train.config import Config
+from lightning_jax.train.teacher import check_vocabulary
+from lightning_jax.train.trainer import train
+
+MODEL = tiny_model(num_layers=1)
+
+
+async def unrewarded(task, llm) -> float:
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        messages = [{"role": "user", "content": task["question"]}]
+        await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=4)
+    return 0.0
+
+
+def test_a_run_learns_from_its_teacher_where_all_rewards_are_equal(tmp_path: Path):
+    model_dir, teacher_dir = tmp_path / "model", tmp_path / "teacher"
+    save_hf(model_dir, MODEL)
+    save_hf(teacher_dir, tiny_model(seed=1, num_layers=1, embed_dim=48))
+    distill = DistillConfig(teacher=str(teacher_dir), coef=1.0, final_coef=0.0, anneal_steps=1)
+    config = _config(model_dir, tmp_path / "run", num_steps=2, distill=distill)
+    rows = asyncio.run(train(config, TASKS, TASKS, agent=unrewarded))
+    first, second = rows[0], rows[1]
+    assert first["train/equal_groups_share"] == second["train/equal_groups_share"] == 1.0
+    assert first["train/num_updates"] == 1.0 and first["train/grad_norm"] > 0.0
+    assert first["train/teacher_coef"] == first["train/teacher_share"] == 1.0
+    assert first["train/without_teacher"] == 0.0 and "train/kl_to_teacher" in first
+    # At weight 0 the teacher does not run, and nothing is learned.
+    assert second["train/teacher_coef"] == second["train/num_updates"] == 0.0
+    assert "train/kl_to_teacher" not in second
+    assert load_model(str(tmp_path / "run" / "policy")).config == MODEL.config
+
+
+def test_a_teacher_with_another_vocabulary_is_refused():
+    check_vocabulary(tiny_model(seed=1, embed_dim=48), MODEL)
+    smaller = dataclasses.replace(MODEL.config, vocab_size=MODEL.config.vocab_size - 1)
+    with raises_coded(ModelError, "mismatch", "distill.teacher"):
+        check_vocabulary(dataclasses.replace(MODEL, config=smaller), MODEL)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "raft"])
+def test_losses_with_advantages_of_their_own_take_no_teacher(loss: str):
+    with raises_coded(ConfigError, "conflict", "distill.teacher"):
+        load_config(Config, [f"algorithm.loss={loss}", "distill.teacher=tiny"])
+    Config(algorithm=AlgorithmConfig(loss=loss))
+
+
+@pytest.mark.parametrize("changes", [["final_coef=0"], ["anneal_steps=3"]])
+def test_annealing_needs_both_of_its_settings(changes: list[str]):
+    with raises_coded(ConfigError, "conflict", "distill.anneal_steps"):
+        load_config(Config, ["distill.teacher=tiny", *(f"distill.{text}" for text in changes)])
