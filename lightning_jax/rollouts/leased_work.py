@@ -1,4 +1,4 @@
-"""What the run and its workers send each other, as JSON: one rollout to run, and its outcome."""
+"""Messages between a run and its workers, as JSON: one rollout to run, and its outcome."""
 
 import json
 import os
