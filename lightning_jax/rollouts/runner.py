@@ -41,7 +41,7 @@ from lightning_jax.rollouts.outcome import (
     outcome_of_error,
 )
 from lightning_jax.rollouts.scoring import Scorer
-from lightning_jax.rollouts.servers import Opened, GatewayServer, RolloutServer
+from lightning_jax.rollouts.servers import GatewayServer, Opened, RolloutServer
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import below
