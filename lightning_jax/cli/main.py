@@ -15,7 +15,14 @@ from lightning_jax.cli import troubleshooting
 from lightning_jax.cli.config import ServerConfig, add_chat_template
 from lightning_jax.cli.config_command import add_config, run_config
 from lightning_jax.cli.new import add_new, run_new
-from lightning_jax.cli.runs import add_compare, add_runs, run_compare, run_runs
+from lightning_jax.cli.runs import (
+    add_compare,
+    add_rescore,
+    add_runs,
+    run_compare,
+    run_rescore,
+    run_runs,
+)
 from lightning_jax.cli.runtime import (
     STOPPED,
     Index,
@@ -104,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         ("runs", "list runs with status, rewards and failures", add_runs, run_runs),
         ("compare", "compare runs: settings, curves, tasks won and lost", add_compare, run_compare),
         ("plan", "report the memory that a run needs on each device", _add_plan, _plan),
-        ("rescore", "score a run's rollouts by other rewards", _add_rescore, _rescore),
+        ("rescore", "score a run's rollouts by other rewards", add_rescore, run_rescore),
         ("config", "print, search or check settings of a run", add_config, run_config),
         ("help", "show the help of a command, or what to do about a run", _add_help, _help),
     ):
@@ -171,16 +178,6 @@ def _add_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chars", type=number_of(Index), default=DEFAULT_CHARS, help=chars)
     page = "write a self-contained HTML page with the details of all rollouts"
     parser.add_argument("--html", metavar="FILE", type=Path, help=page)
-
-
-def _add_rescore(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
-    file = "YAML file with a section `rewards`, as in a config"
-    parser.add_argument("--rewards", metavar="FILE", type=Path, required=True, help=file)
-    phase = "rollouts to score: train or eval (default: %(default)s)"
-    parser.add_argument("--phase", choices=("train", "eval"), default="train", help=phase)
-    limit = "maximum number of groups, evenly spaced (default: all)"
-    parser.add_argument("--limit", type=number_of(Limit), metavar="N", help=limit)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -311,23 +308,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     found = verify(arguments.run_dir, limit=arguments.limit, tolerance=arguments.tolerance)
     print(as_text(found))
     return 1 if found.off else 0
-
-
-def _rescore(arguments: argparse.Namespace) -> int:
-    """Score the stored rollouts of a run by other rewards, and show what would change.
-
-    Prints the mean of each component, the rank correlation with the stored rewards within groups,
-    and the share of rollouts whose advantage changes its sign. The run stays as it is, except that
-    verdicts of judges are kept in its store.
-    """
-    from lightning_jax.train.directory import SETTINGS, STORE, require_run
-
-    require_run(arguments.run_dir, SETTINGS, STORE)
-
-    from lightning_jax.cli.rescore import rescore  # imports JAX, after the check
-
-    rescore(arguments.run_dir, arguments.rewards, phase=arguments.phase, limit=arguments.limit)
-    return 0
 
 
 def _view(arguments: argparse.Namespace) -> int:

@@ -128,7 +128,7 @@ def _sections(
             values_text = ", ".join((*units, *filter(None, [_range(field.type)])))
             comments = _comments(nodes[field.name], source.splitlines())
             settings.append(Setting(path, default, values_text, *comments))
-            if inner:  # an optional section that is not set
+            if inner and "NAME" in key:  # an optional section, such as a judge
                 defaults = {item.name: item.default for item in fields(inner.section)}
                 below += _sections(path, inner.section, defaults)
     yield SectionReference(key, ast.get_docstring(tree) or "", tuple(settings))

@@ -1,8 +1,9 @@
-"""The commands `lightning-jax runs` and `lightning-jax compare`."""
+"""The commands `lightning-jax runs`, `compare` and `rescore`."""
 
 import argparse
 from pathlib import Path
 
+from lightning_jax.cli.runtime import Limit, number_of
 from lightning_jax.studio import AXES
 
 
@@ -67,4 +68,32 @@ def run_compare(arguments: argparse.Namespace) -> int:
             console.print(*[""] * bool(index), as_terminal(grid, console.width), sep="\n")
     if arguments.png is not None:
         console.print(f"curves: {arguments.png}", markup=False)
+    return 0
+
+
+def add_rescore(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `lightning-jax rescore`."""
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
+    file = "YAML file with a section `rewards`, as in a config"
+    parser.add_argument("--rewards", metavar="FILE", type=Path, required=True, help=file)
+    phase = "rollouts to score: train or eval (default: %(default)s)"
+    parser.add_argument("--phase", choices=("train", "eval"), default="train", help=phase)
+    limit = "maximum number of groups, evenly spaced (default: all)"
+    parser.add_argument("--limit", type=number_of(Limit), metavar="N", help=limit)
+
+
+def run_rescore(arguments: argparse.Namespace) -> int:
+    """Score the stored rollouts of a run by other rewards, and show what would change.
+
+    Prints the mean of each component, the rank correlation with the stored rewards within groups,
+    and the share of rollouts whose advantage changes its sign. The run stays as it is, except that
+    verdicts of judges are kept in its store.
+    """
+    from lightning_jax.train.directory import SETTINGS, STORE, require_run
+
+    require_run(arguments.run_dir, SETTINGS, STORE)
+
+    from lightning_jax.cli.rescore import rescore  # imports JAX, after the check
+
+    rescore(arguments.run_dir, arguments.rewards, phase=arguments.phase, limit=arguments.limit)
     return 0

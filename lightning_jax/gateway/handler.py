@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -15,7 +16,7 @@ from lightning_jax.gateway.feedback import Reports
 from lightning_jax.gateway.fields import Body, brief
 from lightning_jax.gateway.http import Bodies, refusal
 from lightning_jax.gateway.metrics import HUNG_UP
-from lightning_jax.gateway.offload import Turns, dump_json
+from lightning_jax.gateway.offload import INLINE_BYTES, Turns, dump_json
 from lightning_jax.gateway.proxy import ProxiedCall, pass_on
 from lightning_jax.gateway.request import is_accepted, is_policy
 from lightning_jax.gateway.responder import Prepared, Responder
@@ -124,7 +125,8 @@ class CallHandler:
             answers = await running.answers()
             num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
             num_bytes = num_tokens * (1 + parsed.top_logprobs) * BYTES_PER_TOKEN
-            text = await self._bodies.offload.run(num_bytes, lambda: dump_json(reply.body(answers)))
+            dump = json.dumps if num_bytes <= INLINE_BYTES else dump_json  # the same text
+            text = await self._bodies.offload.run(num_bytes, lambda: dump(reply.body(answers)))
             return web.json_response(text=text)
 
     def _note_model(self, model: str, sender: Sender) -> None:

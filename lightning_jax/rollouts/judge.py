@@ -65,7 +65,7 @@ class Judgement:
 
 @dataclass
 class Counts:
-    """What a judge cost since the counts were last read."""
+    """Costs of a judge since the counts were last read."""
 
     calls: int = 0
     failed_calls: int = 0

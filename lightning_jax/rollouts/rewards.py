@@ -35,8 +35,8 @@ class Attempt:
     @property
     def response(self) -> str:
         """Text of the last response, or "" if the policy answered no call."""
-        said = [message["content"] for message in self.transcript if message["role"] != "user"]
-        return said[-1] if said else ""
+        responses = [message["content"] for message in self.transcript if message["role"] != "user"]
+        return responses[-1] if responses else ""
 
 
 def attempt_of(rollout: Rollout, spans: Sequence[Span], decode: Decode) -> Attempt:

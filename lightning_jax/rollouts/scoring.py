@@ -265,7 +265,8 @@ def make_scorer(
         model, key = PREFIX + judge.served_by, gateway.api_key
         if judge.served_by == INITIAL:
             return Endpoint(f"{gateway.url}/v1", model, key)
-        return Endpoint(f"{gateway.url}/v1", model, key, lambda: gateway.engine.version)
+        engine = gateway.engine
+        return Endpoint(f"{gateway.url}/v1", model, key, lambda: engine.version)
 
     judges = {
         name: Judge(reward.judge, endpoint(reward.judge), store, limits, seed)

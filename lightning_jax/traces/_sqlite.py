@@ -142,6 +142,20 @@ def last_sequence(db: sqlite3.Connection, path: Path) -> int:
 
 
 @contextlib.contextmanager
+def savepoint(db: sqlite3.Connection) -> Iterator[None]:
+    """Undo all writes of the body if it fails, also within a larger transaction."""
+    db.execute("SAVEPOINT body")
+    try:
+        yield
+    except BaseException:
+        if db.in_transaction:  # SQLite rolls back everything after some errors, as on a full disk
+            db.execute("ROLLBACK TO body")
+            db.execute("RELEASE body")
+        raise
+    db.execute("RELEASE body")
+
+
+@contextlib.contextmanager
 def one_sentence(path: Path) -> Iterator[None]:
     """Convert SQLite errors to a StoreError that suggests a fix."""
     remedies = {

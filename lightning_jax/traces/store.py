@@ -1,10 +1,13 @@
 """Rollouts, spans and weights versions of one run, in one SQLite file that survives a crash.
 
-Writes are committed at once (WAL), so a resumed process finds all that a killed one recorded.
+A write is committed (WAL) before its caller goes on, so a resumed process finds all that a killed
+one had answered. Writes that wait on the store's thread are committed together: each commit, and
+each statement, hands the interpreter lock over several times.
 """
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import shutil
@@ -14,14 +17,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from pydantic_core import to_json
+
 from lightning_jax.errors import InvalidValue
-from lightning_jax.traces._sqlite import StoreError, last_sequence, one_sentence, open_file
+from lightning_jax.traces._groups import GroupThread, Job
+from lightning_jax.traces._sqlite import (
+    StoreError,
+    last_sequence,
+    one_sentence,
+    open_file,
+    savepoint,
+)
 from lightning_jax.traces.tasks import shorten_task
 from lightning_jax.types import Rollout, RolloutStatus, Span, Task
 
@@ -46,7 +57,7 @@ ROLLOUT_COLUMNS = (
 SPAN_COLUMNS = (
     "trace_id, span_id, parent_span_id, name, start_ns, end_ns, attributes, error, sequence"
 )
-ADD_SPAN = f"INSERT INTO spans ({SPAN_COLUMNS}, rollout_id) VALUES ({', '.join('?' * 10)})"
+MAX_ROWS = 99  # of a statement: some builds of SQLite allow 999 variables
 
 
 P = ParamSpec("P")
@@ -80,39 +91,100 @@ class Store:
         older schema is then read into memory and migrated there.
         """
         self.path = Path(path)
-        self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._lock = threading.RLock()
         self._db = open_file(self.path, read_only=read_only)
+        self._begin = "BEGIN" if read_only else "BEGIN IMMEDIATE"
+        self._in_group = False  # under the lock
+        self._thread = GroupThread(self._run_group)
         last = 0 if read_only else last_sequence(self._db, self.path)
         self._sequence = itertools.count(last + 1)
 
     def close(self) -> None:
-        """Close the connection after the pending `in_order` calls.
+        """Close the connection after the pending `in_order` and `record` calls.
 
         Later calls raise StoreError. Closing twice is allowed.
         """
-        self._thread.shutdown()
+        self._thread.close()
         with self._lock:
             self._db.close()
 
     async def in_order(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function on the store's own thread, after earlier ones, and return its result.
 
-        A cancelled caller does not wait, but the function still runs.
+        Its writes are committed then. A cancelled caller does not wait, but the function still
+        runs.
         """
+        return await self._grouped(function=partial(function, *args, **kwargs))
+
+    async def record(self, rollout_id: str | None, *spans: Span) -> None:
+        """Add spans like `add_span`, on the store's own thread. Return once they are committed.
+
+        Spans are written before the functions of `in_order` that wait beside them.
+        """
+        await self._grouped(rollout_id=rollout_id, spans=spans)
+
+    async def _grouped(self, **job: Any) -> Any:
+        future = asyncio.get_running_loop().create_future()
         try:
-            running = self._thread.submit(partial(function, *args, **kwargs))
+            self._thread.add(Job(future, **job))
         except RuntimeError as error:
             raise StoreError(
                 f"store {self.path} is closed; open it again.", reason="closed", key=str(self.path)
             ) from error
-        return await asyncio.shield(asyncio.wrap_future(running))
+        return await future
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Yield the locked connection. Commit at the end, or roll back after an exception."""
-        with self._lock, one_sentence(self.path), self._db:
-            yield self._db
+        """Yield the locked connection. Commit at the end, or roll back after an exception.
+
+        In a group, leave both to the group. A failed statement then changes nothing by itself; a
+        method with several that write needs a `savepoint`.
+        """
+        with self._lock, one_sentence(self.path):
+            if self._in_group:
+                yield self._db
+            else:
+                with self._db:
+                    yield self._db
+
+    def _run_group(self, jobs: Sequence[Job]) -> None:
+        """Run the jobs in one transaction. If it cannot be committed, all have its error."""
+        with self._lock:
+            try:
+                with one_sentence(self.path), self._db:
+                    self._db.execute(self._begin)
+                    self._in_group = True
+                    self._add_spans_of([job for job in jobs if job.function is None])
+                    for job in jobs:
+                        if job.function is not None:
+                            job.run(job.function)
+                            self._check_open(job)
+            except StoreError as error:
+                for job in jobs:
+                    job.error = error
+            finally:
+                self._in_group = False
+
+    def _add_spans_of(self, jobs: Sequence[Job]) -> None:
+        rows: list[tuple[Any, ...]] = []
+        sound: list[tuple[Job, list[tuple[Any, ...]]]] = []
+        for job in jobs:
+            try:
+                sound.append((job, [self._row(job.rollout_id, span) for span in job.spans]))
+                rows += sound[-1][1]
+            except (TypeError, ValueError) as error:  # an attribute that is not JSON
+                job.error = error
+        try:
+            _insert_spans(self._db, rows)
+        except sqlite3.Error:  # perhaps of one job only
+            for job, job_rows in sound:
+                job.run(partial(self._add_rows, job_rows))
+                self._check_open(job)
+
+    def _check_open(self, job: Job) -> None:
+        """Raise the job's error if SQLite has rolled back the whole transaction because of it."""
+        if isinstance(job.error, StoreError) and not self._db.in_transaction:
+            raise job.error
 
     # Rollouts
 
@@ -156,17 +228,18 @@ class Store:
         """
         _check_result(rollout_id, status, reward, reason)
         with self._transaction() as db:
-            row = db.execute(
-                "SELECT status FROM rollouts WHERE rollout_id = ?", (rollout_id,)
-            ).fetchone()
-            if row is None:
-                raise _unknown_rollout(rollout_id)
-            _check_transition(rollout_id, row[0], status)
-            db.execute(
+            old = [known for known, legal in LEGAL_TRANSITIONS.items() if known and status in legal]
+            changed = db.execute(
                 "UPDATE rollouts SET status = ?, reward = ?, reason = ?, detail = ?, metrics = ? "
-                "WHERE rollout_id = ?",
-                (status, reward, reason, detail, json.dumps(dict(metrics or {})), rollout_id),
-            )
+                f"WHERE rollout_id = ? AND status IN ({_marks(old)})",
+                (status, reward, reason, detail, json.dumps(dict(metrics or {})), rollout_id, *old),
+            ).rowcount
+            if not changed:
+                query = "SELECT status FROM rollouts WHERE rollout_id = ?"
+                row = db.execute(query, (rollout_id,)).fetchone()
+                if row is None:
+                    raise _unknown_rollout(rollout_id)
+                _check_transition(rollout_id, row[0], status)
 
     def set_scores(
         self, rollouts: Sequence[Rollout], reasons: Mapping[str, Mapping[str, str]]
@@ -323,18 +396,20 @@ class Store:
 
         Raises ValueError if the rollout has a span with the same ids.
         """
-        rows = [self._row(rollout_id, span) for span in spans]
+        self._add_rows([self._row(rollout_id, span) for span in spans])
+
+    def _add_rows(self, rows: Sequence[tuple[Any, ...]]) -> None:
         with self._transaction() as db:
-            for span, row in zip(spans, rows, strict=True):
-                try:
-                    db.execute(ADD_SPAN, row)
-                except sqlite3.IntegrityError as error:
-                    raise InvalidValue(
-                        f"span {span.span_id!r} of trace {span.trace_id!r} is already in the "
-                        "store; use a new span id.",
-                        reason="duplicate",
-                        key=span.span_id,
-                    ) from error
+            try:
+                _insert_spans(db, rows)
+            except sqlite3.IntegrityError as error:
+                trace_id, span_id, *_ = _first_duplicate(db, rows)
+                raise InvalidValue(
+                    f"span {span_id!r} of trace {trace_id!r} is already in the store; use a new "
+                    "span id.",
+                    reason="duplicate",
+                    key=span_id,
+                ) from error
 
     def add_posted_spans(self, rollout_id: str, spans: Sequence[Span]) -> tuple[list[bool], int]:
         """Add spans whose ids a client chose, and which it may send twice.
@@ -345,9 +420,9 @@ class Store:
         are_new: list[bool] = []
         num_taken = 0
         rows = [self._row(rollout_id, span) for span in spans]
-        with self._transaction() as db:
+        with self._transaction() as db, savepoint(db):
             for row in rows:
-                is_new = db.execute(f"{ADD_SPAN} ON CONFLICT DO NOTHING", row).rowcount == 1
+                is_new = db.execute(f"{_add_spans(1)} ON CONFLICT DO NOTHING", row).rowcount == 1
                 are_new.append(is_new)
                 if not is_new:
                     trace_id, span_id, *_ = row
@@ -358,10 +433,6 @@ class Store:
                     ).fetchone()
                     num_taken += recorded is None or recorded[:-1] != row[:-2]
         return are_new, num_taken
-
-    async def record(self, rollout_id: str | None, *spans: Span) -> None:
-        """Return once `add_span` has stored the spans."""
-        await self.in_order(self.add_span, rollout_id, *spans)
 
     async def record_posted(self, rollout_id: str, spans: Sequence[Span]) -> tuple[list[bool], int]:
         """Return what `add_posted_spans` returns, once it has stored the spans."""
@@ -382,7 +453,8 @@ class Store:
         return [_span(row) for row in rows]
 
     def _row(self, rollout_id: str | None, span: Span) -> tuple[Any, ...]:
-        attributes = json.dumps(dict(span.attributes), separators=(",", ":"), ensure_ascii=False)
+        # Several times as fast as `json`, which would hold the interpreter lock for as long.
+        attributes = to_json(dict(span.attributes), inf_nan_mode="constants").decode()
         sequence = self.next_sequence() if span.sequence is None else span.sequence
         return (
             *(span.trace_id, span.span_id, span.parent_span_id, span.name),
@@ -492,8 +564,37 @@ def _where(**conditions: object) -> tuple[str, list[object]]:
     return (f"WHERE {clause}" if given else ""), list(given.values())
 
 
-def _marks(row: tuple[object, ...]) -> str:
+def _marks(row: Sequence[object]) -> str:
     return ", ".join("?" * len(row))
+
+
+@functools.cache
+def _add_spans(number: int) -> str:
+    """Return a statement that adds this many spans, all or none."""
+    rows = ", ".join([f"({', '.join('?' * 10)})"] * number)
+    return f"INSERT INTO spans ({SPAN_COLUMNS}, rollout_id) VALUES {rows}"
+
+
+def _insert_spans(db: sqlite3.Connection, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Add all rows or none, in as few statements as possible."""
+    parts = [rows[start : start + MAX_ROWS] for start in range(0, len(rows), MAX_ROWS)]
+    with savepoint(db) if len(parts) > 1 else contextlib.nullcontext():
+        for part in parts:
+            db.execute(_add_spans(len(part)), list(itertools.chain.from_iterable(part)))
+
+
+def _first_duplicate(db: sqlite3.Connection, rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Return the first row whose ids another span has."""
+    seen = set()
+    for row in rows:
+        trace_id, span_id, *_, rollout_id = row
+        query = "SELECT 1 FROM spans WHERE rollout_id IS ? AND trace_id = ? AND span_id = ?"
+        if (trace_id, span_id) in seen or db.execute(
+            query, (rollout_id, trace_id, span_id)
+        ).fetchone():
+            return row
+        seen.add((trace_id, span_id))
+    return rows[-1]  # a store from before version 4, in which all rollouts share their ids
 
 
 def _rollout(row: tuple[Any, ...]) -> Rollout:

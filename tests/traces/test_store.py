@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -474,3 +475,75 @@ def test_closing_a_temporary_store_deletes_its_directory() -> None:
     store.close()
     assert not store.path.parent.exists()
     store.close()
+
+
+@contextlib.asynccontextmanager
+async def one_group(store: Store) -> AsyncIterator[None]:
+    """Let the store's thread wait, so that all calls begun in the body become one group."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        go_on.wait(10)
+
+    first = asyncio.create_task(store.in_order(wait))
+    while not began.is_set():
+        await asyncio.sleep(0.001)
+    yield
+    await asyncio.sleep(0.01)
+    go_on.set()
+    await first
+
+
+async def test_calls_that_wait_together_are_committed_together(store: Store) -> None:
+    statements: list[str] = []
+    store._db.set_trace_callback(statements.append)
+    spans = [replace(SPAN, span_id=f"{i}") for i in range(40)]
+    waiting = [store.record("r1", span) for span in spans] + [
+        store.in_order(store.add_rollout, QUEUED),
+        store.in_order(store.set_status, "r1", "running"),
+    ]
+    async with one_group(store):
+        given = asyncio.gather(*waiting)
+    await given
+    assert statements.count("COMMIT") == 2  # of the first function and of all others
+    assert sum(text.startswith("INSERT INTO spans") for text in statements) == 1
+    assert store.spans("r1") == spans and store.rollout("r1").status == "running"
+
+
+async def test_an_error_in_a_group_fails_only_its_caller(store: Store) -> None:
+    store.add_span("r1", SPAN)
+    not_json = replace(OTHER_SPAN, span_id="d" * 16, attributes={"x": object()})
+    async with one_group(store):
+        waiting = asyncio.gather(
+            store.record("r1", OTHER_SPAN),
+            store.record("r1", replace(SPAN, span_id="e" * 16), SPAN),
+            store.record("r1", not_json),
+            store.in_order(store.set_status, "r2", "running"),
+            store.in_order(store.add_rollout, QUEUED),
+            return_exceptions=True,
+        )
+    results = await waiting
+    assert isinstance(results[1], InvalidValue) and isinstance(results[2], ValueError)
+    assert results[0] is None and isinstance(results[3], StoreError) and results[4] is None
+    assert store.spans("r1") == [SPAN, OTHER_SPAN] and store.rollout("r1") == QUEUED
+
+
+async def test_a_group_on_a_full_disk_leaves_what_was_committed(tmp_path: Path) -> None:
+    with closing(Store(tmp_path / "store.sqlite")) as store:
+        store.add_rollout(QUEUED)
+        pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+        store._db.execute(f"PRAGMA max_page_count={pages + 2}")  # makes SQLite run full
+        big = replace(SPAN, attributes={"text": "x" * 100_000})
+        async with one_group(store):
+            waiting = asyncio.gather(
+                store.record("r1", big),
+                store.in_order(store.set_status, "r1", "running"),
+                return_exceptions=True,
+            )
+        results = await waiting
+        assert isinstance(results[0], StoreError) and results[0].reason == "disk_full"
+        assert store.spans("r1") == []
+        expected = "running" if results[1] is None else "queued"
+        assert store.rollout("r1").status == expected
+    assert Store(tmp_path / "store.sqlite", read_only=True).rollout("r1").status == expected

@@ -21,7 +21,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import Message
 
 Tools = Sequence[Mapping[str, Any]] | None
+_INDEX = re.compile("([0-9]+)@@")  # of a replayed message, after the mark
 
 
 @dataclass(frozen=True)
@@ -268,15 +269,24 @@ def _pieces(
         for index, message in enumerate(messages)
     ]
     text = view.text(marked)
-    found = list(re.finditer(f"{mark}([0-9]+)@@", text))
+    found = list(_marks(text, mark))
     counts = Counter(int(match[1]) for match in found)
     if not all(counts[index] == 1 for index in replayed):
         once = tuple(index for index in replayed if counts[index] == 1)
         return _pieces(messages, view, once, mark)
     starts = [0, *(match.end() for match in found)]
-    ends = [*(match.start() for match in found), len(text)]
+    ends = [*(match.start() - len(mark) for match in found), len(text)]
     pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
     return pieces, [int(match[1]) for match in found]
+
+
+def _marks(text: str, mark: str) -> Iterator[re.Match[str]]:
+    """Yield a match of the index after each mark. Compiling a pattern of the mark takes longer."""
+    at = text.find(mark)
+    while at >= 0:
+        if match := _INDEX.match(text, at + len(mark)):
+            yield match
+        at = text.find(mark, match.end() if match else at + 1)
 
 
 class _Path:
