@@ -226,7 +226,7 @@ class Samplers:
         self._loop = asyncio.get_running_loop()
         actor = await self._create(index)
         try:
-            host = await self._placed(actor)
+            host = await self._wait_for_place(actor)
             with self._lock:
                 versions = [held.version for held in self._held]
                 refs = [ref for held in self._held for ref in (held.whole, held.changed)]
@@ -282,7 +282,7 @@ class Samplers:
                     ) from error
             await asyncio.sleep(0.5)
 
-    async def _placed(self, actor: Any) -> str:
+    async def _wait_for_place(self, actor: Any) -> str:
         """Return the address of a sampler's machine once Ray has placed it."""
         try:
             async with asyncio.timeout(self._config.timeout_s):

@@ -52,7 +52,7 @@ def test_python_is_added_to_each_call() -> None:
 
 
 def test_requests_share_decode_steps() -> None:
-    """Of two requests, one has 2 tokens and one 4: 2 steps of 2 s, then 2 of 1.5 s."""
+    """Requests of 2 and of 4 tokens take 2 steps of 2 s together, then 2 of 1.5 s."""
     lengths = iter((2.0, 4.0))
     work = Workload(1, 2, lambda rng: (Turn(0.0, next(lengths), 0.0),))
     (step,) = simulate(work, LOCK_STEP, RATES, num_steps=1)

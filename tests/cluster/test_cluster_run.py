@@ -34,6 +34,7 @@ from lightning_jax.train.trainer import train
 from lightning_jax.types import Task
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
+pytestmark = pytest.mark.slow  # 138 s on a busy machine, of which the cluster takes 37
 
 TASKS: list[Task] = [{"id": f"t{i}", "question": "abcd"[i]} for i in range(4)]
 SAMPLER = {"sampler": 1.0}  # a resource of the second and the third node

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from coded import raises_coded
@@ -24,7 +25,7 @@ async def unrewarded(task, llm) -> float:
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
-        messages = [{"role": "user", "content": task["question"]}]
+        messages: list[Any] = [{"role": "user", "content": task["question"]}]
         await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=4)
     return 0.0
 
