@@ -82,7 +82,7 @@ def measured(rows: Sequence[Row]) -> Measured:
     for index, row in enumerate(steps):
         passed += row["time/step_s"]
         window = steps[max(0, index - WINDOW + 1) : index + 1]
-        curve.append((passed, statistics.fmean(each["rollout/reward_mean"] for each in window)))
+        curve.append((passed, statistics.fmean(row["rollout/reward_mean"] for row in window)))
     return Measured(
         step_s=seconds / len(kept),
         rollouts_per_s=sum(row["rollout/num_rollouts"] for row in kept) / seconds,
@@ -150,9 +150,9 @@ def report(directory: Path) -> dict[str, list[Measured]]:
     titles = [*columns, f"reward after {fastest:.0f} s", "reward after all", "seeds"]
     print(" | ".join(["layout", *titles]))
     for layout, runs in found.items():
-        cells = [mean_and_error([getattr(each, name) for each in runs]) for name in columns]
-        cells += [mean_and_error([reward_after(each, fastest) for each in runs])]
-        cells += [mean_and_error([each.final_reward for each in runs]), str(len(runs))]
+        cells = [mean_and_error([getattr(run, name) for run in runs]) for name in columns]
+        cells += [mean_and_error([reward_after(run, fastest) for run in runs])]
+        cells += [mean_and_error([run.final_reward for run in runs]), str(len(runs))]
         print(" | ".join([layout, *cells]))
     return found
 

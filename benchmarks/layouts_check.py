@@ -87,7 +87,7 @@ def training_rows(directory: Path) -> Sequence[Row]:
 
 def show(name: str, kind: str, figures: Measured | Summary) -> None:
     names = ("step_s", "rollouts_per_s", "trainer_wait_share", "sampler_wait_share", "age_mean")
-    cells = [f"{getattr(figures, each):8.2f}" for each in names]
+    cells = [f"{getattr(figures, name):8.2f}" for name in names]
     print(f"{name:10s} {kind:10s} " + " ".join(cells) + f" {figures.age_max:4.0f}")
 
 

@@ -398,7 +398,7 @@ class _Run:
             group, turns = self.queue.popleft()
             engine = min(self.engines, key=lambda engine: engine.num_rollouts)
             engine.num_rollouts += 1
-            worker = min(self.workers or [engine.interpreter], key=lambda each: each.free_at)
+            worker = min(self.workers or [engine.interpreter], key=lambda python: python.free_at)
             self._turn(group, turns, 0, engine, worker)
 
     def _turn(

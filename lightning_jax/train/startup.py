@@ -110,20 +110,20 @@ async def open_service(
         for engine in engines:
             at_end.callback(engine.close)
         at_end.push_async_callback(gateway.close)
-        isolated = None
-        if not isinstance(agent, LocalWorkers):
-            isolated = await at_end.enter_async_context(isolate_agent(agent))
-        await gateway.start()
         if isinstance(agent, LocalWorkers):
+            await gateway.start()  # which the workers call
             workers = open_workers(config.agent, agent.number, gateway, config.rollout)
-            isolated = await at_end.enter_async_context(workers)
+            running = await at_end.enter_async_context(workers)
+        else:
+            running = await at_end.enter_async_context(isolate_agent(agent))
+            await gateway.start()
         for engine in engines:
             engine.start(num_requests)
         at_end.enter_context(freeze_objects())
         store, decode = gateway.store, gateway.engine.tokenizer.decode
         assert store is not None, "rollouts are recorded"
         scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
-        yield Runner(isolated, gateway, config.rollout, config.seed, scorer, server)
+        yield Runner(running, gateway, config.rollout, config.seed, scorer, server)
 
 
 @contextmanager
