@@ -24,6 +24,8 @@ from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.rollouts.workers import Workers
 from lightning_jax.traces.store import TemporaryStore
 
+pytestmark = pytest.mark.slow
+
 AGENT = """
 import asyncio
 import pathlib

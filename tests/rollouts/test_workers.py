@@ -32,6 +32,8 @@ from lightning_jax.traces import attributes
 from lightning_jax.traces.store import STOP
 from lightning_jax.types import Rollout, Task
 
+pytestmark = pytest.mark.slow
+
 AGENT = '''
 """Agents that say in which process they run."""
 

@@ -193,6 +193,7 @@ def test_groups_run_ahead_on_shared_and_on_separate_devices(
     assert all(row["train/num_updates"] == 1 for row in rows[:4])
 
 
+@pytest.mark.slow
 def test_a_setting_that_shapes_rollouts_discards_the_groups_ahead(tmp_path: Path) -> None:
     config = dataclasses.replace(_ahead(tmp_path / "run"), num_steps=2)
     asyncio.run(_stopped_after(2, _ahead(tmp_path / "run")))
@@ -214,6 +215,7 @@ async def _stopped_after(num_steps: int, config: Config) -> None:
         await running
 
 
+@pytest.mark.slow
 def test_killed_while_groups_run_ahead_it_samples_nothing_twice(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = _run_in_a_process(run)

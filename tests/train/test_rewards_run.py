@@ -28,6 +28,8 @@ from lightning_jax.train.curves import panels_of
 from lightning_jax.train.metric_descriptions import describe
 from lightning_jax.types import Rollout, RolloutStatus, Task
 
+pytestmark = pytest.mark.slow
+
 TASKS: list[Task] = [{"id": f"t{i}", "question": "abcd"[i]} for i in range(4)]
 INITIAL = JudgeConfig(reasons=False, max_tokens=200)
 
