@@ -207,7 +207,7 @@ class DistillConfig(Section):
     coef: NonNegative = 1.0  # weight of the teacher's advantages in the first policy step
     # The same after anneal_steps policy steps, in a straight line from coef. None: coef.
     final_coef: NonNegative | None = None
-    anneal_steps: Natural = 0
+    anneal_steps: Natural = 0  # policy steps from coef to final_coef
     reward_coef: NonNegative = 1.0  # weight of the rewards' advantages; 0: the teacher alone
 
     def __post_init__(self) -> None:
