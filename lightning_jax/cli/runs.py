@@ -67,7 +67,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         for index, grid in enumerate(found):
             console.print(*[""] * bool(index), as_terminal(grid, console.width), sep="\n")
     if arguments.png is not None:
-        console.print(f"curves: {arguments.png}", markup=False)
+        console.print(f"curves: {arguments.png}", markup=False, soft_wrap=True)
     return 0
 
 
