@@ -4,10 +4,11 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
-from lightning_jax.rollouts.agents import Agent, AgentFunction, as_agent
+from lightning_jax.rollouts.agents import Agent, as_agent
 from lightning_jax.rollouts.config import AgentConfig, require_agent
 from lightning_jax.rollouts.leased_work import first_unsendable, unsendable
 from lightning_jax.rollouts.program import make_agent
@@ -27,9 +28,7 @@ class LocalWorkers:
     number: int
 
 
-def choose_agent(
-    config: AgentConfig, function: AgentFunction | None, tasks: Sequence[Task]
-) -> Agent | LocalWorkers:
+def choose_agent(config: AgentConfig, function: Any, tasks: Sequence[Task]) -> Agent | LocalWorkers:
     """Return the agent, loaded, or the number of local workers that will load it.
 
     `function` replaces the agent of the settings. Raises ConfigError if the agent is unusable, or
