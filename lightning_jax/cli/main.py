@@ -63,8 +63,6 @@ SERVE_FLAGS = {
     "slow_request_s": "seconds to receive a whole request; a slower one gets a 408",
 }
 
-WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, run_worker)
-
 
 class _Parser(argparse.ArgumentParser):
     """Parser that reports an error in one sentence, without the usage text."""
@@ -209,7 +207,7 @@ def _help(arguments: argparse.Namespace) -> int:
     return 0
 
 
-WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, _help)
+WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, run_worker, _help)
 
 
 def _train(arguments: argparse.Namespace) -> int:
