@@ -116,7 +116,7 @@ def is_plain_url(text: str) -> bool:
     except ValueError:
         return False
     is_plain = not (url.username or url.password or url.query or url.fragment)
-    return url.scheme in ("http", "https") and bool(url.netloc) and is_plain
+    return url.scheme in ("http", "https") and bool(url.hostname) and is_plain
 
 
 def path_kind(hint: Any) -> PathKind | None:

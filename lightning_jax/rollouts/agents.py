@@ -59,17 +59,28 @@ def as_agent(function: Any, options: Mapping[str, Any] | None = None) -> Agent:
     if inspect.iscoroutinefunction(function):
         return function
 
-    def call(task: Task, llm: LLM) -> Any:
-        try:
-            return function(task, llm)
-        except StopIteration as error:  # a future cannot hold StopIteration
-            raise RuntimeError("the agent raised StopIteration") from error
-
     async def agent(task: Task, llm: LLM) -> Result:
-        result = await asyncio.to_thread(call, task, llm)
-        return await result if inspect.isawaitable(result) else result
+        return await call_foreign("the agent", function, task, llm)
 
     return agent
+
+
+async def call_foreign(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a function of the user's: plain, which runs in a thread, or coroutine.
+
+    Errors call it `name`.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+
+    def call() -> Any:
+        try:
+            return function(*arguments)
+        except StopIteration as error:  # a future cannot hold StopIteration
+            raise RuntimeError(f"{name} raised StopIteration") from error
+
+    result = await asyncio.to_thread(call)
+    return await result if inspect.isawaitable(result) else result
 
 
 async def run_agent(agent: Agent, task: Task, llm: LLM, config: RolloutConfig) -> Outcome:

@@ -1,6 +1,5 @@
 """Rollouts of an agent on tasks, from the function to the trajectories that it made."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,6 @@ from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.threads import run_in_thread
-from lightning_jax.traces.context import flush_process_tracer
 from lightning_jax.traces.store import Store
 from lightning_jax.types import Metrics, Rollout, Task, Trajectory
 
@@ -90,13 +88,7 @@ async def read_trajectories(
     reader: TraceReader | None = None,
 ) -> tuple[list[Trajectory], Metrics]:
     """Return `to_trajectories` in a thread, once all spans of the rollouts are stored."""
-    await wait_for_spans(store)
+    await store.wait_for_spans()
     return await run_in_thread(
         to_trajectories, store, rollouts, policy_version=policy_version, reader=reader
     )
-
-
-async def wait_for_spans(store: Store) -> None:
-    """Return once the spans of finished rollouts are stored."""
-    await asyncio.to_thread(flush_process_tracer)
-    await store.in_order(lambda: None)  # wait for pending writes

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
 
@@ -25,6 +24,7 @@ from lightning_jax.schema import (
     ProgramPath,
     Section,
     Share,
+    is_plain_url,
     require,
 )
 from lightning_jax.settings import ConfigError
@@ -163,6 +163,10 @@ class RolloutConfig(Section):
         is_above = self.max_retry_delay_s >= self.retry_delay_s
         require(self, max_retry_delay_s=(is_above, "at least rollout.retry_delay_s"))
 
+    def backoff_s(self, attempt: int) -> float:
+        """Return the wait after a failed attempt, 1 or more, without the random part."""
+        return min(self.max_retry_delay_s, self.retry_delay_s * 2.0 ** min(attempt - 1, 60))
+
 
 AGENT = "agent"  # component with the reward that the agent returned
 INITIAL = "initial"  # served_by of a judge with the weights from the start of the run
@@ -191,12 +195,10 @@ class JudgeConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        url = urlsplit(self.served_by)
         require(
             self,
             served_by=(
-                not self.is_url
-                or bool(url.hostname and not (url.username or url.query or url.fragment)),
+                not self.is_url or is_plain_url(self.served_by),
                 "initial, a policy, or an http(s) URL without a user, query or fragment",
             ),
             served_model=(

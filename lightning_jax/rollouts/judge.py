@@ -199,8 +199,7 @@ class Judge:
             if attempt == limits.max_attempts or not may_recover:
                 break
             log.info("judge at %s: %s; asking again", self._endpoint.url, fact)
-            delay = limits.retry_delay_s * 2.0 ** min(attempt - 1, 60)
-            await asyncio.sleep(min(delay, limits.max_retry_delay_s))
+            await asyncio.sleep(limits.backoff_s(attempt))
         self._counts.seconds += time.monotonic() - started
         raise JudgeFailed(f"the judge {self._endpoint.model} at {self._endpoint.url}: {fact}"[:500])
 

@@ -81,11 +81,11 @@ def outcome_of(result: Any, config: RolloutConfig | None = None) -> Outcome:
         if not isinstance(name, str) or number is None or abs(number) > MAX_METRIC:
             return _bad(name, measured[name], "finite number")
         if len(name) <= MAX_METRIC_NAME:
-            metrics[_storable(name)] = number
+            metrics[storable(name)] = number
     if len(metrics) < len(measured):
         metrics[DROPPED_METRICS] = float(len(measured) - len(metrics))
     if value is None:
-        shown = _storable(repr(result)[:200])
+        shown = storable(repr(result)[:200])
         detail = f"the agent returned {shown} and posted no reward; expected a number"
         return NoReward("agent_failure", None, "no_reward", detail, metrics)
     return Outcome("scored", value, metrics=metrics)
@@ -121,9 +121,9 @@ def _outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
     # Agents share this process's descriptors, so running out is not one agent's fault.
     faults = [fault for fault in faults_of(errors) if not is_exhausted(fault)]
     first = (faults or errors)[0]
-    reason = _storable(type(first).__name__[:MAX_REASON]) or "unnamed_error"
+    reason = storable(type(first).__name__[:MAX_REASON]) or "unnamed_error"
     if type(first) is SystemExit:  # raised again, it would end the whole run
-        return failure(reason, _storable(f"the agent called sys.exit({first.code!r})"[:MAX_DETAIL]))
+        return failure(reason, storable(f"the agent called sys.exit({first.code!r})"[:MAX_DETAIL]))
     detail = _detail(first, error)
     if faults:
         return failure(reason, detail)
@@ -146,7 +146,7 @@ def _detail(error: BaseException, raised: BaseException) -> str:
     if not words:
         words, places = "raised without a message", places or frames
     where = [f" (at {last.filename}:{last.lineno} in {last.name})" for last in places[-1:]]
-    return _storable("".join([words[:MAX_DETAIL], *where]))
+    return storable("".join([words[:MAX_DETAIL], *where]))
 
 
 def _is_library(filename: str) -> bool:
@@ -156,13 +156,13 @@ def _is_library(filename: str) -> bool:
 def _bad(name: Any, value: Any, expected: str) -> Outcome:
     return failure(
         "bad_reward",
-        _storable(
+        storable(
             f"the agent returned {repr(value)[:200]} as {str(name)[:50]}; expected a {expected}"
         ),
     )
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
     """Return the text with lone surrogates escaped, because no database accepts them."""
     return text.encode("utf-8", "backslashreplace").decode()
 

@@ -284,10 +284,8 @@ class Runner:
 
     def _retry_delay_s(self, rollout: Rollout) -> float:
         """Return the wait before the next attempt: doubled each time, plus up to half at random."""
-        config = self.config
-        doubled = config.retry_delay_s * 2.0 ** min(rollout.attempt - 1, 60)
         jitter = derive_seed(self.seed, rollout.rollout_id, "retry") / 2**31
-        return min(config.max_retry_delay_s, doubled) * (1 + jitter / 2)
+        return self.config.backoff_s(rollout.attempt) * (1 + jitter / 2)
 
     def _settings(self, rollout: Rollout, draw: int) -> RolloutSettings:
         greedy = rollout.phase == "eval"

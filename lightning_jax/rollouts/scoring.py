@@ -1,16 +1,16 @@
 """Scoring of finished rollouts by the components of their reward."""
 
 import asyncio
-import inspect
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.loading import load_function
+from lightning_jax.rollouts.agents import call_foreign
 from lightning_jax.rollouts.config import (
     AGENT,
     INITIAL,
@@ -20,10 +20,16 @@ from lightning_jax.rollouts.config import (
     key_of,
 )
 from lightning_jax.rollouts.judge import PREFIX, Endpoint, Judge, JudgeFailed, Judgement
-from lightning_jax.rollouts.outcome import Outcome, failure, finite, is_bounded, outcome_of_error
+from lightning_jax.rollouts.outcome import (
+    Outcome,
+    failure,
+    finite,
+    is_bounded,
+    outcome_of_error,
+    storable,
+)
 from lightning_jax.rollouts.rewards import Attempt, Decode, agent_reward, attempt_of, weighted_sum
 from lightning_jax.system.threads import run_in_thread
-from lightning_jax.traces.context import flush_process_tracer
 from lightning_jax.traces.store import Store
 from lightning_jax.types import LLM, Metrics, Rollout, Task
 
@@ -111,8 +117,7 @@ class Scorer:
         return changed, reasons
 
     async def _attempts(self, rollouts: Sequence[Rollout]) -> list[Attempt]:
-        await asyncio.to_thread(flush_process_tracer)
-        await self._store.in_order(lambda: None)  # spans that are being written
+        await self._store.wait_for_spans()
 
         def read() -> list[Attempt]:
             return [attempt_of(r, self._store.spans(r.rollout_id), self._decode) for r in rollouts]
@@ -191,28 +196,14 @@ class Scorer:
         limit = self._limits.timeout_s
         try:
             async with asyncio.timeout(limit):
-                return (await _result(self._functions[name], dict(task), argument),)
+                function = self._functions[name]
+                return (await call_foreign("it", function, dict(task), argument),)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001  (foreign code: fails only its rollouts)
             found = outcome_of_error(error, NO_GATEWAY)
             detail = f"rewards.{name} raised {found.reason}: {found.detail}"[:500]
             return replace(found, reason=BAD_COMPONENT, detail=detail)
-
-
-async def _result(function: Callable[..., Any], task: Task, argument: Any) -> Any:
-    """Return the result of a plain function, which runs in a thread, or of a coroutine function."""
-    if inspect.iscoroutinefunction(function):
-        return await function(task, argument)
-
-    def call() -> Any:
-        try:
-            return function(task, argument)
-        except StopIteration as error:  # a future cannot hold StopIteration
-            raise RuntimeError("it raised StopIteration") from error
-
-    found = await asyncio.to_thread(call)
-    return await found if inspect.isawaitable(found) else found
 
 
 def _checked(name: str, value: Any) -> Value:
@@ -226,7 +217,7 @@ def _checked(name: str, value: Any) -> Value:
 def _shown(value: Any) -> str:
     """Return a foreign value as a short text that a database accepts."""
     try:
-        return repr(value)[:200].encode("utf-8", "backslashreplace").decode()
+        return storable(repr(value)[:200])
     except Exception:  # noqa: BLE001  (foreign code)
         return f"a {type(value).__name__}"
 

@@ -33,6 +33,7 @@ from lightning_jax.traces._sqlite import (
     open_file,
     savepoint,
 )
+from lightning_jax.traces.context import flush_process_tracer
 from lightning_jax.traces.tasks import shorten_task
 from lightning_jax.types import Rollout, RolloutStatus, Span, Task
 
@@ -122,6 +123,11 @@ class Store:
         Spans are written before the functions of `in_order` that wait beside them.
         """
         await self._grouped(rollout_id=rollout_id, spans=spans)
+
+    async def wait_for_spans(self) -> None:
+        """Return once all spans are stored that have ended, also in this process's own tracer."""
+        await asyncio.to_thread(flush_process_tracer)
+        await self.in_order(lambda: None)  # wait for pending writes
 
     async def _grouped(self, **job: Any) -> Any:
         future = asyncio.get_running_loop().create_future()

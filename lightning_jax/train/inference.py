@@ -17,7 +17,7 @@ from lightning_jax.models.formats.load import LoadedModel, load_configured, load
 from lightning_jax.models.lora import merged, overlay, trained_part
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.rollouts.agents import AgentFunction
-from lightning_jax.rollouts.collect import wait_for_spans, with_ids
+from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.failures import FailureWatch
 from lightning_jax.rollouts.judge import judge_roles
 from lightning_jax.rollouts.metrics import eval_metrics, eval_metrics_by
@@ -209,5 +209,5 @@ async def run_tasks(
 
         async with show_progress(progress, bar):
             rollouts = await run_requests(requests, runner, on_done=count)
-    await wait_for_spans(runner.store)
+    await runner.store.wait_for_spans()
     return rollouts
