@@ -16,10 +16,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from lightning_jax.engine.config import ServeConfig
+from stand_in import StandInEngine, ready_made
+
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.response import Chunk
 from lightning_jax.engine.types import Completion, SamplingParams
@@ -49,39 +49,19 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] ==
 """
 
 
-class ReadyMade:
+class ReadyMade(StandInEngine):
     """Engine that answers every request with the same tokens, one per turn of the event loop."""
 
-    status = "ok"
-    version = 0
-    num_slots = 16
-
     def __init__(self, model: LoadedModel, chunks: Sequence[Chunk]) -> None:
-        self.model_name, self.tokenizer = model.name, model.tokenizer
-        self.serve = ServeConfig(api_key="bench")
+        super().__init__(model.name, model.tokenizer, num_slots=16)
         self._chunks = chunks
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def prepare(self, grammar: str, owner: str = "") -> None:
-        """Accept every grammar."""
-
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        adapter: int | None = None,
-        tenant: str | None = None,
-    ) -> Generation:
-        """Return a generation of `sampling.max_tokens` tokens."""
-        generation = Generation(lambda _: None)
+    def answer(self, generation: Generation, sampling: SamplingParams) -> None:
+        """Answer with `sampling.max_tokens` tokens."""
         task = asyncio.create_task(self._answer(generation, sampling.max_tokens))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return generation
-
-    def stats(self) -> dict[str, float]:
-        """Return no counters."""
-        return {}
 
     async def _answer(self, generation: Generation, number: int) -> None:
         chunks = list(itertools.islice(itertools.cycle(self._chunks), number))
@@ -115,11 +95,7 @@ async def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     args = parser.parse_args()
     model = load_model(args.model)
-    blank = Chunk("", (0,), (0.0,), (0.0,), (0,), (False,), ((),))
-    chunks = [
-        replace(blank, text=model.tokenizer.decode([token]), token_ids=(token,))
-        for token in model.tokenizer.encode(WORDS)
-    ]
+    chunks = ready_made(model.tokenizer, WORDS)
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder) / "store.sqlite")
         gateway = Gateway(ReadyMade(model, chunks), store)  # pyright: ignore[reportArgumentType]

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from layouts_sim import Figures
+
 from lightning_jax.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -55,16 +57,9 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Figures):
     """Figures of one run, from its rows of training steps."""
 
-    step_s: float
-    rollouts_per_s: float
-    tokens_per_s: float  # sampled tokens that were trained
-    trainer_wait_share: float
-    sampler_wait_share: float
-    age_mean: float
-    age_max: float
     reward_at: tuple[tuple[float, float], ...]  # (seconds since the first row began, reward)
     final_reward: float  # greedy, after the last step
 

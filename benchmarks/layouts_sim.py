@@ -459,18 +459,24 @@ def simulate(
 
 
 @dataclass(frozen=True)
-class Summary:
-    """Rates and shares of a run, without its first steps."""
+class Figures:
+    """Rates, waits and ages of a run, without its first steps."""
 
     step_s: float
     rollouts_per_s: float
     tokens_per_s: float  # sampled tokens that were trained
     trainer_wait_share: float
     sampler_wait_share: float
+    age_mean: float
+    age_max: float
+
+
+@dataclass(frozen=True)
+class Summary(Figures):
+    """Figures of a simulated run."""
+
     trainer_busy_share: float
     decode_busy_share: float  # of the engines' time
-    age_mean: float
-    age_max: int
 
 
 def summarize(steps: Sequence[Step], num_engines: int, *, skip: int = 0) -> Summary:

@@ -23,18 +23,17 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from stand_in import StandInEngine, ready_made
 from workloads import quantile
 
-from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import Generation
-from lightning_jax.engine.response import Chunk
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.formats.load import load_model
@@ -48,7 +47,7 @@ from lightning_jax.types import LLM, Task
 
 WORDS = "SELECT name, count(*) FROM singer WHERE country = 'France' AND age > 20 GROUP BY name"
 SYSTEM = "Write one SQL query that answers the question. Use only the tables that are given. " * 4
-NUM_TOKENS, GROUP_SIZE = 24, 8
+NUM_TOKENS, GROUP_SIZE, LOGPROB = 24, 8, -0.123456
 CHECK_EVERY = 50  # answers
 BEAT_S = 0.01
 COLUMNS = (
@@ -56,46 +55,20 @@ COLUMNS = (
 )
 
 
-class AtOnce:
+class AtOnce(StandInEngine):
     """Engine that answers every request with the same tokens in the next turn of the loop."""
 
-    status = "ok"
-    version = 0
-    num_slots = 4096
-
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.model_name, self.tokenizer = "stand-in", tokenizer
-        self.serve = ServeConfig(api_key="bench")
-        blank = Chunk("", (0,), (-0.123456,), (-0.123456,), (0,), (False,), ((),))
-        ids = self.tokenizer.encode(WORDS)[:NUM_TOKENS]
-        texts = [self.tokenizer.decode([token]) for token in ids]
-        self._chunks = [
-            replace(blank, text=text, token_ids=(token,))
-            for text, token in zip(texts, ids, strict=True)
-        ]
-        logprobs, zeros = (-0.123456,) * len(ids), (0,) * len(ids)
-        self._completion = Completion(
-            tuple(ids), "".join(texts), logprobs, logprobs, zeros, "length"
-        )
+        super().__init__("stand-in", tokenizer, num_slots=4096)
+        self._chunks = ready_made(tokenizer, WORDS, LOGPROB)[:NUM_TOKENS]
+        ids = tuple(chunk.token_ids[0] for chunk in self._chunks)
+        logprobs, zeros = (LOGPROB,) * len(ids), (0,) * len(ids)
+        text = "".join(chunk.text for chunk in self._chunks)
+        self._completion = Completion(ids, text, logprobs, logprobs, zeros, "length")
 
-    async def prepare(self, grammar: str, owner: str = "") -> None:
-        """Accept every grammar."""
-
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        adapter: int | None = None,
-        tenant: str | None = None,
-    ) -> Generation:
-        """Return a generation that ends in the next turn of the event loop."""
-        generation = Generation(lambda _: None)
+    def answer(self, generation: Generation, sampling: SamplingParams) -> None:
+        """Answer in the next turn of the event loop."""
         generation.event_loop.call_soon(self._answer, generation)
-        return generation
-
-    def stats(self) -> dict[str, float]:
-        """Return no counters."""
-        return {}
 
     def _answer(self, generation: Generation) -> None:
         for chunk in self._chunks:
