@@ -56,7 +56,7 @@ class Engine:
             dtype = dtype or str(model.params["embed"]["embedding"].dtype)
             programs = make_programs(model.config, self.serve, dtype=dtype, mesh=mesh)
         self._programs = programs[0]
-        self._devices = {device for replica in programs for device in replica.devices}
+        self.devices = {device for replica in programs for device in replica.devices}
         params = self._programs.spread(model.params, share_base=share_base)
         loop = _loop_type(self.serve)
         self._loops = [loop(p, params, version, model.tokenizer, self.serve) for p in programs]
@@ -84,11 +84,6 @@ class Engine:
     def status(self) -> LoopStatus:
         """Status like `EngineLoop.status`: the first loop status that is not ok, if any."""
         return join_statuses(loop.status for loop in self._loops)
-
-    @property
-    def devices(self) -> set[Any]:
-        """Devices that serve."""
-        return self._devices
 
     @property
     def num_slots(self) -> int:

@@ -45,9 +45,7 @@ class Traffic:
     num_cancelled: int  # the agent disconnected or ended before the answer was ready
     num_forgotten: int  # answers dropped because of serve.max_kept_mib_per_rollout
     waited_s: float = 0.0  # time that calls waited for their first token, summed over the calls
-    loss: str | None = (
-        None  # how the server was lost, so that nothing else is known; None: it was not
-    )
+    loss: str | None = None  # how the server was lost, so that nothing else is known
 
 
 @dataclass

@@ -177,7 +177,8 @@ def best_of_group(credit: Credit, min_return: float) -> list[tuple[Advantage, ..
     best: set[int] = set()
     for members in group_members([t.group_id for t in credit.trajectories]).values():
         able = [i for i in members if credit.calls[i] and credit.returns[i] > min_return]
-        best.update(sorted(able, key=lambda i: -credit.returns[i])[:1])
+        if able:
+            best.add(max(able, key=credit.returns.__getitem__))
     return [(float(i in best),) * len(calls) for i, calls in enumerate(credit.calls)]
 
 

@@ -12,14 +12,12 @@ from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.remote import RemoteEngine, remote_routing
-from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.formats.load import LoadedModel, load_configured, load_like
 from lightning_jax.models.lora import merged, overlay, trained_part
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.rollouts.agents import AgentFunction
 from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.failures import FailureWatch
-from lightning_jax.rollouts.judge import judge_roles
 from lightning_jax.rollouts.metrics import eval_metrics, eval_metrics_by
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.settings import ConfigError
@@ -30,6 +28,7 @@ from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import find_weights
 from lightning_jax.train.progress import Progress, show_progress
+from lightning_jax.train.serving import routing_of
 from lightning_jax.train.startup import load_trainable, open_service, with_dtypes
 from lightning_jax.types import Metrics, Rollout, Task
 
@@ -168,7 +167,7 @@ def serve_policies(
     gateway = Gateway(
         responders(names),
         store,
-        routing=Routing(judge_roles(config.rewards) | config.roles, config.policies),
+        routing=routing_of(config),
         initial=responders([config.model.name] * len(names)) if has_initial else None,
     )
     return gateway, list(engines.values())

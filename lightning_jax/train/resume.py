@@ -17,6 +17,7 @@ from typing import Any
 from lightning_jax.rl.config import Choice
 from lightning_jax.rollouts.fingerprint import file_digest
 from lightning_jax.settings import ConfigError, changed_keys, save_config
+from lightning_jax.settings.paths import file_of
 from lightning_jax.system.files import write_whole
 from lightning_jax.traces.store import CRASH, Store
 from lightning_jax.train.config import Config
@@ -149,7 +150,8 @@ def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:
 
 
 def _file_of(reference: Choice | None) -> Path | None:
-    return Path(reference.rpartition(":")[0]) if isinstance(reference, str) else None
+    file = file_of(reference) if isinstance(reference, str) else None
+    return None if file is None else Path(file)
 
 
 def _of_tasks(tasks: Sequence[Task]) -> str:

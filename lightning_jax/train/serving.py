@@ -76,7 +76,7 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
         gateway = Gateway(
             _responders(config, engines),
             store,
-            routing=_routing(config),
+            routing=routing_of(config),
             initial=None if frozen is None else _responders(config, [frozen] * len(engines)),
         )
         running = engines if frozen is None else [*engines, frozen]
@@ -98,7 +98,8 @@ def _check_judges(config: Config) -> None:
         )
 
 
-def _routing(config: Config) -> Routing:
+def routing_of(config: Config) -> Routing:
+    """Return who answers and trains which calls, those of judges included."""
     return Routing(judge_roles(config.rewards) | config.roles, config.policies)
 
 
@@ -127,7 +128,7 @@ async def _serve_by_samplers(
             serve=replace(config.serve, api_key=gateway.api_key),
             dtype=config.model.dtype,
             tensor=config.mesh.tensor,
-            routing=_routing(config),
+            routing=routing_of(config),
             by_policy=config.weight_scopes != (ALL,),
             num_requests=-(-requests_at_once(config) // config.cluster.samplers),
         )

@@ -182,12 +182,8 @@ class Replica:
         if self.config.cluster.samplers:
             on_host(params, self.config.model.dtype)
             return
-        shardings = pick(
-            param_shardings(
-                self.model.config, serving_mesh(self.config.serve.mesh, self.config.mesh)
-            ),
-            params,
-        )
+        mesh = serving_mesh(self.config.serve.mesh, self.config.mesh)
+        shardings = pick(param_shardings(self.model.config, mesh), params)
         reshard(params, shardings, jnp.dtype(self.config.model.dtype))
 
     def save(self, progress: dict[str, Any]) -> None:
