@@ -3,6 +3,7 @@
 import ipaddress
 import json
 import logging
+import os
 import re
 import socket
 import zlib
@@ -21,9 +22,9 @@ from lightning_jax.gateway.offload import Offload
 
 log = logging.getLogger(__name__)
 
-# Length of the accept queue, and connections accepted in one iteration of the event loop. A client
-# that finds the queue full waits a second before it tries again.
+# A client that finds the accept queue full waits a second before it tries again.
 BACKLOG = 512
+MAX_ACCEPTED = 32  # connections in one iteration of the event loop; each takes up to 0.4 ms
 SHUTDOWN_S = 2.0  # how long calls may continue once the gateway closes
 
 _ANY_HEADER = zlib.MAX_WBITS | 32  # gzip or zlib
@@ -154,7 +155,9 @@ async def listen(
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, serve.host, serve.port, backlog=BACKLOG).start()
+        site = web.TCPSite(runner, serve.host, serve.port, backlog=MAX_ACCEPTED)
+        await site.start()
+        _lengthen_queue(runner)
     except OSError as error:
         await runner.cleanup()
         raise GatewayError(
@@ -164,6 +167,18 @@ async def listen(
             key="serve.port",
         ) from error
     return runner
+
+
+def _lengthen_queue(runner: web.AppRunner) -> None:
+    """Set the length of the accept queue of all listening sockets to `BACKLOG`.
+
+    asyncio has one number for this length and for the connections that it accepts at once.
+    """
+    for site in runner.sites:
+        server = getattr(site, "_server", None)
+        for listening in server.sockets if server else ():
+            with socket.socket(fileno=os.dup(listening.fileno())) as copy:
+                copy.listen(BACKLOG)
 
 
 async def check_address(serve: ServeConfig) -> None:

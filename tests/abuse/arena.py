@@ -3,7 +3,9 @@
 import asyncio
 import ctypes
 import gc
+import json
 import sys
+import time
 
 import psutil
 from attacker import Attacker
@@ -19,6 +21,7 @@ from lightning_jax.types import LLM, Rollout
 
 SERVE = ServeConfig(slots=8, max_len=512, prefill_buckets=(32, 128), api_key="owner-key")
 SEED = 11
+REFERENCE_S = 0.004  # for the work that `slowdown` times
 
 
 def warm_engine(model: LoadedModel) -> SlotPrograms:
@@ -48,6 +51,18 @@ async def honest_rollout(service: Service, rollout_id: str) -> Conversation:
         return await asyncio.to_thread(converse, llm)
     finally:
         service.gateway.close_rollout(rollout_id)
+
+
+def slowdown() -> float:
+    """Return how many times slower than an idle 2.4 GHz core this one computes now, at least 1."""
+    rows = [{"id": n, "text": "word " * 8, "values": [n * 0.5] * 8} for n in range(600)]
+    seconds = []
+    for _ in range(5):
+        start = time.thread_time()
+        json.loads(json.dumps(rows))
+        sum(n * n for n in range(20_000))
+        seconds.append(time.thread_time() - start)
+    return max(1.0, min(seconds) / REFERENCE_S)
 
 
 def resident_mib() -> float:

@@ -373,6 +373,7 @@ async def test_the_end_of_a_rollout_ends_its_calls(bench: Bench) -> None:
     assert bench.gateway.close_rollout("r1").num_cancelled == 1
     with pytest.raises(aiohttp.ServerDisconnectedError):
         await call
+    await _until(lambda: bool(bench.store.spans("r1")))
     await _until(lambda: bench.loop.stats()["serve/running"] == 0)
     assert spans_to_transitions(bench.store.spans("r1")) == ((), {"call_cancelled": 1})
 
