@@ -26,7 +26,6 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_debug_key_reuse", True)
 hypothesis.settings.register_profile("busy", deadline=None)  # no deadline on a busy machine
 hypothesis.settings.load_profile("busy")
 

@@ -16,12 +16,11 @@ from lightning_jax.traces.store import Store
 from lightning_jax.train.directory import EXPORTED
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a user's folder with a run of a policy that echoes nothing right."""
-    folder = tmp_path_factory.mktemp("eval")
-    write_folder(folder)
-    return folder
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a user's folder with an agent and its tasks."""
+    write_folder(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +75,7 @@ def test_a_policy_scores_as_in_its_run(capsys: pytest.CaptureFixture[str]) -> No
     assert sorted(path.name for path in Path().iterdir() if path.is_dir()) == ["run"]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_has_not_ended_is_scored_by_its_newest_checkpoint(
     rank: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -317,6 +317,21 @@ async def test_the_caller_may_donate_its_weights(model, engine):
     loop.close()
 
 
+def test_random_keys_are_used_once():
+    """JAX checks keys in all programs of the engine, which alone samples."""
+    with jax.debug_key_reuse(True):
+        model = tiny_model(3, num_layers=1)
+        serve = ServeConfig(slots=2, max_len=40, prefill_buckets=(8,), steps_per_dispatch=3)
+        programs = SlotPrograms(model.config, serve)
+        loop = EngineLoop(programs, model.params, 0, model.tokenizer, serve)
+        loop.warmup()
+        assert loop.stats()["serve/compiles"] > 0
+        with pytest.raises(jax.errors.KeyReuseError):
+            key = jax.random.key(0)
+            jax.random.uniform(key), jax.random.uniform(key)
+    loop.close()
+
+
 async def test_no_compile_after_warmup():
     model = tiny_model(0, num_layers=1)
     serve = ServeConfig(

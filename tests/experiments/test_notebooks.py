@@ -35,6 +35,7 @@ def _output(cell: nbformat.NotebookNode) -> str:
     return "\n".join(output.get("text", "") or str(output.get("data", "")) for output in outputs)
 
 
+@pytest.mark.slow
 def test_an_agent_is_trained_its_run_analysed_and_a_larger_one_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,7 +174,8 @@ def test_groups_run_ahead_within_the_bound_and_are_trained_once(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("mesh", "serve"),
     [
-        (MeshConfig(fsdp=2, tensor=2), None),  # the same devices, with collectives on both sides
+        # The same devices, with collectives on both sides.
+        pytest.param(MeshConfig(fsdp=2, tensor=2), None, marks=pytest.mark.slow),
         (MeshConfig(fsdp=2), MeshConfig(fsdp=1, tensor=2, first_device=2)),
     ],
 )

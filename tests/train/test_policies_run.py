@@ -70,7 +70,8 @@ def adapters(config: Config) -> dict[Any, np.ndarray]:
     return leaves
 
 
-@pytest.mark.parametrize("rank", [4, 0])  # adapters, or their own weights
+# Adapters, or their own weights.
+@pytest.mark.parametrize("rank", [pytest.param(4, marks=pytest.mark.slow), 0])
 def test_dpo_teaches_each_policy_by_its_own_calls(
     rank: int, model_dir: Path, tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def _config(model_dir: Path, run_dir: Path, **changes: object) -> Config:
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_learn_it_beside_float32_activations(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_a_run_keeps_the_dtype_that_auto_was_when_it_began(
         assert (saved.dtype, saved.activation_dtype) == ("bfloat16", "float32")
 
 
+@pytest.mark.slow
 def test_copies_of_the_engine_serve_one_run(model_dir: Path, tmp_path: Path) -> None:
     copies = MeshConfig(data=3, fsdp=1)
     serve = ServeConfig(slots=4, max_len=64, prefill_buckets=(32,), mesh=copies)
@@ -179,6 +181,7 @@ def test_a_run_takes_a_function_and_tasks_without_ids(model_dir: Path, tmp_path:
         asyncio.run(lj.train(config, tasks, [], agent="mine.py:run"))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_dpo_learns_it_from_pairs(model_dir: Path, tmp_path: Path) -> None:
     config = _config(
         model_dir,
