@@ -5,10 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from lightning_jax.train.runtime import COLLECTION_THRESHOLDS
+
 
 @pytest.fixture(autouse=True)
 def collector_of_a_run() -> Iterator[None]:
-    """Freeze what other tests left, and collect as often as Python does by default.
+    """Freeze what other tests left, and collect as often as a run does.
 
     tests/conftest.py makes collections rare, so each of them scans enough objects to stop the
     event loop for 15 to 30 ms.
@@ -16,6 +18,6 @@ def collector_of_a_run() -> Iterator[None]:
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(700, 10, 10)
+    gc.set_threshold(*COLLECTION_THRESHOLDS)
     yield
     gc.set_threshold(*thresholds)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_jax.train.runtime import freeze_objects
+from lightning_jax.train.runtime import COLLECTION_THRESHOLDS, freeze_objects
 
 
 class Node:
@@ -25,10 +25,13 @@ def nothing_frozen() -> Iterator[None]:
     gc.freeze()
 
 
-def test_objects_are_frozen_within_and_not_after() -> None:
+def test_objects_are_frozen_and_collections_rarer_within_and_not_after() -> None:
+    before = gc.get_threshold()
     with freeze_objects():
         assert gc.get_freeze_count() > 0
+        assert gc.get_threshold() == COLLECTION_THRESHOLDS != before
     assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == before
 
 
 def test_freeze_ends_with_an_error() -> None:
