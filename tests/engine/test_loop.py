@@ -328,7 +328,8 @@ def test_random_keys_are_used_once():
         assert loop.stats()["serve/compiles"] > 0
         with pytest.raises(jax.errors.KeyReuseError):
             key = jax.random.key(0)
-            jax.random.uniform(key), jax.random.uniform(key)
+            jax.random.uniform(key)
+            jax.random.uniform(key)
     loop.close()
 
 
