@@ -35,7 +35,6 @@ COMPILING_S = 0.3  # a test that took less has compiled little
 
 LONGEST = (
     "test_trainer.py",
-    "test_notebooks.py",
     "test_lora_run.py",
     "test_own_weights_run.py",
     "test_policies_run.py",

@@ -124,8 +124,9 @@ class CallHandler:
                 return await _stream(running, reply, stream)
             answers = await running.answers()
             num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
-            # Some dialects repeat fields of the request in their reply.
-            num_bytes = len(raw) + num_tokens * (1 + parsed.top_logprobs) * BYTES_PER_TOKEN
+            num_bytes = num_tokens * (1 + parsed.top_logprobs) * BYTES_PER_TOKEN
+            if reply.repeats_request:
+                num_bytes += len(raw)
             dump = json.dumps if num_bytes <= INLINE_BYTES else dump_json  # the same text
             text = await self._bodies.offload.run(num_bytes, lambda: dump(reply.body(answers)))
             return web.json_response(text=text)

@@ -1,9 +1,9 @@
 """HTTP parts of the server: bodies, keys, errors and addresses."""
 
+import asyncio
 import ipaddress
 import json
 import logging
-import os
 import re
 import socket
 import zlib
@@ -157,7 +157,7 @@ async def listen(
     try:
         site = web.TCPSite(runner, serve.host, serve.port, backlog=MAX_ACCEPTED)
         await site.start()
-        _lengthen_queue(runner)
+        _lengthen_queue(site)
     except OSError as error:
         await runner.cleanup()
         raise GatewayError(
@@ -169,16 +169,17 @@ async def listen(
     return runner
 
 
-def _lengthen_queue(runner: web.AppRunner) -> None:
-    """Set the length of the accept queue of all listening sockets to `BACKLOG`.
+def _lengthen_queue(site: web.TCPSite) -> None:
+    """Set the length of the accept queue to `BACKLOG`.
 
-    asyncio has one number for this length and for the connections that it accepts at once.
+    asyncio takes one number for both this length and the connections accepted at once. aiohttp
+    does not give its server, so the private attribute is read.
     """
-    for site in runner.sites:
-        server = getattr(site, "_server", None)
-        for listening in server.sockets if server else ():
-            with socket.socket(fileno=os.dup(listening.fileno())) as copy:
-                copy.listen(BACKLOG)
+    server: asyncio.Server | None = site._server  # type: ignore[assignment]
+    assert server is not None, "the site has not been started"
+    for listening in server.sockets:
+        with listening.dup() as copy:
+            copy.listen(BACKLOG)
 
 
 async def check_address(serve: ServeConfig) -> None:

@@ -5,14 +5,14 @@ import ctypes
 import gc
 from collections.abc import Iterator
 
-# Python's default is 700, 10, 10. A reply with 256,000 alternatives then causes 20 full collections
-# while it is written, and stops the event loop for up to 0.1 s.
+# With Python's default of 700, 10, 10, a reply with 256,000 alternatives triggers 20 full
+# collections and blocks the event loop for up to 0.1 s.
 COLLECTION_THRESHOLDS = (5_000, 10, 100)
 
 
 @contextlib.contextmanager
 def freeze_objects() -> Iterator[None]:
-    """Exclude all current objects from garbage collection, and make it rarer, in this context.
+    """Exclude current objects from garbage collection, and collect less often, in this context.
 
     Imported modules and traced programs are a quarter of a million objects or more. A full scan of
     them pauses token generation for a tenth of a second, again and again. Do nothing if objects are

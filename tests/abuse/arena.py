@@ -21,7 +21,7 @@ from lightning_jax.types import LLM, Rollout
 
 SERVE = ServeConfig(slots=8, max_len=512, prefill_buckets=(32, 128), api_key="owner-key")
 SEED = 11
-REFERENCE_S = 0.004  # for the work that `slowdown` times
+REFERENCE_S = 0.004  # duration on that core of the work in `slowdown`
 
 
 def warm_engine(model: LoadedModel) -> SlotPrograms:
@@ -54,7 +54,7 @@ async def honest_rollout(service: Service, rollout_id: str) -> Conversation:
 
 
 def slowdown() -> float:
-    """Return how many times slower than an idle 2.4 GHz core this one computes now, at least 1."""
+    """Return how many times longer Python takes now than on an idle AMD EPYC core; at least 1."""
     rows = [{"id": n, "text": "word " * 8, "values": [n * 0.5] * 8} for n in range(600)]
     seconds = []
     for _ in range(5):

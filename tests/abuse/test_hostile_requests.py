@@ -19,7 +19,7 @@ from lightning_jax.testing.tiny import tiny_model
 
 # Limits that one of the tries must keep; a busy machine exceeds them, too.
 PATIENCE_S = 1.0  # how much longer a call may wait beside an attack
-MAX_STOP_S = 0.1  # of the event loop, on a core that is not slowed down
+MAX_STOP_S = 0.05  # of the event loop, divided by `slowdown`
 TRIES = 3
 GROWTH = 1.1  # of resident memory
 LONGEST_STOP_MS = "longest_stop_ms"  # tests/conftest.py prints the largest one
@@ -60,7 +60,7 @@ async def test_honest_rollout_beside_it_is_unharmed(
 ) -> None:
     alone = await honest_rollout(service, "alone")
     before, longest_wait_s, longest_stop = resident_mib(), math.inf, Stall(math.inf)
-    max_wait_s = max_stop_s = 0.0
+    stop_s = math.inf
     for number in range(TRIES):
         attacker = open_attacker(service, f"hostile-{number}", number)
         attacking = asyncio.wrap_future(attackers.submit(attack, attacker))
@@ -73,14 +73,14 @@ async def test_honest_rollout_beside_it_is_unharmed(
         assert beside.token_ids == alone.token_ids
         assert not [status for status in statuses if status >= 500]
         longest_stop = min(longest_stop, stalls.longest, key=lambda stall: stall.seconds)
+        stop_s = min(stop_s, stalls.longest.seconds / slowdown())
         longest_wait_s = min(longest_wait_s, beside.longest_wait_s)
         max_wait_s = alone.longest_wait_s + PATIENCE_S
-        max_stop_s = MAX_STOP_S * slowdown()
-        if longest_wait_s < max_wait_s and longest_stop.seconds < max_stop_s:
+        if longest_wait_s < max_wait_s and stop_s < MAX_STOP_S:
             break
     after = await honest_rollout(service, "after")
     assert after.token_ids == alone.token_ids
     record_property(LONGEST_STOP_MS, 1e3 * longest_stop.seconds)
-    assert longest_wait_s < max_wait_s
-    assert longest_stop.seconds < max_stop_s, longest_stop
+    assert longest_wait_s < alone.longest_wait_s + PATIENCE_S
+    assert stop_s < MAX_STOP_S, longest_stop
     assert resident_mib() < GROWTH * before

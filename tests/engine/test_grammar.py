@@ -247,7 +247,7 @@ def loop(model) -> Iterator[EngineLoop]:
     loop.close()
 
 
-async def test_twelve_seeds_give_valid_json_of_a_nested_schema(loop: EngineLoop):
+async def test_thirty_seeds_give_valid_json_of_a_nested_schema(loop: EngineLoop):
     schema = Tree.model_json_schema()
     assert "$defs" in schema and "anyOf" in schema["properties"]["child"]
     results = await asyncio.gather(
@@ -256,11 +256,11 @@ async def test_twelve_seeds_give_valid_json_of_a_nested_schema(loop: EngineLoop)
                 TINY.encode("json:"),
                 SamplingParams(max_tokens=240, grammar=grammar(json_schema(schema)), seed=seed),
             ).result()
-            for seed in range(12)
+            for seed in range(30)
         )
     )
     stopped = [result for result in results if result.finish_reason == "stop"]
-    assert len(stopped) >= 7
+    assert len(stopped) >= 20
     for result in stopped:
         tree = Tree.model_validate_json(result.text)
         assert json.loads(result.text)["kind"] == tree.kind == "tree"
@@ -268,7 +268,7 @@ async def test_twelve_seeds_give_valid_json_of_a_nested_schema(loop: EngineLoop)
         assert all(
             p == 0 for p, f in zip(result.sampling_logprobs, result.forced, strict=True) if f
         )
-    assert len({result.text for result in stopped}) > 5
+    assert len({result.text for result in stopped}) > 15
 
 
 async def test_any_object_is_json(loop: EngineLoop):

@@ -15,7 +15,8 @@ from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
-from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.models.config import LoraConfig
+from lightning_jax.testing.tiny import tiny_model, tiny_policies
 
 from .conftest import SERVE, Bench
 from .test_slots import full_logprobs
@@ -318,9 +319,9 @@ async def test_the_caller_may_donate_its_weights(model, engine):
 
 
 def test_random_keys_are_used_once():
-    """JAX checks keys in all programs of the engine, which alone samples."""
+    """Check all programs that use random keys: initial weights, adapters and sampling."""
     with jax.debug_key_reuse(True):
-        model = tiny_model(3, num_layers=1)
+        model = tiny_policies(LoraConfig(rank=2))
         serve = ServeConfig(slots=2, max_len=40, prefill_buckets=(8,), steps_per_dispatch=3)
         programs = SlotPrograms(model.config, serve)
         loop = EngineLoop(programs, model.params, 0, model.tokenizer, serve)

@@ -1,8 +1,10 @@
 """Tests that idle or slow connections block nobody and last no longer than the settings allow."""
 
 import asyncio
+import contextlib
 import errno
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
@@ -13,7 +15,7 @@ from gateway_bench import Bench, MakeBench
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.connections import ExhaustionLog, number_that_fits
-from lightning_jax.gateway.http import listen, reachable_url
+from lightning_jax.gateway.http import MAX_ACCEPTED, listen, reachable_url
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system import descriptors
 from lightning_jax.train.config import Config
@@ -94,6 +96,15 @@ async def test_busy_connections_never_make_room() -> None:
         answered.set()
         assert await asyncio.gather(*calls) == [200] * 4
         assert await call() == 200
+    await runner.cleanup()
+
+
+async def test_clients_that_arrive_together_are_queued() -> None:
+    """Open more connections than one iteration of the loop accepts, while the loop is blocked."""
+    runner = await listen(web.Application(), ServeConfig())
+    with contextlib.ExitStack() as opened:
+        for _ in range(4 * MAX_ACCEPTED):
+            opened.enter_context(socket.create_connection(runner.addresses[0], timeout=0.5))
     await runner.cleanup()
 
 

@@ -161,7 +161,13 @@ def test_five_updates_agree_on_one_and_eight_devices(sizes):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [MESHES["all"]], ids=["all"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(MESHES["fsdp"], id="fsdp", marks=pytest.mark.slow),
+        pytest.param(MESHES["all"], id="all"),
+    ],
+)
 def test_an_update_in_bfloat16_agrees_on_one_and_eight_devices(sizes):
     """Check an update in bfloat16, because XLA on a CPU aborts on some bfloat16 all-reduces."""
     norms = []

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.errors import ApiError
@@ -97,6 +97,8 @@ class Event:
 @dataclass
 class Reply(ABC):
     """Conversion of answers to a dialect's format."""
+
+    repeats_request: ClassVar[bool] = False  # True if the body has fields of the request
 
     request: PolicyRequest
     context: ReplyContext

@@ -6,7 +6,7 @@ one request only.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -183,6 +183,8 @@ def _previous(response_id: str | None, sender: Sender) -> tuple[Message, ...]:
 @dataclass
 class ResponsesReply(Reply):
     """Response as a whole or in events. It saves the conversation once its answer is done."""
+
+    repeats_request: ClassVar[bool] = True
 
     settings: Mapping[str, Any]
     save: Callable[[Mapping[str, Any], Message], None]
