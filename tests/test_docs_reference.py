@@ -74,6 +74,7 @@ def test_every_reason_that_the_runner_gives_is_listed() -> None:
     program = ast.parse((PACKAGE / "rollouts/program.py").read_text())
     given |= {node.name for node in program.body if isinstance(node, ast.ClassDef) and node.bases}
     given |= {code for code, (status, _) in CODES.items() if status >= 500}
+    given.discard("not_open")  # refuses to begin a rollout
     assert len(given) > 10 and given - set(REASONS) == set()
 
 

@@ -19,6 +19,7 @@ from lightning_jax.gateway.auth import Callers
 from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Dialect, Listing
 from lightning_jax.gateway.errors import ApiError, GatewayError, to_api_error
+from lightning_jax.gateway.external_routes import ExternalRollouts, ExternalRoutes
 from lightning_jax.gateway.feedback import Reports
 from lightning_jax.gateway.handler import CallHandler
 from lightning_jax.gateway.http import (
@@ -103,6 +104,7 @@ class Gateway:
         self._callers = Callers(self.api_key, self._rollouts, responder, routing or Routing())
         self._calls = CallHandler(self._callers, responders, self._reports, self._bodies)
         self._leases = LeaseRoutes(self._callers, self._bodies)
+        self._external = ExternalRoutes(self._callers, self._bodies)
         self._serve = serve
         self._runner: web.AppRunner | None = None
         self._url = self._local_url = ""
@@ -153,6 +155,10 @@ class Gateway:
         """Let workers take the work of this queue."""
         self._leases.queue = queue
 
+    def take_rollouts(self, rollouts: ExternalRollouts | None) -> None:
+        """Let programs outside open rollouts there."""
+        self._external.rollouts = rollouts
+
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """Return what the rollout's agent needs to call the policy. Raise ValueError if open."""
         rollout = self._rollouts.open(settings)
@@ -166,6 +172,10 @@ class Gateway:
     def posted_reward(self, rollout_id: str) -> float | None:
         """Return the reward posted for the open rollout, or None if there is none."""
         return self._rollouts[rollout_id].reward
+
+    def idle_s(self, rollout_id: str) -> float:
+        """Return the seconds since the open rollout's last request, 0 while it has a call."""
+        return self._rollouts[rollout_id].idle_s
 
     def close_rollout(self, rollout_id: str) -> Traffic:
         """Close a rollout and return its traffic. Raise ValueError if it is not open.
@@ -194,6 +204,7 @@ class Gateway:
         for path in ("/reward", "/v1/reward"):
             app.router.add_post("/rollout/{rollout_url}" + path, self._reward)
         self._leases.add_to(app)
+        self._external.add_to(app)
         # Neither reveals a secret, so neither needs a key.
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)

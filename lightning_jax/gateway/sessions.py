@@ -95,6 +95,7 @@ class OpenRollout:
     reward: float | None = None  # as posted
     # Sums of the rewards posted for calls, by response id and choice.
     call_rewards: dict[tuple[str, int], float] = field(default_factory=dict)
+    touched: float = field(default_factory=time.monotonic)  # time of the last request
     num_cancelled: int = 0
     in_flight: set[asyncio.Task] = field(default_factory=set)
     choices_in_flight: int = 0
@@ -119,6 +120,11 @@ class OpenRollout:
     def url_segment(self) -> str:
         """Name of the rollout in URLs: its id and its token."""
         return f"{self.settings.rollout_id}~{self.owner.token}"
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last request, 0 while a call is in flight."""
+        return 0.0 if self.in_flight else time.monotonic() - self.touched
 
     @contextmanager
     def counted(self, call: HandledCall) -> Iterator[None]:
@@ -148,6 +154,7 @@ class OpenRollout:
             raise
         finally:
             self.in_flight.discard(task)
+            self.touched = time.monotonic()
 
     @contextmanager
     def waiting(self, seconds: Callable[[], float]) -> Iterator[None]:
@@ -264,6 +271,7 @@ class OpenRollouts:
         rollout_id, _, token = segment.rpartition("~")
         rollout = self._by_id.get(rollout_id)
         if rollout and rollout.owner.has_token(token):
+            rollout.touched = time.monotonic()
             return rollout
         owner = self.owners.of_id(rollout_id)
         # Only the rollout's own agent may learn that there was one.

@@ -58,6 +58,15 @@ class AgentConfig(Section):
     # `workers`.
     remote_workers: bool = False
     lease_s: Positive = 30.0  # without a heartbeat, after which a worker's rollouts run elsewhere
+    # Take training rollouts from programs outside, which open each with POST /v1/rollouts
+    # (docs/howto/train_on_live_traffic.md). `function` or `command`, if set, only evaluates.
+    external: bool = False
+    idle_s: Positive = 300.0  # without a request, after which an external rollout expires
+
+    @property
+    def is_named(self) -> bool:
+        """True if the settings name an agent that the run can start."""
+        return self.function is not None or self.command is not None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "env", tuple(self.env))
@@ -99,7 +108,7 @@ class AgentConfig(Section):
 
 def require_agent(agent: AgentConfig) -> None:
     """Raise ConfigError if the settings name no agent."""
-    if agent.function is None and agent.command is None:
+    if not agent.is_named:
         raise ConfigError(
             "no agent is named; set agent.function to FILE:FUNCTION, such as agent.py:run, or "
             "agent.command to a command line.",

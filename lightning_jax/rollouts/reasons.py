@@ -88,6 +88,21 @@ REASONS = {
         "a worker does not see a path in the task",
         "mount or copy it to the worker's machine at the same path",
     ),
+    "reported_error": Reason(
+        "agent",
+        "a program outside ended its rollout with an error",
+        "read the detail, which it sent",
+    ),
+    "expired": Reason(
+        "infrastructure",
+        "a rollout from outside had no request for `agent.idle_s`, and no reward",
+        "end each rollout; raise `agent.idle_s` if its users think for longer",
+    ),
+    "discarded": Reason(
+        "infrastructure",
+        "a program outside ended its rollout with `discard`",
+        "nothing: that was its choice",
+    ),
     "stop": Reason(
         "nobody",
         "the run was stopped (Ctrl-C, SIGTERM) while the rollout ran",

@@ -203,19 +203,23 @@ class Runner:
         num_lost = sum(rollout.reason in (STOP, CRASH) for rollout in known)
         while True:
             attempt += 1
-            try:
-                async with self._executor() as execute:
-                    rollout = await self._attempt(
-                        request, attempt, execute, draw=attempt - num_lost
-                    )
-            except asyncio.CancelledError:
-                stopped = request.rollout(attempt).rollout_id
-                await self.store.in_order(self.store.abandon_running, STOP, stopped)
-                raise
+            async with self._executor() as execute:
+                rollout = await self.run_once(request, attempt, execute, draw=attempt - num_lost)
             if rollout.status in FINISHED or attempt == last:
                 return rollout
             log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
             await asyncio.sleep(self._retry_delay_s(rollout))
+
+    async def run_once(
+        self, request: RolloutRequest, attempt: int, execute: Execute, *, draw: int
+    ) -> Rollout:
+        """Return the rollout of one attempt, whatever its status. `draw` selects its seed."""
+        try:
+            return await self._attempt(request, attempt, execute, draw=draw)
+        except asyncio.CancelledError:
+            stopped = request.rollout(attempt).rollout_id
+            await self.store.in_order(self.store.abandon_running, STOP, stopped)
+            raise
 
     def _executor(self) -> AbstractAsyncContextManager[Execute]:
         """Return the context of an attempt, which waits until the agent can run."""

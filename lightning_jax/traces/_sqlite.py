@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.system.files import create_private
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
 SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"  # since version 3
 SEQUENCE_COLUMN = "sequence INTEGER"  # since version 4; NULL in spans of older stores
@@ -68,6 +68,13 @@ CREATE TABLE IF NOT EXISTS step_groups (
 CREATE TABLE IF NOT EXISTS verdicts (
     digest TEXT PRIMARY KEY,
     verdict TEXT NOT NULL
+);
+-- Since version 8: groups that programs outside opened. Their tasks are nowhere else.
+CREATE TABLE IF NOT EXISTS external_groups (
+    group_id TEXT PRIMARY KEY,
+    step INTEGER NOT NULL,
+    name TEXT,
+    task TEXT NOT NULL
 );
 """
 

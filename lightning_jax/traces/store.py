@@ -387,6 +387,21 @@ class Store:
             row = db.execute(query, (group_id,)).fetchone()
         return row[0] if row else None
 
+    def add_external_group(self, group_id: str, step: int, name: str | None, task: Task) -> None:
+        """Record a group that a program outside opened in this step, with its whole task."""
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO external_groups (group_id, step, name, task) VALUES (?, ?, ?, ?)",
+                (group_id, step, name, json.dumps(task)),
+            )
+
+    def external_groups(self, step: int) -> list[tuple[str, str | None, Task]]:
+        """Return id, name and task of the groups that were opened in this step, in order."""
+        with self._transaction() as db:
+            query = "SELECT group_id, name, task FROM external_groups WHERE step = ? ORDER BY rowid"
+            rows = db.execute(query, (step,)).fetchall()
+        return [(group_id, name, json.loads(task)) for group_id, name, task in rows]
+
     # Spans
 
     def next_sequence(self) -> int:

@@ -28,6 +28,15 @@ class LocalWorkers:
     number: int
 
 
+def choose_trained_agent(
+    config: AgentConfig, function: Any, tasks: Sequence[Task]
+) -> Agent | LocalWorkers | None:
+    """Like `choose_agent`, but return None if only programs outside run the agent."""
+    if config.external and function is None and not config.is_named:
+        return None
+    return choose_agent(config, function, tasks)
+
+
 def choose_agent(config: AgentConfig, function: Any, tasks: Sequence[Task]) -> Agent | LocalWorkers:
     """Return the agent, loaded, or the number of local workers that will load it.
 

@@ -23,7 +23,9 @@ def check_start(config: Config) -> None:
     must be installed, and the run directory must be usable and hold no checkpoint of other weights.
     """
     check_model(config)
-    check_agent(config)
+    if not config.agent.external:
+        require_agent(config.agent)
+    check_files(config)
     require_ray(config.cluster)
     check_sinks(config.metrics.sinks)
     _check_directory(config)
@@ -35,6 +37,11 @@ def check_agent(config: Config) -> None:
     Also refuse a judge whose rubric cannot be used or whose key is not set.
     """
     require_agent(config.agent)
+    check_files(config)
+
+
+def check_files(config: Config) -> None:
+    """Raise ConfigError if a file, function, program, rubric or key of a judge does not exist."""
     check_judges(config)
     for key, kind, value in named_files(config):
         if kind is PathKind.FUNCTION and isinstance(value, str) and ":" in value:

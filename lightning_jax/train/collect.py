@@ -17,6 +17,7 @@ from lightning_jax.rollouts.runner import (
 )
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.config import Config
+from lightning_jax.train.external_groups import ExternalGroups
 from lightning_jax.train.groups import Groups
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.progress import Progress
@@ -40,7 +41,11 @@ class Collector:
         self._config, self._runner = config, runner
         self._progress, self._on_rollout = progress, on_rollout
         self._sampling: str | None = None  # phase that waits for groups
-        self.groups = Groups(config, pipelines, runner, self._count)
+        self.groups = (
+            ExternalGroups(config, runner, pipelines.tasks_by_id, self._count)
+            if config.agent.external
+            else Groups(config, pipelines, runner, self._count)
+        )
         self._failures = FailureWatch(runner.store, config.rollout.max_agent_failures)
         self._reader = TraceReader(
             config.roles, config.reward_rules, tokenizer.decode, config.policies, config.rollout
@@ -68,7 +73,7 @@ class Collector:
                 store, rollouts, policy_version=step, reader=self._reader
             )
             await run_in_thread(self._unused.observe, metrics, rollouts, step)
-            metrics["time/trainer_wait_s"] = waited_s
+            metrics |= {"time/trainer_wait_s": waited_s} | self.groups.take_metrics()
             if self._runner.scorer is not None:
                 metrics |= self._runner.scorer.take_metrics()
             if algorithm.max_sampling_rounds == 1:

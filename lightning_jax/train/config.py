@@ -165,7 +165,41 @@ def check_policies(
     _check_roles(policies, roles)
 
 
+GROUP_BASELINES = ("group_mean", "leave_one_out")
 CORRECTED = "algorithm.proximal=old algorithm.correction=truncate algorithm.correction_high=2"
+
+
+def check_external(agent: AgentConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
+    """Raise ValueError for `agent.external` with settings that do not fit it."""
+    if not agent.external:
+        return
+    if rollout.ahead:
+        raise InvalidValue(
+            f"agent.external is true and rollout.ahead is {rollout.ahead}, but programs outside "
+            "decide when rollouts run; set rollout.ahead=0.",
+            reason="conflict",
+            key="rollout.ahead",
+        )
+    for name, fix, in_group in (
+        ("baseline", "batch_mean", GROUP_BASELINES),
+        ("normalize", "batch_std", ("group_std",)),
+    ):
+        value = getattr(algorithm, name)
+        if rollout.group_size == 1 and value in in_group:
+            raise InvalidValue(
+                f"rollout.group_size is 1 and algorithm.{name} is {value}, which compares the "
+                f"rollouts of a group, so nothing would be learned; set algorithm.{name}={fix}.",
+                reason="conflict",
+                key=f"algorithm.{name}",
+            )
+    if algorithm.max_staleness == 0:
+        raise InvalidValue(
+            "agent.external is true and algorithm.max_staleness is 0, but rollouts run while the "
+            "trainer works; set it to at least 1.",
+            reason="out_of_range",
+            key="algorithm.max_staleness",
+        )
+    _check_correction("agent.external is true", algorithm)
 
 
 def check_ahead(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
@@ -182,20 +216,24 @@ def check_ahead(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
             reason="out_of_range",
             key="rollout.ahead",
         )
+    _check_correction(f"rollout.ahead is {rollout.ahead}", algorithm)
+
+
+def _check_correction(cause: str, algorithm: AlgorithmConfig) -> None:
+    """Raise ValueError if the loss cannot use samples of older weights, which `cause` brings."""
     if algorithm.loss == "dpo":  # compares pairs, without a ratio to the behavior policy
         return
     if algorithm.correction == "none":
         raise InvalidValue(
-            f"rollout.ahead is {rollout.ahead}, which trains on samples of older weights, and "
-            f"algorithm.correction is none; set {CORRECTED}.",
+            f"{cause}, which trains on samples of older weights, and algorithm.correction is "
+            f"none; set {CORRECTED}.",
             reason="conflict",
             key="algorithm.correction",
         )
     if algorithm.loss in ("clip", "gspo") and algorithm.clip_dual == 0:
         raise InvalidValue(
-            f"rollout.ahead is {rollout.ahead} and algorithm.clip_dual is 0, so a negative "
-            "advantage of an older sample may have a gradient of any size; set "
-            "algorithm.clip_dual=3.",
+            f"{cause} and algorithm.clip_dual is 0, so a negative advantage of an older sample "
+            "may have a gradient of any size; set algorithm.clip_dual=3.",
             reason="conflict",
             key="algorithm.clip_dual",
         )
@@ -293,6 +331,7 @@ class Config(Section):
         check_rewards(self.rewards, self.policies)
         _check_initial(self.initial_users, self.policies, self.model)
         check_ahead(self.rollout, self.algorithm)
+        check_external(self.agent, self.rollout, self.algorithm)
         if self.distill.teacher is not None and self.algorithm.loss in ("dpo", "raft"):
             raise InvalidValue(
                 f"distill.teacher is {self.distill.teacher!r} and algorithm.loss is "

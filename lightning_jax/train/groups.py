@@ -7,48 +7,17 @@ may train a group.
 """
 
 import asyncio
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning_jax.rollouts.runner import Runner, group_id, make_requests
 from lightning_jax.train.config import Config
 from lightning_jax.train.pipelines import Pipelines
-from lightning_jax.types import Rollout, Task
+from lightning_jax.train.step_groups import Group, Key, StepGroups, start_scoring
+from lightning_jax.types import Metrics, Rollout
 
-log = logging.getLogger(__name__)
-
-Key = tuple[int, int]  # (step, index)
 GROUPS = "groups"  # in the progress of a checkpoint
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Group of rollouts that has begun. `version` is the weights version at that time."""
-
-    key: Key
-    version: int
-    task: Task
-    running: tuple[asyncio.Task[Rollout], ...] = ()
-    scoring: asyncio.Task[list[Rollout]] | None = None  # by the run's `rewards`, if it has any
-
-    @property
-    def group_id(self) -> str:
-        return group_id("train", *self.key)
-
-    @property
-    def is_complete(self) -> bool:
-        if self.scoring is not None:
-            return self.scoring.done()
-        return all(rollout.done() for rollout in self.running)
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        """Rollouts of a complete group. Raises the error that kept one from its end."""
-        if self.scoring is not None:
-            return self.scoring.result()
-        return [rollout.result() for rollout in self.running]
 
 
 class Groups:
@@ -71,9 +40,8 @@ class Groups:
         self._untaken: list[Group] = []  # begun, by key
         self._pending: list[Group] = []  # begun before the process started, and not yet again
         self._next: Key = (0, 0)
-        self._step, self._wanted = -1, 0
-        self._taken: list[str] = []  # ids of the present step's groups
-        self._recorded: list[str] = []  # ids that this step had taken before a crash
+        self._wanted = 0
+        self._present = StepGroups(runner.store, config)
         self._changed = asyncio.Event()
 
     async def take(self, step: int, number: int) -> list[Group]:
@@ -81,20 +49,16 @@ class Groups:
 
         A step that had taken groups before a crash takes the same ones again.
         """
-        store = self._runner.store
-        if step != self._step:
-            self._step, self._taken = step, []
-            self._recorded = await store.in_order(store.step_groups, step)
+        await self._present.begin(step)
         self._next = max(self._next, (step, 0))
         self._wanted = number
         self._begin()
-        while (chosen := self._choose(number)) is None:
+        while (chosen := self._present.choose(self._untaken, number)) is None:
             self._changed.clear()
             await self._changed.wait()
         self._untaken = [group for group in self._untaken if group not in chosen]
         self._wanted = 0
-        self._taken += [group.group_id for group in chosen]
-        await store.in_order(store.set_step_groups, step, self._taken)
+        await self._present.record(chosen)
         self._begin()
         return chosen
 
@@ -102,6 +66,10 @@ class Groups:
     def num_finished(self) -> int:
         """Number of finished rollouts of groups that no step has taken."""
         return sum(rollout.done() for group in self._untaken for rollout in group.running)
+
+    def take_metrics(self) -> Metrics:
+        """Return {}: each rollout that has begun is trained on or counted as failed."""
+        return {}
 
     def progress(self) -> dict[str, Any]:
         """Return the groups that no step has taken, and the next key, as a JSON object."""
@@ -124,7 +92,7 @@ class Groups:
 
     async def close(self) -> None:
         """Cancel the rollouts that run and their scoring, and wait for their end."""
-        running: list[asyncio.Task[Any]] = []
+        running: list[asyncio.Future[Any]] = []
         for group in self._untaken:
             running += [*group.running, *([group.scoring] if group.scoring else [])]
         for rollout in running:
@@ -136,13 +104,13 @@ class Groups:
         for _ in range(self._room()):
             group = self._pending.pop(0) if self._pending else self._new()
             running = self._start(group)
-            scoring = self._start_scoring(group.task, running)
+            scoring = start_scoring(self._runner.scorer, group.task, running, self._changed.set)
             self._untaken.append(replace(group, running=running, scoring=scoring))
         self._untaken.sort(key=lambda group: group.key)
 
     def _room(self) -> int:
         """Return the number of groups that may begin."""
-        num_later = (self._config.total_steps - 1 - self._step) * self._per_step
+        num_later = (self._config.total_steps - 1 - self._present.step) * self._per_step
         ahead = min(self._config.rollout.ahead, num_later)
         return max(self._wanted + ahead - len(self._untaken), 0)
 
@@ -152,7 +120,7 @@ class Groups:
         if self._config.rollout.ahead and index >= self._per_step:
             step, index = step + 1, 0
         self._next = (step, index + 1)
-        return Group((step, index), self._step, self._pipelines.next_tasks(1)[0])
+        return Group((step, index), self._present.step, self._pipelines.next_tasks(1)[0])
 
     def _start(self, group: Group) -> tuple[asyncio.Task[Rollout], ...]:
         step, index = group.key
@@ -163,21 +131,6 @@ class Groups:
             rollout.add_done_callback(self._done)
         return tuple(running)
 
-    def _start_scoring(
-        self, task: Task, running: Sequence[asyncio.Task[Rollout]]
-    ) -> asyncio.Task[list[Rollout]] | None:
-        """Start to score a group when its rollouts are done. Return None without `rewards`."""
-        scorer = self._runner.scorer
-        if scorer is None:
-            return None
-
-        async def score() -> list[Rollout]:
-            return await scorer.score(task, await asyncio.gather(*running))
-
-        scoring = asyncio.create_task(score())
-        scoring.add_done_callback(lambda _: self._changed.set())
-        return scoring
-
     def _done(self, rollout: asyncio.Task[Rollout]) -> None:
         self._changed.set()
         if not rollout.cancelled() and rollout.exception() is None:
@@ -186,46 +139,6 @@ class Groups:
     @property
     def _per_step(self) -> int:
         return self._config.rollout.tasks_per_step
-
-    def _choose(self, number: int) -> list[Group] | None:
-        """Return the groups to take, or None if the step has to wait."""
-        if again := self._recorded[:number]:
-            chosen = [group for group in self._untaken if group.group_id in again]
-            if len(chosen) < number:  # settings changed, so that fewer run or more are wanted
-                log.info("step %d: not all of the groups that it had taken run again", self._step)
-                self._recorded = []
-            elif not all(group.is_complete for group in chosen):
-                return None
-            else:
-                self._recorded = self._recorded[number:]
-                return chosen
-        return oldest_complete(
-            self._untaken,
-            number,
-            step=self._step,
-            per_step=self._per_step,
-            max_staleness=self._config.algorithm.max_staleness,
-        )
-
-
-def oldest_complete(
-    groups: Sequence[Group], number: int, *, step: int, per_step: int, max_staleness: int
-) -> list[Group] | None:
-    """Return the oldest complete groups, or None if the step has to wait.
-
-    `groups` are in order. A group that began with version v must be trained by step
-    v + max_staleness, and each step takes `per_step`. So if more are due by a later step than the
-    steps in between can take, this step has to take the rest, and waits for them.
-    """
-    chosen = [group for group in groups if group.is_complete][:number]
-    if len(chosen) < number:
-        return None
-    for last in {group.version + max_staleness for group in groups}:
-        due = [group for group in groups if group.version + max_staleness <= last]
-        least = len(due) - per_step * max(last - step, 0)
-        if sum(group in chosen for group in due) < min(least, number):
-            return None
-    return chosen
 
 
 def untaken_ids(progress: Mapping[str, Any] | None) -> list[str]:

@@ -127,9 +127,10 @@ def findings(row: Mapping[str, float | int]) -> list[Finding]:
     Steps without rollouts, such as those of a warm-up, have none.
     """
     num_rollouts = row.get("rollout/num_scored", 0.0)
+    has_advantages = row.get("train/advantage_abs_mean", 0.0) > 0  # as with a batch's mean
     shares = {
         "no_calls": row.get("rollout/dropped_no_calls", 0.0) / max(num_rollouts, 1.0),
-        "equal_groups": row.get("train/equal_groups_share", 0.0),
+        "equal_groups": 0.0 if has_advantages else row.get("train/equal_groups_share", 0.0),
         "cut_short": row.get("rollout/cut_short_share", 0.0),
         "deadline_in_queue": row.get(f"rollout/agent_failure_{DEADLINE_IN_QUEUE}", 0.0)
         / max(row.get("rollout/num_rollouts", 0.0), 1.0),
@@ -201,9 +202,12 @@ class LearningWatch:
 
 
 def warn_of_mismatch(metrics: Metrics, step: int, dtype: str) -> None:
-    """Warn if the trainer's log-probabilities differ from those of the sampler by a bug."""
-    mismatch = metrics.get("train/mismatch_kl", 0.0)
-    if mismatch > MISMATCH_ALARM[dtype]:
+    """Warn if the trainer's log-probabilities differ from those of the sampler by a bug.
+
+    Samples of older weights differ without one.
+    """
+    mismatch, age = (metrics.get(f"train/{name}", 0.0) for name in ("mismatch_kl", "staleness_max"))
+    if mismatch > MISMATCH_ALARM[dtype] and not age:
         log.warning(
             "train/mismatch_kl is %.2g at step %d, above %g; the rollouts were not sampled from "
             "these weights",

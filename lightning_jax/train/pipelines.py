@@ -26,7 +26,7 @@ class Pipelines:
     ) -> None:
         warmup = config.warmup
         self.dev_tasks = evenly_spaced(dev_tasks, config.eval.num_tasks)
-        self._present = {task["id"]: task for task in train_tasks}
+        self.tasks_by_id = {task["id"]: task for task in train_tasks}
         self._tasks = TaskIterator(train_tasks, config.rollout.tasks_per_step, config.seed)
         self._spare: list[Task] = []  # drawn from `_tasks` but not used yet
         groups = group_tasks(train_tasks, warmup.group_by, warmup.group_size)
@@ -53,7 +53,7 @@ class Pipelines:
 
     def as_now(self, task: Task) -> Task:
         """Return a saved task as it is now: a path or a URL in it may have changed."""
-        return self._present.get(task["id"], task)
+        return self.tasks_by_id.get(task["id"], task)
 
     def progress(self) -> dict[str, Any]:
         """Return the positions as a JSON object."""

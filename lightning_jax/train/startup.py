@@ -28,7 +28,7 @@ from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.traces.store import Store
-from lightning_jax.train.agent_choice import LocalWorkers, choose_agent
+from lightning_jax.train.agent_choice import LocalWorkers, choose_trained_agent
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import LOCK, SETTINGS, STORE
 from lightning_jax.train.groups import untaken_ids
@@ -42,7 +42,8 @@ from lightning_jax.train.serving import prepare_serving, requests_at_once
 from lightning_jax.train.sinks import check_sinks
 from lightning_jax.train.state import Replica
 from lightning_jax.train.status import recorded_end
-from lightning_jax.types import Task
+from lightning_jax.train.tasks import no_tasks
+from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,12 @@ async def open_run(
     _check_serving(config)
     check_sinks(config.metrics.sinks)
     train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
-    made = choose_agent(config.agent, agent, (*train_tasks, *dev_tasks))
+    if not train_tasks and not config.agent.external:
+        raise no_tasks()
+    made = choose_trained_agent(config.agent, agent, (*train_tasks, *dev_tasks))
+    if made is None:
+        log.info("no evaluations: only programs outside run the agent; set agent.function for them")
+        dev_tasks = []
     algorithm = load_choices(config.algorithm)
     directory = Path(config.run_dir)
     async with AsyncExitStack() as at_end:  # last in, first out
@@ -96,12 +102,14 @@ async def open_run(
 async def open_service(
     gateway: Gateway,
     engines: Sequence[Engine],
-    agent: Agent | LocalWorkers,
+    agent: Agent | LocalWorkers | None,
     config: Config,
     num_requests: int = 1,
     server: RolloutServer | None = None,
 ) -> AsyncIterator[Runner]:
     """Start the engines and the gateway, and yield a runner of the agent, here or in workers.
+
+    Without an agent, the runner only takes rollouts from outside.
 
     Engines begin to compile what `num_requests` need that arrive together. All are closed at the
     end.
@@ -115,7 +123,8 @@ async def open_service(
             workers = open_workers(config.agent, agent.number, gateway, config.rollout)
             running = await at_end.enter_async_context(workers)
         else:
-            running = await at_end.enter_async_context(isolate_agent(agent))
+            isolated = isolate_agent(_no_agent if agent is None else agent)
+            running = await at_end.enter_async_context(isolated)
             await gateway.start()
         for engine in engines:
             engine.start(num_requests)
@@ -124,6 +133,10 @@ async def open_service(
         assert store is not None, "rollouts are recorded"
         scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
         yield Runner(running, gateway, config.rollout, config.seed, scorer, server)
+
+
+async def _no_agent(task: Task, llm: LLM) -> float:
+    raise AssertionError("programs outside run the agent")
 
 
 @contextmanager
@@ -199,6 +212,13 @@ def _check_serving(config: Config) -> None:
             "and warmup.num_steps to 0 to only evaluate.",
             reason="conflict",
             key="serve.orchestrator",
+        )
+    if config.agent.external and (config.cluster.samplers or jax.process_count() > 1):
+        raise ConfigError(
+            "agent.external is true, and rollouts from outside need the engines in one process; "
+            "set cluster.samplers=0 and distributed.mode=none.",
+            reason="conflict",
+            key="agent.external",
         )
     if config.rollout.ahead and jax.process_count() > 1:
         raise ConfigError(

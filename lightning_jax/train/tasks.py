@@ -15,16 +15,13 @@ class TaskIterator:
     """Endless shuffled batches of `items`, reshuffled in each pass.
 
     Batches continue across passes, so all have `batch_size` items. `state()` is a small JSON
-    object. After `restore` of it the same batches follow.
+    object. After `restore` of it the same batches follow. Without items there is no batch.
     """
 
     def __init__(self, items: Sequence[Any], batch_size: int, seed: int) -> None:
+        self._iterator = None
         if not items:
-            raise ConfigError(
-                "there are no tasks to train on; check data.root.",
-                reason="empty",
-                key="data.root",
-            )
+            return
         pipeline = grain.MapDataset.source(items).seed(seed).shuffle().repeat()
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
         if batch_size > 1:
@@ -34,13 +31,23 @@ class TaskIterator:
         self._iterator = iter(batches.to_iter_dataset(options))
 
     def __next__(self) -> list[Any]:
+        if self._iterator is None:
+            raise no_tasks()
         return next(self._iterator)
 
     def state(self) -> dict[str, Any]:
-        return self._iterator.get_state()
+        return self._iterator.get_state() if self._iterator else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._iterator.set_state(state)
+        if self._iterator and state:
+            self._iterator.set_state(state)
+
+
+def no_tasks() -> ConfigError:
+    """Return the error for a run without training tasks."""
+    return ConfigError(
+        "there are no tasks to train on; check data.root.", reason="empty", key="data.root"
+    )
 
 
 def group_tasks(tasks: Sequence[Task], field: str | None, size: int) -> list[list[Task]]:

@@ -27,10 +27,10 @@ from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.train import trainer
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
-from lightning_jax.train.groups import Group, oldest_complete
 from lightning_jax.train.metrics import read_metrics
 from lightning_jax.train.startup import open_run
 from lightning_jax.train.state import Replica
+from lightning_jax.train.step_groups import Group, oldest_complete
 from lightning_jax.types import LLM, Rollout, Task
 
 TASKS: list[Task] = [{"id": f"t{i}", "question": "abcd"[i]} for i in range(4)]

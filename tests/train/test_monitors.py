@@ -87,6 +87,8 @@ LEARNS = {
 
 def test_a_step_that_learns_has_no_findings() -> None:
     assert findings(LEARNS) == [] == findings({"warmup/loss": 1.0})
+    of_a_batch = {"train/equal_groups_share": 1.0, "train/advantage_abs_mean": 0.5}
+    assert findings(LEARNS | of_a_batch) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,324 @@
+"""Training groups whose rollouts programs outside open, such as a product in use.
+
+A group has the attempts at one task, and the version of the weights at its first one. Ids derive
+from the step in which a group was opened and a running number. The store keeps all groups, so a
+run that was killed trains on each finished rollout.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from lightning_jax.gateway.errors import ApiError, invalid
+from lightning_jax.gateway.external_routes import EndFields, OpenFields
+from lightning_jax.rollouts.external import EXPIRED, ExternalAgents
+from lightning_jax.rollouts.runner import RolloutRequest, Runner
+from lightning_jax.train.config import Config
+from lightning_jax.train.step_groups import Group, Key, StepGroups, start_scoring
+from lightning_jax.types import FINISHED, LLM, Metrics, Rollout, Task
+
+log = logging.getLogger(__name__)
+
+HINT_S = 30.0  # without a rollout, before the run says how to open one
+RETRY_AFTER_S = 5
+
+
+@dataclass(eq=False)
+class OpenGroup:
+    """Group that still takes rollouts, or whose rollouts still run."""
+
+    key: Key
+    name: str | None
+    task: Task
+    size: int
+    finished: dict[int, Rollout] = field(default_factory=dict)  # by index
+    free: list[tuple[int, int]] = field(default_factory=list)  # index and attempt, to try again
+    num_begun: int = 0  # indices in use
+
+    def take_place(self) -> tuple[int, int] | None:
+        """Return the index and attempt of the next rollout, or None if there is no place."""
+        if self.free:
+            return self.free.pop(0)
+        if self.num_begun == self.size:
+            return None
+        self.num_begun += 1
+        return self.num_begun - 1, 1
+
+
+class ExternalGroups:
+    """Groups that no step has taken yet, filled from outside.
+
+    A step takes the oldest complete groups. One that is not complete within
+    `algorithm.max_staleness` steps is dropped and counted.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        runner: Runner,
+        tasks: Mapping[str, Task],
+        on_rollout: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`tasks` are those that callers may name by id."""
+        self._config, self._runner, self._tasks = config, runner, tasks
+        self._on_rollout = on_rollout
+        self._agents = ExternalAgents(config.rollout, config.agent.idle_s, runner.gateway.idle_s)
+        self._open: list[OpenGroup] = []  # in order of their keys
+        self._complete: list[Group] = []
+        self._running: dict[asyncio.Task[None], str] = {}  # ids of their rollouts, once known
+        self._present = StepGroups(runner.store, config)
+        self._next_index = 0
+        self._is_ready = False  # once the first step has read the store
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+        self._is_hinted = False
+        self._counts = {"unfinished": 0, "expired": 0, "groups_too_old": 0}
+        runner.gateway.take_rollouts(self)
+
+    # For programs outside
+
+    async def open(self, fields: OpenFields) -> tuple[str, LLM]:
+        """Open a rollout. Return its id and how to call the policy. Raise ApiError if refused."""
+        task, name = self._task_of(fields)
+        if not self._is_ready:
+            raise ApiError(
+                503,
+                "not_open",
+                "the run takes no rollouts yet; try again in a moment.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        limit = self._config.rollout.concurrency
+        if len(self._running) >= limit:
+            raise ApiError(
+                429,
+                "too_many_rollouts",
+                f"{limit} rollouts are open, the limit of rollout.concurrency; end some.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        group, (index, attempt) = self._place(name, task)
+        opened: asyncio.Future[tuple[str, LLM]] = asyncio.get_running_loop().create_future()
+        running = asyncio.create_task(self._run(group, index, attempt, opened))
+        self._running[running] = ""
+        await asyncio.wait({running, opened}, return_when=asyncio.FIRST_COMPLETED)
+        if not opened.done():
+            opened.cancel()
+            raise self._error or ApiError(503, "draining", "the run is ending.")
+        rollout_id, llm = opened.result()
+        return rollout_id, llm
+
+    async def end(self, rollout_id: str, fields: EndFields) -> Rollout:
+        """End a rollout and return it as it is stored."""
+        posted, scorer = self._runner.gateway.posted_reward(rollout_id), self._runner.scorer
+        needs_reward = scorer is None or scorer.needs_agent_reward
+        self._agents.end(rollout_id, fields, posted, needs_reward=needs_reward)
+        running = [task for task, known in self._running.items() if known == rollout_id]
+        await asyncio.wait(running)
+        return await self._runner.store.in_order(self._runner.store.rollout, rollout_id)
+
+    # For the trainer
+
+    async def take(self, step: int, number: int) -> list[Group]:
+        """Wait until the step can take this many complete groups, and return them in order.
+
+        A step that had taken groups before a crash takes the same ones again.
+        """
+        if step != self._present.step:
+            await self._begin_step(step)
+        hinting = asyncio.get_running_loop().call_later(HINT_S, self._hint)
+        try:
+            while (chosen := self._choose(number)) is None:
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            hinting.cancel()
+        self._complete = [group for group in self._complete if group not in chosen]
+        await self._present.record(chosen)
+        return chosen
+
+    @property
+    def num_finished(self) -> int:
+        """Number of finished rollouts of groups that no step has taken."""
+        complete = sum(len(group.running) for group in self._complete)
+        return complete + sum(len(group.finished) for group in self._open)
+
+    def take_metrics(self) -> Metrics:
+        """Return counts of what was not trained on since the last call."""
+        metrics = {f"rollout/num_external_{name}": float(n) for name, n in self._counts.items()}
+        self._counts = dict.fromkeys(self._counts, 0)
+        return metrics
+
+    def progress(self) -> dict[str, Any]:
+        """Return {}: everything is in the store."""
+        return {}
+
+    def restore(self, progress: Mapping[str, Any] | None) -> None:
+        """Do nothing: the first step reads the store."""
+
+    async def close(self) -> None:
+        """Refuse new rollouts, cancel those that run and their scoring, and wait for their end."""
+        self._runner.gateway.take_rollouts(None)
+        scoring = [group.scoring for group in self._complete if group.scoring]
+        running = [*self._running, *scoring]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _task_of(self, fields: OpenFields) -> tuple[Task, str | None]:
+        """Return the task and the name of its group. Raise ApiError if one is unusable."""
+        if fields.task_id is not None:
+            task = self._tasks.get(fields.task_id)
+            if task is None:
+                raise ApiError(
+                    404,
+                    "task_not_found",
+                    f"no training task has the id {fields.task_id!r}; send the task itself as "
+                    "task.",
+                    param="task_id",
+                )
+            return task, fields.group or fields.task_id
+        assert fields.task is not None, "the route has checked the fields"
+        task = dict(fields.task)
+        if not isinstance(task.get("id", ""), str):
+            raise invalid("task.id is no string; send a string or none.", "task", "invalid_type")
+        name = fields.group or task.get("id")
+        if name is None and self._config.rollout.group_size > 1:
+            raise invalid(
+                "group is missing, and the task has no id; name the group, because the run "
+                f"compares rollout.group_size={self._config.rollout.group_size} attempts at a "
+                "task.",
+                "group",
+                reason="missing",
+            )
+        return task, name
+
+    def _place(self, name: str | None, task: Task) -> tuple[OpenGroup, tuple[int, int]]:
+        """Return a group with the name and a place in it. A new group has this task."""
+        if name is not None:
+            for group in self._open:
+                if group.name == name and (place := group.take_place()):
+                    return group, place
+        key = (self._present.step, self._next_index)
+        self._next_index += 1
+        task = {"id": name or f"external-{key[0]}-{key[1]}"} | task
+        group = OpenGroup(key, name, task, self._config.rollout.group_size)
+        self._open.append(group)
+        place = group.take_place()
+        assert place is not None, "a new group has a place"
+        return group, place
+
+    async def _run(
+        self,
+        group: OpenGroup,
+        index: int,
+        attempt: int,
+        opened: asyncio.Future[tuple[str, LLM]],
+    ) -> None:
+        """Run one rollout from outside, up to its end."""
+        (step, number), this = group.key, asyncio.current_task()
+        assert this is not None, "runs in a task of its own"
+        request = RolloutRequest(group.task, "train", step, number, index)
+        store = self._runner.store
+        try:
+            self._running[this] = request.rollout(attempt).rollout_id
+            if (index, attempt) == (0, 1):
+                await store.in_order(
+                    store.add_external_group, request.group_id, step, group.name, group.task
+                )
+            rollout = await self._runner.run_once(
+                request, attempt, partial(self._agents.run, opened), draw=attempt
+            )
+        except Exception as error:  # noqa: BLE001  (of our code: `take` raises it)
+            self._error = error
+        else:
+            self._finish(group, index, rollout)
+        finally:
+            del self._running[this]
+            self._changed.set()
+
+    def _finish(self, group: OpenGroup, index: int, rollout: Rollout) -> None:
+        if rollout.status not in FINISHED:
+            log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
+            self._counts["expired" if rollout.reason == EXPIRED else "unfinished"] += 1
+            group.free.append((index, rollout.attempt + 1))
+            return
+        group.finished[index] = rollout
+        self._on_rollout()
+        if group in self._open and len(group.finished) == group.size:
+            self._complete_group(group)
+
+    def _complete_group(self, group: OpenGroup) -> None:
+        """Move a group to the complete ones, and start to score it."""
+        self._open.remove(group)
+        running = [asyncio.get_running_loop().create_future() for _ in group.finished]
+        for index, future in enumerate(running):
+            future.set_result(group.finished[index])
+        version = group.key[0]
+        complete = Group(group.key, version, group.task, tuple(running))
+        scoring = start_scoring(self._runner.scorer, group.task, running, self._changed.set)
+        self._complete.append(replace(complete, scoring=scoring))
+        self._complete.sort(key=lambda group: group.key)
+
+    async def _begin_step(self, step: int) -> None:
+        """Go to a step: read its stored groups, and drop groups that are too old."""
+        oldest = max(step - self._config.algorithm.max_staleness, 0)
+        for opened_at in range(step if self._is_ready else oldest, step):
+            await self._restore(opened_at, step)
+        next_index = await self._restore(step, step)
+        await self._present.begin(step)
+        self._next_index = next_index
+        too_old = [group for group in (*self._open, *self._complete) if group.key[0] < oldest]
+        self._open = [group for group in self._open if group not in too_old]
+        self._complete = [group for group in self._complete if group not in too_old]
+        self._counts["groups_too_old"] += len(too_old)
+        if not self._is_ready:
+            self._is_ready = True
+            url = self._runner.gateway.url
+            log.info("rollouts are opened with POST %s/v1/rollouts and serve.api_key", url)
+
+    async def _restore(self, opened_at: int, step: int) -> int:
+        """Read the groups that an earlier process opened in a step and no step has taken.
+
+        Return the number of the next group of that step.
+        """
+        store = self._runner.store
+        stored = await store.in_order(store.external_groups, opened_at)
+        taken: set[str] = set()
+        for earlier in range(opened_at, step):
+            taken |= {*await store.in_order(store.step_groups, earlier)}
+        for number, (group_id, name, task) in enumerate(stored):
+            rollouts = await store.in_order(store.rollouts, group_id=group_id)
+            if group_id in taken or any(rollout.superseded for rollout in rollouts):
+                continue
+            group = OpenGroup((opened_at, number), name, task, self._config.rollout.group_size)
+            newest = {rollout.index: rollout for rollout in rollouts}  # attempts are in order
+            group.num_begun = len(newest)
+            for index, rollout in newest.items():
+                if rollout.status in FINISHED:
+                    group.finished[index] = rollout
+                else:
+                    group.free.append((index, rollout.attempt + 1))
+            self._open.append(group)
+            if len(group.finished) == group.size:
+                self._complete_group(group)
+        return len(stored)
+
+    def _choose(self, number: int) -> list[Group] | None:
+        """Return the groups to take, or None if the step has to wait."""
+        if self._error is not None:
+            raise self._error
+        return self._present.choose(self._complete, number)
+
+    def _hint(self) -> None:
+        """Say once how rollouts are opened, if none is."""
+        if not self._is_hinted and not self._running:
+            self._is_hinted = True
+            log.warning(
+                "no rollout was opened for %g s; open one with POST %s/v1/rollouts and the key "
+                "serve.api_key",
+                HINT_S,
+                self._runner.gateway.url,
+                extra={"event": "no_external_rollouts"},
+            )

@@ -1,0 +1,129 @@
+"""Groups of rollouts that are trained together, and the choice of those that a step takes."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_jax.rollouts.runner import group_id
+from lightning_jax.rollouts.scoring import Scorer
+from lightning_jax.traces.store import Store
+from lightning_jax.train.config import Config
+from lightning_jax.types import Rollout, Task
+
+log = logging.getLogger(__name__)
+
+Key = tuple[int, int]  # (step, index)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Group of rollouts that has begun. `version` is the weights version at that time."""
+
+    key: Key
+    version: int
+    task: Task
+    running: tuple[asyncio.Future[Rollout], ...] = ()
+    scoring: asyncio.Task[list[Rollout]] | None = None  # by the run's `rewards`, if it has any
+
+    @property
+    def group_id(self) -> str:
+        return group_id("train", *self.key)
+
+    @property
+    def is_complete(self) -> bool:
+        if self.scoring is not None:
+            return self.scoring.done()
+        return all(rollout.done() for rollout in self.running)
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Rollouts of a complete group. Raises the error that kept one from its end."""
+        if self.scoring is not None:
+            return self.scoring.result()
+        return [rollout.result() for rollout in self.running]
+
+
+class StepGroups:
+    """Choice of the groups that the present step takes.
+
+    The store keeps it, so that a step that is repeated after a crash takes the same groups.
+    """
+
+    def __init__(self, store: Store, config: Config) -> None:
+        self._store, self._config = store, config
+        self.step = -1
+        self._taken: list[str] = []  # ids of the present step's groups
+        self._recorded: list[str] = []  # ids that this step had taken before a crash
+
+    async def begin(self, step: int) -> None:
+        """Go to a step, unless it is the present one."""
+        if step != self.step:
+            self._recorded = await self._store.in_order(self._store.step_groups, step)
+            self.step, self._taken = step, []
+
+    def choose(self, groups: Sequence[Group], number: int) -> list[Group] | None:
+        """Return the groups to take, or None if the step has to wait.
+
+        `groups` have not been taken and are in order.
+        """
+        if again := self._recorded[:number]:
+            chosen = [group for group in groups if group.group_id in again]
+            if len(chosen) < number:  # settings changed, so that fewer run or more are wanted
+                log.info("step %d: not all of the groups that it had taken run again", self.step)
+                self._recorded = []
+            elif not all(group.is_complete for group in chosen):
+                return None
+            else:
+                self._recorded = self._recorded[number:]
+                return chosen
+        return oldest_complete(
+            groups,
+            number,
+            step=self.step,
+            per_step=self._config.rollout.tasks_per_step,
+            max_staleness=self._config.algorithm.max_staleness,
+        )
+
+    async def record(self, chosen: Sequence[Group]) -> None:
+        """Record that the present step takes these groups."""
+        self._taken += [group.group_id for group in chosen]
+        await self._store.in_order(self._store.set_step_groups, self.step, self._taken)
+
+
+def oldest_complete(
+    groups: Sequence[Group], number: int, *, step: int, per_step: int, max_staleness: int
+) -> list[Group] | None:
+    """Return the oldest complete groups, or None if the step has to wait.
+
+    `groups` are in order. A group that began with version v must be trained by step
+    v + max_staleness, and each step takes `per_step`. So if more are due by a later step than the
+    steps in between can take, this step has to take the rest, and waits for them.
+    """
+    chosen = [group for group in groups if group.is_complete][:number]
+    if len(chosen) < number:
+        return None
+    for last in {group.version + max_staleness for group in groups}:
+        due = [group for group in groups if group.version + max_staleness <= last]
+        least = len(due) - per_step * max(last - step, 0)
+        if sum(group in chosen for group in due) < min(least, number):
+            return None
+    return chosen
+
+
+def start_scoring(
+    scorer: Scorer | None,
+    task: Task,
+    running: Sequence[asyncio.Future[Rollout]],
+    on_done: Callable[[], None],
+) -> asyncio.Task[list[Rollout]] | None:
+    """Start to score a group when its rollouts are done. Return None without `rewards`."""
+    if scorer is None:
+        return None
+
+    async def score() -> list[Rollout]:
+        return await scorer.score(task, await asyncio.gather(*running))
+
+    scoring = asyncio.create_task(score())
+    scoring.add_done_callback(lambda _: on_done())
+    return scoring
