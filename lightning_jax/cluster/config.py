@@ -22,28 +22,36 @@ class ClusterConfig(Section):
     sampler_resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     # Environment variables of a sampler, as NAME=value.
     sampler_env: tuple[str, ...] = field(default=(), repr=False)
+    # Workers, which run agents instead of the trainer's process.
+    workers: Natural = 0
+    worker_resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     timeout_s: Positive = 300.0  # for the cluster to place and start what is asked for
 
     def __post_init__(self) -> None:
-        numbers = {name: float(number) for name, number in self.sampler_resources.items()}
-        object.__setattr__(self, "sampler_resources", numbers)
+        for name in ("sampler_resources", "worker_resources"):
+            numbers = {key: float(number) for key, number in getattr(self, name).items()}
+            object.__setattr__(self, name, numbers)
         object.__setattr__(self, "sampler_env", tuple(self.sampler_env))
         super().__post_init__()
         is_known = self.address in (None, LOCAL, AUTO) or re.fullmatch(
             r"[^:/]+:\d+", self.address or ""
         )
-        bad = [name for name, number in self.sampler_resources.items() if not number > 0]
         require(
             self,
             address=(bool(is_known), "auto, local, HOST:PORT or none"),
             samplers=(
-                (self.samplers > 0) == (self.address is not None),
-                "1 or more with a cluster.address, and 0 without",
+                (self.samplers + self.workers > 0) == (self.address is not None),
+                "1 or more, or workers, with a cluster.address, and 0 without",
                 "conflict",
             ),
-            sampler_resources=(not bad, "numbers above 0"),
+            sampler_resources=(_are_positive(self.sampler_resources), "numbers above 0"),
+            worker_resources=(_are_positive(self.worker_resources), "numbers above 0"),
             sampler_env=(
                 all(re.fullmatch(r"\w+=.*", pair, re.DOTALL) for pair in self.sampler_env),
                 "variables as NAME=value",
             ),
         )
+
+
+def _are_positive(resources: dict[str, float]) -> bool:
+    return all(number > 0 for number in resources.values())

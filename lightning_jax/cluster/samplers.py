@@ -12,7 +12,8 @@ from typing import Any
 from lightning_jax.cluster.actor import SamplerActor
 from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.delivery import Parcel, Receipt, store_parcel
-from lightning_jax.cluster.ray_session import ClusterError, actor_options, room_in_words
+from lightning_jax.cluster.placing import Kind, last_line, place, result, wait_to_end
+from lightning_jax.cluster.ray_session import ClusterError
 from lightning_jax.cluster.sampler import SamplerSpec
 from lightning_jax.cluster.weights import Sent, on_host
 from lightning_jax.gateway.app import RolloutSettings, Traffic
@@ -27,7 +28,6 @@ from lightning_jax.traces.store import Store
 log = logging.getLogger(__name__)
 
 QUIET_S = 30.0  # without an answer, after which a sampler is lost; it answers every second
-FREED_S = 30.0  # for the name of a sampler that has just ended
 END_S = 5.0  # for a sampler to end its calls when the run ends
 MAX_DELAY_S = 30.0  # before a sampler is started again
 NUMBER, LOST = "serve/samplers", "serve/samplers_lost"
@@ -87,6 +87,13 @@ class Samplers:
         """`run` names the run in the cluster. Two runs with one name refuse each other."""
         self._ray, self._config, self._run = ray, config, run
         self._store = store
+        self._kind = Kind(
+            "sampler",
+            SamplerActor,
+            config.samplers,
+            config.sampler_resources,
+            config.timeout_s,
+        )
         self._held: list[Held] = []
         self._initial: Any = None
         self._lock = threading.Lock()  # of `_held` and `_live`
@@ -133,9 +140,7 @@ class Samplers:
         await asyncio.gather(*self._keeping, return_exceptions=True)
         ending = [asyncio.wrap_future(s.actor.close.remote().future()) for s in self._live.values()]
         if ending:
-            done, _ = await asyncio.wait(ending, timeout=END_S)
-            for end in done:
-                end.exception()
+            await wait_to_end(ending, END_S)
         for live in self._live.values():
             self._ray.kill(live.actor)
 
@@ -213,7 +218,7 @@ class Samplers:
             try:
                 self._ray.get(asked)
             except self._ray.exceptions.RayError as error:
-                self._lose_later(loading[asked], f"could not load weights: {_brief(error)}")
+                self._lose_later(loading[asked], f"could not load weights: {last_line(error)}")
 
     def _lose_later(self, live: Live, loss: str) -> None:
         live.loss = live.loss or loss  # at once, so that no rollout is opened there
@@ -224,19 +229,18 @@ class Samplers:
     async def _begin(self, index: int) -> Live:
         """Place and start a sampler, and return it once it serves the newest weights."""
         self._loop = asyncio.get_running_loop()
-        actor = await self._create(index)
+        actor, host = await place(self._ray, self._kind, index, self._run, self._config.sampler_env)
         try:
-            host = await self._wait_for_place(actor)
             with self._lock:
                 versions = [held.version for held in self._held]
                 refs = [ref for held in self._held for ref in (held.whole, held.changed)]
             first = self._store.next_sequence()
             starting = actor.start.remote(self._spec, host, first, versions, self._initial, *refs)
             try:
-                stats = await _result(starting)
+                stats = await result(starting)
             except self._ray.exceptions.RayError as error:
                 raise ClusterError(
-                    f"sampler {index} did not start: {_brief(error)}",
+                    f"sampler {index} did not start: {last_line(error)}",
                     reason="not_started",
                     key="cluster.samplers",
                 ) from error
@@ -244,7 +248,7 @@ class Samplers:
             while newer := self._join(live, versions):
                 for policy, version, ref in newer:
                     versions[policy] = version
-                    await _result(actor.load.remote(policy, version, ref))
+                    await result(actor.load.remote(policy, version, ref))
         except BaseException:
             self._ray.kill(actor)
             raise
@@ -262,41 +266,6 @@ class Samplers:
             if not newer:
                 self._live[live.index] = live
         return newer
-
-    async def _create(self, index: int) -> Any:
-        """Ask Ray for the process of a sampler. Raises ConfigError if another run has its name."""
-        name, until = f"{self._run}/sampler-{index}", time.monotonic() + FREED_S
-        made = self._ray.remote(SamplerActor).options(
-            name=name, scheduling_strategy="SPREAD", **actor_options(self._config.sampler_resources)
-        )
-        while True:
-            try:
-                return made.remote(self._config.sampler_env)
-            except ValueError as error:  # the name is taken, perhaps by one that is just ending
-                if time.monotonic() > until:
-                    raise ConfigError(
-                        f"sampler {index} of {self._run} belongs to another run in this cluster; "
-                        "stop that run, or set another run_dir.",
-                        reason="claimed",
-                        key="run_dir",
-                    ) from error
-            await asyncio.sleep(0.5)
-
-    async def _wait_for_place(self, actor: Any) -> str:
-        """Return the address of a sampler's machine once Ray has placed it."""
-        try:
-            async with asyncio.timeout(self._config.timeout_s):
-                return await _result(actor.ping.remote())
-        except (TimeoutError, self._ray.exceptions.RayError) as error:
-            wanted = self._config.sampler_resources
-            asked = ", ".join(f"{name} {number:g}" for name, number in wanted.items())
-            raise ConfigError(
-                f"{self._config.samplers} samplers with {asked} each do not fit the cluster, which "
-                f"is {room_in_words(self._ray, wanted)}; lower cluster.samplers or "
-                "cluster.sampler_resources, or add machines.",
-                reason="too_small",
-                key="cluster.samplers",
-            ) from error
 
     async def _keep(self, live: Live) -> None:
         """Store what a sampler records. If it is lost, start another in its place."""
@@ -333,11 +302,11 @@ class Samplers:
         while live.loss is None:
             try:
                 async with asyncio.timeout(QUIET_S):
-                    parcel: Parcel = await _result(live.actor.take.remote(receipts))
+                    parcel: Parcel = await result(live.actor.take.remote(receipts))
             except TimeoutError:
                 live.lose(f"has not answered for {QUIET_S:g} s")
             except self._ray.exceptions.RayError as error:
-                live.lose(f"was lost: {_brief(error)}")
+                live.lose(f"was lost: {last_line(error)}")
             else:
                 live.stats = parcel.stats
                 receipts = await store_parcel(self._store, parcel.deliveries)
@@ -390,7 +359,7 @@ class Samplers:
                 raise SamplerLost
             return answer.result()
         except self._ray.exceptions.RayActorError as error:
-            live.lose(f"was lost: {_brief(error)}")
+            live.lose(f"was lost: {last_line(error)}")
             raise SamplerLost from error
         finally:
             lost.cancel()
@@ -417,13 +386,3 @@ class SamplersAsEngine(RemoteEngine):
 
     def stats(self) -> dict[str, float]:
         return self.counters()
-
-
-async def _result(asked: Any) -> Any:
-    return await asyncio.wrap_future(asked.future())
-
-
-def _brief(error: BaseException) -> str:
-    """Return the last line of an error from Ray, which has the cause after its traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else repr(error))[:300]

@@ -190,20 +190,23 @@ async def check_address(serve: ServeConfig) -> None:
 
 def check_exposure(serve: ServeConfig) -> None:
     """Raise GatewayError if other machines can reach the address and no key is set."""
-    if serve.api_key:
-        return
-    try:
-        found = socket.getaddrinfo(serve.host or None, 0, flags=socket.AI_PASSIVE)
-    except OSError:  # then listening fails, too
-        return
-    addresses = {str(address[0]).partition("%")[0] for *_, address in found}
-    if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
+    if not serve.api_key and not is_loopback(serve.host):
         raise GatewayError(
             f"serve.host is {serve.host!r}, which other machines can reach, but serve.api_key is "
             "not set; set serve.api_key or --api-key, or leave serve.host at 127.0.0.1.",
             reason="missing",
             key="serve.api_key",
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches what listens on the host, or nothing can listen."""
+    try:
+        found = socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)
+    except OSError:
+        return True
+    addresses = {str(address[0]).partition("%")[0] for *_, address in found}
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def local_url(address: tuple) -> str:

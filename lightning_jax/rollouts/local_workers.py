@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway
@@ -34,32 +34,53 @@ MAX_QUICK = 5  # such ends in a row before the run gives up
 MAX_DELAY_S = 30.0  # before a worker is started again
 
 
+@runtime_checkable
+class OtherWorkers(Protocol):
+    """Workers that something else than this module starts, on this machine or others."""
+
+    number: int
+
+    async def keep(self, index: int, settings: dict[str, Any], queue: LeaseQueue) -> None:
+        """Run a worker, and start it again whenever it ends. If cancelled, end it."""
+        ...
+
+
 @asynccontextmanager
 async def open_workers(
-    agent: AgentConfig, number: int, gateway: Gateway, config: RolloutConfig
+    agent: AgentConfig,
+    number: int,
+    gateway: Gateway,
+    config: RolloutConfig,
+    others: OtherWorkers | None = None,
 ) -> AsyncIterator[Workers]:
     """Yield the workers of a run, `number` of them on this machine, while this context is open.
 
     Further ones may join. The gateway must have started.
     """
+    num_others = others.number if others else 0
     queue = LeaseQueue(fingerprint(agent), agent.lease_s)
     gateway.give_work(queue)
     settings = {
         "agent": asdict(agent),
-        "url": gateway.local_url,
         "key": gateway.api_key,
-        "concurrency": math.ceil(config.concurrency / max(number, 1)),
+        "concurrency": math.ceil(config.concurrency / max(number + num_others, 1)),
         "sys_path": sys.path,
     }
-    names = [f"local-{index}" for index in range(number)]
+    local = {**settings, "url": gateway.local_url}
+    away = {**settings, "url": gateway.url}
     hint = (
         f"no worker has asked for a rollout for 30 s; start one with: lightning-jax worker "
         f"--server {gateway.url} --key KEY, where KEY is serve.api_key"
     )
     async with queue.opened():
-        keeping = [asyncio.create_task(_keep({**settings, "name": n}, queue)) for n in names]
+        working = [_keep({**local, "name": f"local-{i}"}, queue) for i in range(number)]
+        if others:
+            working += [
+                others.keep(i, {**away, "name": f"cluster-{i}"}, queue) for i in range(num_others)
+            ]
+        keeping = [asyncio.create_task(keep) for keep in working]
         try:
-            yield Workers(queue, "" if number else hint)
+            yield Workers(queue, "" if number + num_others else hint)
         finally:
             for task in keeping:
                 task.cancel()

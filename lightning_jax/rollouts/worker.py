@@ -12,6 +12,7 @@ import random
 import secrets
 import socket
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +21,12 @@ import aiohttp
 
 from lightning_jax.errors import UserError
 from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
+from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.rollouts.event_loop import isolate_agent
+from lightning_jax.rollouts.fingerprint import fingerprint
 from lightning_jax.rollouts.leased_work import LeasedWork, as_report, missing_path, stopped
 from lightning_jax.rollouts.outcome import Outcome
+from lightning_jax.rollouts.program import make_agent
 from lightning_jax.traces.context import OpenSpan, below, flush_process_tracer, parent_in
 
 log = logging.getLogger(__name__)
@@ -30,6 +34,7 @@ log = logging.getLogger(__name__)
 TAKE_TIMEOUT_S = 60.0  # the server answers within 20 s
 CALL_TIMEOUT_S = 10.0
 STOP_S = 2.0  # to give leases back when the worker stops
+ARRIVAL_S = 0.2  # for a lease that is on its way when the worker stops
 BEATS = 5  # heartbeats in the time after which a silent lease is lost
 MIN_DELAY_S, MAX_DELAY_S = 0.25, 10.0  # between two tries to reach the server
 
@@ -63,8 +68,33 @@ def worker_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
+async def run_from_settings(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Load the agent that a run's settings name, and work until cancelled.
+
+    Return the error as a dict if the agent is unusable here.
+    """
+    found = settings["agent"]
+    config = AgentConfig(**{**found, "env": tuple(found["env"])})
+    try:
+        agent = await asyncio.to_thread(make_agent, config)
+        await work(
+            agent,
+            fingerprint(config),
+            Server(settings["url"], settings["key"]),
+            concurrency=settings["concurrency"],
+            name=settings["name"],
+        )
+    except UserError as error:  # Refused: the agent's file was edited after the run began
+        return {"message": str(error), "reason": error.reason, "key": error.key}
+    except Exception as error:  # noqa: BLE001  (foreign code at import)
+        traceback.print_exc()
+        words = f"the agent cannot be loaded: {type(error).__name__}: {error}"
+        return {"message": words[:2000], "reason": "not_loaded", "key": "agent.function"}
+    return None
+
+
 async def work(
-    agent: Agent, fingerprint: Mapping[str, str], server: Server, *, concurrency: int, name: str
+    agent: Agent, digests: Mapping[str, str], server: Server, *, concurrency: int, name: str
 ) -> None:
     """Take and run rollouts until cancelled. Then give running ones back.
 
@@ -76,7 +106,7 @@ async def work(
         isolate_agent(agent) as isolated,
         aiohttp.ClientSession(headers=headers, connector=connector) as http,
     ):
-        worker = Worker(isolated, fingerprint, server.url, http, name)
+        worker = Worker(isolated, digests, server.url, http, name)
         await worker.run(concurrency)
 
 
@@ -106,13 +136,31 @@ class Worker:
                 group.create_task(self._beat())
                 while True:
                     await free.acquire()
-                    lease_id, work = await self._take()
+                    lease_id, work = await self._take_or_return()
                     held = _Held(work, asyncio.get_running_loop().create_future())
                     self._held[lease_id] = held
                     running = group.create_task(self._do(lease_id, held))
                     running.add_done_callback(lambda _: free.release())
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
+
+    async def _take_or_return(self) -> tuple[str, LeasedWork]:
+        """Return the next lease and its work. If cancelled, give back a lease that just arrives."""
+        taking = asyncio.create_task(self._take())
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            await asyncio.wait({taking}, timeout=ARRIVAL_S)
+            if taking.done() and not taking.cancelled() and not taking.exception():
+                await self._give_back(taking.result()[0])
+            raise
+        finally:
+            taking.cancel()
+
+    async def _give_back(self, lease_id: str) -> None:
+        """Report that this worker has stopped, as far as the server can be reached."""
+        with contextlib.suppress(Unreachable, Refused):
+            await self._post(f"{lease_id}/report", as_report(stopped()), STOP_S)
 
     async def _take(self) -> tuple[str, LeasedWork]:
         """Return the next lease and its work."""
@@ -152,8 +200,7 @@ class Worker:
                 await asyncio.to_thread(flush_process_tracer)
                 await self._report(lease_id, ended_outcome(running), held)
         except asyncio.CancelledError:
-            with contextlib.suppress(Unreachable, Refused):
-                await self._post(f"{lease_id}/report", as_report(stopped()), STOP_S)
+            await self._give_back(lease_id)
             raise
         finally:
             del self._held[lease_id]

@@ -29,27 +29,40 @@ class LocalWorkers:
 
 
 def choose_trained_agent(
-    config: AgentConfig, function: Any, tasks: Sequence[Task]
+    config: AgentConfig, function: Any, tasks: Sequence[Task], *, num_others: int = 0
 ) -> Agent | LocalWorkers | None:
-    """Like `choose_agent`, but return None if only programs outside run the agent."""
+    """Like `choose_agent`, but return None if only programs outside run the agent.
+
+    `num_others` workers run elsewhere, whom Ray places.
+    """
     if config.external and function is None and not config.is_named:
         return None
-    return choose_agent(config, function, tasks)
+    return choose_agent(config, function, tasks, num_others=num_others)
 
 
-def choose_agent(config: AgentConfig, function: Any, tasks: Sequence[Task]) -> Agent | LocalWorkers:
+def choose_agent(
+    config: AgentConfig, function: Any, tasks: Sequence[Task], *, num_others: int = 0
+) -> Agent | LocalWorkers:
     """Return the agent, loaded, or the number of local workers that will load it.
 
     `function` replaces the agent of the settings. Raises ConfigError if the agent is unusable, or
     if workers are set that could not run it on these tasks.
     """
-    chosen = config.workers
+    chosen, has_others = config.workers, config.remote_workers or num_others > 0
     if chosen is None:
-        is_possible = function is None and not config.remote_workers
+        is_possible = function is None and not has_others
         chosen = _default_number() if is_possible else 0
-    if not chosen and not config.remote_workers:
+    if not chosen and not has_others:
         return make_agent(config) if function is None else as_agent(function, config.options)
-    key = "agent.workers" if config.workers else "agent.remote_workers"
+    key = next(
+        key
+        for key, is_set in (
+            ("agent.workers", config.workers),
+            ("cluster.workers", num_others),
+            ("agent.remote_workers", True),
+        )
+        if is_set
+    )
     if function is not None:
         raise ConfigError(
             f"{key} is set, but the agent is a function of this process, which workers cannot "
@@ -59,7 +72,7 @@ def choose_agent(config: AgentConfig, function: Any, tasks: Sequence[Task]) -> A
         )
     require_agent(config)
     task = first_unsendable(tasks)
-    if task is not None and (config.workers or config.remote_workers):
+    if task is not None and (config.workers or has_others):
         raise unsendable(task)
     if task is not None:
         log.info("agents run in this process: %s", unsendable(task))

@@ -41,14 +41,19 @@ def check_agent(config: Config) -> None:
 
 
 def check_files(config: Config) -> None:
-    """Raise ConfigError if a file, function, program, rubric or key of a judge does not exist."""
+    """Raise ConfigError if a file, function, program, rubric or key of a judge does not exist.
+
+    Programs of an agent that only runs in workers elsewhere need not be here.
+    """
     check_judges(config)
+    has_other_workers = config.agent.remote_workers or config.cluster.workers > 0
+    runs_elsewhere = has_other_workers and not config.agent.workers
     for key, kind, value in named_files(config):
         if kind is PathKind.FUNCTION and isinstance(value, str) and ":" in value:
             check_reference(value)
-        if kind is PathKind.PROGRAM:
+        if kind is PathKind.PROGRAM and not runs_elsewhere:
             find_program(value, key)
-        if kind is PathKind.COMMAND:
+        if kind is PathKind.COMMAND and not runs_elsewhere:
             find_program(value[0], key)
 
 

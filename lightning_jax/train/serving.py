@@ -1,19 +1,28 @@
 """Servers of a run: engines of its own process, or samplers in a cluster."""
 
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from lightning_jax.cluster.ray_session import ray_session
 from lightning_jax.cluster.sampler import SamplerSpec
 from lightning_jax.cluster.samplers import SampledPolicy, Samplers, SamplersAsEngine
 from lightning_jax.cluster.weights import Sent, copied, on_host
+from lightning_jax.cluster.workers import ClusterWorkers
 from lightning_jax.engine.by_policy import LoopsByPolicy
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.http import is_loopback
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.sharding import serving_mesh
@@ -39,13 +48,14 @@ class Served:
     """Servers of a run.
 
     `policies` has one entry per train state, in order. `engines` run in this process. Rollouts are
-    opened at `server`, or at the gateway if it is None.
+    opened at `server`, or at the gateway if it is None. `workers` are those of a cluster.
     """
 
     gateway: Gateway
     policies: Sequence[ServedPolicy]
     engines: Sequence[Engine] = ()
     server: RolloutServer | None = None
+    workers: ClusterWorkers | None = None  # that run agents
 
 
 # Makes the servers of the weights in a train state. They end with the context.
@@ -73,17 +83,41 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
             make_engine(replace(model, params=params), version=replica.step, share_base=True)
             for params in [state.policy for state in replica.states]
         ]
-        gateway = Gateway(
-            _responders(config, engines),
-            store,
-            routing=routing_of(config),
-            initial=None if frozen is None else _responders(config, [frozen] * len(engines)),
-        )
         running = engines if frozen is None else [*engines, frozen]
         replica.share_devices(running)
-        yield Served(gateway, engines, running)
+        needs_ray = config.cluster.workers > 0
+        with ray_session(config.cluster) if needs_ray else nullcontext() as ray:
+            workers, address = _workers(config, ray)
+            gateway = Gateway(
+                _responders(config, engines),
+                store,
+                serve=address,
+                routing=routing_of(config),
+                initial=None if frozen is None else _responders(config, [frozen] * len(engines)),
+            )
+            yield Served(gateway, engines, running, workers=workers)
 
     return serve
+
+
+def _workers(config: Config, ray: Any) -> tuple[ClusterWorkers | None, ServeConfig]:
+    """Return the workers in a cluster, and the settings of a gateway that they reach.
+
+    A gateway of this machine alone gets the address at which the cluster reaches this machine, and
+    always has a key.
+    """
+    serve = config.serve
+    if not config.cluster.workers:
+        return None, serve
+    if is_loopback(serve.host):
+        key = serve.api_key or secrets.token_urlsafe(24)
+        serve = replace(serve, host=ray.util.get_node_ip_address(), api_key=key)
+    return ClusterWorkers(ray, config.cluster, _name_of(config)), serve
+
+
+def _name_of(config: Config) -> str:
+    """Return the name of the run in a cluster."""
+    return str(Path(config.run_dir).resolve())
 
 
 def _check_judges(config: Config) -> None:
@@ -112,14 +146,14 @@ def _responders(config: Config, engines: Sequence[Engine]) -> Engine | LoopsByPo
 async def _serve_by_samplers(
     config: Config, model: LoadedModel, store: Store, initial: Sent | None, replica: Replica
 ) -> AsyncIterator[Served]:
-    run = str(Path(config.run_dir).resolve())
     async with AsyncExitStack() as at_end:
         ray = at_end.enter_context(ray_session(config.cluster))
-        samplers = Samplers(ray, config.cluster, run, store)
+        samplers = Samplers(ray, config.cluster, _name_of(config), store)
         engine = SamplersAsEngine(
             model.name, config.serve, model.tokenizer, counters=samplers.stats
         )
-        gateway = Gateway(engine, store)
+        workers, address = _workers(config, ray)
+        gateway = Gateway(engine, store, serve=address)
         at_end.push_async_callback(samplers.end)
         spec = SamplerSpec(
             name=model.name,
@@ -135,7 +169,7 @@ async def _serve_by_samplers(
         params = [state.policy for state in replica.states]
         await samplers.start(spec, params, replica.step, initial)
         policies = [SampledPolicy(samplers, index) for index in range(len(params))]
-        yield Served(gateway, policies, server=samplers)
+        yield Served(gateway, policies, server=samplers, workers=workers)
 
 
 def requests_at_once(config: Config) -> int:

@@ -21,7 +21,7 @@ from lightning_jax.rl.choices import load_choices
 from lightning_jax.rollouts.agents import Agent, AgentFunction
 from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.event_loop import isolate_agent
-from lightning_jax.rollouts.local_workers import open_workers
+from lightning_jax.rollouts.local_workers import OtherWorkers, open_workers
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.rollouts.scoring import make_scorer
 from lightning_jax.rollouts.servers import RolloutServer
@@ -65,7 +65,9 @@ async def open_run(
     train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
     if not train_tasks and not config.agent.external:
         raise no_tasks()
-    made = choose_trained_agent(config.agent, agent, (*train_tasks, *dev_tasks))
+    made = choose_trained_agent(
+        config.agent, agent, (*train_tasks, *dev_tasks), num_others=config.cluster.workers
+    )
     if made is None:
         log.info("no evaluations: only programs outside run the agent; set agent.function for them")
         dev_tasks = []
@@ -90,7 +92,13 @@ async def open_run(
         served = await at_end.enter_async_context(serve(replica))
         return_freed_memory()  # copies of the weights on their way to the engines
         service = open_service(
-            served.gateway, served.engines, made, config, requests_at_once(config), served.server
+            served.gateway,
+            served.engines,
+            made,
+            config,
+            requests_at_once(config),
+            served.server,
+            served.workers,
         )
         runner = await at_end.enter_async_context(service)
         run = Run(replica.config, model, pipelines, leader, served.policies, runner)
@@ -106,6 +114,7 @@ async def open_service(
     config: Config,
     num_requests: int = 1,
     server: RolloutServer | None = None,
+    others: OtherWorkers | None = None,
 ) -> AsyncIterator[Runner]:
     """Start the engines and the gateway, and yield a runner of the agent, here or in workers.
 
@@ -120,7 +129,7 @@ async def open_service(
         at_end.push_async_callback(gateway.close)
         if isinstance(agent, LocalWorkers):
             await gateway.start()  # which the workers call
-            workers = open_workers(config.agent, agent.number, gateway, config.rollout)
+            workers = open_workers(config.agent, agent.number, gateway, config.rollout, others)
             running = await at_end.enter_async_context(workers)
         else:
             isolated = isolate_agent(_no_agent if agent is None else agent)

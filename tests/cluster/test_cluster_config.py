@@ -24,11 +24,16 @@ def test_samplers_and_an_address_need_each_other() -> None:
         ClusterConfig(address="auto")
     with raises_coded(FieldError, "conflict", "samplers"):
         ClusterConfig(samplers=1)
+    with raises_coded(FieldError, "conflict", "samplers"):
+        ClusterConfig(workers=1)
+    assert ClusterConfig("auto", workers=1).samplers == 0
 
 
 def test_resources_and_variables_are_checked() -> None:
     with raises_coded(FieldError, "invalid", "sampler_resources"):
         ClusterConfig("local", 1, sampler_resources={"GPU": 0.0})
+    with raises_coded(FieldError, "invalid", "worker_resources"):
+        ClusterConfig("local", workers=1, worker_resources={"CPU": -1.0})
     with raises_coded(FieldError, "invalid", "sampler_env"):
         ClusterConfig("local", 1, sampler_env=("XLA_FLAGS",))
 

@@ -4,6 +4,7 @@ The run's process is on the first node, and a sampler on each of the others.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -18,26 +19,46 @@ import pytest
 import toy_agent
 from coded import raises_coded
 
+from lightning_jax.cluster import placing
+from lightning_jax.cluster.actor import SamplerActor
 from lightning_jax.cluster.config import ClusterConfig
+from lightning_jax.cluster.ray_session import ray_session
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.models.config import MeshConfig, ModelConfig
+from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.formats.load import save_hf
 from lightning_jax.rl.config import BatchConfig, OptimizerConfig
-from lightning_jax.rollouts.config import RolloutConfig
+from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.rollouts.outcome import SERVER_LOST
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
+from lightning_jax.traces.store import Store
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
 from lightning_jax.train.startup import open_run
 from lightning_jax.train.trainer import train
-from lightning_jax.types import Task
+from lightning_jax.types import LLM, Task
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 pytestmark = pytest.mark.slow  # 138 s on a busy machine, of which the cluster takes 37
 
 TASKS: list[Task] = [{"id": f"t{i}", "question": "abcd"[i]} for i in range(4)]
 SAMPLER = {"sampler": 1.0}  # a resource of the second and the third node
+AGENT = f'''
+"""Agent that waits for a file before its call, and says in which process it runs."""
+
+import asyncio
+import os
+import sys
+
+sys.path.insert(0, {str(Path(toy_agent.__file__).parent)!r})
+import toy_agent
+
+
+async def run(task, llm):
+    while not os.path.exists(task["gate"]):
+        await asyncio.sleep(0.02)
+    return {{"reward": await toy_agent.run(task, llm), "pid": os.getpid()}}
+'''
 ENVIRONMENT = {
     # All addresses are of the loopback interface.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -83,16 +104,20 @@ def settings(ray_cluster: Any, folder: Path, **changes: Any) -> Config:
     return dataclasses.replace(config, **changes)
 
 
-def sampler_pids() -> list[int]:
-    """Return the processes of samplers, oldest first."""
+def pids_of(actor: bytes) -> list[int]:
+    """Return the processes of samplers or workers, oldest first."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
-            if folder.name.isdigit() and b"ray::Sampler" in (folder / "cmdline").read_bytes():
+            if folder.name.isdigit() and b"ray::" + actor in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
         except OSError:  # it has ended
             continue
     return sorted(found)
+
+
+def sampler_pids() -> list[int]:
+    return pids_of(b"Sampler")
 
 
 class Gate:
@@ -157,3 +182,94 @@ async def test_a_cluster_that_is_too_small_is_refused(cluster: Any, tmp_path: Pa
     with raises_coded(ConfigError, "too_small", "cluster.samplers"):
         await train(settings(cluster, tmp_path, cluster=asked), TASKS, TASKS, agent=toy_agent.run)
     await until(lambda: not sampler_pids())
+
+
+async def test_agents_run_in_placed_workers_and_a_killed_one_costs_an_attempt(
+    cluster: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "own_agent.py").write_text(AGENT)
+    gate = tmp_path / "gate"
+    gate.touch()
+    tasks = [{**task, "gate": str(gate)} for task in TASKS]
+    asked = ClusterConfig(
+        cluster.address, 2, sampler_resources=SAMPLER, workers=2, worker_resources={"CPU": 0.5}
+    )
+    agent = AgentConfig(f"{tmp_path}/own_agent.py:run")
+    config = settings(cluster, tmp_path, cluster=asked, agent=agent)
+    async with open_run(config, tasks, tasks) as run:
+        row = await run.one_step()
+        assert row["rollout/num_scored"] == 32.0
+        workers = pids_of(b"Worker")
+        by_process = Counter(r.metrics["pid"] for r in run.store.rollouts(step=0))
+        assert set(by_process) == set(workers) and min(by_process.values()) > 5
+
+        gate.unlink()
+        stepping = asyncio.create_task(run.one_step())
+        running = [r for r in run.store.rollouts(step=1) if r.status == "running"]
+        async with asyncio.timeout(60):
+            while len(running) < 32:
+                await asyncio.sleep(0.1)
+                running = [r for r in run.store.rollouts(step=1) if r.status == "running"]
+        os.kill(workers[0], signal.SIGKILL)
+        await until(lambda: [r for r in run.store.rollouts(step=1) if r.reason == "worker_lost"])
+        gate.touch()
+        row = await stepping
+        assert row["rollout/num_scored"] == 32.0
+        lost = [r for r in run.store.rollouts(step=1) if r.reason == "worker_lost"]
+        assert len(lost) >= 5 and {r.attempt for r in lost} == {1}
+        queue = run.gateway._leases.queue
+        assert queue is not None
+        await until(lambda: queue.num_workers == 2)
+        await run.one_step()
+        assert len({r.metrics["pid"] for r in run.store.rollouts(step=2)}) == 2
+    await until(lambda: not pids_of(b"Worker") and not sampler_pids())
+
+
+async def test_agent_that_workers_cannot_load_ends_the_run(cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "own_agent.py").write_text("import no_such_package\n\nasync def run(t, llm): ...\n")
+    asked = ClusterConfig(cluster.address, workers=1, worker_resources={"CPU": 0.5})
+    agent = AgentConfig(f"{tmp_path}/own_agent.py:run")
+    with raises_coded(ConfigError, "not_loaded", f"{tmp_path}/own_agent.py"):
+        await train(settings(cluster, tmp_path, cluster=asked, agent=agent), TASKS, TASKS)
+    await until(lambda: not pids_of(b"Worker"))
+
+
+async def test_two_runs_of_one_name_do_not_share_samplers(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their directories are on machines of their own, so no lock is shared."""
+    monkeypatch.setattr(placing, "FREED_S", 0.0)
+    config = settings(cluster, tmp_path)
+    kind = placing.Kind("sampler", SamplerActor, 2, SAMPLER, 60.0)
+    with ray_session(config.cluster) as ray:
+        other, _ = await placing.place(ray, kind, 0, str(tmp_path / "run"), ())
+        with raises_coded(ConfigError, "claimed", "run_dir"):
+            await placing.place(ray, kind, 0, str(tmp_path / "run"), ())
+        ray.kill(other)
+
+
+@pytest.mark.parametrize("kind", ["adapters", "policies"])
+async def test_adapters_and_several_policies_reach_the_samplers(
+    cluster: Any, tmp_path: Path, kind: str
+) -> None:
+    config = settings(cluster, tmp_path)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, lora=LoraConfig(rank=2 * (kind == "adapters"))),
+        policies={"writer": PolicyConfig(), "critic": PolicyConfig()},
+        num_steps=2,
+    )
+
+    async def pair(task: Task, llm: LLM) -> float:
+        """Ask both policies."""
+        asked = [dataclasses.replace(llm, model=name) for name in ("writer", "critic")]
+        return sum([await toy_agent.run(task, one) for one in asked]) / 2
+
+    rows = await train(config, TASKS, TASKS, agent=pair)
+    assert [row["rollout/num_calls"] for row in rows[:2]] == [64.0, 64.0]
+    found = [v for row in rows[:2] for k, v in row.items() if k.startswith("train/mismatch_kl")]
+    assert found and max(found) < 1e-5
+    with contextlib.closing(Store(tmp_path / "run/store.sqlite", read_only=True)) as store:
+        for rollout in store.rollouts(step=1, phase="train"):
+            calls = [s for s in store.spans(rollout.rollout_id) if s.name.startswith("chat")]
+            assert [set(s.attributes[attributes.POLICY_VERSIONS]) for s in calls] == [{1}, {1}]
