@@ -47,13 +47,13 @@ def check_files(config: Config) -> None:
     """
     check_judges(config)
     has_other_workers = config.agent.remote_workers or config.cluster.workers > 0
-    runs_elsewhere = has_other_workers and not config.agent.workers
+    needs_program = bool(config.agent.workers) or not has_other_workers
     for key, kind, value in named_files(config):
         if kind is PathKind.FUNCTION and isinstance(value, str) and ":" in value:
             check_reference(value)
-        if kind is PathKind.PROGRAM and not runs_elsewhere:
+        if kind is PathKind.PROGRAM and needs_program:
             find_program(value, key)
-        if kind is PathKind.COMMAND and not runs_elsewhere:
+        if kind is PathKind.COMMAND and needs_program:
             find_program(value[0], key)
 
 
