@@ -41,6 +41,7 @@ class Collector:
         self._progress, self._on_rollout = progress, on_rollout
         self._sampling: str | None = None  # phase that waits for groups
         self.groups = Groups(config, pipelines, runner, self._count)
+        self.tasks: dict[str, Task] = {}  # of the last step's groups, by the group's id
         self._failures = FailureWatch(runner.store, config.rollout.max_agent_failures)
         self._reader = TraceReader(
             config.roles, config.reward_rules, tokenizer.decode, config.policies, config.rollout
@@ -58,6 +59,7 @@ class Collector:
         wanted, num_rounds, waited_s = config.tasks_per_step, 0, 0.0
         store, rollouts = self._runner.store, list[Rollout]()
         num_tasks = num_useful = 0
+        self.tasks = {}
         while True:
             started = time.monotonic()
             round_rollouts = await self._round(step, wanted - num_useful)
@@ -97,6 +99,7 @@ class Collector:
             groups = await self.groups.take(step, number)
         finally:
             name, self._sampling = self._sampling, None
+        self.tasks |= {group.group_id: group.task for group in groups}
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         check_infrastructure(rollouts, self._config.rollout)
         await run_in_thread(self._failures.observe, rollouts, name)

@@ -9,7 +9,13 @@ from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, policy_indices
-from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, DistillConfig, OptimizerConfig
+from lightning_jax.rl.config import (
+    INITIAL_TEACHER,
+    AlgorithmConfig,
+    BatchConfig,
+    DistillConfig,
+    OptimizerConfig,
+)
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, scopes_of
 from lightning_jax.rollouts.config import (
     INITIAL,
@@ -293,12 +299,15 @@ class Config(Section):
         check_rewards(self.rewards, self.policies)
         _check_initial(self.initial_users, self.policies, self.model)
         check_ahead(self.rollout, self.algorithm)
-        if self.distill.teacher is not None and self.algorithm.loss in ("dpo", "raft"):
+        if self.distill.teacher == INITIAL_TEACHER:
+            _check_initial(["distill.teacher"], self.policies, self.model)
+        if self.distill.has_teacher and self.algorithm.loss in ("dpo", "raft"):
+            name = "hint" if self.distill.teacher is None else "teacher"
             raise InvalidValue(
-                f"distill.teacher is {self.distill.teacher!r} and algorithm.loss is "
+                f"distill.{name} is {getattr(self.distill, name)!r} and algorithm.loss is "
                 f"{self.algorithm.loss}, which has advantages of its own; set it to clip.",
                 reason="conflict",
-                key="distill.teacher",
+                key=f"distill.{name}",
             )
         if self.policies and self.serve.orchestrator != "native":
             raise InvalidValue(
@@ -321,6 +330,12 @@ class Config(Section):
             for name, judge in judges.items()
             if judge.served_by == INITIAL
         ]
+
+    @property
+    def teacher_model(self) -> str | None:
+        """Model that scores the sampled tokens. None: no teacher, or the policy itself."""
+        is_initial = self.distill.teacher == INITIAL_TEACHER
+        return self.model.name if is_initial else self.distill.teacher
 
     @property
     def adapters(self) -> dict[str, int]:

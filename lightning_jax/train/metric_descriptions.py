@@ -88,6 +88,8 @@ _TEXTS = {
     "train/teacher_coef": "weight: weight of the teacher's advantages in this step",
     "train/teacher_share": "share: trained tokens that the teacher scored",
     "train/without_teacher": "calls: number that fit no row, so that the teacher scored none",
+    "train/without_hint": "calls: number without a hint, or a place for it, and so not scored",
+    "train/hints_in_prompts": "calls: number whose prompt got the hint from a tool or the policy",
     "train/clip_fraction": "share: tokens whose gradient a bound of the ratio cut",
     "train/ratio_mean": "ratio: mean ratio of the current to the proximal policy",
     "train/ratio_max": "ratio: largest such ratio",
