@@ -37,7 +37,7 @@ class Collector:
         on_rollout: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_rollout` is called after each rollout."""
-        self._config, self._runner = config, runner
+        self._config, self._pipelines, self._runner = config, pipelines, runner
         self._progress, self._on_rollout = progress, on_rollout
         self._sampling: str | None = None  # phase that waits for groups
         self.groups = Groups(config, pipelines, runner, self._count)
@@ -74,12 +74,12 @@ class Collector:
             if self._runner.scorer is not None:
                 metrics |= self._runner.scorer.take_metrics()
             if algorithm.max_sampling_rounds == 1:
-                return trajectories, metrics
+                return trajectories, metrics | self._pipelines.observe(rollouts)
             equal = equal_groups(assign_credit(trajectories, algorithm))
             useful = [trajectory for trajectory in trajectories if trajectory.group_id not in equal]
             num_useful = len({trajectory.group_id for trajectory in useful})
             if num_useful == wanted or num_rounds == algorithm.max_sampling_rounds:
-                return useful, metrics | {
+                return useful, metrics | self._pipelines.observe(rollouts) | {
                     "rollout/num_sampling_rounds": float(num_rounds),
                     "rollout/num_groups_left_out": float(num_tasks - num_useful),
                     "rollout/num_groups_replaced": float(num_tasks - wanted),
