@@ -94,7 +94,8 @@ SECTIONS = {
             "`rollout/reward_mean` 0 and `train/equal_groups_share` near 1",
             "no attempt earns anything, so none is better than another",
             "reward a part of the way; put an example into the prompt; else [warm up on "
-            "demonstrations](../howto/warm_up_on_demonstrations.md)",
+            "demonstrations](../howto/warm_up_on_demonstrations.md) or [learn from "
+            "hints](../howto/learn_from_hints.md)",
         ),
         Row(
             "`train/equal_groups_share` above 0.5 and `train/entropy` below 0.05 nats",

@@ -48,6 +48,7 @@ class TrainingSequence:
     temperature: float = 1.0
     teacher_coef: float = 0.0  # weight of the teacher's advantages (rl/distill.py); 0: no teacher
     teacher_logprobs: tuple[float, ...] = ()  # of the response, by the teacher; (): not scored yet
+    teacher_prompt_ids: tuple[int, ...] = ()  # prompt that the teacher reads; (): the policy's
 
     def __post_init__(self) -> None:
         fill_default(self, "loss_mask", True, like="response_token_ids")

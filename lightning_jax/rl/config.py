@@ -11,6 +11,7 @@ from lightning_jax.schema import (
     DERIVED,
     Count,
     Finite,
+    FunctionRef,
     Natural,
     NonNegative,
     PathKind,
@@ -194,6 +195,9 @@ class AlgorithmConfig(Section):
         return self.proximal == "old" or (self.kl_coef > 0 and self.kl_in == "reward")
 
 
+INITIAL_TEACHER = "initial"
+
+
 @dataclass(frozen=True)
 class DistillConfig(Section):
     """Distillation of a teacher into the policy, on the tokens that the policy sampled.
@@ -202,8 +206,11 @@ class DistillConfig(Section):
     teacher's log-probability less the policy's.
     """
 
-    # Directory, file or hub id of a model with the policy's vocabulary. None: no teacher.
+    # Directory, file or hub id of a model with the policy's vocabulary, or initial: the model that
+    # the run starts from. None: no teacher or, with a hint, the policy at the step's weights.
     teacher: PathOrName | None = None
+    # FILE:FUNCTION, task -> text that only the teacher reads; see docs/howto/learn_from_hints.md.
+    hint: FunctionRef | None = None
     coef: NonNegative = 1.0  # weight of the teacher's advantages in the first policy step
     # The same after anneal_steps policy steps, in a straight line from coef. None: coef.
     final_coef: NonNegative | None = None
@@ -222,9 +229,14 @@ class DistillConfig(Section):
             ),
         )
 
+    @property
+    def has_teacher(self) -> bool:
+        """True if a teacher scores the sampled tokens: another model, or the policy with a hint."""
+        return self.teacher is not None or self.hint is not None
+
     def coef_at(self, policy_step: int) -> float:
         """Return the weight of the teacher's advantages in a policy step, 0 without a teacher."""
-        if self.teacher is None:
+        if not self.has_teacher:
             return 0.0
         if self.final_coef is None:
             return self.coef

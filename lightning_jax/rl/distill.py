@@ -1,8 +1,8 @@
 """Distillation on the policy's own samples: sequences that a teacher scores, and their scores.
 
-A teacher is any model with the policy's vocabulary. It reads what the policy read, or that and a
-hint, and says how likely it finds each token that the policy sampled. The loss turns the scores
-into advantages (`losses/distill.py`).
+A teacher is any model with the policy's vocabulary, or the policy itself with a hint. It reads what
+the policy read, or that and a hint (`hints.py`), and says how likely it finds each token that the
+policy sampled. The loss turns the scores into advantages (`losses/distill.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ def teacher_metrics(sequences: Sequence[TrainingSequence]) -> Metrics:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Forward pass of frozen weights over a forest, which computes shared tokens once."""
+    """Forward pass of a teacher's weights over a forest, which computes shared tokens once."""
 
     logprobs_fn: Callable[..., list[Any]]  # of `TrainFunctions`, or one of another model's
     batch: BatchConfig
@@ -92,9 +92,10 @@ class Scorer:
     def __call__(self, params: Params, sequences: Sequence[TrainingSequence]) -> Scores:
         """Return the log-probabilities of each response, 0 where a token is not trained.
 
-        They are at the temperature of the sequence. One that fits no row has None.
+        They are at the temperature of the sequence. One that fits no row, with the hint in its
+        prompt if there is one, has None.
         """
-        batches, _ = make_batches(sequences, self.batch)
+        batches, _ = make_batches([_read_by_teacher(item) for item in sequences], self.batch)
         sharded = put_on_mesh(batches, batch_sharding(self.mesh))
         measured = to_host(measure(self.logprobs_fn, sharded, params))
         found = by_sequence(batches, measured, len(sequences))
@@ -102,6 +103,12 @@ class Scorer:
             None if scores is None else _spread(scores, item)
             for item, scores in zip(sequences, found, strict=True)
         ]
+
+
+def _read_by_teacher(sequence: TrainingSequence) -> TrainingSequence:
+    """Return what the teacher reads: its own prompt, and the response ids that were sampled."""
+    prompt = sequence.teacher_prompt_ids or sequence.prompt_token_ids
+    return replace(sequence, prompt_token_ids=prompt, states=None)
 
 
 def _spread(scores: Sequence[float], sequence: TrainingSequence) -> tuple[float, ...]:

@@ -71,7 +71,7 @@ def check_judges(config: Config) -> None:
 def check_model(config: Config) -> None:
     """Raise ModelError if a file or folder with weights or the chat template does not exist."""
     bases = (policy.base for policy in config.policies.values())
-    for name in (config.model.name, config.distill.teacher, *bases):
+    for name in (config.model.name, config.teacher_model, *bases):
         if name is not None:
             local_path(name)
     if config.model.chat_template is not None:

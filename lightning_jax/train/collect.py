@@ -38,7 +38,7 @@ class Collector:
         on_rollout: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_rollout` is called after each rollout."""
-        self._config, self._runner = config, runner
+        self._config, self._pipelines, self._runner = config, pipelines, runner
         self._progress, self._on_rollout = progress, on_rollout
         self._sampling: str | None = None  # phase that waits for groups
         self.groups = (
@@ -46,6 +46,7 @@ class Collector:
             if config.agent.external
             else Groups(config, pipelines, runner, self._count)
         )
+        self.tasks: dict[str, Task] = {}  # of the last step's groups, by the group's id
         self._failures = FailureWatch(runner.store, config.rollout.max_agent_failures)
         self._reader = TraceReader(
             config.roles, config.reward_rules, tokenizer.decode, config.policies, config.rollout
@@ -63,6 +64,7 @@ class Collector:
         wanted, num_rounds, waited_s = config.tasks_per_step, 0, 0.0
         store, rollouts = self._runner.store, list[Rollout]()
         num_tasks = num_useful = 0
+        self.tasks = {}
         while True:
             started = time.monotonic()
             round_rollouts = await self._round(step, wanted - num_useful)
@@ -77,12 +79,12 @@ class Collector:
             if self._runner.scorer is not None:
                 metrics |= self._runner.scorer.take_metrics()
             if algorithm.max_sampling_rounds == 1:
-                return trajectories, metrics
+                return trajectories, metrics | self._pipelines.observe(rollouts)
             equal = equal_groups(assign_credit(trajectories, algorithm))
             useful = [trajectory for trajectory in trajectories if trajectory.group_id not in equal]
             num_useful = len({trajectory.group_id for trajectory in useful})
             if num_useful == wanted or num_rounds == algorithm.max_sampling_rounds:
-                return useful, metrics | {
+                return useful, metrics | self._pipelines.observe(rollouts) | {
                     "rollout/num_sampling_rounds": float(num_rounds),
                     "rollout/num_groups_left_out": float(num_tasks - num_useful),
                     "rollout/num_groups_replaced": float(num_tasks - wanted),
@@ -102,6 +104,7 @@ class Collector:
             groups = await self.groups.take(step, number)
         finally:
             name, self._sampling = self._sampling, None
+        self.tasks |= {group.group_id: group.task for group in groups}
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         check_infrastructure(rollouts, self._config.rollout)
         await run_in_thread(self._failures.observe, rollouts, name)

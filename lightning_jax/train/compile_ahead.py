@@ -26,7 +26,7 @@ class CompileAhead:
         self._thread = threading.Thread(target=self._compile, name="compile-ahead")
         algorithm = replica.config.algorithm
         reads_more = algorithm.has_critic or algorithm.has_reference
-        reads_more |= replica.config.distill.teacher is not None
+        reads_more |= replica.config.distill.has_teacher
         self._is_useful = num_updates > 0 and not reads_more and jax.process_count() == 1
 
     def start(self) -> None:

@@ -3,13 +3,21 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt, Le
 
 from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, policy_indices
-from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, DistillConfig, OptimizerConfig
+from lightning_jax.rl.config import (
+    INITIAL_TEACHER,
+    AlgorithmConfig,
+    BatchConfig,
+    DistillConfig,
+    OptimizerConfig,
+)
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, scopes_of
 from lightning_jax.rollouts.config import (
     INITIAL,
@@ -31,6 +39,20 @@ from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
 
 
 @dataclass(frozen=True)
+class DifficultyConfig(Section):
+    """Weights of tasks by their pass rate p, the running mean of their rewards in [0, 1].
+
+    A task has the weight 4 * p * (1 - p), and 1 while it is unseen.
+    """
+
+    rate: Annotated[float, Gt(0), Le(1)] = 0.5  # weight of the newest group in the pass rate
+    # Least weight of a task that is not left out, such as one that was never solved.
+    min_weight: Annotated[float, Gt(0), Le(1)] = 0.1
+    # Groups in a row with full rewards only, after which a task is left out. 0: never.
+    solved_visits: Natural = 3
+
+
+@dataclass(frozen=True)
 class DataConfig(Section):
     # FILE:FUNCTION that makes the tasks; see docs/howto/bring_your_own_tasks.md. None: read the
     # files at `root`.
@@ -38,6 +60,10 @@ class DataConfig(Section):
     # Argument of the loader, or a file of tasks, or a folder with train.jsonl and dev.jsonl.
     root: PathOrName | None = None
     max_train_tasks: Count | None = None  # None: all
+    # uniform: all tasks in random order, then again; difficulty: mostly those that are solved in
+    # some attempts. See docs/howto/choose_tasks_by_difficulty.md.
+    sampler: Literal["uniform", "difficulty"] = "uniform"
+    difficulty: DifficultyConfig = field(default_factory=DifficultyConfig)
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the loader
 
 
@@ -332,12 +358,29 @@ class Config(Section):
         _check_initial(self.initial_users, self.policies, self.model)
         check_ahead(self.rollout, self.algorithm)
         check_external(self.agent, self.rollout, self.algorithm)
-        if self.distill.teacher is not None and self.algorithm.loss in ("dpo", "raft"):
+        if self.data.sampler == "difficulty" and self.agent.external:
             raise InvalidValue(
-                f"distill.teacher is {self.distill.teacher!r} and algorithm.loss is "
+                "data.sampler is difficulty and agent.external is true, so programs outside choose "
+                "the tasks; leave one of them out.",
+                reason="conflict",
+                key="data.sampler",
+            )
+        if self.rollout.ahead and self.data.sampler == "difficulty":
+            raise InvalidValue(
+                f"data.sampler is difficulty and rollout.ahead is {self.rollout.ahead}, so the "
+                "tasks drawn would depend on how fast agents are; set rollout.ahead=0.",
+                reason="conflict",
+                key="data.sampler",
+            )
+        if self.distill.teacher == INITIAL_TEACHER:
+            _check_initial(["distill.teacher"], self.policies, self.model)
+        if self.distill.has_teacher and self.algorithm.loss in ("dpo", "raft"):
+            name = "hint" if self.distill.teacher is None else "teacher"
+            raise InvalidValue(
+                f"distill.{name} is {getattr(self.distill, name)!r} and algorithm.loss is "
                 f"{self.algorithm.loss}, which has advantages of its own; set it to clip.",
                 reason="conflict",
-                key="distill.teacher",
+                key=f"distill.{name}",
             )
         if self.policies and self.serve.orchestrator != "native":
             raise InvalidValue(
@@ -360,6 +403,12 @@ class Config(Section):
             for name, judge in judges.items()
             if judge.served_by == INITIAL
         ]
+
+    @property
+    def teacher_model(self) -> str | None:
+        """Model that scores the sampled tokens. None: no teacher, or the policy itself."""
+        is_initial = self.distill.teacher == INITIAL_TEACHER
+        return self.model.name if is_initial else self.distill.teacher
 
     @property
     def adapters(self) -> dict[str, int]:

@@ -127,10 +127,15 @@ def findings(row: Mapping[str, float | int]) -> list[Finding]:
     Steps without rollouts, such as those of a warm-up, have none.
     """
     num_rollouts = row.get("rollout/num_scored", 0.0)
-    has_advantages = row.get("train/advantage_abs_mean", 0.0) > 0  # as with a batch's mean
+    # With a batch's mean, or a teacher, equal groups have a gradient.
+    learns_from_equal = any(
+        row.get(f"train/{name}", 0.0) > 0 for name in ("advantage_abs_mean", "teacher_share")
+    )
     shares = {
         "no_calls": row.get("rollout/dropped_no_calls", 0.0) / max(num_rollouts, 1.0),
-        "equal_groups": 0.0 if has_advantages else row.get("train/equal_groups_share", 0.0),
+        "equal_groups": 0.0 if learns_from_equal else row.get("train/equal_groups_share", 0.0),
+        "without_teacher": row.get("train/without_teacher", 0.0)
+        / max(row.get("rollout/num_calls", 0.0), 1.0),
         "cut_short": row.get("rollout/cut_short_share", 0.0),
         "deadline_in_queue": row.get(f"rollout/agent_failure_{DEADLINE_IN_QUEUE}", 0.0)
         / max(row.get("rollout/num_rollouts", 0.0), 1.0),
@@ -152,7 +157,12 @@ _FINDINGS = {  # kind -> (smallest share to report, text)
     "equal_groups": (
         1.0,
         "all attempts at each task earned the same, so there is no gradient; reward partial "
-        "success, or warm up on demonstrations",
+        "success, warm up on demonstrations, or give hints",
+    ),
+    "without_teacher": (
+        0.01,
+        "{share:.0%} of the calls were not scored by the teacher, because no row holds them with "
+        "their hint; raise batch.row_len",
     ),
     "cut_short": (
         0.5,

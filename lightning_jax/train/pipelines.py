@@ -10,8 +10,9 @@ from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import evenly_spaced
 from lightning_jax.train.demonstrations import demonstration_sequences
+from lightning_jax.train.difficulty import DifficultySampler
 from lightning_jax.train.tasks import TaskIterator, group_tasks
-from lightning_jax.types import Metrics, Task
+from lightning_jax.types import Metrics, Rollout, Task
 
 
 class Pipelines:
@@ -29,6 +30,9 @@ class Pipelines:
         self.tasks_by_id = {task["id"]: task for task in train_tasks}
         self._tasks = TaskIterator(train_tasks, config.rollout.tasks_per_step, config.seed)
         self._spare: list[Task] = []  # drawn from `_tasks` but not used yet
+        data, self._sampler = config.data, None  # None: `_tasks` gives the order
+        if data.sampler == "difficulty":
+            self._sampler = DifficultySampler(train_tasks, data.difficulty, config.seed)
         groups = group_tasks(train_tasks, warmup.group_by, warmup.group_size)
         self._groups = TaskIterator(groups, warmup.groups_per_step, config.seed + 1)
         self._demonstrate = load_function(warmup.demonstrations) if warmup.demonstrations else None
@@ -36,10 +40,19 @@ class Pipelines:
 
     def next_tasks(self, number: int) -> list[Task]:
         """Return the next training tasks."""
+        if self._sampler is not None:
+            return self._sampler.draw(number)
         while len(self._spare) < number:
             self._spare += next(self._tasks)
         taken, self._spare = self._spare[:number], self._spare[number:]
         return taken
+
+    def observe(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """Read the rollouts of a step, on which the order of tasks may depend.
+
+        Return metrics of the tasks, none if the order does not depend on rollouts.
+        """
+        return self._sampler.observe(rollouts) if self._sampler is not None else {}
 
     def next_demonstrations(self) -> tuple[list[TrainingSequence], Metrics]:
         """Return (sequences of the next warm-up step, numbers of its tasks and conversations)."""
@@ -57,7 +70,8 @@ class Pipelines:
 
     def progress(self) -> dict[str, Any]:
         """Return the positions as a JSON object."""
-        return {
+        sampler = {} if self._sampler is None else {"difficulty": self._sampler.state()}
+        return sampler | {
             "tasks": self._tasks.state(),
             "spare_tasks": list(self._spare),
             "demonstrations": self._groups.state(),
@@ -70,3 +84,5 @@ class Pipelines:
         self._tasks.restore(progress["tasks"])
         self._spare = [self.as_now(task) for task in progress.get("spare_tasks", [])]
         self._groups.restore(progress["demonstrations"])
+        if self._sampler is not None and "difficulty" in progress:
+            self._sampler.restore(progress["difficulty"])

@@ -103,6 +103,7 @@ def digests(
     agent, template = config.agent, config.model.chat_template
     named = {
         "agent.reward": _file_of(agent.reward),
+        "distill.hint": _file_of(config.distill.hint),
         "warmup.demonstrations": _file_of(config.warmup.demonstrations),
         "model.chat_template": template and Path(template).expanduser(),
     }

@@ -24,6 +24,7 @@ from lightning_jax.train.config import Config
 from lightning_jax.train.directory import EXPORTED, METRICS
 from lightning_jax.train.evaluate import evaluate_if_due
 from lightning_jax.train.export import export
+from lightning_jax.train.hints import Hints
 from lightning_jax.train.metrics import MetricsLog
 from lightning_jax.train.monitors import (
     DropWatch,
@@ -41,7 +42,7 @@ from lightning_jax.train.runtime import return_freed_memory
 from lightning_jax.train.serving import ServedPolicy
 from lightning_jax.train.state import Replica
 from lightning_jax.train.status import status_of
-from lightning_jax.types import Metrics
+from lightning_jax.types import Metrics, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +62,12 @@ class Run:
         leader: Leader[Replica],
         policies: Sequence[ServedPolicy],
         runner: Runner,
+        hints: Hints | None = None,
     ) -> None:
         self.config, self.directory, self.model = config, Path(config.run_dir), model
         self.pipelines, self.leader, self.replica = pipelines, leader, leader.target
         self.policies, self.gateway, self.store = policies, runner.gateway, runner.store
+        self.hints = hints
         self.progress = Progress(lambda: self.gateway.stats()["serve/tokens_generated"])
         self.compiling = CompileAhead(self.replica, config.total_steps - self.step)
         self.collector = Collector(
@@ -182,12 +185,21 @@ class Run:
             policy_version=self.step,
             values=values,
         )
-        distill = self.config.distill
-        if distill.teacher is not None:
-            coef = distill.coef_at(self.step - self.config.warmup.num_steps)
-            sequences = mix(sequences, coef=coef, reward_coef=distill.reward_coef)
-            metrics["train/teacher_coef"] = coef
+        if self.config.distill.has_teacher:
+            sequences, of_teacher = await run_in_thread(self._for_teacher, sequences, trajectories)
+            metrics |= of_teacher
         return sequences, metrics | of_data | {"time/prepare_s": time.monotonic() - prepared}
+
+    def _for_teacher(
+        self, sequences: Sequence[TrainingSequence], trajectories: Sequence[Trajectory]
+    ) -> tuple[Sequence[TrainingSequence], Metrics]:
+        """Return (the sequences that a teacher will score, with its hints, metrics)."""
+        distill = self.config.distill
+        coef = distill.coef_at(self.step - self.config.warmup.num_steps)
+        mixed, metrics = mix(sequences, coef=coef, reward_coef=distill.reward_coef), {}
+        if self.hints is not None and coef > 0:
+            mixed, metrics = self.hints.add(mixed, trajectories, self.collector.tasks)
+        return mixed, metrics | {"train/teacher_coef": coef}
 
     async def _learn(self, sequences: Sequence[TrainingSequence]) -> Metrics:
         """Train on the sequences. If none has a gradient, the weights stay the same."""

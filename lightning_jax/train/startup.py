@@ -32,6 +32,7 @@ from lightning_jax.train.agent_choice import LocalWorkers, choose_trained_agent
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import LOCK, SETTINGS, STORE
 from lightning_jax.train.groups import untaken_ids
+from lightning_jax.train.hints import make_hints
 from lightning_jax.train.memory import plan
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
@@ -81,6 +82,7 @@ async def open_run(
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / STORE)))
         pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks)
+        hints = make_hints(config.distill.hint, model.tokenizer, train_tasks)
         serve = prepare_serving(config, model, store)
         replica = Replica(replace(config, algorithm=algorithm), model)
         at_end.callback(replica.close)
@@ -101,7 +103,7 @@ async def open_run(
             served.workers,
         )
         runner = await at_end.enter_async_context(service)
-        run = Run(replica.config, model, pipelines, leader, served.policies, runner)
+        run = Run(replica.config, model, pipelines, leader, served.policies, runner, hints)
         at_end.push_async_exit(lambda _, error, __: run.close(error))
         yield run
 

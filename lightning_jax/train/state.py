@@ -34,7 +34,7 @@ from lightning_jax.rl.updater import NO_MOMENTS, Updater
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import CHECKPOINTS
-from lightning_jax.train.teacher import load_teacher
+from lightning_jax.train.teacher import load_teacher, score_by_policy
 from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Metrics, Trajectory
 
@@ -129,20 +129,26 @@ class Replica:
 
     def _update(self, scope: PolicyScope, sequences: Sequence[TrainingSequence]) -> Metrics:
         index, mine = scope.index, sequences_of(scope, sequences)
-        mine, scored = self._scored(mine)
+        mine, scored = self._scored(index, mine)
         state, metrics = self.learner.update(self.states[index], mine, self.reference[index])
         self.states[index] = state
         return metrics | scored
 
     def _scored(
-        self, sequences: Sequence[TrainingSequence]
+        self, index: int, sequences: Sequence[TrainingSequence]
     ) -> tuple[Sequence[TrainingSequence], Metrics]:
-        """Return (the sequences with the teacher's scores, metrics), without a teacher as is."""
+        """Return (the sequences with the teacher's scores, metrics), without a teacher as is.
+
+        The teacher is a model of its own, or the policy of the state `index` with a hint.
+        """
         waiting = [item for item in sequences if waits_for_teacher(item)]
-        if self.teacher is None or not waiting:
+        if not (waiting and self.config.distill.has_teacher):
             return sequences, {}
         started = time.monotonic()
-        scores = self.teacher.score(waiting)
+        if self.teacher is not None:
+            scores = self.teacher.score(waiting)
+        else:
+            scores = score_by_policy(self.learner, self.states[index].policy, waiting)
         scored = with_scores(sequences, scores)
         return scored, teacher_metrics(scored) | {
             "train/without_teacher": float(scores.count(None)),

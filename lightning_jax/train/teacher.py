@@ -1,4 +1,4 @@
-"""Teacher of a run: a frozen model that scores the tokens that the policy sampled."""
+"""Teacher of a run: a model that scores the tokens that the policy sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +9,7 @@ from lightning_jax.models.sharding import make_mesh, param_shardings, put_on_mes
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.distill import Scorer, Scores, make_scorer
+from lightning_jax.rl.updater import Updater
 from lightning_jax.train.config import Config
 
 
@@ -25,11 +26,11 @@ class Teacher:
 
 
 def load_teacher(config: Config, model: LoadedModel) -> Teacher | None:
-    """Load the teacher that `distill.teacher` names, or return None without one.
+    """Load the teacher that `distill.teacher` names, or return None if it names none.
 
     It may have another shape than `model`. Raises ModelError if it has another vocabulary.
     """
-    name = config.distill.teacher
+    name = config.teacher_model
     if name is None:
         return None
     teacher = load_model(name, config.model.dtype, config.model.activation_dtype)
@@ -38,6 +39,14 @@ def load_teacher(config: Config, model: LoadedModel) -> Teacher | None:
     params = put_on_mesh(teacher.params, param_shardings(teacher.config, mesh), donate=True)
     scorer = make_scorer(teacher.config, config.batch, mesh=mesh, dtype=config.model.dtype)
     return Teacher(params, scorer)
+
+
+def score_by_policy(
+    learner: Updater, params: Params, sequences: Sequence[TrainingSequence]
+) -> Scores:
+    """Return the scores of each sequence by the policy's own weights, which read the hints."""
+    scorer = Scorer(learner.functions.logprobs_fn, learner.batch, learner.mesh)
+    return scorer(params, sequences)
 
 
 def check_vocabulary(teacher: LoadedModel, model: LoadedModel) -> None:

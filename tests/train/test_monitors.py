@@ -89,6 +89,7 @@ def test_a_step_that_learns_has_no_findings() -> None:
     assert findings(LEARNS) == [] == findings({"warmup/loss": 1.0})
     of_a_batch = {"train/equal_groups_share": 1.0, "train/advantage_abs_mean": 0.5}
     assert findings(LEARNS | of_a_batch) == []
+    assert findings({"train/equal_groups_share": 1.0, "train/teacher_share": 1.0}) == []
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,7 @@ def test_a_step_that_learns_has_no_findings() -> None:
         ({"rollout/dropped_no_calls": 2.0}, "no_calls", 0.25),
         ({"train/equal_groups_share": 1.0}, "equal_groups", 1.0),
         ({"rollout/cut_short_share": 0.75}, "cut_short", 0.75),
+        ({"rollout/num_calls": 8.0, "train/without_teacher": 4.0}, "without_teacher", 0.5),
     ],
 )
 def test_what_keeps_a_step_from_learning_is_warned_of_once(

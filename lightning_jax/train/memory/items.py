@@ -71,10 +71,9 @@ def state_items(
         without = "algorithm.loss to clip" if algorithm.loss == "dpo" else "algorithm.kl_coef to 0"
         reference = MemoryItem("reference policy", weights, f"Set {without}")
         items.append(reference.times(num_trained))
-    if config.distill.teacher is not None:
-        teacher = weight_bytes(
-            load_shape(config.distill.teacher), mesh, jnp.dtype(config.model.dtype)
-        )
+    if config.teacher_model is not None:
+        shape = load_shape(config.teacher_model)
+        teacher = weight_bytes(shape, mesh, jnp.dtype(config.model.dtype))
         items.append(MemoryItem("teacher", teacher, "Set distill.teacher to a smaller model"))
     return items
 

@@ -1,0 +1,136 @@
+"""Order of training tasks by their difficulty for the policy: those solved half of the time first.
+
+A group at a task whose attempts all succeed or all fail has no gradient. The variance of one
+attempt's success, p * (1 - p), is a lower bound of what a task can teach (arXiv 2504.03380; VCRL,
+arXiv 2509.19803, weighs tasks by it too). Here p is a running mean of the group's rewards, so that
+no rollout is spent on the estimate.
+
+The order is a pure function of the estimates, the seed and the step. Nothing depends on time.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from lightning_jax.train.config import DifficultyConfig
+from lightning_jax.types import Metrics, Rollout, Task
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Results of a task's visits so far. A visit is one group of attempts."""
+
+    pass_rate: float  # exponential average of the visits' mean rewards, in [0, 1]
+    num_visits: int
+    num_solved: int  # newest visits in a row in which all attempts had the full reward
+
+
+def after_visit(
+    estimate: Estimate | None, rewards: Sequence[float], config: DifficultyConfig
+) -> Estimate:
+    """Return the estimate after a visit with these rewards, of which there is at least one.
+
+    Rewards count as 0 below 0 and as 1 above 1.
+    """
+    mean = fmean(min(max(reward, 0.0), 1.0) for reward in rewards)
+    if estimate is None:
+        return Estimate(mean, 1, int(mean == 1.0))
+    rate = estimate.pass_rate + config.rate * (mean - estimate.pass_rate)
+    solved = estimate.num_solved + 1 if mean == 1.0 else 0
+    return Estimate(rate, estimate.num_visits + 1, solved)
+
+
+def is_left_out(estimate: Estimate | None, config: DifficultyConfig) -> bool:
+    """Return True for a task that was solved in enough visits in a row."""
+    return bool(config.solved_visits and estimate and estimate.num_solved >= config.solved_visits)
+
+
+def task_weight(estimate: Estimate | None, config: DifficultyConfig) -> float:
+    """Return the weight of a task: 1 if it is unseen or half solved, 0 if it is left out.
+
+    It is `4 * p * (1 - p)`, but at least `min_weight` for a task that is not left out.
+    """
+    if estimate is None:
+        return 1.0
+    if is_left_out(estimate, config):
+        return 0.0
+    return max(4.0 * estimate.pass_rate * (1.0 - estimate.pass_rate), config.min_weight)
+
+
+def task_order(weights: Sequence[float], seed: int, step: int) -> list[int]:
+    """Return the indices of all tasks in the order in which a step draws them.
+
+    This is sampling by weight without replacement (Efraimidis and Spirakis 2006): an index comes
+    first with a probability proportional to its weight, and so on with the rest. Those with weight
+    0 come last, in random order.
+    """
+    uniform = np.random.default_rng([seed, step]).random(len(weights))
+    waits = -np.log1p(-uniform)  # exponential; the smallest of waits / weights is the first
+    keys = [
+        (0, wait / weight) if weight > 0 else (1, wait)
+        for wait, weight in zip(waits.tolist(), weights, strict=True)
+    ]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+class DifficultySampler:
+    """Training tasks in the order of `task_order`, with the estimates that it depends on.
+
+    `state()` is a JSON object. After `restore` of it the same tasks follow.
+    """
+
+    def __init__(self, tasks: Sequence[Task], config: DifficultyConfig, seed: int) -> None:
+        self._tasks, self._config, self._seed = tasks, config, seed
+        self._estimates: dict[str, Estimate] = {}
+        self._step, self._drawn = 0, 0  # steps observed, and tasks drawn since
+        self._order: list[int] | None = None  # of this step, made when it is needed
+
+    def draw(self, number: int) -> list[Task]:
+        """Return the next tasks. Within a step none comes twice before all have come."""
+        if self._order is None:
+            weights = [task_weight(known, self._config) for known in self._known()]
+            self._order = task_order(weights, self._seed, self._step)
+        size = len(self._order)
+        places = range(self._drawn, self._drawn + number)
+        self._drawn += number
+        return [self._tasks[self._order[place % size]] for place in places]
+
+    def observe(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """Read the rollouts of a step, go to the next one, and return metrics of all tasks."""
+        groups: dict[str, tuple[str, list[float]]] = {}
+        for rollout in rollouts:
+            if rollout.reward is not None and math.isfinite(rollout.reward):
+                _, rewards = groups.setdefault(rollout.group_id, (rollout.task_id, []))
+                rewards.append(rollout.reward)
+        for task_id, rewards in groups.values():
+            known = self._estimates.get(task_id)
+            self._estimates[task_id] = after_visit(known, rewards, self._config)
+        self._step, self._drawn, self._order = self._step + 1, 0, None
+        return self._metrics()
+
+    def state(self) -> dict[str, Any]:
+        estimates = {name: list(astuple(known)) for name, known in self._estimates.items()}
+        return {"step": self._step, "drawn": self._drawn, "estimates": estimates}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._step, self._drawn, self._order = state["step"], state["drawn"], None
+        self._estimates = {name: Estimate(*known) for name, known in state["estimates"].items()}
+
+    def _known(self) -> list[Estimate | None]:
+        """Return the estimate of each task, in order."""
+        return [self._estimates.get(task["id"]) for task in self._tasks]
+
+    def _metrics(self) -> Metrics:
+        known = self._known()
+        seen = [estimate for estimate in known if estimate is not None]
+        counts = {
+            "unseen": len(known) - len(seen),
+            "unsolved": sum(estimate.pass_rate == 0.0 for estimate in seen),
+            "solved": sum(estimate.num_solved > 0 for estimate in seen),
+            "left_out": sum(is_left_out(estimate, self._config) for estimate in seen),
+        }
+        return {f"rollout/tasks_{name}_share": n / len(known) for name, n in counts.items()}

@@ -1,0 +1,177 @@
+"""Tests of the order of tasks by difficulty: weights by hand, shares of draws, exact resuming."""
+
+import asyncio
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import toy_agent
+from coded import raises_coded
+from test_groups import TASKS, _config
+
+from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.traces.store import Store
+from lightning_jax.train import trainer
+from lightning_jax.train.config import Config, DataConfig, DifficultyConfig
+from lightning_jax.train.difficulty import (
+    DifficultySampler,
+    Estimate,
+    after_visit,
+    task_order,
+    task_weight,
+)
+from lightning_jax.types import LLM, Rollout, Task
+
+SETTINGS = DifficultyConfig(rate=0.5, min_weight=0.1, solved_visits=2)
+
+
+def test_estimates_by_hand():
+    first = after_visit(None, [1.0, 0.0, 0.0, 0.0], SETTINGS)
+    assert first == Estimate(0.25, 1, 0)
+    second = after_visit(first, [1.0, 1.0], SETTINGS)  # 0.25 + 0.5 * (1 - 0.25)
+    assert second == Estimate(0.625, 2, 1)
+    assert after_visit(second, [3.0, 1.0], SETTINGS) == Estimate(0.8125, 3, 2)
+    assert after_visit(second, [1.0, -2.0], SETTINGS) == Estimate(0.5625, 3, 0)
+    assert after_visit(None, [0.4], SETTINGS) == Estimate(0.4, 1, 0)
+
+
+def test_weights_by_hand():
+    weights = {
+        None: 1.0,
+        Estimate(0.5, 1, 0): 1.0,
+        Estimate(0.25, 1, 0): 0.75,  # 4 * 0.25 * 0.75
+        Estimate(0.9, 4, 0): 0.36,
+        Estimate(0.99, 9, 1): 0.1,
+        Estimate(0.0, 5, 0): 0.1,  # never solved, visited at a low rate
+        Estimate(1.0, 1, 1): 0.1,
+        Estimate(1.0, 2, 2): 0.0,  # solved in two visits in a row
+    }
+    for estimate, weight in weights.items():
+        assert task_weight(estimate, SETTINGS) == pytest.approx(weight)
+    never = dataclasses.replace(SETTINGS, solved_visits=0)
+    assert task_weight(Estimate(1.0, 50, 50), never) == 0.1
+
+
+def test_the_first_task_is_drawn_by_its_weight_and_left_out_tasks_come_last():
+    weights = [1.0, 0.25, 0.0, 0.75, 0.0]
+    orders = [task_order(weights, 7, step) for step in range(4000)]
+    assert all(sorted(order) == [0, 1, 2, 3, 4] for order in orders)
+    assert all({*order[3:]} == {2, 4} for order in orders)
+    shares = Counter(order[0] for order in orders)
+    expected = {0: 0.5, 1: 0.125, 3: 0.375}
+    for index, share in expected.items():
+        assert shares[index] / 4000 == pytest.approx(share, abs=0.03)
+    # Without replacement: after task 0, tasks 1 and 3 share what is left as 1 to 3.
+    seconds = Counter(order[1] for order in orders if order[0] == 0)
+    assert seconds[3] / seconds.total() == pytest.approx(0.75, abs=0.04)
+
+
+def test_an_order_depends_on_nothing_but_weights_seed_and_step():
+    assert task_order([1.0] * 9, 1, 2) == task_order([1.0] * 9, 1, 2)
+    others = [task_order([1.0] * 9, *key) for key in ((1, 2), (1, 3), (2, 2))]
+    assert others[0] != others[1] and others[0] != others[2]
+    assert task_order([], 0, 0) == []
+
+
+def rollouts(rewards: dict[str, list[float | None]]) -> list[Rollout]:
+    return [
+        Rollout(f"r-{name}-{i}", name, f"g-{name}", "train", 0, i, 1, "scored", reward)
+        for name, found in rewards.items()
+        for i, reward in enumerate(found)
+    ]
+
+
+def test_metrics_and_the_draws_after_a_step():
+    tasks: list[Task] = [{"id": name} for name in "abcde"]
+    sampler = DifficultySampler(tasks, dataclasses.replace(SETTINGS, solved_visits=1), seed=3)
+    assert {task["id"] for task in sampler.draw(5)} == {*"abcde"}
+    assert sampler.draw(1) != []  # more than there are: again from the beginning
+    found = sampler.observe(
+        rollouts({"a": [1.0, 1.0], "b": [0.0, 0.0], "c": [1.0, 0.0], "d": [None, None]})
+    )
+    assert found == pytest.approx(
+        {
+            "rollout/tasks_unseen_share": 0.4,  # d has failed without a reward, e was not drawn
+            "rollout/tasks_unsolved_share": 0.2,
+            "rollout/tasks_solved_share": 0.2,
+            "rollout/tasks_left_out_share": 0.2,
+        }
+    )
+    firsts = Counter()
+    for _ in range(60):
+        order = [task["id"] for task in sampler.draw(5)]
+        assert order[-1] == "a"
+        firsts[order[0]] += 1
+        sampler.observe([])
+    assert firsts["b"] < min(firsts[name] for name in "cde")
+
+
+def test_the_same_tasks_follow_a_restored_state():
+    tasks: list[Task] = [{"id": f"t{i}"} for i in range(20)]
+    whole = DifficultySampler(tasks, SETTINGS, seed=5)
+    rng, states, drawn = np.random.default_rng(0), [], []
+    results = [
+        {f"t{i}": [float(rng.random() > 0.5)] for i in rng.integers(20, size=4)} for _ in "123456"
+    ]
+    for found in results:
+        states.append(json.loads(json.dumps(whole.state())))
+        drawn.append(whole.draw(3) + whole.draw(1))
+        whole.observe(rollouts(found))  # type: ignore[arg-type]
+    for step, state in enumerate(states):
+        again = DifficultySampler(tasks, SETTINGS, seed=5)
+        again.restore(state)
+        for expected, found in zip(drawn[step:], results[step:], strict=True):
+            assert again.draw(4) == expected
+            again.observe(rollouts(found))  # type: ignore[arg-type]
+    middle = DifficultySampler(tasks, SETTINGS, seed=5)
+    middle.draw(2)
+    half = DifficultySampler(tasks, SETTINGS, seed=5)
+    half.restore(json.loads(json.dumps(middle.state())))
+    assert half.draw(7) == middle.draw(7)
+
+
+async def by_task(task: Task, llm: LLM) -> float:
+    """Call the policy, and solve t0 always, t1 never and the others by chance."""
+    chance = await toy_agent.run(task, llm)
+    return {"t0": 1.0, "t1": 0.0}.get(task["id"], chance)
+
+
+def by_difficulty(run_dir: Path, **changes: Any) -> Config:
+    data = DataConfig(sampler="difficulty", difficulty=SETTINGS)
+    return dataclasses.replace(_config(run_dir), data=data, **changes)
+
+
+def tasks_of(run_dir: Path) -> list[list[str]]:
+    """Return the ids of each step's tasks."""
+    store = Store(run_dir / "store.sqlite")
+    try:
+        found = [store.rollouts(phase="train", step=step) for step in range(6)]
+    finally:
+        store.close()
+    return [sorted({rollout.task_id for rollout in step}) for step in found]
+
+
+def test_a_run_that_stops_and_resumes_draws_the_same_tasks(tmp_path: Path):
+    whole, parted = by_difficulty(tmp_path / "whole"), by_difficulty(tmp_path / "parted")
+    rows = asyncio.run(trainer.train(whole, TASKS, TASKS, agent=by_task))
+    for num_steps in (1, 3, 6):
+        some = dataclasses.replace(parted, num_steps=num_steps)
+        again = asyncio.run(trainer.train(some, TASKS, TASKS, agent=by_task))
+    assert tasks_of(tmp_path / "whole") == tasks_of(tmp_path / "parted")
+    names = ("rollout/tasks_unseen_share", "rollout/tasks_unsolved_share", "rollout/reward_mean")
+    for before, after in zip(rows[:6], again[:6], strict=True):
+        assert [before[name] for name in names] == pytest.approx([after[name] for name in names])
+    assert rows[5]["rollout/tasks_unseen_share"] == 0.0
+
+
+def test_the_order_by_difficulty_refuses_groups_that_run_ahead():
+    settings = ["rollout.ahead=1", "algorithm.correction=truncate", "algorithm.proximal=old"]
+    load_config(Config, settings)
+    with raises_coded(ConfigError, "conflict", "data.sampler"):
+        load_config(Config, [*settings, "data.sampler=difficulty"])
+    with raises_coded(ConfigError, "unknown", "data.sampler"):
+        load_config(Config, ["data.sampler=hard"])
