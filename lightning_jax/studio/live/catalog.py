@@ -19,7 +19,7 @@ from lightning_jax.train.directory import ENDED, LOCK, METRICS, SETTINGS, STORE,
 Stamp = tuple[tuple[int, int, int], ...]  # (inode, size, time of change) of each file
 # Files whose change is a change of the run. SQLite writes the second before the store itself.
 WATCHED = (STORE, f"{STORE}-wal", METRICS, ENDED, LOCK)
-# A summary is as old as this share of its cost allows, so that a large run is not read all the time.
+# Share of the time that reading the summary of a run may take.
 MAX_COST = 0.05
 MIN_AGE_S = 1.0
 

@@ -88,7 +88,7 @@ class LiveServer:
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if self.watch.num_clients >= MAX_CLIENTS:
             raise web.HTTPServiceUnavailable(reason="too many clients")
-        return await self.watch.follow(request)
+        return await self.watch.follow(request, HEADERS)
 
     async def _answer(
         self, answer: Callable[[web.Request], Any], request: web.Request
@@ -122,7 +122,7 @@ class LiveServer:
         """Send all matching rollouts as JSON lines, without holding them all in memory."""
         run, wanted = self._run(request), _filter(request)
         headers = {"Content-Type": "application/jsonl"} | _attachment("rollouts.jsonl")
-        response = web.StreamResponse(headers=headers)
+        response = web.StreamResponse(headers=headers | HEADERS)
         offset = 0
         lines = await asyncio.to_thread(jsonl_lines, run, wanted, offset)
         await response.prepare(request)

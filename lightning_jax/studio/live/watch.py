@@ -4,6 +4,7 @@ import asyncio
 import json
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
 from aiohttp import web
@@ -37,13 +38,13 @@ class Watch:
     def event_id(self) -> str:
         return f"{self._epoch}-{self._version}"
 
-    async def follow(self, request: web.Request) -> web.StreamResponse:
+    async def follow(self, request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
         """Send the numbers of all runs, and again after each change, until the client leaves.
 
         A client that reconnects gets the numbers of now, and so learns of all that it missed.
         """
         response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+            headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
         await response.prepare(request)
         self.num_clients += 1

@@ -8,9 +8,10 @@ import { element, fill, number, place, seconds, select, status, table, words } f
 const CHARTS = [
   ["reward of training rollouts", ["rollout/reward_mean"]],
   ["greedy reward on dev tasks", ["eval/reward_mean"]],
-  ["entropy", ["train/entropy", "train/entropy_mean"]],
-  ["tokens of a response", ["rollout/response_tokens_mean", "rollout/response_tokens"]],
-  ["throughput: tokens a second", ["serve/tokens_per_s", "time/tokens_per_s"]],
+  ["entropy", ["train/entropy"]],
+  ["tokens of a response", ["rollout/response_tokens_mean"]],
+  ["tokens trained a second", ["train/tokens_per_s"]],
+  ["tokens sampled in a step", ["serve/tokens_generated", "rollout/response_tokens"]],
   ["gap of sampler and trainer: KL", ["train/mismatch_kl"]],
 ];
 const MAX_PARTS = 8; // curves of the seconds of a step

@@ -22,7 +22,7 @@ export async function drawRuns(view, context) {
     const curves = drawn.map((run, index) => ({ run, answer: found[index], color: COLORS[index] }))
       .filter((curve) => curve.answer);
     destroyCharts(view);
-    fill(view, element("h1", {}, `${answer.runs.length} runs`),
+    fill(view, element("h1", {}, answer.runs.length === 1 ? "1 run" : `${answer.runs.length} runs`),
       lines(answer.runs, curves, redraw), charts(curves, redraw), settings(answer, curves));
   };
   await redraw();
