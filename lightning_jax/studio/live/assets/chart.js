@@ -8,6 +8,13 @@ export const COLORS = ["#0d74ce", "#d9480f", "#218358", "#8e4ec6", "#b26a00", "#
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+const WHOLE = [1, 2, 5].flatMap((digit) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((by) => digit * by))
+  .sort((a, b) => a - b); // distances of ticks on an axis of steps
+
+/** Return the ends of an axis. A constant curve is in the middle. */
+const range = (plot, least, most) => (least === most ? [least - 0.5, most + 0.5]
+  : uPlot.rangeNum(least ?? 0, most ?? 1, 0.1, true));
+
 /**
  * Return a chart of curves `{label, points: [[x, y], ...], color}`. It has the width of its parent,
  * also after that changes. All charts of one `sync` show the same cursor.
@@ -26,8 +33,9 @@ export function chart(title, axis, curves, { sync = null, height = 190 } = {}) {
   const options = {
     width: 300,
     height,
-    scales: { x: { time: false } },
-    axes: [{ ...line, label: axis, labelSize: 18, size: 34 }, { ...line, size: 56 }],
+    scales: { x: { time: false }, y: { range } },
+    axes: [{ ...line, label: axis, labelSize: 18, size: 34,
+      ...(axis === "steps" ? { incrs: WHOLE } : {}) }, { ...line, size: 56 }],
     cursor: sync ? { sync: { key: sync } } : {},
     legend: { live: true, show: true },
     series: [{ label: axis, value: format }, ...curves.map((curve) => ({

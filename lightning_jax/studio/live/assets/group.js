@@ -4,11 +4,13 @@ import { element, fill, number, place, seconds, status } from "./dom.js";
 
 export async function drawGroup(view, context) {
   const { key, id } = context;
+  let isRunning = false;
   const redraw = async () => {
     const where = `runs/${key}/groups/${encodeURIComponent(id)}`;
     const [group, run] = await Promise.all([context.get(where), context.get(`runs/${key}`)]);
     if (!context.isCurrent()) return;
     context.setPath([[run.name, "run", key], [id, "run", key, "group", id]]);
+    isRunning = group.attempts.some((attempt) => ["queued", "running"].includes(attempt.status));
     const boxes = new Map(group.attempts.map((attempt) =>
       [attempt.rollout_id, element("div", { class: "texts dim" }, "reading the responses")]));
     const notes = element("div", { class: "notes" });
@@ -29,7 +31,7 @@ export async function drawGroup(view, context) {
     fill(notes, [...found].map((note) => element("p", { class: "dim" }, note)));
   };
   await redraw();
-  return { redraw: null };
+  return { redraw: () => isRunning && redraw() };
 }
 
 /** Return the task's fields as a list of terms. */

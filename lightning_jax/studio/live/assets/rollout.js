@@ -49,7 +49,8 @@ export async function drawRollout(view, context) {
       "its group as JSONL")));
   };
   await redraw();
-  return { redraw, onKey: (pressed) => MOVES[pressed] && go(MOVES[pressed]) };
+  const isRunning = () => ["queued", "running"].includes(found?.status);
+  return { redraw: () => isRunning() && redraw(), onKey: (pressed) => MOVES[pressed] && go(MOVES[pressed]) };
 }
 
 function head(rollout) {
