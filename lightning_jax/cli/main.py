@@ -37,6 +37,7 @@ from lightning_jax.cli.runtime import (
     settings_layers,
     stop_on_sigterm,
 )
+from lightning_jax.cli.studio import add_studio, run_studio
 from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_try
 from lightning_jax.cli.worker import add_worker, run_worker
 from lightning_jax.engine.config import ServeConfig
@@ -110,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         ("serve", "serve a model over OpenAI's API and others", _add_serve, _serve),
         ("verify", "check a run's log-probs against its weights", _add_verify, _verify),
         ("view", "show a run's rollouts, or the timeline of one", _add_view, _view),
+        ("studio", "serve a page that shows runs as they train", add_studio, run_studio),
         ("runs", "list runs with status, rewards and failures", add_runs, run_runs),
         ("compare", "compare runs: settings, curves, tasks won and lost", add_compare, run_compare),
         ("plan", "report the memory that a run needs on each device", _add_plan, _plan),
@@ -207,7 +209,7 @@ def _help(arguments: argparse.Namespace) -> int:
     return 0
 
 
-WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, run_worker, _help)
+WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, run_studio, run_worker, _help)
 
 
 def _train(arguments: argparse.Namespace) -> int:

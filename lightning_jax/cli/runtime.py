@@ -23,6 +23,7 @@ from lightning_jax.schema import describe, is_allowed
 
 Index = Annotated[int, Ge(0), Le(2**31 - 1)]
 Limit = Annotated[int, Ge(1), Le(2**31 - 1)]
+Port = Annotated[int, Ge(0), Le(65535)]
 
 STOPPED = "stopped; run the same command to resume from the last checkpoint"
 

@@ -1,6 +1,5 @@
 """Callers of the gateway: their keys, their rollouts, and the context that a dialect gets."""
 
-import hmac
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -8,7 +7,7 @@ from aiohttp import web
 
 from lightning_jax.gateway.dialects.base import Dialect, Sender
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.http import key_of
+from lightning_jax.gateway.http import is_key, key_of
 from lightning_jax.gateway.owners import Owner
 from lightning_jax.gateway.responder import Responder
 from lightning_jax.gateway.routing import Routing
@@ -63,8 +62,7 @@ class Callers:
             raise _wrong_key("the gateway's")
 
     def _is_gateways(self, key: str | None) -> bool:
-        # In constant time, so that response times do not reveal how much of a key is right.
-        return hmac.compare_digest((key or "").encode(errors="replace"), self.api_key.encode())
+        return is_key(key, self.api_key)
 
     def rollout_of(self, request: web.Request) -> OpenRollout | None:
         """Return the open rollout in the request's path, or None if the path has none.

@@ -1,6 +1,7 @@
 """HTTP parts of the server: bodies, keys, errors and addresses."""
 
 import asyncio
+import hmac
 import ipaddress
 import json
 import logging
@@ -161,7 +162,7 @@ async def listen(
     except OSError as error:
         await runner.cleanup()
         raise GatewayError(
-            f"the gateway cannot listen on {serve.host}:{serve.port} ({error.strerror or error}); "
+            f"the server cannot listen on {serve.host}:{serve.port} ({error.strerror or error}); "
             "set serve.port or --port to a free port, or to 0 for any.",
             reason="address_unavailable",
             key="serve.port",
@@ -190,7 +191,7 @@ async def check_address(serve: ServeConfig) -> None:
 
 def check_exposure(serve: ServeConfig) -> None:
     """Raise GatewayError if other machines can reach the address and no key is set."""
-    if not serve.api_key and not is_loopback(serve.host):
+    if not serve.api_key and is_exposed(serve.host):
         raise GatewayError(
             f"serve.host is {serve.host!r}, which other machines can reach, but serve.api_key is "
             "not set; set serve.api_key or --api-key, or leave serve.host at 127.0.0.1.",
@@ -199,14 +200,19 @@ def check_exposure(serve: ServeConfig) -> None:
         )
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches what listens on the host, or nothing can listen."""
+def is_exposed(host: str) -> bool:
+    """Return whether other machines can reach a server that listens on this host."""
     try:
         found = socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)
-    except OSError:
-        return True
+    except OSError:  # then listening fails, too
+        return False
     addresses = {str(address[0]).partition("%")[0] for *_, address in found}
-    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+    return not all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+def is_key(given: str | None, key: str) -> bool:
+    """Compare keys in constant time, so that response times reveal nothing of the right one."""
+    return hmac.compare_digest((given or "").encode(errors="replace"), key.encode())
 
 
 def local_url(address: tuple) -> str:

@@ -201,13 +201,14 @@ def _call(span: Span, number: int, texts: _Texts, transition: Transition | None)
     values = span.attributes
     logprobs = tuple(values.get(attributes.BEHAVIOR_LOGPROBS, ())) or (None,) * len(texts.tokens)
     forced = tuple(values.get(attributes.FORCED, ())) or (False,) * len(texts.tokens)
+    versions = tuple(values.get(attributes.POLICY_VERSIONS, ())) or (None,) * len(texts.tokens)
     known = [logprob for logprob in logprobs if logprob is not None]
     return CallView(
         number=number,
         num_prompt_tokens=len(values[attributes.PROMPT_TOKEN_IDS]),
         shared_text=texts.shared,
         new_text=texts.new,
-        tokens=tuple(map(TokenView, texts.tokens, logprobs, forced)),
+        tokens=tuple(map(TokenView, texts.tokens, logprobs, forced, versions)),
         tool_calls=texts.tool_calls,
         finish_reason=", ".join(map(as_text, values.get(attributes.RESPONSE_FINISH_REASONS, ()))),
         mean_logprob=float(np.mean(known)) if known else None,

@@ -36,7 +36,7 @@ def compare_runs(groups: Sequence[Group], axis: Axis = "steps") -> list[Grid]:
     names = group_names(groups)
     tables = [
         runs_table([run for group in groups for run in group], "Runs"),
-        _settings(groups, names),
+        settings_table(groups, names),
         _evaluations(groups, names, axis),
         _training(groups, names, axis),
     ]
@@ -64,7 +64,7 @@ def _short(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _settings(groups: Sequence[Group], names: Sequence[str]) -> Grid:
+def settings_table(groups: Sequence[Group], names: Sequence[str]) -> Grid:
     """Return the settings that differ between groups."""
     by_group = [[_compared(run) for run in group] for group in groups]
     keys = sorted({key for group in by_group for found in group for key in found})

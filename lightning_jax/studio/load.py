@@ -21,7 +21,7 @@ from lightning_jax.studio.build import newest_first, view_rollout, view_run
 from lightning_jax.studio.records import RolloutView, RunView, StepCredit
 from lightning_jax.studio.text import printable
 from lightning_jax.traces import attributes
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.store import Store, StoreError
 from lightning_jax.traces.tree import attach_loose_calls
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import SETTINGS, STORE, require_run
@@ -104,10 +104,14 @@ class RunReader:
         reasons = self._store.reasons(rollout_id).items()
         return replace(view, reasons=tuple((name, printable(text)) for name, text in reasons))
 
+    def forget_credit(self) -> None:
+        """Compute credit again where it is shown next, because rollouts have ended since."""
+        self._credit_of_steps.clear()
+
     def _find(self, rollout_id: str) -> Rollout:
-        known = {rollout.rollout_id: rollout for rollout in self._store.rollouts()}
-        if rollout_id in known:
-            return known[rollout_id]
+        with contextlib.suppress(StoreError):
+            return self._store.rollout(rollout_id)
+        known = [rollout.rollout_id for rollout in self._store.rollouts()]
         close = difflib.get_close_matches(rollout_id, known, n=3, cutoff=0.5)
         hint = f"the closest are {', '.join(close)}" if close else "omit it for a list"
         raise ViewError(

@@ -34,6 +34,7 @@ class TokenView:
     text: str  # "" if the token is only the start of a character
     logprob: float | None  # nats, under the sampling policy; None: not recorded
     forced: bool = False  # True if a grammar left no choice
+    version: int | None = None  # of the weights that sampled it
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from lightning_jax.settings import ConfigError, flatten, read_saved
 from lightning_jax.studio import Axis
 from lightning_jax.studio.tables import Grid, columns
 from lightning_jax.studio.text import printable
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.listing import StoreListing
 from lightning_jax.train.directory import LOCK, METRICS, SETTINGS, SOURCES, STORE, require_run
 from lightning_jax.train.metrics import Row, read_metrics
 from lightning_jax.train.report import NOTHING_TRAINED, is_untrained
@@ -95,7 +94,7 @@ def find_runs(folder: Path) -> list[RunSummary]:
             reason="not_found",
             key=str(folder),
         )
-    found = [read_run(path, _name(path, folder)) for path in _run_dirs(folder)]
+    found = [read_run(path, _name(path, folder)) for path in run_dirs(folder)]
     if not found:
         raise ConfigError(
             f"{folder} holds no run; pass the folder that holds your runs, or start one with "
@@ -165,13 +164,20 @@ def _line(run: RunSummary) -> tuple[str, ...]:
     )
 
 
+def rewards_of(run: RunSummary) -> tuple[list[float], bool]:
+    """Return the rewards of the evaluations, or else of training, and whether there were any
+    evaluations.
+    """
+    values = [row[REWARD] for row in run.evaluations]
+    return (values, True) if values else (_training_rewards(run), False)
+
+
 def _rewards(run: RunSummary) -> tuple[str, str, str]:
     """Return the first, best and last reward as text."""
-    values, sign = [row[REWARD] for row in run.evaluations], ""
-    if not values:
-        values, sign = _training_rewards(run), "*"
+    values, is_evaluated = rewards_of(run)
     if not values:
         return "", "", ""
+    sign = "" if is_evaluated else "*"
     return f"{values[0]:.3f}{sign}", f"{max(values):.3f}{sign}", f"{values[-1]:.3f}{sign}"
 
 
@@ -179,7 +185,7 @@ def _training_rewards(run: RunSummary) -> list[float]:
     return [row["rollout/reward_mean"] for row in run.rows if "rollout/reward_mean" in row]
 
 
-def _run_dirs(folder: Path) -> Iterator[Path]:
+def run_dirs(folder: Path) -> Iterator[Path]:
     """Yield the run directories in a folder. A run's own folders are not searched."""
     for path, names, files in os.walk(folder):
         if SETTINGS in files and {STORE, LOCK, METRICS} & set(files):
@@ -198,11 +204,8 @@ def _name(path: Path, folder: Path) -> str:
 def _stored(directory: Path) -> tuple[Mapping[str, int], float | None]:
     """Return (number of rollouts by status, start time) from the run's store."""
     try:
-        with contextlib.closing(Store(directory / STORE, read_only=True)) as store:
-            rollouts = [found for found in store.rollouts() if not found.superseded]
-            versions = store.versions()
-            started_s = versions[0].time_s if versions else None
-            return Counter(found.status for found in rollouts), started_s
+        with contextlib.closing(StoreListing(directory / STORE)) as store:
+            return store.counts(), store.started_s()
     except UserError:  # missing, damaged or of a later release
         return {}, None
 

@@ -310,7 +310,7 @@ class Store:
             ).fetchone()
         if row is None:
             raise _unknown_rollout(rollout_id)
-        return _rollout(row)
+        return as_rollout(row)
 
     def task_fields(self, rollout_id: str) -> dict[str, str]:
         """Return the fields of the rollout's task as texts, or {} if they were not recorded."""
@@ -330,7 +330,7 @@ class Store:
                 "ORDER BY step, group_id, place, attempt",
                 values,
             ).fetchall()
-        return [_rollout(row) for row in rows]
+        return [as_rollout(row) for row in rows]
 
     def next_step(self, phase: str) -> int:
         """Return the first step of which no rollout of the phase is stored, nor of a later one."""
@@ -618,7 +618,8 @@ def _first_duplicate(db: sqlite3.Connection, rows: Sequence[tuple[Any, ...]]) ->
     return rows[-1]  # a store from before version 4, in which all rollouts share their ids
 
 
-def _rollout(row: tuple[Any, ...]) -> Rollout:
+def as_rollout(row: tuple[Any, ...]) -> Rollout:
+    """Return the rollout in a row of ROLLOUT_COLUMNS."""
     *fields, metrics, superseded, components = row
     return Rollout(
         *fields,

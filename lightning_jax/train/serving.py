@@ -22,7 +22,7 @@ from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.http import is_loopback
+from lightning_jax.gateway.http import is_exposed
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.sharding import serving_mesh
@@ -109,7 +109,7 @@ def _workers(config: Config, ray: Any) -> tuple[ClusterWorkers | None, ServeConf
     serve = config.serve
     if not config.cluster.workers:
         return None, serve
-    if is_loopback(serve.host):
+    if not is_exposed(serve.host):
         key = serve.api_key or secrets.token_urlsafe(24)
         serve = replace(serve, host=ray.util.get_node_ip_address(), api_key=key)
     return ClusterWorkers(ray, config.cluster, _name_of(config)), serve

@@ -1,0 +1,1 @@
+"""Live page: a server of runs that one browser page shows while they train."""

@@ -1,0 +1,78 @@
+// Curves of metrics, drawn by uPlot in the colors of the page.
+
+import uPlot from "./vendor/uplot.js";
+import { element, number } from "./dom.js";
+
+export const COLORS = ["#0d74ce", "#d9480f", "#218358", "#8e4ec6", "#b26a00", "#c2255c", "#0b7285",
+  "#5f6b7a"];
+
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+const WHOLE = [1, 2, 5].flatMap((digit) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((by) => digit * by))
+  .sort((a, b) => a - b); // distances of ticks on an axis of steps
+
+/** Return the ends of an axis. A constant curve is in the middle. */
+const range = (plot, least, most) => (least === most ? [least - 0.5, most + 0.5]
+  : uPlot.rangeNum(least ?? 0, most ?? 1, 0.1, true));
+
+/**
+ * Return a chart of curves `{label, points: [[x, y], ...], color}`. It has the width of its parent,
+ * also after that changes. All charts of one `sync` show the same cursor.
+ */
+export function chart(title, axis, curves, { sync = null, height = 190 } = {}) {
+  const box = element("figure", { class: "chart" }, element("figcaption", {}, title));
+  const xs = [...new Set(curves.flatMap((curve) => curve.points.map(([x]) => x)))];
+  xs.sort((a, b) => a - b);
+  const columns = curves.map((curve) => {
+    const found = new Map(curve.points);
+    return xs.map((x) => (found.has(x) ? found.get(x) : undefined));
+  });
+  const line = { stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 },
+    ticks: { stroke: color("--line"), width: 1 } };
+  const format = (plot, value) => number(value ?? null, 4);
+  const options = {
+    width: 300,
+    height,
+    scales: { x: { time: false }, y: { range } },
+    axes: [{ ...line, label: axis, labelSize: 18, size: 34,
+      ...(axis === "steps" ? { incrs: WHOLE } : {}) }, { ...line, size: 56 }],
+    cursor: sync ? { sync: { key: sync } } : {},
+    legend: { live: true, show: true },
+    series: [{ label: axis, value: format }, ...curves.map((curve) => ({
+      label: curve.label,
+      stroke: curve.color,
+      width: 1.5,
+      spanGaps: true,
+      points: { show: curve.points.length < 60, size: 5 },
+      value: format,
+    }))],
+  };
+  if (!xs.length) {
+    box.append(element("p", { class: "dim" }, "no values yet"));
+    return box;
+  }
+  const plot = new uPlot(options, [xs, ...columns], box);
+  const observer = new ResizeObserver(() => {
+    if (!box.isConnected) return;
+    plot.setSize({ width: Math.max(box.clientWidth - 2, 120), height });
+  });
+  observer.observe(box);
+  box.destroy = () => {
+    observer.disconnect();
+    plot.destroy();
+  };
+  return box;
+}
+
+/** Free the charts in an element. */
+export function destroyCharts(parent) {
+  for (const box of parent.querySelectorAll("figure.chart")) box.destroy?.();
+}
+
+/** Return [x, y] pairs of a metric, without the rows that lack it. */
+export function points(answer, axis, name) {
+  const xs = answer[axis];
+  return (answer.columns[name] ?? [])
+    .map((value, index) => [xs[index], value])
+    .filter(([, value]) => value !== null);
+}

@@ -1,0 +1,176 @@
+// One rollout: why it earned its reward, its spans in time, and each call with its tokens.
+
+import { download } from "./api.js";
+import { element, fill, number, place, seconds, select, status } from "./dom.js";
+import { fields, numbers } from "./group.js";
+
+let coloring = "logprob";
+const MOVES = { j: "next_attempt", k: "previous_attempt", n: "next_group", p: "previous_group",
+  "]": "next_step", "[": "previous_step" };
+
+export async function drawRollout(view, context) {
+  const { key, id } = context;
+  let found = null;
+  const go = (name) => {
+    const to = found?.neighbors[name];
+    if (to) location.hash = place("run", key, "rollout", to);
+    return Boolean(to);
+  };
+  const where = `runs/${key}/rollouts/${encodeURIComponent(id)}`;
+  let drawn = "";
+  const redraw = async () => {
+    const [rollout, run] = await Promise.all([context.get(where), context.get(`runs/${key}`)]);
+    const text = JSON.stringify(rollout);
+    if (!context.isCurrent() || text === drawn) return;
+    drawn = text;
+    found = rollout;
+    context.setPath([[run.name, "run", key],
+      [rollout.group_id, "run", key, "group", rollout.group_id],
+      [`attempt ${rollout.index}`, "run", key, "rollout", id]]);
+    const spans = element("div", { class: "spans" });
+    const draw = () => fill(spans, rollout.spans.map((span) => drawSpan(span, rollout)));
+    draw();
+    const colors = [["logprob", "log-probability"], ["advantage", "advantage"],
+      ["version", "weights version"], ["none", "nothing"]];
+    fill(view, head(rollout), keys(rollout, go), why(rollout),
+      element("h2", {}, "Spans"),
+      element("div", { class: "controls" },
+        select("color tokens by", colors, coloring, (value) => { coloring = value; draw(); }),
+        element("input", { type: "search", placeholder: "search in this rollout",
+          "aria-label": "search in this rollout",
+          input: (event) => search(spans, event.target.value) })),
+      spans,
+      rollout.num_spans > rollout.spans.length && element("p", { class: "dim" },
+        `not shown: ${rollout.num_spans - rollout.spans.length} of ${rollout.num_spans} spans`),
+      element("p", { class: "downloads" }, element("button",
+        { click: () => download(`${where}/page.html`, `${id}.html`) }, "this rollout as HTML"), " ",
+      element("button", { click: () => download(`runs/${key}/rollouts.jsonl?group=${
+        encodeURIComponent(rollout.group_id)}`, `${rollout.group_id}.jsonl`) },
+      "its group as JSONL")));
+  };
+  await redraw();
+  const isRunning = () => ["queued", "running"].includes(found?.status);
+  return { redraw: () => isRunning() && redraw(), onKey: (pressed) => MOVES[pressed] && go(MOVES[pressed]) };
+}
+
+function head(rollout) {
+  return [element("h1", {}, rollout.task_name),
+    element("p", {}, status(rollout.status), " ",
+      element("strong", {}, rollout.reward === null ? "no reward"
+        : `reward ${number(rollout.reward, 4)}`),
+      ` ${seconds(rollout.duration_s)}, ${rollout.phase} step ${rollout.step} `,
+      element("span", { class: "dim" }, rollout.rollout_id))];
+}
+
+function keys(rollout, go) {
+  const button = (key) => element("button", { click: () => go(MOVES[key]),
+    disabled: !rollout.neighbors[MOVES[key]], title: `key ${key}` },
+  `${MOVES[key].replace("_", " ")} `, element("kbd", {}, key));
+  return element("p", { class: "moves" }, Object.keys(MOVES).map((key) => [button(key), " "]));
+}
+
+/** Return the task, the parts of the reward, and the failure. */
+function why(rollout) {
+  return element("section", { class: "why" }, fields(rollout.task),
+    numbers("components of the reward", rollout.components),
+    rollout.reasons.map(([name, text]) => element("p", {},
+      element("span", { class: "dim" }, `${name} `), text)),
+    numbers("the agent returned", rollout.metrics),
+    rollout.reason && element("p", { class: "error" }, `${rollout.reason}: ${rollout.detail ?? ""}`),
+    rollout.notes.map((note) => element("p", { class: "dim" }, `note: ${note}`)));
+}
+
+function drawSpan(span, rollout) {
+  const bar = element("span", { class: "bar" });
+  const whole = rollout.duration_s || 1;
+  bar.style.left = `${(100 * Math.min(span.start_s / whole, 1)).toFixed(3)}%`;
+  bar.style.width = `${(100 * Math.min(span.duration_s / whole, 1)).toFixed(3)}%`;
+  const label = element("span", { class: "label" }, span.label);
+  label.style.paddingLeft = `${Math.min(span.depth, 12)}em`;
+  const hasError = span.error !== null;
+  const body = element("div", { class: "body" });
+  const box = element("details", { class: `span ${span.kind} ${hasError ? "failed" : ""}`,
+    toggle: () => { if (box.open && !body.hasChildNodes()) fill(body, details(span)); } },
+  element("summary", {}, label, element("span", { class: "track" }, bar),
+    element("span", { class: "number" }, seconds(span.duration_s))), body);
+  box.text = spanText(span);
+  box.open = hasError || Boolean(span.call) || span.kind === "tool";
+  if (box.open) fill(body, details(span));
+  return box;
+}
+
+function details(span) {
+  return [
+    span.error !== null && element("p", { class: "error" }, `failed: ${span.error}`),
+    span.call && drawCall(span.call),
+    block("input", span.input), block("output", span.output),
+    span.attributes.length > 0 && element("details", {},
+      element("summary", { class: "dim" }, "attributes"),
+      element("dl", {}, span.attributes.map(([name, text]) =>
+        [element("dt", {}, name), element("dd", {}, text)]))),
+  ];
+}
+
+function drawCall(call) {
+  const isShared = call.shares_with !== null;
+  return [
+    element("p", { class: "dim" }, call.facts.join(" · ")),
+    isShared && element("details", {}, element("summary", { class: "dim" },
+      `prompt: ${call.shared_size} as call ${call.shares_with}`),
+    element("pre", {}, call.shared_text)),
+    block(isShared ? "then, new" : "prompt", call.new_text),
+    call.tokens.length > 0 ? response(call) : block("response", call.text),
+    call.tool_calls.map(([name, given]) => element("p", {}, "calls ",
+      element("code", {}, `${name}(${given})`))),
+  ];
+}
+
+function response(call) {
+  const box = element("pre", { class: "response" });
+  for (const [text, logprob, version, isForced] of call.tokens) {
+    const token = element("span", { class: isForced ? "token forced" : "token",
+      title: tokenTitle(logprob, version, isForced) }, text);
+    paint(token, call, logprob, version);
+    box.append(token);
+  }
+  const left = call.num_tokens - call.tokens.length;
+  return [element("div", { class: "dim" }, "response"), box,
+    left > 0 && element("p", { class: "dim" }, `not shown: ${left} more tokens`)];
+}
+
+function tokenTitle(logprob, version, isForced) {
+  return [logprob !== null && `log-prob ${logprob.toFixed(4)}`,
+    version !== null && `weights ${version}`, isForced && "forced by a grammar"]
+    .filter(Boolean).join(", ");
+}
+
+/** Set the background of a token by the chosen quantity. */
+function paint(token, call, logprob, version) {
+  if (coloring === "logprob" && logprob !== null) {
+    token.style.background = `rgb(255 150 0 / ${(0.6 * (1 - Math.exp(Math.min(logprob, 0)))).toFixed(2)})`;
+  } else if (coloring === "advantage" && call.credit) {
+    const strength = Math.min(Math.abs(call.credit.advantage), 2) / 4;
+    const base = call.credit.advantage > 0 ? "33 131 88" : "206 44 49";
+    token.style.background = `rgb(${base} / ${strength.toFixed(2)})`;
+  } else if (coloring === "version" && version !== null) {
+    token.style.background = `hsl(${(version * 67) % 360} 70% 55% / .35)`;
+  }
+}
+
+const block = (title, text) => (text ? [element("div", { class: "dim" }, title),
+  element("pre", {}, text)] : null);
+
+function spanText(span) {
+  const call = span.call;
+  const parts = [span.label, span.input, span.output, span.error ?? ""];
+  if (call) {
+    parts.push(call.new_text, call.text, call.tokens.map(([text]) => text).join(""));
+    call.tool_calls.forEach(([name, given]) => parts.push(name, given));
+  }
+  return parts.join("\n").toLowerCase();
+}
+
+/** Hide the spans that do not hold the text. */
+function search(spans, text) {
+  for (const box of spans.children) box.hidden = !box.text.includes(text.toLowerCase());
+}

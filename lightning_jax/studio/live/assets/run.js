@@ -1,0 +1,195 @@
+// One run: curves, what runs now, failures by reason, and groups of attempts or single rollouts.
+
+import { download } from "./api.js";
+import { chart, COLORS, destroyCharts, points } from "./chart.js";
+import { element, fill, number, place, seconds, select, status, table, words } from "./dom.js";
+
+// Charts of a run: a title and the first of these metrics that it has.
+const CHARTS = [
+  ["reward of training rollouts", ["rollout/reward_mean"]],
+  ["greedy reward on dev tasks", ["eval/reward_mean"]],
+  ["entropy", ["train/entropy"]],
+  ["tokens of a response", ["rollout/response_tokens_mean"]],
+  ["tokens trained a second", ["train/tokens_per_s"]],
+  ["tokens sampled in a step", ["serve/tokens_generated", "rollout/response_tokens"]],
+  ["gap of sampler and trainer: KL", ["train/mismatch_kl"]],
+];
+const MAX_PARTS = 8; // curves of the seconds of a step
+const PAGE = 25;
+
+const kept = { axis: "steps", metric: "", phase: "train", step: "", order: "task", list: "groups",
+  text: "", status: "" };
+
+export async function drawRun(view, context) {
+  const { key } = context;
+  let offset = 0;
+  let run = null;
+  const [head, live, curves, failures, lists] = ["head", "live", "curves", "failures", "lists"]
+    .map((name) => element("section", { class: name }));
+
+  const drawLists = async () => {
+    const query = { phase: kept.phase, step: kept.step, limit: PAGE, offset, text: kept.text,
+      status: kept.status };
+    const isGroups = kept.list === "groups";
+    const answer = await context.get(`runs/${key}/${kept.list}`,
+      isGroups ? { ...query, order: kept.order } : query);
+    if (!context.isCurrent()) return;
+    const move = (by) => () => { offset = Math.max(offset + by, 0); drawLists(); };
+    const last = Math.min(offset + PAGE, answer.total);
+    fill(lists.querySelector(".rows"),
+      isGroups ? groups(key, answer.groups) : rollouts(key, answer.rollouts),
+      element("p", { class: "pages" },
+        element("button", { click: move(-PAGE), disabled: offset === 0 }, "previous"),
+        ` ${answer.total ? offset + 1 : 0} to ${last} of ${answer.total} `,
+        element("button", { click: move(PAGE), disabled: last >= answer.total }, "next")));
+  };
+
+  const drawCurves = async () => {
+    const wanted = CHARTS.map(([title, names]) => [title,
+      names.find((name) => run.metrics.includes(name))]).filter(([, name]) => name);
+    const parts = run.metrics.filter((name) => name.startsWith("time/") && name.endsWith("_s"))
+      .slice(0, MAX_PARTS);
+    const names = [...wanted.map(([, name]) => name), ...parts, kept.metric].filter(Boolean);
+    const answer = await context.get(`runs/${key}/metrics`, { names: names.join(",") });
+    if (!context.isCurrent()) return;
+    const options = ["steps", "samples", "minutes"].map((name) => [name, name]);
+    const curve = (name, index = 0) => ({ label: name, color: COLORS[index % COLORS.length],
+      points: points(answer, kept.axis, name) });
+    const draw = (title, ...found) => chart(title, kept.axis, found, { sync: "run" });
+    destroyCharts(curves);
+    fill(curves,
+      select("axis", options, kept.axis, (value) => { kept.axis = value; drawCurves(); }), " ",
+      select("more", [["", "choose a metric"], ...run.metrics.map((name) => [name, name])],
+        kept.metric, (value) => { kept.metric = value; drawCurves(); }),
+      element("div", { class: "charts" },
+        kept.metric && draw(kept.metric, curve(kept.metric)),
+        wanted.map(([title, name]) => draw(title, curve(name))),
+        parts.length > 0 && draw("seconds of a step", ...parts.map(curve))));
+  };
+
+  const drawHead = async () => {
+    const [found, now] = await Promise.all([context.get(`runs/${key}`),
+      context.get(`runs/${key}/live`)]);
+    if (!context.isCurrent()) return;
+    run = found;
+    context.setPath([[run.name, "run", key]]);
+    fill(head, summary(run));
+    fill(live, running(key, now));
+    fill(failures, failureTable(key, run.failures));
+  };
+
+  await drawHead();
+  if (!context.isCurrent()) return {};
+  const change = (name) => (value) => { kept[name] = value; offset = 0; drawListHead(); };
+  const drawListHead = () => {
+    fill(lists, controls(run, change), element("div", { class: "rows" }));
+    return drawLists();
+  };
+  destroyCharts(view);
+  fill(view, head, live, curves, failures, lists, settings(run), downloads(key));
+  await Promise.all([drawCurves(), drawListHead()]);
+  const redraw = () => Promise.all([drawHead().then(drawCurves), drawLists()]);
+  return { redraw };
+}
+
+function summary(run) {
+  const counts = Object.entries(run.rollouts).map(([name, count]) => `${count} ${words(name)}`);
+  const what = run.is_evaluated ? "greedy reward on dev tasks" : "reward of training rollouts";
+  const fact = (value, name) => element("div", { class: "fact" },
+    element("strong", {}, value), element("span", {}, name));
+  return [
+    element("h1", {}, run.name, " ", status(run.status)),
+    run.why && element("p", { class: "error" }, run.why),
+    element("div", { class: "facts" },
+      fact(run.total_steps === null ? run.steps : `${run.steps} of ${run.total_steps}`, "steps"),
+      fact(number(run.first) || "-", `first ${what}`), fact(number(run.best) || "-", "best"),
+      fact(number(run.last) || "-", "last"), fact(run.minutes.toFixed(1), "minutes")),
+    element("p", { class: "dim" }, counts.join(", ") || "no rollouts yet"),
+  ];
+}
+
+function running(key, now) {
+  if (now.status !== "running") return null;
+  const names = Object.keys(now.last).filter((name) => name.startsWith("serve/"));
+  return [
+    element("h2", {}, `Running now: ${now.running.length} rollouts`),
+    now.running.length > 0 && table([["rollout"], ["task"], ["since its first call", true]],
+      now.running.map((rollout) => [rolloutLink(key, rollout), rollout.task_id,
+        rollout.seconds === null ? "none yet" : seconds(rollout.seconds)])),
+    names.length > 0 && element("details", {},
+      element("summary", {}, `server in step ${now.last.step}`),
+      table([["metric"], ["value", true]],
+        names.map((name) => [name, number(now.last[name], 4)]))),
+  ];
+}
+
+function failureTable(key, failures) {
+  if (!failures.length) return null;
+  return [element("h2", {}, "Failures"),
+    table([["number", true], ["by"], ["reason"], ["example"], ["detail"]],
+      failures.map((failure) => [failure.count, words(failure.status).replace(" failure", ""),
+        failure.reason, rolloutLink(key, { rollout_id: failure.example }), failure.detail]))];
+}
+
+function controls(run, change) {
+  const all = [["", "all"]];
+  const steps = kept.phase === "eval" ? run.eval_steps : run.train_steps;
+  const newest = [...steps].reverse().map((step) => [String(step), String(step)]);
+  if (!steps.map(String).includes(kept.step)) kept.step = "";
+  const search = element("input", { type: "search", value: kept.text,
+    placeholder: "search tasks, failures, judges", "aria-label": "search",
+    change: (event) => change("text")(event.target.value) });
+  const statuses = Object.keys(run.rollouts).map((name) => [name, words(name)]);
+  return [element("h2", {}, "Rollouts"), element("div", { class: "controls" },
+    select("show", [["groups", "groups"], ["rollouts", "rollouts"]], kept.list, change("list")),
+    select("phase", [["train", "training"], ["eval", "evaluation"]], kept.phase, change("phase")),
+    select("step", [...all, ...newest], kept.step, change("step")),
+    kept.list === "groups"
+      ? select("order", [["task", "newest"], ["worst", "worst reward"], ["spread", "rewards differ most"]],
+        kept.order, change("order"))
+      : select("status", [...all, ...statuses], kept.status, change("status")),
+    search)];
+}
+
+function groups(key, found) {
+  if (!found.length) return element("p", { class: "dim" }, "no groups");
+  return table([["task"], ["step", true], ["mean", true], ["rewards of the attempts"]],
+    found.map((group) => [
+      element("a", { href: place("run", key, "group", group.group_id) }, group.task_name),
+      group.step, number(group.reward_mean),
+      element("span", { class: "chips" }, group.attempts.map((attempt) => chip(key, attempt))),
+    ]));
+}
+
+function chip(key, attempt) {
+  const text = attempt.reward === null ? "failed" : number(attempt.reward);
+  const shown = ["queued", "running"].includes(attempt.status) ? attempt.status : text;
+  return element("a", { class: `chip ${attempt.status} ${attempt.reward > 0 ? "plus" : ""}`,
+    title: attempt.reason ?? words(attempt.status),
+    href: place("run", key, "rollout", attempt.rollout_id) }, shown);
+}
+
+function rollouts(key, found) {
+  if (!found.length) return element("p", { class: "dim" }, "no rollouts");
+  return table([["rollout"], ["task"], ["status"], ["reward", true], ["seconds", true], ["reason"]],
+    found.map((rollout) => [rolloutLink(key, rollout), rollout.task_name, status(rollout.status),
+      number(rollout.reward), seconds(rollout.seconds), rollout.reason ?? ""]));
+}
+
+const rolloutLink = (key, rollout) => element("a",
+  { href: place("run", key, "rollout", rollout.rollout_id) }, rollout.rollout_id);
+
+function settings(run) {
+  return element("details", {}, element("summary", {}, "settings"),
+    table([["setting"], ["value"]], run.settings.map((row) => [row.name, row.value])));
+}
+
+function downloads(key) {
+  const save = (path, name, text) => element("button",
+    { click: () => download(`runs/${key}/${path}`, name) }, text);
+  const step = () => (kept.step ? `?phase=${kept.phase}&step=${kept.step}` : "");
+  return element("p", { class: "downloads" },
+    element("button", { click: () => download(`runs/${key}/page.html${step()}`, "rollouts.html") },
+      "newest 30 rollouts as HTML"), " ",
+    save("rollouts.jsonl", "rollouts.jsonl", "all rollouts as JSONL"));
+}

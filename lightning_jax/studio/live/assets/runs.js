@@ -1,0 +1,80 @@
+// All runs: a line each, their curves on one axis, and the settings in which they differ.
+
+import { chart, COLORS, destroyCharts, points } from "./chart.js";
+import { element, fill, number, place, select, status, table } from "./dom.js";
+
+const MAX_CURVES = 8;
+const TRAINING = "rollout/reward_mean";
+const EVALUATION = "eval/reward_mean";
+
+let axis = "steps";
+let chosen = null; // keys of the runs whose curves are drawn; null: the newest ones
+
+export async function drawRuns(view, context) {
+  context.setPath([]);
+  const redraw = async () => {
+    const answer = await context.get("runs");
+    const drawn = answer.runs.filter((run, index) => (chosen ? chosen.has(run.key)
+      : index < MAX_CURVES)).slice(0, MAX_CURVES);
+    const found = await Promise.all(drawn.map((run) => context.get(`runs/${run.key}/metrics`,
+      { names: `${TRAINING},${EVALUATION}` }).catch(() => null)));
+    if (!context.isCurrent()) return;
+    const curves = drawn.map((run, index) => ({ run, answer: found[index], color: COLORS[index] }))
+      .filter((curve) => curve.answer);
+    destroyCharts(view);
+    fill(view, element("h1", {}, answer.runs.length === 1 ? "1 run" : `${answer.runs.length} runs`),
+      lines(answer.runs, curves, redraw), charts(curves, redraw), settings(answer, curves));
+  };
+  await redraw();
+  return { redraw };
+}
+
+function lines(runs, curves, redraw) {
+  const colors = new Map(curves.map((curve) => [curve.run.key, curve.color]));
+  const choose = (key) => (event) => {
+    chosen = new Set(colors.keys());
+    if (event.target.checked) chosen.add(key);
+    else chosen.delete(key);
+    redraw();
+  };
+  const columns = [["run"], ["status"], ["steps", true], ["first", true], ["best", true],
+    ["last", true], ["minutes", true], ["failed", true], ["started"], ["model"]];
+  return table(columns, runs.map((run) => [
+    [element("input", { type: "checkbox", checked: colors.has(run.key), change: choose(run.key),
+      "aria-label": `draw ${run.name}` }),
+    swatch(colors.get(run.key)), element("a", { href: place("run", run.key) }, run.name)],
+    [status(run.status), run.why && element("div", { class: "why" }, run.why)],
+    run.total_steps === null ? run.steps : `${run.steps} of ${run.total_steps}`,
+    number(run.first), number(run.best), number(run.last),
+    run.minutes.toFixed(1),
+    run.failed_share === null ? "" : `${(100 * run.failed_share).toFixed(1)} %`,
+    run.started_s ? new Date(1000 * run.started_s).toLocaleString() : "",
+    run.model.split("/").pop(),
+  ]));
+}
+
+function swatch(color) {
+  const mark = element("span", { class: "swatch" });
+  if (color) mark.style.background = color;
+  return mark;
+}
+
+function charts(curves, redraw) {
+  const of = (metric) => curves.map((curve) => ({ label: curve.run.name, color: curve.color,
+    points: points(curve.answer, axis, metric) })).filter((curve) => curve.points.length);
+  const options = ["steps", "samples", "minutes"].map((name) => [name, name]);
+  return element("section", {},
+    select("axis", options, axis, (value) => { axis = value; redraw(); }),
+    element("div", { class: "charts" },
+      chart("reward of training rollouts", axis, of(TRAINING), { sync: "runs" }),
+      chart("greedy reward on dev tasks", axis, of(EVALUATION), { sync: "runs" })));
+}
+
+function settings(answer, curves) {
+  if (!answer.settings.length) return null;
+  const shown = new Set(curves.map((curve) => curve.run.key));
+  const kept = answer.runs.map((run, index) => [run, index]).filter(([run]) => shown.has(run.key));
+  return element("section", {}, element("h2", {}, "Settings that differ"),
+    table([["setting"], ...kept.map(([run]) => [run.name])],
+      answer.settings.map((row) => [row.name, ...kept.map(([, index]) => row.values[index])])));
+}

@@ -1,0 +1,286 @@
+"""HTTP server of the live page: its files, its JSON API and its security headers.
+
+The page shows texts of models and tools. It runs no script but its own files, may connect to no
+other host, and sets texts as text. A server without a key answers only under names of this machine,
+so that a web page elsewhere cannot read it through a name of its own (DNS rebinding).
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from pydantic_core import to_json
+
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.errors import InvalidValue, UserError
+from lightning_jax.gateway.http import Handler, is_exposed, is_key, key_of, listen, local_url
+from lightning_jax.studio.live import answers
+from lightning_jax.studio.live.catalog import Catalog, WatchedRun
+from lightning_jax.studio.live.downloads import jsonl_lines, rollout_page, run_page
+from lightning_jax.studio.live.watch import Watch
+from lightning_jax.studio.load import ViewError
+from lightning_jax.traces.listing import Filter, Order
+
+ASSETS = Path(__file__).with_name("assets")
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": CSP,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+MISSING = ("not_found", "incomplete", "unknown_run", "unknown_rollout", "not_opened")
+DEFAULT_PAGE = 50
+MAX_NAMES = 40  # metrics in one answer
+MAX_CLIENTS = 64  # that listen for changes
+
+
+class LiveServer:
+    """Routes of the live page over a catalog of runs. With a key, the API asks for it."""
+
+    def __init__(self, catalog: Catalog, key: str | None = None) -> None:
+        self._catalog, self._key = catalog, key
+        self.watch = Watch(catalog)
+
+    def application(self) -> web.Application:
+        """Return an application for a server of its own, or to add below a path of another."""
+        app = web.Application(middlewares=[secure, self._guard, errors], client_max_size=2**16)
+        get = app.router.add_get
+        get("/", self._index)
+        get("/api/events", self._events)
+        get("/api/runs", partial(self._answer, lambda _: answers.runs_answer(self._catalog)))
+        run = "/api/runs/{run}"
+        for path, answer in (
+            ("", lambda request, run: answers.run_answer(run)),
+            ("/metrics", _metrics),
+            ("/live", lambda request, run: answers.live_answer(run)),
+            ("/groups", _groups),
+            ("/groups/{group}", _group(answers.group_answer)),
+            ("/groups/{group}/texts", _group(answers.group_texts_answer)),
+            ("/rollouts", _rollouts),
+            ("/rollouts/{rollout}", _rollout),
+        ):
+            get(run + path, partial(self._answer, self._of_run(answer)))
+        get(run + "/page.html", partial(self._page, _run_page))
+        get(run + "/rollouts/{rollout}/page.html", partial(self._page, _rollout_page))
+        get(run + "/rollouts.jsonl", self._jsonl)
+        app.router.add_static("/", ASSETS)
+        app.on_shutdown.append(self._close)
+        return app
+
+    async def _close(self, app: web.Application) -> None:
+        await self.watch.close()
+        await asyncio.to_thread(self._catalog.close)
+
+    async def _index(self, request: web.Request) -> web.StreamResponse:
+        return web.FileResponse(ASSETS / "index.html")
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        if self.watch.num_clients >= MAX_CLIENTS:
+            raise web.HTTPServiceUnavailable(reason="too many clients")
+        return await self.watch.follow(request, HEADERS)
+
+    async def _answer(
+        self, answer: Callable[[web.Request], Any], request: web.Request
+    ) -> web.StreamResponse:
+        """Answer with JSON, which a thread computes and writes. Numbers that are not finite are
+        null.
+        """
+        body = await asyncio.to_thread(lambda: to_json(answer(request), inf_nan_mode="null"))
+        response = web.Response(body=body, content_type="application/json")
+        response.headers["Cache-Control"] = "no-store"
+        response.enable_compression()
+        return response
+
+    def _of_run(
+        self, answer: Callable[[web.Request, WatchedRun], Any]
+    ) -> Callable[[web.Request], Any]:
+        return lambda request: answer(request, self._run(request))
+
+    def _run(self, request: web.Request) -> WatchedRun:
+        return self._catalog.run(request.match_info["run"])
+
+    async def _page(
+        self, render: Callable[[web.Request, WatchedRun], str], request: web.Request
+    ) -> web.StreamResponse:
+        page = await asyncio.to_thread(render, request, self._run(request))
+        return web.Response(
+            text=page, content_type="text/html", headers=_attachment("rollouts.html")
+        )
+
+    async def _jsonl(self, request: web.Request) -> web.StreamResponse:
+        """Send all matching rollouts as JSON lines, without holding them all in memory."""
+        run, wanted = self._run(request), _filter(request)
+        headers = {"Content-Type": "application/jsonl"} | _attachment("rollouts.jsonl")
+        response = web.StreamResponse(headers=headers | HEADERS)
+        offset = 0
+        lines = await asyncio.to_thread(jsonl_lines, run, wanted, offset)
+        await response.prepare(request)
+        while lines:
+            await response.write(b"".join(lines))
+            offset += len(lines)
+            lines = await asyncio.to_thread(jsonl_lines, run, wanted, offset)
+        await response.write_eof()
+        return response
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse the API to requests without the key, and without a key to other host names."""
+        if self._key is None and not _is_local_name(request.host):
+            raise web.HTTPForbidden(reason="open the page as 127.0.0.1 or localhost")
+        is_open = "/api/" not in request.path
+        if self._key is not None and not is_open and not is_key(key_of(request), self._key):
+            raise web.HTTPUnauthorized(reason="the key is missing or wrong")
+        return await handler(request)
+
+
+async def serve_live(server: LiveServer, host: str, port: int, key: str | None) -> web.AppRunner:
+    """Start to serve. Raises ViewError if others can reach the host and there is no key.
+
+    Raises GatewayError if the address is not available.
+    """
+    if not key and is_exposed(host):
+        raise ViewError(
+            f"--host is {host!r}, which other machines can reach, but --key is not set; set "
+            "--key, or leave --host at 127.0.0.1.",
+            reason="missing",
+            key="--key",
+        )
+    return await listen(server.application(), ServeConfig(host=host, port=port, api_key=key))
+
+
+async def serve_until_stopped(
+    catalog: Catalog, host: str, port: int, key: str | None, announce: Callable[[str], None]
+) -> None:
+    """Serve the page until the task is cancelled. `announce` gets the URL."""
+    runner = await serve_live(LiveServer(catalog, key), host, port, key)
+    try:
+        announce(local_url(runner.addresses[0]) + (f"/#key={key}" if key else "/"))
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+# Requests
+
+
+def _metrics(request: web.Request, run: WatchedRun) -> Any:
+    names = [name for name in request.query.get("names", "").split(",") if name]
+    return answers.metrics_answer(run, names[:MAX_NAMES])
+
+
+def _groups(request: web.Request, run: WatchedRun) -> Any:
+    order: Any = request.query.get("order", "task")
+    if order not in get_args(Order):
+        raise _wrong("order", order, ", ".join(get_args(Order)))
+    return answers.groups_answer(run, _filter(request), order, **_page_of(request))
+
+
+def _rollouts(request: web.Request, run: WatchedRun) -> Any:
+    return answers.rollouts_answer(run, _filter(request), **_page_of(request))
+
+
+def _rollout(request: web.Request, run: WatchedRun) -> Any:
+    return answers.rollout_answer(run, request.match_info["rollout"])
+
+
+def _group(answer: Callable[[WatchedRun, str], Any]) -> Callable[[web.Request, WatchedRun], Any]:
+    return lambda request, run: answer(run, request.match_info["group"])
+
+
+def _run_page(request: web.Request, run: WatchedRun) -> str:
+    return run_page(run, _filter(request))
+
+
+def _rollout_page(request: web.Request, run: WatchedRun) -> str:
+    return rollout_page(run, request.match_info["rollout"])
+
+
+def _filter(request: web.Request) -> Filter:
+    query = request.query
+    return Filter(
+        phase=query.get("phase") or None,
+        step=_number(request, "step", None),
+        status=query.get("status") or None,
+        group_id=query.get("group") or None,
+        text=query.get("text", "")[:200],
+    )
+
+
+def _page_of(request: web.Request) -> dict[str, int]:
+    limit, offset = _number(request, "limit", DEFAULT_PAGE), _number(request, "offset", 0)
+    return {"limit": min(max(limit or 1, 1), answers.MAX_PAGE), "offset": max(offset or 0, 0)}
+
+
+def _number(request: web.Request, name: str, default: int | None) -> int | None:
+    text = request.query.get(name)
+    if not text:
+        return default
+    try:
+        return max(min(int(text), 2**31), -(2**31))
+    except ValueError:
+        raise _wrong(name, text, "a whole number") from None
+
+
+def _wrong(name: str, value: str, expected: str) -> InvalidValue:
+    return InvalidValue(
+        f"{name} is {value[:50]!r}; expected {expected}.", reason="invalid", key=name
+    )
+
+
+def _attachment(name: str) -> dict[str, str]:
+    return {"Content-Disposition": f'attachment; filename="{name}"'}
+
+
+def _is_local_name(host: str) -> bool:
+    """Return whether a Host header names this machine: localhost, or a loopback address."""
+    with contextlib.suppress(ValueError):
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    return False
+
+
+# Answers to failures
+
+
+@web.middleware
+async def secure(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Add the security headers to every response, also to an error."""
+    try:
+        response = await handler(request)
+    except web.HTTPException as error:
+        response = _failure(error.status, "http_error", error.reason)
+    if not response.prepared:
+        response.headers.update(HEADERS)
+    return response
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a user error with its sentence, reason and key: 404 if something is gone, else 400."""
+    try:
+        return await handler(request)
+    except UserError as error:
+        status = 404 if error.reason in MISSING else 400
+        return _failure(status, error.reason, str(error), error.key)
+    except InvalidValue as error:
+        return _failure(400, error.reason, str(error), error.key)
+    except OSError as error:
+        if isinstance(error, ConnectionError):
+            raise  # the client has left
+        return _failure(404, "not_found", f"a file of the run cannot be read ({error.strerror}).")
+
+
+def _failure(status: int, reason: str | None, message: str, key: str | None = None) -> web.Response:
+    body = {"error": {"reason": reason, "key": key, "message": message}}
+    return web.json_response(body, status=status)

@@ -1,0 +1,436 @@
+"""Tests of the live page: its API over stores, changes as events, keys and hostile texts."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import view_records as records
+from aiohttp import ClientResponse
+from aiohttp.test_utils import TestClient, TestServer
+
+from lightning_jax.cli.main import WITHOUT_JAX, main
+from lightning_jax.cli.studio import run_studio
+from lightning_jax.settings import ConfigError
+from lightning_jax.studio.live import answers
+from lightning_jax.studio.live.catalog import Catalog
+from lightning_jax.studio.live.server import ASSETS, LiveServer, serve_live
+from lightning_jax.studio.live.watch import Watch
+from lightning_jax.studio.load import ViewError
+from lightning_jax.traces.store import Store
+
+FIRST = "train-00003-000-00-1"
+HOSTILE = "<script>document.title='taken'</script><img src=x onerror=alert(1)>\x1b[2J\u202eabc"
+CHROMIUM = shutil.which("chromium")
+
+
+class Live:
+    """Client of a live server over the runs of a folder."""
+
+    def __init__(self, folder: Path, key: str | None = None) -> None:
+        self.catalog = Catalog([folder])
+        self.server = LiveServer(self.catalog, key)
+        self.server.watch = Watch(self.catalog, poll_s=0.02)
+        self.client: TestClient = TestClient(TestServer(self.server.application()))
+
+    @property
+    def run(self) -> str:
+        (run,) = self.catalog.runs()
+        return f"/api/runs/{run.key}"
+
+    async def get(self, path: str, status: int = 200, **query: Any) -> Any:
+        """Return the JSON of a path below `run`, or of one that starts with /api."""
+        path = path if path.startswith("/api") else self.run + path
+        async with self.client.get(path, params=query) as response:
+            assert response.status == status, await response.text()
+            return await response.json()
+
+
+@contextlib.asynccontextmanager
+async def live(folder: Path, key: str | None = None) -> AsyncIterator[Live]:
+    found = Live(folder, key)
+    async with found.client:
+        yield found
+
+
+def add_rows(run: Path, *rows: dict[str, float]) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+# The API
+
+
+async def test_runs_have_status_rewards_and_settings_that_differ(tmp_path: Path) -> None:
+    for name, seed in (("a", "1"), ("b", "2")):
+        run = records.make_run(tmp_path / name)
+        text = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(text.replace("seed: 0", f"seed: {seed}"))
+        add_rows(
+            run, {"step": 0, "rollout/reward_mean": 0.25}, {"step": 1, "eval/reward_mean": 1.0}
+        )
+    async with live(tmp_path) as page:
+        found = await page.get("/api/runs")
+    assert {(run["name"], run["first"], run["best"]) for run in found["runs"]} == {
+        ("a/run", 1, 1),
+        ("b/run", 1, 1),
+    }
+    assert all(run["rollouts"] == {"scored": 4, "agent_failure": 1} for run in found["runs"])
+    values = {row["name"]: row["values"] for row in found["settings"]}
+    assert sorted(values["seed"]) == ["1", "2"] and "model.dtype" not in values
+
+
+async def test_run_has_metrics_and_failures_with_an_example(tmp_path: Path) -> None:
+    run = records.make_run(tmp_path)
+    add_rows(run, {"step": 0, "a/x": 1.0, "rollout/num_rollouts": 8.0, "time/step_s": 60.0})
+    add_rows(run, {"step": 1, "a/x": float("nan")}, {"step": 2, "b/y": 2.0})
+    async with live(tmp_path) as page:
+        found = await page.get("")
+        columns = await page.get("/metrics", names="a/x,b/y,absent")
+    assert found["metrics"] == ["a/x", "b/y", "rollout/num_rollouts", "time/step_s"]
+    assert (found["train_steps"], found["eval_steps"]) == ([3], [3])
+    (failure,) = found["failures"]
+    assert (failure["reason"], failure["count"]) == ("deadline", 1)
+    assert failure["example"] == "train-00003-001-00-1"
+    assert columns["columns"]["a/x"] == [1.0, None, None]
+    assert columns["columns"]["b/y"] == [None, None, 2.0]
+    assert columns["columns"]["absent"] == [None] * 3
+    assert (columns["samples"], columns["minutes"]) == ([0, 8, 8], [0, 1, 1])
+
+
+async def test_group_has_attempts_with_rewards_and_advantages(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        worst = await page.get("/groups", order="worst", phase="train")
+        group = await page.get("/groups/train-00003-000")
+        texts = (await page.get("/groups/train-00003-000/texts"))["attempts"]
+        failed = await page.get("/groups/train-00003-001")
+    assert [row["group_id"] for row in worst["groups"]] == ["train-00003-000", "train-00003-001"]
+    assert [attempt["reward"] for attempt in group["attempts"]] == [1.0, 0.0, 0.0]
+    assert all(text["response"].startswith("Paris") for text in texts.values())
+    assert texts[FIRST]["advantages"] == pytest.approx([2**0.5] * 2, rel=1e-3)
+    assert failed["task"] == [["question", "Which river?"], ["answer", '["Loire"]']]
+
+
+async def test_rollout_has_tokens_credit_task_and_neighbors(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        found = await page.get(f"/rollouts/{FIRST}")
+        failed = await page.get("/rollouts/train-00003-001-00-1")
+        unknown = await page.get("/rollouts/nothing", 404)
+    assert [span["kind"] for span in found["spans"]] == ["agent", "llm", "tool", "llm"]
+    call = found["spans"][3]["call"]
+    text, logprob, version, is_forced = call["tokens"][0]
+    assert (logprob, version, is_forced) == (-0.1, 3, False) and "Paris".startswith(text)
+    assert call["credit"]["advantage"] == pytest.approx(2**0.5, rel=1e-3)
+    assert call["shares_with"] == 1
+    assert found["neighbors"] == {
+        "next_attempt": "train-00003-000-01-1",
+        "next_group": "train-00003-001-00-1",
+    }
+    assert failed["task"][0] == ["question", "Which river?"]
+    assert failed["task_name"] == "task_1: Which river?"
+    assert failed["neighbors"] == {"previous_group": FIRST}
+    assert unknown["error"]["reason"] == "unknown_rollout"
+
+
+async def test_search_finds_tasks_and_failures_in_any_case(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        for text, number in (("which RIVER", 1), ("too long", 1), ("100%", 0), ("task_0", 4)):
+            assert (await page.get("/rollouts", text=text))["total"] == number, text
+
+
+async def test_running_rollouts_come_longest_first(tmp_path: Path) -> None:
+    run = records.make_run(tmp_path)
+    with contextlib.closing(Store(run / "store.sqlite")) as store:
+        for index, at in ((5, 0.0), (6, -60.0)):
+            spans = [records.call("first", "Hi", "Ho", at=at)]
+            records.add(store, records.rollout(index, status="running"), spans)
+    async with live(tmp_path) as page:
+        running = (await page.get("/live"))["running"]
+    assert [rollout["index"] for rollout in running] == [6, 5]
+
+
+@pytest.mark.parametrize("query", [{"step": "x"}, {"order": "none"}, {"limit": "1e3"}])
+async def test_wrong_query_is_refused(tmp_path: Path, query: dict[str, str]) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        found = await page.get("/groups", 400, **query)
+    assert found["error"]["key"] in query
+
+
+async def test_downloads_are_a_page_and_json_lines(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        for path in ("/page.html?step=3", f"/rollouts/{FIRST}/page.html"):
+            async with page.client.get(page.run + path) as response:
+                assert response.status == 200 and FIRST in await response.text()
+                assert response.headers["Content-Disposition"].startswith("attachment")
+        async with page.client.get(page.run + "/rollouts.jsonl?phase=train") as response:
+            rows = [json.loads(line) for line in (await response.text()).splitlines()]
+    assert len(rows) == 4 and rows[3]["task"]["question"] == "Which river?"
+
+
+# Large, old, hostile and vanishing runs
+
+
+async def test_store_of_10_000_rollouts_is_read_in_pages(tmp_path: Path) -> None:
+    run = records.make_run(tmp_path)
+    rows = [
+        (
+            *(f"train-{step:05d}-{task:03d}-{index:02d}-1", f"t{task}"),
+            *(f"train-{step:05d}-{task:03d}", "train", step, index, 1, "scored"),
+            *((step + task + index) % 7 / 7, "{}", "{}", "{}", 0),
+        )
+        for step in range(10, 110)
+        for task in range(10)
+        for index in range(10)
+    ]
+    columns = "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, metrics"
+    with contextlib.closing(sqlite3.connect(run / "store.sqlite")) as db, db:
+        db.executemany(
+            f"INSERT INTO rollouts ({columns}, components, task, superseded) "
+            f"VALUES ({', '.join('?' * 13)})",
+            rows,
+        )
+    async with live(tmp_path) as page:
+        first = await page.get("/rollouts", phase="train", limit=100_000)
+        last = await page.get("/rollouts", phase="train", limit=50, offset=10_000)
+        groups = await page.get("/groups", phase="train", order="spread", limit=25)
+        of_step = await page.get("/groups", phase="train", step=50)
+        summary = await page.get("")
+        neighbors = (await page.get("/rollouts/train-00050-005-05-1"))["neighbors"]
+    assert (len(first["rollouts"]), first["total"]) == (answers.MAX_PAGE, 10_004)
+    assert first["rollouts"][0]["step"] == 109
+    assert [row["step"] for row in last["rollouts"]] == [3] * 4
+    assert (len(groups["groups"]), groups["total"]) == (25, 1002)
+    assert of_step["total"] == 10 and len(of_step["groups"][0]["attempts"]) == 10
+    assert summary["rollouts"]["scored"] == 10_004 and len(summary["train_steps"]) == 101
+    assert neighbors["next_step"] == "train-00051-000-00-1"
+    assert neighbors["previous_attempt"] == "train-00050-005-04-1"
+
+
+async def test_store_of_an_older_version_is_shown_and_not_changed(tmp_path: Path) -> None:
+    run = records.make_run(tmp_path)
+    with contextlib.closing(sqlite3.connect(run / "store.sqlite")) as db:
+        for column in ("components", "reasons"):
+            db.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
+        db.execute("DROP TABLE verdicts")
+        db.execute("PRAGMA user_version = 6")
+        db.execute("PRAGMA journal_mode = DELETE")
+    before = (run / "store.sqlite").read_bytes()
+    async with live(tmp_path) as page:
+        assert (await page.get("/rollouts"))["total"] == 5
+        assert (await page.get(f"/rollouts/{FIRST}"))["reward"] == 1.0
+    assert (run / "store.sqlite").read_bytes() == before
+
+
+def make_hostile_run(folder: Path) -> None:
+    run = records.make_run(folder)
+    hostile: dict[str, Any] = {"status": "agent_failure", "reason": HOSTILE, "detail": HOSTILE}
+    spans = [
+        *records.conversation(answer=HOSTILE),
+        records.tool("u", HOSTILE, "x" * 2**20, at=2.5),
+    ]
+    task = {"id": "task_9", HOSTILE: HOSTILE}
+    with contextlib.closing(Store(run / "store.sqlite")) as store:
+        records.add(store, records.rollout(0, task_index=9, **hostile), spans, task)
+
+
+async def test_hostile_texts_have_no_control_signs_and_are_cut(tmp_path: Path) -> None:
+    make_hostile_run(tmp_path)
+    rollout = "train-00003-009-00-1"
+    paths = ("", "/groups", "/rollouts", f"/rollouts/{rollout}", "/groups/train-00003-009")
+    async with live(tmp_path) as page:
+        for path in (*paths, "/rollouts.jsonl"):
+            async with page.client.get(page.run + path) as response:
+                text = await response.text()
+            decoded = str([json.loads(line) for line in text.splitlines()])
+            assert "\x1b" not in decoded and "\\x1b" not in decoded and "\\u202e" not in decoded
+            assert "\u202e" not in decoded and len(text) < 200_000
+            assert response.headers["X-Content-Type-Options"] == "nosniff"
+            assert response.content_type != "text/html"
+
+
+async def test_vanished_run_is_a_404_and_leaves_the_list(tmp_path: Path) -> None:
+    run = records.make_run(tmp_path / "a")
+    records.make_run(tmp_path / "b")
+    async with live(tmp_path) as page:
+        keys = {found.name: found.key for found in page.catalog.runs()}
+        gone = f"/api/runs/{keys['a/run']}"
+        await page.get(f"{gone}/rollouts")
+        shutil.rmtree(run)
+        for path in ("", "/rollouts", f"/rollouts/{FIRST}", "/metrics"):
+            await page.get(gone + path, 404)
+        assert [found["name"] for found in (await page.get("/api/runs"))["runs"]] == ["b/run"]
+        page.catalog.scan()
+        assert (await page.get(gone, 404))["error"]["reason"] == "unknown_run"
+
+
+def test_folder_without_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Catalog([tmp_path])
+    assert caught.value.reason == "empty"
+    assert main(["studio", str(tmp_path / "nothing")]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+# Changes as events
+
+
+async def next_event(response: ClientResponse) -> tuple[str, dict[str, int]]:
+    """Return the id and the numbers of the next event."""
+    async with asyncio.timeout(10):
+        fields = {}
+        while line := (await response.content.readline()).decode().strip():
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        return fields["id"], json.loads(fields["data"])["runs"]
+
+
+async def test_ten_clients_get_changes_from_one_poll(tmp_path: Path) -> None:
+    run = records.make_run(tmp_path)
+    async with live(tmp_path) as page, contextlib.AsyncExitStack() as stack:
+        streams = [
+            await stack.enter_async_context(page.client.get("/api/events")) for _ in range(10)
+        ]
+        before = [await next_event(stream) for stream in streams]
+        task = page.server.watch._task
+        add_rows(run, {"step": 0})
+        after = [await next_event(stream) for stream in streams]
+        assert page.server.watch._task is task and page.server.watch.num_clients == 10
+        assert streams[0].headers["Content-Security-Policy"].startswith("default-src 'none'")
+    assert len({found for found, _ in before}) == len({found for found, _ in after}) == 1
+    assert sum(after[0][1].values()) == sum(before[0][1].values()) + 1
+
+
+async def test_client_that_reconnects_learns_of_missed_changes(tmp_path: Path) -> None:
+    run = records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        async with page.client.get("/api/events") as stream:
+            first, numbers = await next_event(stream)
+        while page.server.watch.num_clients:
+            await asyncio.sleep(0.01)
+        assert page.server.watch._task is None  # nothing polls while nobody looks
+        add_rows(run, {"step": 0})
+        async with page.client.get("/api/events", headers={"Last-Event-ID": first}) as stream:
+            async with asyncio.timeout(10):
+                while (found := (await next_event(stream))[1]) == numbers:
+                    pass
+    assert sum(found.values()) == sum(numbers.values()) + 1
+
+
+# Keys, hosts and headers
+
+
+async def test_key_guards_the_api_but_not_the_page(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path, key="secret") as page:
+        for path in ("/", "/app.js", "/style.css"):
+            async with page.client.get(path) as response:
+                assert response.status == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            for path in ("/api/runs", "/api/events", page.run + "/rollouts.jsonl"):
+                async with page.client.get(path, headers=headers) as response:
+                    assert response.status == 401
+        async with page.client.get("/api/runs", headers={"x-api-key": "secret"}) as response:
+            assert response.status == 200
+
+
+async def test_other_host_names_are_refused_without_a_key(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        for host, status in (("evil.example:80", 403), ("localhost:1", 200), ("[::1]:1", 200)):
+            async with page.client.get("/api/runs", headers={"Host": host}) as response:
+                assert response.status == status
+
+
+async def test_exposed_address_needs_a_key(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    server = LiveServer(Catalog([tmp_path]))
+    with pytest.raises(ViewError) as caught:
+        await serve_live(server, "0.0.0.0", 0, None)
+    assert (caught.value.reason, caught.value.key) == ("missing", "--key")
+    runner = await serve_live(LiveServer(Catalog([tmp_path]), "k"), "0.0.0.0", 0, "k")
+    await runner.cleanup()
+
+
+async def test_every_answer_has_the_security_headers(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        paths = ("/", "/app.js", "/vendor/uplot.js", "/nothing", "/../server.py", "/api/runs")
+        for path in paths:
+            async with page.client.get(path) as response:
+                policy = response.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy and "unsafe" not in policy
+                assert response.headers["Referrer-Policy"] == "no-referrer"
+
+
+def test_page_sets_texts_only_as_text() -> None:
+    own = [path for path in ASSETS.iterdir() if path.suffix in (".js", ".html")]
+    assert len(own) >= 8
+    for path in own:
+        text = path.read_text()
+        for way in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval("):
+            assert way not in text, path
+        assert "style=" not in text and "http://" not in text and "https://" not in text
+    index = (ASSETS / "index.html").read_text()
+    assert index.count("<script") == 1 and 'type="module" src="app.js"' in index
+
+
+def test_command_needs_no_jax(tmp_path: Path) -> None:
+    assert run_studio in WITHOUT_JAX
+    code = (
+        "import sys; from lightning_jax.studio.live.catalog import Catalog; "
+        "from lightning_jax.studio.live import answers, server; from pathlib import Path; "
+        "catalog = Catalog([Path(sys.argv[1])]); (run,) = catalog.runs(); "
+        "answers.runs_answer(catalog); answers.run_answer(run); "
+        "answers.group_answer(run, 'train-00003-000'); assert 'jax' not in sys.modules"
+    )
+    records.make_run(tmp_path)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+# In a browser
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+async def test_browser_shows_hostile_texts_as_text(tmp_path: Path) -> None:
+    make_hostile_run(tmp_path / "runs")
+    async with live(tmp_path / "runs") as page:
+        key = page.run.rpartition("/")[2]
+        base = str(page.client.make_url("/"))
+        shown = {}
+        for part in ("", f"run/{key}", f"run/{key}/rollout/{quote('train-00003-009-00-1')}"):
+            shown[part] = await dump(f"{base}#/{part}", tmp_path / "profile")
+    assert "run</a>" in shown[""]
+    assert "deadline" in shown[f"run/{key}"] and "<canvas" not in shown[f"run/{key}"]
+    for dom in shown.values():
+        assert "<title>taken" not in dom and "<img" not in dom and dom.count("<script") == 1
+    assert "&lt;script&gt;" in dom and "onerror=alert(1)&gt;" in dom
+
+
+async def dump(url: str, profile: Path) -> str:
+    """Return the page as the browser has it a few seconds after it was opened."""
+    assert CHROMIUM is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    flags += [f"--user-data-dir={profile}", "--virtual-time-budget=8000", "--dump-dom", url]
+    process = await asyncio.create_subprocess_exec(
+        CHROMIUM,
+        *flags,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "HOME": str(profile)},
+    )
+    async with asyncio.timeout(60):
+        return (await process.communicate())[0].decode()
