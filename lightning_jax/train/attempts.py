@@ -12,7 +12,7 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.traces.store import Store
 from lightning_jax.types import Rollout, Trajectory, Transition
 
-OWN_NAMES = ("reward", "step", "index", "calls", "tokens", "task")
+ATTEMPT_NAMES = ("reward", "step", "index", "calls", "tokens", "task")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Attempt:
 
     @property
     def values(self) -> dict[str, Value]:
-        """Values that a condition may read. Those of `OWN_NAMES` hide metrics of the same name."""
+        """Values that a condition may read. `ATTEMPT_NAMES` hide metrics."""
         calls = self.trajectory.transitions
         return {
             **self.rollout.metrics,
@@ -57,7 +57,7 @@ def choose_attempts(
     With `only_best`, only the best of each group is left; of equal ones the first. Raises
     ConfigError if the condition has a name that no attempt has, or if no attempt is left.
     """
-    known = {name for attempt in attempts for name in attempt.values} | {*OWN_NAMES}
+    known = {name for attempt in attempts for name in attempt.values} | {*ATTEMPT_NAMES}
     if unknown := sorted(condition.names - known):
         raise ConfigError(
             f"--where has the name {unknown[0]!r}, which no attempt has; use one of "
