@@ -118,7 +118,7 @@ def test_command_exists(page: str, words: list[str], capsys: pytest.CaptureFixtu
         except SystemExit:
             pytest.fail(capsys.readouterr().err)
         if hasattr(arguments, "settings"):
-            _check_settings(arguments.config, arguments.settings)
+            _check_settings(getattr(arguments, "config", None), arguments.settings)
     elif program == "make":
         targets = [word for word in rest if "=" not in word]
         makefile = _text("Makefile")

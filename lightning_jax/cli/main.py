@@ -37,6 +37,7 @@ from lightning_jax.cli.runtime import (
     settings_layers,
     stop_on_sigterm,
 )
+from lightning_jax.cli.sft import add_sft, run_sft
 from lightning_jax.cli.studio import add_studio, run_studio
 from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_try
 from lightning_jax.cli.worker import add_worker, run_worker
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         ("runs", "list runs with status, rewards and failures", add_runs, run_runs),
         ("compare", "compare runs: settings, curves, tasks won and lost", add_compare, run_compare),
         ("plan", "report the memory that a run needs on each device", _add_plan, _plan),
+        ("sft", "train on the best attempts of a run", add_sft, run_sft),
         ("rescore", "score a run's rollouts by other rewards", add_rescore, run_rescore),
         ("config", "print, search or check settings of a run", add_config, run_config),
         ("help", "show the help of a command, or what to do about a run", _add_help, _help),

@@ -1,0 +1,59 @@
+"""The command `lightning-jax sft`. Nothing heavy is imported before it runs."""
+
+import argparse
+from pathlib import Path
+
+from lightning_jax.cli.runtime import Limit, number_of, stop_on_sigterm
+
+DEFAULT_WHERE = "reward > 0"
+
+
+def add_sft(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `lightning-jax sft`."""
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
+    settings = "settings that differ from the run's, such as run_dir and warmup.optimizer.*"
+    parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
+    where = "attempts to learn from, such as 'reward > 0.9 and calls <= 3' (default: %(default)r)"
+    parser.add_argument("--where", metavar="CONDITION", default=DEFAULT_WHERE, help=where)
+    best = "only the best of them in each group"
+    parser.add_argument("--best", action="store_true", help=best)
+    phase = "rollouts to learn from: train or eval (default: %(default)s)"
+    parser.add_argument("--phase", choices=("train", "eval"), default="train", help=phase)
+    steps = "number of steps, each of warmup.groups_per_step groups (default: each group once)"
+    parser.add_argument("--steps", type=number_of(Limit), metavar="N", help=steps)
+    start = "start from the run's policy or from the model it began with (default: %(default)s)"
+    parser.add_argument("--start", choices=("policy", "model"), default="policy", help=start)
+
+
+def run_sft(arguments: argparse.Namespace) -> int:
+    """Train on the stored attempts of a run for which a condition holds, as on demonstrations.
+
+    A condition compares reward, step, index, calls, tokens (sampled ones), task, components of the
+    reward and numbers that the agent returned. The settings are those of the run. run_dir=DIR names
+    the new run directory, by default RUN-sft. The run itself stays as it is.
+    """
+    from rich.console import Console
+
+    from lightning_jax.rollouts.conditions import parse_condition
+    from lightning_jax.settings import load_config
+    from lightning_jax.train.config import Config
+    from lightning_jax.train.directory import SETTINGS, STORE, require_run
+
+    stop_on_sigterm()
+    source = arguments.run_dir
+    require_run(source, SETTINGS, STORE)
+    condition = parse_condition(arguments.where)
+    beside = f"run_dir={source.with_name(source.resolve().name + '-sft')}"
+    config = load_config(Config, [str(source / SETTINGS), beside, *arguments.settings])
+
+    from lightning_jax.train.sft import Choice, learn_from_attempts  # imports JAX, after the checks
+
+    choice = Choice(condition, arguments.best, arguments.phase, arguments.steps)
+    rows = learn_from_attempts(source, config, choice, arguments.start)
+    console = Console(highlight=False, soft_wrap=True)
+    losses = [row["warmup/loss"] for row in rows if "warmup/loss" in row]
+    if losses:  # not if no attempt fits a row
+        console.print(f"{len(rows)} steps: {losses[0]:.4f} to {losses[-1]:.4f} nats per token")
+    console.print(f"policy: {config.run_dir}/policy", markup=False)
+    console.print(f"next: lightning-jax eval --run {config.run_dir}", markup=False)
+    return 0
