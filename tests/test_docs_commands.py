@@ -25,6 +25,7 @@ from docs_pages import ROOT, WRITTEN, Block, Command, blocks, commands, fenced
 
 from lightning_jax.cli.main import main
 
+NUMBERS = itertools.count()
 TIMEOUT_S = 900  # of one command, on a machine with other work
 FORKS = multiprocessing.get_context("forkserver")
 LIGHTNING_JAX = [sys.executable, "-m", "lightning_jax"]
@@ -225,7 +226,8 @@ class Shell:
             case ["lightning-jax", "worker", *rest]:
                 self._work(rest, variables)
             case ["lightning-jax", *rest]:
-                self._finish([*LIGHTNING_JAX, *self._small_command(rest)], variables)
+                output = self._finish([*LIGHTNING_JAX, *self._small_command(rest)], variables)
+                assert rest[0] != "train" or re.search(r"rollouts: [1-9]\d* scored, 0", output)
             case _:
                 self._finish(self._small_program(words), variables)
 
@@ -269,6 +271,8 @@ class Shell:
         """Return the settings of a command, with fewer steps and small values for all others."""
         named = {word.partition("=")[0] for word in given} - {"num_steps"}
         small = small | PAGE_SETTINGS.get(self.page, {})
+        if self.page and (self.folder / "runs/first").exists():  # has ended
+            small = {"run_dir": f"runs/new{next(NUMBERS)}"} | small
         if "num_steps=0" in given:
             small = small | {"num_steps": "0"}
         return [*given, *(f"{key}={value}" for key, value in small.items() if key not in named)]
@@ -287,7 +291,7 @@ class Shell:
         return output
 
     def _start(self, words: list[str], variables: dict[str, str]) -> "Running":
-        output = self.folder.parent / f"output{len(list(self.folder.parent.glob('output*')))}"
+        output = self.folder.parent / f"output{next(NUMBERS)}"
         environment = self._environment(variables)
         if words[:3] == LIGHTNING_JAX and self.package == ROOT:
             arguments = (words[3:], self.folder, environment, output)
