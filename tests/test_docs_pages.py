@@ -1,22 +1,28 @@
-"""Test that commands, settings, code and links on the pages exist, without running them.
-
-A page or block whose commands need what the tests do not have says so in a comment, such as
-`<!-- not run: needs a TPU -->`.
-"""
+"""Test that commands, settings, code and links on the pages exist, without running them."""
 
 import ast
 import importlib
 import itertools
 import re
-import shlex
-import textwrap
-from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
+from docs_pages import (
+    FENCE,
+    GENERATED,
+    NOT_RUN,
+    PAGES,
+    PROGRAMS,
+    ROOT,
+    WRITTEN,
+    blocks,
+    commands,
+    fenced,
+    text,
+)
 from omegaconf import OmegaConf
 
 import lightning_jax as lj
@@ -25,70 +31,19 @@ from lightning_jax.cli.runtime import parse
 from lightning_jax.settings import load_config
 from lightning_jax.train.config import Config
 
-ROOT = Path(__file__).parents[1]
 STARTER = "lightning_jax/cli/starter/dates/config.yaml"
-PAGES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in (*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"))
-)
-GENERATED = ("docs/settings.md", "docs/python_api.md", "docs/reference/")
-NOT_RUN = re.compile(r"<!-- not run: (.+?) -->", re.S)
 # Programs and words of commands that need what the tests do not have: containers, clusters, GPUs,
-# TPUs, compilers for them, and data sets. A page with one has to say why it is not run.
-ABSENT = ("docker", "gcloud", "kubectl", "srun", "sbatch")
-NEEDS_ABSENT = re.compile(r"\[(cuda12|tpu)\]|^--target$|^gpu$|scontrol|^data\.root=DIR$")
-ORDINARY = {
-    *("pip", "python", "make", "cd", "curl", "export", "git", "pre-commit", "node", "sh", "mkdocs"),
-    *ABSENT,
-}
+# TPUs, compilers for them, and data sets. A block with one has to say why it is not run.
+ABSENT = ("docker", "gcloud", "kubectl", "srun", "sbatch", "ray")
+NEEDS_ABSENT = re.compile(r"\[(cuda12|tpu|ray)\]|^--target$|^gpu$|scontrol|^data\.root=DIR$")
 SETTING = re.compile(r"`([a-z_]+(?:\.[A-Za-z_]+)+)(?:=[^`]*)?`")
-FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)
 TABLE_OR_LINK = re.compile(r"\s*(\||!?\[|\* \[|.*\]\(http)")
-
-
-def _text(page: str) -> str:
-    return (ROOT / page).read_text()
-
-
-def _fenced(page: str, *languages: str) -> list[str]:
-    found = FENCE.findall(_text(page))
-    return [textwrap.dedent(code) for _, language, code in found if language in languages]
-
-
-def _commands(page: str) -> Iterator[list[str]]:
-    """Yield the words of each command in indented and shell blocks."""
-    prose = FENCE.sub("", _text(page))
-    blocks = re.findall(r"(?:^\n|\A)((?:    [^\n]*\n)+)", prose, re.M)
-    for block in [*map(textwrap.dedent, blocks), *_fenced(page, "bash", "sh")]:
-        for line in block.replace("\\\n", " ").splitlines():
-            try:
-                words = shlex.split(line, comments=True)
-            except ValueError:  # prose or a diagram, not a command
-                continue
-            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                words = words[1:]
-            for part in _split(words, "&&"):
-                if part and _program(part) in {"lightning-jax", "pytest", *ORDINARY}:
-                    yield [_program(part), *part[1:]]
-
-
-def _split(words: list[str], separator: str) -> Iterator[list[str]]:
-    part: list[str] = []
-    for word in words:
-        if word == separator:
-            yield part
-            part = []
-        else:
-            part.append(word)
-    yield part
-
-
-def _program(words: list[str]) -> str:
-    return words[0].rpartition("/")[2] if ".venv" in words[0] else words[0]
-
-
 COMMANDS = [
-    (page, words) for page in PAGES if not page.startswith(GENERATED) for words in _commands(page)
+    (page, list(command.words), block.reason)
+    for page in WRITTEN
+    for block in blocks(page)
+    for command in commands(block)
+    if command.program in PROGRAMS
 ]
 
 
@@ -103,13 +58,17 @@ def _check_settings(config: str | None, settings: list[str]) -> None:
 
 def test_commands_are_found() -> None:
     assert len(COMMANDS) > 60
-    assert ["lightning-jax", "verify", "runs/first"] in [words for _, words in COMMANDS]
+    assert ["lightning-jax", "verify", "runs/first"] in [words for _, words, _ in COMMANDS]
 
 
 @pytest.mark.parametrize(
-    ("page", "words"), COMMANDS, ids=[f"{page}: {' '.join(words)}" for page, words in COMMANDS]
+    ("page", "words", "reason"),
+    COMMANDS,
+    ids=[f"{page}: {' '.join(words)}" for page, words, _ in COMMANDS],
 )
-def test_command_exists(page: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_exists(
+    page: str, words: list[str], reason: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     program, *rest = words
     rest = rest[: rest.index(">")] if ">" in rest else rest
     if program == "lightning-jax" and rest != ["COMMAND", "--help"] and rest != ["--version"]:
@@ -121,7 +80,7 @@ def test_command_exists(page: str, words: list[str], capsys: pytest.CaptureFixtu
             _check_settings(getattr(arguments, "config", None), arguments.settings)
     elif program == "make":
         targets = [word for word in rest if "=" not in word]
-        makefile = _text("Makefile")
+        makefile = text("Makefile")
         known = set(re.findall(r"^([a-z]+):", makefile, re.M)) | {
             "spider",
             "musique",
@@ -138,18 +97,19 @@ def test_command_exists(page: str, words: list[str], capsys: pytest.CaptureFixtu
             arguments = parse(_parser(), ["train", *rest[1:]])
             _check_settings(arguments.config, arguments.settings)
     if program in ABSENT or any(map(NEEDS_ABSENT.search, words)):
-        assert NOT_RUN.search(_text(page)), f"{page} has to say why {words} is not run"
+        assert reason, f"{page} has to say why {words} is not run"
 
 
-def test_reasons_for_what_is_not_run_are_sentences() -> None:
-    reasons = {page: NOT_RUN.findall(_text(page)) for page in PAGES}
-    assert sum(map(len, reasons.values())) > 3
-    assert all(len(reason.split()) > 2 for found in reasons.values() for reason in found)
+@pytest.mark.parametrize("page", WRITTEN)
+def test_reasons_for_what_is_not_run_are_sentences_before_a_block(page: str) -> None:
+    reasons = [block.reason for block in blocks(page) if block.reason is not None]
+    assert NOT_RUN.findall(text(page)) == reasons
+    assert all(len(reason.split()) > 2 for reason in reasons)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _fenced(page, "python")])
+@pytest.mark.parametrize("page", [page for page in PAGES if fenced(page, "python")])
 def test_python_compiles_and_its_imports_exist(page: str) -> None:
-    for code in _fenced(page, "python"):
+    for code in fenced(page, "python"):
         tree = _parsed(code, page)
         for node in ast.walk(tree):
             match node:
@@ -171,9 +131,9 @@ def _parsed(code: str, page: str) -> ast.Module:
         return compile("{\n" + code + "}", page, "exec", flags)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _fenced(page, "yaml")])
+@pytest.mark.parametrize("page", [page for page in PAGES if fenced(page, "yaml")])
 def test_yaml_has_settings_that_exist(page: str) -> None:
-    for code in _fenced(page, "yaml"):
+    for code in fenced(page, "yaml"):
         if "apiVersion" not in code and not page.startswith(GENERATED):
             OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(yaml.safe_load(code)))
 
@@ -181,7 +141,7 @@ def test_yaml_has_settings_that_exist(page: str) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_settings_in_the_text_exist(page: str) -> None:
     known = get_type_hints(Config)
-    named = {key for key in SETTING.findall(_text(page)) if key.split(".")[0] in known}
+    named = {key for key in SETTING.findall(text(page)) if key.split(".")[0] in known}
     named -= {"agent.name"}  # an attribute of spans
     assert [key for key in sorted(named) if not _exists(Config, key)] == []
 
@@ -231,7 +191,7 @@ def test_pages_that_code_names_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_to_files_and_headings_exist(page: str) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", _text(page))):
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text(page))):
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")
@@ -241,17 +201,16 @@ def test_links_to_files_and_headings_exist(page: str) -> None:
             assert anchor in _anchors(found.read_text()), target
 
 
-def _anchors(text: str) -> set[str]:
+def _anchors(markdown: str) -> set[str]:
     """Return the anchors of headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.M)
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", markdown), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith(GENERATED)])
 def test_lines_are_short_and_lists_have_a_blank_line_before(page: str) -> None:
     """Only Python-Markdown, which makes the site, needs that blank line."""
-    text = FENCE.sub("", _text(page))
-    lines = text.splitlines()
+    lines = FENCE.sub("", text(page)).splitlines()
     long = [line for line in lines if len(line) > 100 and not TABLE_OR_LINK.match(line)]
     assert long == []
     glued = [
