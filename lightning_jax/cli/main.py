@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text, add_flags, run in (
         ("new", "create a directory with an example agent and tasks", add_new, run_new),
         ("try", "run the agent on one task and show the rollout", add_try, run_try),
-        ("train", "train an agent on your own tasks", add_settings, _train),
+        ("train", "train an agent on your own tasks", _add_train, _train),
         ("eval", "score a policy on tasks without training", add_eval, run_eval),
         ("worker", "run the agent for a run on another machine", add_worker, run_worker),
         ("serve", "serve a model over OpenAI's API and others", _add_serve, _serve),
@@ -132,6 +132,12 @@ def _versions() -> str:
     found = {name: installed_version(name) for name in names}
     # A clone on PYTHONPATH is not installed.
     return ", ".join(f"{name} {found[name] or '(not installed)'}" for name in names)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser)
+    page = "show the live page of `studio` at / of the run's server, with serve.api_key as its key"
+    parser.add_argument("--studio", action="store_true", help=page)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -232,7 +238,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks
 
-    return train_and_report(config, *tasks)
+    return train_and_report(config, *tasks, has_page=arguments.studio)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

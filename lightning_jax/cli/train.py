@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from lightning_jax.cli.runtime import cancel_at_stop
+from lightning_jax.studio.live.server import page_of
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import STORE
@@ -20,26 +21,37 @@ from lightning_jax.train.report import (
     learning_table,
     result_table,
 )
+from lightning_jax.train.startup import MakePage
 from lightning_jax.train.trainer import train
 from lightning_jax.types import Task
 
 
 async def _train(
-    config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]
+    config: Config,
+    train_tasks: Sequence[Task],
+    dev_tasks: Sequence[Task],
+    make_page: MakePage | None,
 ) -> list[dict[str, float | int]]:
     with cancel_at_stop():
-        return await train(config, train_tasks, dev_tasks)
+        return await train(config, train_tasks, dev_tasks, make_page=make_page)
 
 
-def train_and_report(config: Config, train_tasks: Sequence[Task], dev_tasks: Sequence[Task]) -> int:
+def train_and_report(
+    config: Config,
+    train_tasks: Sequence[Task],
+    dev_tasks: Sequence[Task],
+    *,
+    has_page: bool = False,
+) -> int:
     """Train to the end, resuming if the run has begun, and print the evaluations.
 
+    With `has_page` the run's server shows the live page.
     Return the exit code: 1 if no step with rollouts changed the weights, else 0.
     """
     directory = Path(config.run_dir)
     print(f"run directory: {directory}", flush=True)
     try:
-        rows = asyncio.run(_train(config, train_tasks, dev_tasks))
+        rows = asyncio.run(_train(config, train_tasks, dev_tasks, page_of if has_page else None))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     if not is_leader():

@@ -49,6 +49,8 @@ from lightning_jax.types import LLM
 
 log = logging.getLogger(__name__)
 
+PAGE = "/studio/"  # path of the page for people, if there is one
+
 __all__ = ["Gateway", "GatewayError", "RolloutSettings", "Traffic"]
 
 
@@ -106,6 +108,7 @@ class Gateway:
         self._leases = LeaseRoutes(self._callers, self._bodies)
         self._external = ExternalRoutes(self._callers, self._bodies)
         self._serve = serve
+        self._page: web.Application | None = None
         self._runner: web.AppRunner | None = None
         self._url = self._local_url = ""
 
@@ -139,6 +142,8 @@ class Gateway:
         self._local_url = local_url(address)
         self._url = (self._serve.public_url or reachable_url(address)).rstrip("/")
         log.info("serving %s at %s", self.model_name, self._url)
+        if self._page is not None:
+            log.info("look at the run at %s%s", self._local_url, PAGE)
 
     async def close(self) -> None:
         """Stop listening, and cancel calls in flight soon after. Closing twice is allowed."""
@@ -158,6 +163,13 @@ class Gateway:
     def take_rollouts(self, rollouts: ExternalRollouts | None) -> None:
         """Let programs outside open rollouts there."""
         self._external.rollouts = rollouts
+
+    def show_page(self, page: web.Application) -> None:
+        """Serve this page for people below PAGE, and send a browser there. Call before `start`.
+
+        The page checks its own key.
+        """
+        self._page = page
 
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """Return what the rollout's agent needs to call the policy. Raise ValueError if open."""
@@ -208,6 +220,9 @@ class Gateway:
         # Neither reveals a secret, so neither needs a key.
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)
+        if self._page is not None:
+            app.add_subapp(PAGE, self._page)
+            app.router.add_get("/", _to_page)
         return app
 
     async def _list(
@@ -268,6 +283,10 @@ class Gateway:
     async def _metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}
         return web.Response(body=self._meters.exposition(), headers=headers)
+
+
+async def _to_page(request: web.Request) -> web.Response:
+    return web.Response(status=302, headers={"Location": PAGE})
 
 
 def _listings() -> dict[tuple[str, str], list[tuple[Dialect, Listing]]]:

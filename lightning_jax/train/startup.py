@@ -3,12 +3,13 @@ gateway, runner.
 """
 
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import jax
+from aiohttp import web
 from filelock import FileLock, Timeout
 
 from lightning_jax.engine.engine import Engine
@@ -48,6 +49,9 @@ from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
 
+# Makes the page of a run directory that its server shows. The text is the key that it asks for.
+MakePage = Callable[[Path, str | None], web.Application]
+
 
 @asynccontextmanager
 async def open_run(
@@ -56,6 +60,7 @@ async def open_run(
     dev_tasks: Sequence[Task],
     *,
     agent: AgentFunction | None = None,
+    make_page: MakePage | None = None,
 ) -> AsyncIterator[Run]:
     """Yield a run at the current step of its directory, with its server running.
 
@@ -92,6 +97,8 @@ async def open_run(
         resume(store, config, sources, changed, replica.step, untaken_ids(replica.progress))
         leader.tell(Replica.publish_all)
         served = await at_end.enter_async_context(serve(replica))
+        if make_page is not None:
+            served.gateway.show_page(make_page(directory, config.serve.api_key))
         return_freed_memory()  # copies of the weights on their way to the engines
         service = open_service(
             served.gateway,

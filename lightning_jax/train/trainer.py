@@ -40,7 +40,7 @@ from lightning_jax.train.checkpoint import CheckpointError
 from lightning_jax.train.config import Config
 from lightning_jax.train.progress import show_progress
 from lightning_jax.train.run import Run
-from lightning_jax.train.startup import load_trainable, open_run, with_dtypes
+from lightning_jax.train.startup import MakePage, load_trainable, open_run, with_dtypes
 from lightning_jax.train.state import Replica
 from lightning_jax.types import Task
 
@@ -57,11 +57,13 @@ async def train(
     dev_tasks: Sequence[Task],
     *,
     agent: AgentFunction | None = None,
+    make_page: MakePage | None = None,
 ) -> list[dict[str, float | int]]:
     """Run or resume a run to its end and return the rows of its metrics file.
 
     `agent` is a function (task, llm) that returns the reward, by default the one that `config`
-    names. In a run of several processes all of them call this, and only process 0 returns rows.
+    names. `make_page` makes a page for people that the run's server shows. In a run of several
+    processes all of them call this, and only process 0 returns rows.
     """
     multihost.join(config.distributed)
     if not multihost.is_leader():
@@ -71,7 +73,7 @@ async def train(
     _warn_of_bias(config)
     async with (
         multihost.cancel_on_stop(),
-        open_run(config, train_tasks, dev_tasks, agent=agent) as run,
+        open_run(config, train_tasks, dev_tasks, agent=agent, make_page=make_page) as run,
     ):
         with (
             logging_redirect_tqdm(),

@@ -15,15 +15,18 @@ from urllib.parse import quote
 
 import pytest
 import view_records as records
-from aiohttp import ClientResponse
+from aiohttp import ClientResponse, ClientSession
 from aiohttp.test_utils import TestClient, TestServer
 
 from lightning_jax.cli.main import WITHOUT_JAX, main
 from lightning_jax.cli.studio import run_studio
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.remote import RemoteEngine
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog
-from lightning_jax.studio.live.server import ASSETS, LiveServer, serve_live
+from lightning_jax.studio.live.server import ASSETS, LiveServer, page_of, serve_live
 from lightning_jax.studio.live.watch import Watch
 from lightning_jax.studio.load import ViewError
 from lightning_jax.traces.store import Store
@@ -376,6 +379,25 @@ async def test_every_answer_has_the_security_headers(tmp_path: Path) -> None:
                 assert response.headers["Referrer-Policy"] == "no-referrer"
 
 
+@pytest.mark.parametrize(("key", "status"), [("secret", 401), (None, 200)])
+async def test_server_of_a_run_shows_the_page(tmp_path: Path, key: str | None, status: int) -> None:
+    run = records.make_run(tmp_path)
+    gateway = Gateway(RemoteEngine("policy", ServeConfig(api_key=key)), records=False)
+    gateway.show_page(page_of(run, key))
+    async with gateway, ClientSession() as client:
+        async with client.get(f"{gateway.local_url}/") as response:
+            assert str(response.url) == f"{gateway.local_url}/studio/"
+            assert 'src="app.js"' in await response.text()
+            assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+        async with client.get(f"{gateway.local_url}/studio/api/runs") as response:
+            assert response.status == status
+        headers = {"Host": "evil.example"}
+        async with client.get(f"{gateway.local_url}/studio/", headers=headers) as response:
+            assert response.status == (403 if key is None else 200)
+        async with client.get(f"{gateway.local_url}/healthz") as response:
+            assert response.status == 200
+
+
 def test_page_sets_texts_only_as_text() -> None:
     own = [path for path in ASSETS.iterdir() if path.suffix in (".js", ".html")]
     assert len(own) >= 8
@@ -417,7 +439,8 @@ async def test_browser_shows_hostile_texts_as_text(tmp_path: Path) -> None:
     assert "deadline" in shown[f"run/{key}"] and "<canvas" not in shown[f"run/{key}"]
     for dom in shown.values():
         assert "<title>taken" not in dom and "<img" not in dom and dom.count("<script") == 1
-    assert "&lt;script&gt;" in dom and "onerror=alert(1)&gt;" in dom
+    rollout = list(shown.values())[-1]
+    assert "&lt;script&gt;" in rollout and "onerror=alert(1)&gt;" in rollout
 
 
 async def dump(url: str, profile: Path) -> str:

@@ -144,6 +144,11 @@ class LiveServer:
         return await handler(request)
 
 
+def page_of(directory: Path, key: str | None) -> web.Application:
+    """Return the live page of one run, for the run's own server."""
+    return LiveServer(Catalog([directory]), key).application()
+
+
 async def serve_live(server: LiveServer, host: str, port: int, key: str | None) -> web.AppRunner:
     """Start to serve. Raises ViewError if others can reach the host and there is no key.
 
