@@ -46,6 +46,18 @@ def rescore(run_dir: Path, file: Path, *, phase: str, limit: int | None) -> None
     The run's rewards stay as they are. Verdicts of judges are kept in its store. `limit` is the
     number of groups, evenly spaced. Raises UserError if nothing can be scored.
     """
+    config, pairs = rescored_groups(run_dir, file, phase=phase, limit=limit)
+    console = Console(highlight=False)
+    console.print(as_terminal(_grid(config, pairs), console.width))
+
+
+def rescored_groups(
+    run_dir: Path, file: Path, *, phase: str, limit: int | None = None
+) -> tuple[Config, list[list[Pair]]]:
+    """Return (the run's settings with the `rewards` of a YAML file, its rollouts scored by them).
+
+    Raises UserError if nothing can be scored.
+    """
     saved = load_config(Config, [str(run_dir / SETTINGS)], only=READ)
     rewards = load_config(Config, [str(file)], only=["rewards"]).rewards
     if not rewards:
@@ -64,9 +76,7 @@ def rescore(run_dir: Path, file: Path, *, phase: str, limit: int | None) -> None
                 reason="empty",
                 key="--phase",
             )
-        pairs = asyncio.run(_rescored(config, store, groups))
-    console = Console(highlight=False)
-    console.print(as_terminal(_grid(config, pairs), console.width))
+        return config, asyncio.run(_rescored(config, store, groups))
 
 
 def compare(groups: Sequence[Sequence[Pair]]) -> Comparison:

@@ -1,6 +1,7 @@
 """The command `lightning-jax sft`. Nothing heavy is imported before it runs."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_jax.cli.runtime import Limit, number_of, stop_on_sigterm
@@ -17,6 +18,8 @@ def add_sft(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--where", metavar="CONDITION", default=DEFAULT_WHERE, help=where)
     best = "only the best of them in each group"
     parser.add_argument("--best", action="store_true", help=best)
+    rewards = "score the attempts by the section `rewards` of this YAML file first"
+    parser.add_argument("--rewards", metavar="FILE", type=Path, help=rewards)
     phase = "rollouts to learn from: train or eval (default: %(default)s)"
     parser.add_argument("--phase", choices=("train", "eval"), default="train", help=phase)
     steps = "number of steps, each of warmup.groups_per_step groups (default: each group once)"
@@ -30,7 +33,8 @@ def run_sft(arguments: argparse.Namespace) -> int:
 
     A condition compares reward, step, index, calls, tokens (sampled ones), task, components of the
     reward and numbers that the agent returned. The settings are those of the run. run_dir=DIR names
-    the new run directory, by default RUN-sft. The run itself stays as it is.
+    the new run directory, by default RUN-sft. The run itself stays as it is, except that verdicts
+    of judges are kept in its store.
     """
     from rich.console import Console
 
@@ -48,7 +52,14 @@ def run_sft(arguments: argparse.Namespace) -> int:
 
     from lightning_jax.train.sft import Choice, learn_from_attempts  # imports JAX, after the checks
 
-    choice = Choice(condition, arguments.best, arguments.phase, arguments.steps)
+    rescored = {}
+    if arguments.rewards is not None:
+        from lightning_jax.cli.rescore import rescored_groups
+
+        scored, groups = rescored_groups(source, arguments.rewards, phase=arguments.phase)
+        config = replace(config, rewards=scored.rewards)
+        rescored = {after.rollout_id: after for group in groups for _, after in group}
+    choice = Choice(condition, arguments.best, arguments.phase, arguments.steps, rescored)
     rows = learn_from_attempts(source, config, choice, arguments.start)
     console = Console(highlight=False, soft_wrap=True)
     losses = [row["warmup/loss"] for row in rows if "warmup/loss" in row]

@@ -38,15 +38,20 @@ class Attempt:
         }
 
 
-def stored_attempts(store: Store, reader: TraceReader, phase: str) -> list[Attempt]:
-    """Return the scored attempts of a phase that have calls to learn from, in order."""
-    rollouts = {
-        rollout.rollout_id: rollout
-        for rollout in store.rollouts(phase=phase)
-        if rollout.status == "scored" and not rollout.superseded
-    }
-    found, _ = to_trajectories(store, list(rollouts.values()), policy_version=0, reader=reader)
-    return [Attempt(rollouts[t.rollout_id], t) for t in found if t.transitions]
+def stored_attempts(
+    store: Store,
+    reader: TraceReader,
+    phase: str,
+    rescored: Mapping[str, Rollout] | None = None,
+) -> list[Attempt]:
+    """Return the scored attempts of a phase that have calls to learn from, in order.
+
+    `rescored` has rollouts with other rewards, by their id.
+    """
+    found = [(rescored or {}).get(r.rollout_id, r) for r in store.rollouts(phase=phase)]
+    rollouts = {r.rollout_id: r for r in found if r.status == "scored" and not r.superseded}
+    made, _ = to_trajectories(store, list(rollouts.values()), policy_version=0, reader=reader)
+    return [Attempt(rollouts[t.rollout_id], t) for t in made if t.transitions]
 
 
 def choose_attempts(

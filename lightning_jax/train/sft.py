@@ -7,9 +7,9 @@ token ids are those in the run's store. RAFT is arXiv 2304.06767.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +33,7 @@ from lightning_jax.train.startup import load_trainable, with_dtypes
 from lightning_jax.train.status import recorded_end
 from lightning_jax.train.tasks import TaskIterator
 from lightning_jax.train.updaters import phase_updater
+from lightning_jax.types import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Choice:
     only_best: bool = False  # of each group
     phase: str = "train"
     num_steps: int | None = None  # None: each group once
+    rescored: Mapping[str, Rollout] = field(default_factory=dict)  # with other rewards, by id
 
 
 def learn_from_attempts(
@@ -86,7 +88,7 @@ def _groups(source: Path, config: Config, choice: Choice) -> list[list[Attempt]]
     decode = load_tokenizer(config.model.name).decode
     reader = TraceReader(config.roles, config.reward_rules, decode, config.policies, config.rollout)
     with closing(Store(source / STORE, read_only=True)) as store:
-        attempts = stored_attempts(store, reader, choice.phase)
+        attempts = stored_attempts(store, reader, choice.phase, choice.rescored)
     groups = choose_attempts(attempts, choice.condition, only_best=choice.only_best)
     number = sum(map(len, groups))
     log.info("learning from %d of %d attempts, in %d groups", number, len(attempts), len(groups))

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 from coded import raises_coded
+from test_policies_run import LORA, settings
 from test_teacher import unrewarded
 from test_trainer import MODEL, TASKS, _config
 
+from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats.load import load_model, save_hf
-from lightning_jax.rl.config import AlgorithmConfig, DistillConfig
+from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, DistillConfig
 from lightning_jax.rl.distill import mix
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.settings import ConfigError, load_config
@@ -118,6 +120,26 @@ def test_a_run_resumes_with_its_hints(
         assert [row.get(name) for row in rows[:2]] == pytest.approx(
             [row.get(name) for row in whole[:2]], rel=1e-4
         )
+
+
+@pytest.mark.parametrize("rank", [pytest.param(LORA.rank, marks=pytest.mark.slow), 0])
+def test_policies_score_their_samples_with_the_hint_by_their_own_weights(
+    rank: int, model_dir: Path, file: Path, tmp_path: Path
+):
+    config = settings(
+        model_dir,
+        tmp_path / "run",
+        num_steps=1,
+        model=ModelConfig(name=str(model_dir), lora=dataclasses.replace(LORA, rank=rank)),
+        distill=DistillConfig(hint=f"{file}:hint", reward_coef=0.0),
+        batch=BatchConfig(rows=1, row_len=512, max_targets=128, head_chunk=64),
+    )
+    row = asyncio.run(train(config, TASKS, TASKS))[0]
+    for suffix in [""] if rank else ["/policy=speaker", "/policy=listener"]:
+        assert row[f"train/teacher_share{suffix}"] == 1.0
+        assert row[f"train/without_teacher{suffix}"] == 0.0
+    assert row["train/without_hint"] == 0.0
+    assert any(value > 0 for name, value in row.items() if name.startswith("train/grad_norm"))
 
 
 def hints(file: Path, name: str) -> Hints:

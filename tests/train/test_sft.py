@@ -146,6 +146,21 @@ def test_the_command_writes_a_run_beside_the_other(run_dir: Path, capsys):
     assert main(["sft", str(run_dir / "absent")]) == 1
 
 
+def test_the_best_by_other_rewards_are_learned(run_dir: Path, tmp_path: Path):
+    functions = tmp_path / "rewards.py"
+    functions.write_text(
+        "def last(task, attempts):\n    return [*[0.0] * (len(attempts) - 1), 5.0]\n"
+    )
+    file = tmp_path / "rewards.yaml"
+    file.write_text("rewards: {last: {group: rewards.py:last}}\n")
+    out = tmp_path / "out"
+    flags = ["--rewards", str(file), "--where", "reward == 5 and last == 5 and index == 2"]
+    assert main(["sft", str(run_dir), *flags, f"run_dir={out}"]) == 0
+    (row,) = read_metrics(out / "metrics.jsonl")
+    assert row["warmup/num_conversations"] == 4.0
+    assert list(load_config(Config, [str(out / "config.yaml")]).rewards) == ["last"]
+
+
 def test_policies_without_one_model_to_start_from_are_refused(run_dir: Path, tmp_path: Path):
     choice = Choice(parse_condition("reward >= 0"))
     named = ("policies.a.base=null", "policies.b.base=null")
