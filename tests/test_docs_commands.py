@@ -54,8 +54,10 @@ EXPERIMENT = {
 SMALL = {key: value for key, value in EXPERIMENT.items() if key != "warmup.num_steps"} | {
     "serve.slots": "4",
 }
+ROOM = {"serve.max_len": "1024", "batch.row_len": "1024"}  # `tiny` splits text into more tokens
 PAGE_SETTINGS = {
     "": {"num_steps": "4"},  # runs that pages look at
+    "docs/frameworks/planner_and_worker.md": ROOM,
     "docs/get_started/first_run.md": {"num_steps": "10"},  # it shows a rollout of the last step
     "docs/howto/train_while_agents_run.md": {"rollout.tasks_per_step": "8"},  # for ahead=8
 }
@@ -237,7 +239,8 @@ class Shell:
             case ["train", *rest]:
                 return ["train", *self._settings(rest, SMALL)]
             case ["try", *_]:
-                return [*words, "model.name=tiny"]
+                room = ROOM if PAGE_SETTINGS.get(self.page) is ROOM else {}
+                return [*words, "model.name=tiny", *(f"{k}={v}" for k, v in room.items())]
             case ["eval", *rest]:
                 return [*words, "--limit", "2", *([] if "--run" in rest else ["model.name=tiny"])]
         return words
