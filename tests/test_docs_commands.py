@@ -51,6 +51,11 @@ EXPERIMENT = {
     "rollout.max_tokens": "8",
     "eval.num_tasks": "2",
 }
+TINY_AGENT = {  # agents that random weights give long prompts and broken replies
+    "serve.max_len": "2048",
+    "batch.row_len": "2048",
+    "rollout.max_agent_failures": "1",
+}
 SMALL = {key: value for key, value in EXPERIMENT.items() if key != "warmup.num_steps"} | {
     "serve.slots": "4",
 }
@@ -254,13 +259,13 @@ class Shell:
                 given = " ".join(rest).removeprefix("ARGS=").split()
                 given = [re.sub("^run_dir=", f"run_dir={self.folder}/", word) for word in given]
                 run_dir = {"run_dir": f"{self.folder}/runs/{target}"}
-                args = " ".join(self._settings(given, EXPERIMENT | run_dir))
+                args = " ".join(self._settings(given, EXPERIMENT | TINY_AGENT | run_dir))
                 ready = [f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.ready"]
                 return ["make", "-C", str(ROOT), *ready, target, f"ARGS={args}"]
             case ["python", script, *rest] if script.startswith("experiments/"):
-                config = [str(ROOT / word) if word.endswith(".yaml") else word for word in rest]
-                settings = self._settings(config, EXPERIMENT | {"run_dir": "runs/experiment"})
-                return [sys.executable, str(ROOT / script), *settings]
+                run_dir = {"run_dir": f"{self.folder}/runs/experiment"}
+                settings = self._settings(rest, EXPERIMENT | TINY_AGENT | run_dir)
+                return ["env", "-C", str(ROOT), sys.executable, script, *settings]
             case ["python", script, *rest] if script.startswith("benchmarks/"):
                 return [sys.executable, str(ROOT / script), *rest, *ARGUMENTS[script]]
             case ["python", "-m", "pytest", *rest]:
