@@ -24,10 +24,10 @@ from typing import Any
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
-from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.sessions import derive_seed
 from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
 from lightning_jax.rollouts.config import RolloutConfig
+from lightning_jax.rollouts.deadlines import DeadlineClock
 from lightning_jax.rollouts.outcome import (
     DEADLINE,
     DEADLINE_IN_QUEUE,
@@ -47,7 +47,6 @@ from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.5  # resolution of a deadline; longer stalls of the event loop do not count
 STANDSTILL_S = 1.0  # clients may give up on a server that stalled for this long
 
 
@@ -165,6 +164,7 @@ class Runner:
     at: RolloutServer | None = None  # None: `gateway`
     gate: asyncio.Semaphore = field(init=False)  # of `concurrency`
     idle: "IdleClock" = field(init=False)
+    clock: DeadlineClock = field(init=False)
     server: RolloutServer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -172,6 +172,7 @@ class Runner:
         object.__setattr__(self, "server", server)
         object.__setattr__(self, "gate", asyncio.Semaphore(self.config.concurrency))
         object.__setattr__(self, "idle", IdleClock())
+        object.__setattr__(self, "clock", DeadlineClock(self.gateway.pauses))
 
     @property
     def store(self) -> Store:
@@ -233,16 +234,15 @@ class Runner:
         rollout = request.rollout(attempt)
         await self.store.in_order(self.store.add_rollout, rollout, request.task)
         opened = await self.server.open(self._settings(rollout, draw), rollout.group_id)
-        clock = _Clock()
         try:
             await self.store.in_order(self.store.set_status, rollout.rollout_id, "running")
             running = partial(execute, rollout.rollout_id, request.task, opened.llm)
-            outcome = await self._outcome(opened, rollout.rollout_id, running, clock)
+            outcome, stalled_s = await self._outcome(opened, rollout.rollout_id, running)
         except BaseException:
             await self.server.close(rollout.rollout_id)
             raise
         traffic = await self.server.close(rollout.rollout_id)
-        outcome = _blamed(outcome, traffic, clock, self.config.timeout_s)
+        outcome = _blamed(outcome, traffic, stalled_s, self.config.timeout_s)
         if outcome.status == "agent_failure":
             outcome = replace(outcome, reward=self.config.agent_failure_reward)
         values = {
@@ -265,26 +265,27 @@ class Runner:
         opened: Opened,
         rollout_id: str,
         execute: Callable[[], Coroutine[Any, Any, Outcome]],
-        clock: "_Clock",
-    ) -> Outcome:
-        """Return the outcome according to the agent, whose spans become children of the root span.
+    ) -> tuple[Outcome, float]:
+        """Return (outcome according to the agent, seconds in which the event loop stalled).
+
+        Spans of the agent become children of the root span.
 
         The agent runs in its own task. Even if it exits or cancels itself, only its rollout ends.
         """
         with below(opened.root):
             running = asyncio.create_task(execute())
         try:
-            late = not await clock.wait(
-                running, self.config.timeout_s, self.gateway.pauses, opened.loss
-            )
+            in_time, stalled_s = await self.clock.wait(running, self.config.timeout_s, opened.loss)
         finally:
             if not running.done():
                 await end_agent(running, rollout_id)
-        if late:
-            return failure(DEADLINE, f"the agent ran longer than {self.config.timeout_s:g} s")
+        if not in_time:
+            late = f"the agent ran longer than {self.config.timeout_s:g} s"
+            return failure(DEADLINE, late), stalled_s
         posted = await self.server.posted_reward(rollout_id)
         needs_reward = self.scorer is None or self.scorer.needs_agent_reward
-        return with_posted(ended_outcome(running), posted, needs_reward=needs_reward)
+        outcome = with_posted(ended_outcome(running), posted, needs_reward=needs_reward)
+        return outcome, stalled_s
 
     def _retry_delay_s(self, rollout: Rollout) -> float:
         """Return the wait before the next attempt: doubled each time, plus up to half at random."""
@@ -336,34 +337,7 @@ class IdleClock:
             self._since = time.monotonic()
 
 
-class _Clock:
-    """Elapsed time of a rollout, excluding stalls of this event loop and pauses of the gateway.
-
-    The loop stalls if something holds the interpreter or the process is stopped. The gateway then
-    answers no call, so the time must not count against an agent.
-    """
-
-    def __init__(self) -> None:
-        self.standstill_s = 0.0
-
-    async def wait(
-        self,
-        agent: asyncio.Task[Any],
-        timeout_s: float,
-        pauses: Pauses,
-        loss: Callable[[], str | None],
-    ) -> bool:
-        """Return True if the agent ended within its time. Stop waiting once its server is lost."""
-        left = timeout_s
-        while left > 0 and not agent.done() and not loss():
-            tick, started = min(left, TICK_S), time.monotonic()
-            await asyncio.wait({agent}, timeout=tick)
-            left -= 0.0 if pauses.is_active else tick
-            self.standstill_s += max(time.monotonic() - started - tick, 0.0)
-        return agent.done()
-
-
-def _blamed(outcome: Outcome, traffic: Traffic, clock: _Clock, timeout_s: float) -> Outcome:
+def _blamed(outcome: Outcome, traffic: Traffic, stalled_s: float, timeout_s: float) -> Outcome:
     """Return the outcome with the status that the gateway's knowledge of the calls implies.
 
     A deadline also has another reason if calls waited in the queue for most of the time.
@@ -376,7 +350,7 @@ def _blamed(outcome: Outcome, traffic: Traffic, clock: _Clock, timeout_s: float)
     if outcome.reason == DEADLINE and traffic.waited_s > timeout_s / 2:
         detail = f"{outcome.detail}, and its calls waited for {traffic.waited_s:.1f} s"
         outcome = replace(outcome, reason=DEADLINE_IN_QUEUE, detail=detail)
-    gave_up = traffic.num_cancelled > 0 and clock.standstill_s < STANDSTILL_S
+    gave_up = traffic.num_cancelled > 0 and stalled_s < STANDSTILL_S
     if isinstance(outcome, LostGateway) and gave_up and not traffic.unanswered:
         return replace(outcome, status="agent_failure")
     return outcome

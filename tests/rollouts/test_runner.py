@@ -249,7 +249,7 @@ async def test_no_error_of_an_agent_ends_the_run(
 async def test_time_in_which_the_loop_stands_still_is_on_no_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_jax.rollouts.runner.TICK_S", 0.05)
+    monkeypatch.setattr("lightning_jax.rollouts.deadlines.TICK_S", 0.05)
 
     async def agent(task: Task, llm: object) -> float:
         if task["id"] == "t0":

@@ -1,0 +1,97 @@
+"""Tests of the clock of rollouts: what counts, what does not, and a lost server."""
+
+import asyncio
+import time
+
+import pytest
+
+from lightning_jax.gateway.pauses import Pauses
+from lightning_jax.rollouts import deadlines
+from lightning_jax.rollouts.deadlines import DeadlineClock
+
+
+@pytest.fixture(autouse=True)
+def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "TICK_S", 0.05)
+
+
+def _agent(seconds: float) -> asyncio.Task[None]:
+    return asyncio.create_task(asyncio.sleep(seconds))
+
+
+async def _wait(
+    clock: DeadlineClock, agent: asyncio.Task[None], timeout_s: float
+) -> tuple[bool, float, float]:
+    """Return (True if in time, seconds of stalls, seconds waited)."""
+    started = time.monotonic()
+    in_time, stalled_s = await clock.wait(agent, timeout_s, lambda: None)
+    waited_s = time.monotonic() - started
+    agent.cancel()
+    return in_time, stalled_s, waited_s
+
+
+async def test_agents_in_time_and_too_late() -> None:
+    clock = DeadlineClock(Pauses())
+    early, late = await asyncio.gather(
+        _wait(clock, _agent(0.1), 10.0), _wait(clock, _agent(10.0), 0.3)
+    )
+    assert early[0] and early[2] < 5.0
+    assert not late[0] and 0.3 <= late[2] < 5.0
+
+
+async def test_stall_does_not_count() -> None:
+    clock = DeadlineClock(Pauses())
+    waiting = asyncio.create_task(_wait(clock, _agent(10.0), 0.4))
+    await asyncio.sleep(0.1)
+    time.sleep(1.0)
+    in_time, stalled_s, waited_s = await waiting
+    assert not in_time and waited_s >= 1.3
+    assert stalled_s >= 0.9
+    # A rollout that begins after the stall knows nothing of it.
+    assert (await _wait(clock, _agent(0.0), 1.0))[1] < 0.9
+
+
+async def test_agent_that_ends_during_a_stall_is_in_time() -> None:
+    clock = DeadlineClock(Pauses())
+    waiting = asyncio.create_task(_wait(clock, _agent(0.2), 0.3))
+    await asyncio.sleep(0.1)
+    time.sleep(1.0)
+    assert (await waiting)[0]
+
+
+async def test_pause_does_not_count() -> None:
+    pauses = Pauses()
+    clock = DeadlineClock(pauses)
+    waiting = asyncio.create_task(_wait(clock, _agent(10.0), 0.3))
+    await asyncio.sleep(0.1)
+    with pauses.paused():
+        await asyncio.sleep(0.5)
+        with pauses.paused():
+            await asyncio.sleep(0.5)
+        assert not waiting.done()
+    in_time, _, waited_s = await waiting
+    assert not in_time and waited_s >= 1.3 - 0.05
+    assert pauses.total_s >= 1.0
+
+
+async def test_lost_server_ends_the_wait() -> None:
+    clock, losses = DeadlineClock(Pauses()), list[str]()
+    agent = _agent(10.0)
+    waiting = asyncio.create_task(clock.wait(agent, 60.0, lambda: next(iter(losses), None)))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    losses.append("died")
+    assert (await asyncio.wait_for(waiting, 5.0))[0] is False
+    # One that is lost from the start does not wait either.
+    assert (await clock.wait(agent, 60.0, lambda: "died"))[0] is False
+    agent.cancel()
+
+
+async def test_clock_has_no_timer_while_nobody_waits() -> None:
+    clock = DeadlineClock(Pauses())
+    await _wait(clock, _agent(0.01), 1.0)
+    await asyncio.sleep(0.15)
+    assert clock._due is None
+    time.sleep(0.3)  # not a stall of anybody's rollout
+    in_time, stalled_s, _ = await _wait(clock, _agent(0.01), 1.0)
+    assert in_time and stalled_s < 0.25
